@@ -1,4 +1,4 @@
-//! Each plugin on its own: its configuration, and what it finds on the node and in the container.
+//! The cases with a single plugin: its configuration, and how node and container are prepared.
 
 use std::path::Path;
 
@@ -22,26 +22,28 @@ pub(crate) struct Alone {
     kind: Option<&'static str>,
 }
 
-/// Where in a list the plugin stands.
+/// The position of the plugin in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     First,
-    /// Behind another plugin: it gets an interface and a result made by hand.
+    /// Behind another plugin: this program creates the interface and the previous result.
     Chained,
 }
 
 const WITH_KERNEL: [Side; 3] = [Side::Ours, Side::Theirs, Side::Kernel];
 const FIREWALL_WITH_KERNEL: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
 
+/// Returns a plugin that is the first of a list.
 const fn first(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
     Alone { name, conf, place: Place::First, sides: &PLAIN, link: None, kind: None }
 }
 
+/// Returns a plugin that is behind another one.
 const fn chained(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
     Alone { place: Place::Chained, ..first(name, conf) }
 }
 
-/// An interface plugin with host-local.
+/// Returns an interface plugin that is measured with host-local and against the kernel alone.
 const fn link(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
     Alone { sides: &WITH_KERNEL, link: Some(link), ..first(name, conf) }
 }
@@ -108,7 +110,8 @@ pub(crate) static ALL: [Alone; 20] = [
 ];
 
 impl Alone {
-    /// The plugin's configuration; `data` is host-local's folder, `netns` the container.
+    /// Returns the plugin's configuration. `data` is host-local's folder, `netns` the container's
+    /// namespace.
     pub(crate) fn conf(&self, side: Side, data: &Path, netns: &Path) -> Value {
         let mut conf = (self.conf)(side, data);
         if self.place == Place::Chained {
@@ -122,7 +125,8 @@ impl Alone {
         conf
     }
 
-    /// Whether the kernel has the kind of link that the plugin makes.
+    /// Whether the kernel supports the kind of link that the plugin creates. Tries it on a new
+    /// node.
     pub(crate) fn kernel_has_kind(&self, world: &World) -> Result<bool> {
         let Some(kind) = self.kind else { return Ok(true) };
         world.node()?;
@@ -130,8 +134,7 @@ impl Alone {
         Ok(ip(None, &format!("link add probe0 {kind}")).is_ok())
     }
 
-    /// What stands on the node from the beginning: an interface to the outside with the default
-    /// route, and a device to be given away.
+    /// Prepares the node: `eth0` with the default route, and `dev0` for host-device.
     pub(crate) fn set_up_node(&self) -> Result<()> {
         ip(
             None,
@@ -140,7 +143,8 @@ impl Alone {
         )
     }
 
-    /// Gives the container the interface that the plugin before would have made.
+    /// Creates the interface that the previous plugin of the list would have created. Does nothing
+    /// for the first plugin.
     pub(crate) fn attach(&self, netns: &Path) -> Result<()> {
         if self.place == Place::First {
             return Ok(());
@@ -152,16 +156,16 @@ impl Alone {
         ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{routed}"))
     }
 
-    /// Takes it away again.
+    /// Removes the interface that [`attach`](Alone::attach) created.
     pub(crate) fn detach(&self) -> Result<()> {
         if self.place == Place::First { Ok(()) } else { ip(None, "link del host0") }
     }
 }
 
-/// The hardware address of the interface made by hand.
+/// The hardware address of the interface that [`Alone::attach`] creates.
 const MAC: &str = "02:00:00:00:00:02";
 
-/// Runs commands of ip(8), one a line, on the node or in a container.
+/// Runs commands of ip(8), one in each line, in the namespace `netns` or on the node.
 fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
     let net = netns.map(|path| format!("--net={}", path.display()));
     let mut argv: Vec<&str> = net.iter().flat_map(|net| ["nsenter", net.as_str()]).collect();
@@ -169,11 +173,12 @@ fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
     feed(&argv, commands).map(drop)
 }
 
+/// Returns the configuration of a plugin whose link is on top of `eth0`.
 fn on_master(plugin: &str, data: &Path) -> Value {
     json!({"type": plugin, "master": "eth0", "ipam": ipam(data, false)})
 }
 
-/// The backend of the rules: theirs knows nftables too, and uses iptables by default.
+/// Returns the value of a backend option. The Go plugins get iptables, which is also their default.
 fn backend(side: Side) -> Value {
     if side == Side::OursNft { "nftables".into() } else { "iptables".into() }
 }

@@ -1,4 +1,4 @@
-//! Many attachments at once, as a runtime starts them after a reboot of its node.
+//! Runs many attachments at once, as a runtime does after a reboot of its node.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use crate::cases::Ready;
 use crate::error::{Doing as _, Error, Result};
 use crate::world::World;
 
-/// What a crowd's verb cost.
+/// The cost and the results of one verb of a crowd.
 #[derive(Debug, Default)]
 pub(crate) struct Crowd {
     /// From the start of the first process to the end of the last, in milliseconds.
@@ -21,18 +21,22 @@ pub(crate) struct Crowd {
     pub(crate) each: Vec<f64>,
     /// User and system time of all, in milliseconds.
     pub(crate) cpu: f64,
-    /// What each ADD returned.
+    /// The result of each ADD.
     pub(crate) results: Vec<Value>,
 }
 
-/// How far one attachment is.
+/// The running plugin of one attachment.
 struct Progress {
+    /// The number of the attachment.
     number: usize,
+    /// How many plugins of the attachment have ended.
     place: usize,
     streams: Streams,
 }
 
-/// Runs `verb` for all containers of `ready` at once; each attachment's plugins follow each other.
+/// Runs `verb` for all containers of `ready` at once; within an attachment, one plugin after the
+/// other. `results` are those of the ADDs, for DEL. Fails with the first failure of a plugin, after
+/// all have ended.
 pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str, results: &[Value]) -> Result<Crowd> {
     let count = ready.containers.len();
     let length = ready.chain.plugins.len();
@@ -42,7 +46,7 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         let place = if verb == "DEL" { length - 1 - place } else { place };
         ready.chain.call(verb, place, &ready.attachment(round, number), prev)
     };
-    // Files are made before the clock runs.
+    // The files for the first plugins are created before the time is taken.
     let mut waiting = Vec::new();
     for number in 0..count {
         let call = call(number, 0, results.get(number));
@@ -65,8 +69,8 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         let now = begin.elapsed().as_secs_f64() * 1e3;
         let Some(Progress { number, place, mut streams }) = running.remove(&pid) else { continue };
         let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number)).cloned();
-        let said = match streams.outcome(&call(number, place, prev.as_ref()), succeeded) {
-            Ok(said) => said,
+        let output = match streams.outcome(&call(number, place, prev.as_ref()), succeeded) {
+            Ok(output) => output,
             Err(error) => {
                 failure.get_or_insert(error);
                 continue;
@@ -75,7 +79,7 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         if verb == "ADD"
             && let Some(result) = crowd.results.get_mut(number)
         {
-            *result = said;
+            *result = output;
         }
         if place + 1 == length {
             crowd.each.push(now);

@@ -1,8 +1,8 @@
-//! One run of a plugin, timed.
+//! Runs a plugin once and measures its time.
 //!
-//! The clock runs from just before the process is made to just after it has been reaped; making
-//! files for its streams, reading its output and JSON are outside. CPU is what the kernel charges
-//! to children that have ended, those of the plugin included.
+//! The wall time is from just before the process is created to just after it has been reaped,
+//! without the files for its streams, reading its output, and JSON. The CPU time is that of the
+//! process and its own children.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};
@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::error::{Doing as _, Error, Result};
 
-/// A plugin about to be run.
+/// A call of a plugin.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub(crate) program: PathBuf,
@@ -29,9 +29,9 @@ pub(crate) struct Call {
 /// What one run cost.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Cost {
-    /// Milliseconds on the wall.
+    /// The wall time in milliseconds.
     pub(crate) wall: f64,
-    /// Milliseconds of user and system time.
+    /// The user and system time in milliseconds.
     pub(crate) cpu: f64,
 }
 
@@ -51,6 +51,8 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
+    /// Creates the files in `scratch`, with `tag` in their names, and writes the configuration to
+    /// stdin.
     pub(crate) fn new(scratch: &Path, tag: usize, conf: &Value) -> Result<Streams> {
         let open = |name: &str| {
             let path = scratch.join(format!("{name}{tag}"));
@@ -64,7 +66,8 @@ impl Streams {
         Ok(Streams { stdin, stdout, stderr })
     }
 
-    /// What the plugin wrote: its result, or why it failed.
+    /// Returns the result that the plugin wrote, null if it wrote nothing. If it failed, returns
+    /// its error as an error.
     pub(crate) fn outcome(&mut self, call: &Call, succeeded: bool) -> Result<Value> {
         let mut text = String::new();
         self.stdout.rewind().and_then(|()| self.stdout.read_to_string(&mut text)).doing("failed to read an output")?;
@@ -76,8 +79,8 @@ impl Streams {
         }
         let mut stderr = String::new();
         let _ = self.stderr.rewind().and_then(|()| self.stderr.read_to_string(&mut stderr));
-        let said = serde_json::from_str::<Value>(&text).map(|error| error["msg"].to_string()).unwrap_or(text);
-        let why: String = format!("{} {}", said.trim(), stderr.trim()).chars().take(400).collect();
+        let message = serde_json::from_str::<Value>(&text).map(|error| error["msg"].to_string()).unwrap_or(text);
+        let why: String = format!("{} {}", message.trim(), stderr.trim()).chars().take(400).collect();
         Err(Error::new(format!("{call} failed: {}", why.trim())))
     }
 }
@@ -89,7 +92,8 @@ impl std::fmt::Display for Call {
 }
 
 impl Call {
-    /// The process to be made, as a runtime would make it.
+    /// Returns the command that runs `program` with the environment and the streams that a runtime
+    /// gives a plugin.
     pub(crate) fn command(&self, program: &Path, streams: &Streams) -> Result<Command> {
         let clone = |file: &File| file.try_clone().map(Stdio::from).doing("failed to hand over a stream");
         let mut command = Command::new(program);
@@ -102,7 +106,7 @@ impl Call {
         Ok(command)
     }
 
-    /// Runs it to its end.
+    /// Runs the plugin to its end, and returns its result and cost. Fails if the plugin fails.
     pub(crate) fn run(&self, scratch: &Path) -> Result<(Value, Cost)> {
         let mut streams = Streams::new(scratch, 0, &self.conf)?;
         let mut command = self.command(&self.program, &streams)?;
@@ -115,7 +119,7 @@ impl Call {
     }
 }
 
-/// User and system time of all children that have been reaped, in milliseconds.
+/// Returns the user and system time of all reaped children, in milliseconds.
 pub(crate) fn children_cpu() -> Result<f64> {
     let usage = getrusage(UsageWho::RUSAGE_CHILDREN).doing("failed to read the children's CPU time")?;
     Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e3)

@@ -1,7 +1,7 @@
 //! The measured cases: configurations, and the state before each.
 //!
-//! Every side of every case has a node, a data folder and containers of its own; so the same names
-//! and addresses can be used by all, and no case meets what another left.
+//! Every side of every case has a node, a data folder and containers of its own, so all use the
+//! same names and addresses, and no case is affected by another one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use crate::floor::Floor;
 use crate::options::Extent;
 use crate::world::{Node, World, feed, run};
 
-/// One of those that are compared.
+/// A competitor of the comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Side {
     /// Our plugins, with iptables where a firewall is involved.
@@ -24,11 +24,12 @@ pub(crate) enum Side {
     OursNft,
     /// The other plugins, as they are configured by default.
     Theirs,
-    /// The kernel alone: no process, the fewest requests.
+    /// The kernel alone: no plugin, the fewest requests.
     Kernel,
 }
 
 impl Side {
+    /// Returns the name in the report.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Side::Ours => "ours",
@@ -39,11 +40,12 @@ impl Side {
     }
 }
 
-/// Sides where no firewall is involved, and where one is.
+/// The sides of a case without firewall rules.
 pub(crate) const PLAIN: [Side; 2] = [Side::Ours, Side::Theirs];
+/// The sides of a case with firewall rules.
 pub(crate) const FIREWALL: [Side; 3] = [Side::Ours, Side::OursNft, Side::Theirs];
 
-/// Which plugins, and how.
+/// The plugins that a case runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Plugins {
     Alone(&'static Alone),
@@ -52,30 +54,33 @@ pub(crate) enum Plugins {
     Version(&'static str),
 }
 
-/// bridge with host-local, and what is behind them.
+/// A chain of bridge with host-local, and the plugins behind bridge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Links {
     pub(crate) masquerade: bool,
     pub(crate) tuning: bool,
+    /// How many host ports portmap maps; no portmap if 0.
     pub(crate) ports: usize,
+    /// Whether there is IPv6 too.
     pub(crate) dual: bool,
 }
 
-/// What is on the node before.
+/// What is on the node before the measured calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Before {
     Nothing,
-    /// So many reservations in the network's folder.
+    /// This number of reservations in the network's folder.
     Reservations(usize),
-    /// All addresses reserved but four, and those half a lap away.
+    /// All addresses but four are reserved, and the search begins half the range away from these.
     AlmostFull,
-    /// So many mappings, or masqueraded addresses, of other containers, in the side's own shape.
+    /// Rules for this number of mappings, or masqueraded addresses, of other containers, as the
+    /// side itself writes them.
     OthersRules(usize),
-    /// So many rules that have nothing to do with CNI, in the same tables.
+    /// This number of rules of other programs, in the same tables.
     ForeignRules(usize),
 }
 
-/// Something to be measured.
+/// A case to measure.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     pub(crate) group: &'static str,
@@ -83,7 +88,7 @@ pub(crate) struct Case {
     pub(crate) plugins: Plugins,
     pub(crate) before: Before,
     pub(crate) sides: Vec<Side>,
-    /// How many attachments at once; one after the other if `None`.
+    /// How many attachments to make at once; `None` for one after the other.
     pub(crate) at_once: Option<usize>,
 }
 
@@ -95,8 +100,9 @@ pub(crate) const MAPPINGS: &str = "portmap and rules";
 pub(crate) const MASQUERADE: &str = "ipMasq and rules";
 pub(crate) const START: &str = "start-up";
 
-/// The chain of the targets.
+/// The chain that most targets are about.
 pub(crate) const WHOLE: Links = Links { masquerade: true, tuning: true, ports: 1, dual: false };
+/// bridge with host-local only.
 pub(crate) const SIMPLE: Links = Links { masquerade: false, tuning: false, ports: 0, dual: false };
 /// The plugins whose start-up is measured, and whose size has a target.
 pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
@@ -118,6 +124,7 @@ pub(crate) const OTHERS: [&str; 13] = [
 ];
 
 impl Links {
+    /// Returns the name in the report.
     pub(crate) fn name(self) -> String {
         let mut name = "bridge + host-local".to_owned();
         if self.masquerade {
@@ -135,12 +142,13 @@ impl Links {
         name
     }
 
-    fn firewall(self) -> bool {
+    /// Whether the chain writes firewall rules.
+    fn uses_firewall(self) -> bool {
         self.masquerade || self.ports > 0
     }
 }
 
-/// Everything, in the order of the report.
+/// Returns all cases, in the order of the report.
 pub(crate) fn all(extent: Extent) -> Vec<Case> {
     let mut cases = Vec::new();
     let mut push = |group, name: String, plugins, before, sides: &[Side], at_once| {
@@ -157,8 +165,9 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
             [(false, false, 0), (true, false, 0), (true, true, 0), (true, true, 1), (true, true, 10), (true, true, 50)]
         {
             let links = Links { masquerade, tuning, ports, dual };
-            let mut sides = if links.firewall() { FIREWALL.to_vec() } else { PLAIN.to_vec() };
-            // Measured in the same rounds, so that the distance is one of the same seconds.
+            let mut sides = if links.uses_firewall() { FIREWALL.to_vec() } else { PLAIN.to_vec() };
+            // A side of the same case is measured in the same rounds, so at the same speed of the
+            // machine.
             if links == SIMPLE || links == WHOLE {
                 sides.push(Side::Kernel);
             }
@@ -166,7 +175,7 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
         }
     }
     for links in [SIMPLE, WHOLE] {
-        let sides = if links.firewall() { &FIREWALL[..] } else { &PLAIN };
+        let sides = if links.uses_firewall() { &FIREWALL[..] } else { &PLAIN };
         for count in extent.sizes(&[1, 8, 32, 64]) {
             push(AT_ONCE, links.name(), Plugins::Chain(links), Before::Nothing, sides, Some(count));
         }
@@ -198,12 +207,12 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
     cases
 }
 
-/// 60000 as 60,000.
+/// Formats a number with commas: 60000 as `60,000`.
 pub(crate) fn grouped(number: usize) -> String {
     let digits = number.to_string();
     let mut text = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
+    for (position, digit) in digits.chars().enumerate() {
+        if position > 0 && (digits.len() - position).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);
@@ -211,7 +220,7 @@ pub(crate) fn grouped(number: usize) -> String {
     text
 }
 
-/// A side made ready for a case.
+/// A side that is prepared for a case.
 #[derive(Debug)]
 pub(crate) struct Ready {
     pub(crate) side: Side,
@@ -223,14 +232,15 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Attachment number `round` of container `number`; each round has another container ID.
+    /// Returns the attachment of the container `number` in this round. Each round has another
+    /// container ID.
     pub(crate) fn attachment(&self, round: usize, number: usize) -> Attachment {
         let netns = self.containers.get(number).cloned().unwrap_or_default();
         Attachment { container: format!("bench-{round}-{number}"), netns, number }
     }
 
-    /// Gives the first container what plugins before the measured one would have made, for the time
-    /// of `work`.
+    /// Does `work` while the first container has the interface that the plugins before the measured
+    /// one would have created, and returns its result. The interface stays if `work` fails.
     pub(crate) fn behind_others<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let (Plugins::Alone(plugin), Some(netns)) = (self.plugins, self.containers.first()) else { return work() };
         plugin.attach(netns)?;
@@ -247,7 +257,8 @@ pub(crate) struct Folders {
     pub(crate) theirs: PathBuf,
 }
 
-/// Makes a node with everything that the case wants to find.
+/// Creates a node with the containers and the state that the case needs. The calling thread is in
+/// the node's namespace afterwards.
 pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side) -> Result<Ready> {
     let node = world.node()?;
     let containers = (0..case.at_once.unwrap_or(1)).map(|_| world.container()).collect::<Result<Vec<_>>>()?;
@@ -282,6 +293,7 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     Ok(ready)
 }
 
+/// Returns a host-local configuration with its reservations in `data`; with IPv6 too if `dual`.
 pub(crate) fn ipam(data: &Path, dual: bool) -> Value {
     let mut ranges = vec![json!([{"subnet": "10.1.0.0/16"}])];
     let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
@@ -292,13 +304,15 @@ pub(crate) fn ipam(data: &Path, dual: bool) -> Value {
     json!({"type": "host-local", "dataDir": data, "ranges": ranges, "routes": routes})
 }
 
+/// Returns a configuration of tuning: two sysctls and the MTU.
 pub(crate) fn tuning() -> Value {
     json!({"type": "tuning", "sysctl": {"net.core.somaxconn": "500", "net.ipv4.conf.all.arp_filter": "1"}, "mtu": 1400})
 }
 
+/// Returns a configuration of portmap with `count` mappings.
 pub(crate) fn portmap(side: Side, count: usize) -> Value {
     let mappings: Vec<Value> = (0..count)
-        .map(|place| json!({"hostPort": 8080 + place, "containerPort": 80 + place, "protocol": "tcp"}))
+        .map(|index| json!({"hostPort": 8080 + index, "containerPort": 80 + index, "protocol": "tcp"}))
         .collect();
     let mut conf = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
     match side {
@@ -309,6 +323,7 @@ pub(crate) fn portmap(side: Side, count: usize) -> Value {
     conf
 }
 
+/// Returns the configurations of a case's plugins, in the order of their ADD.
 fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<Value> {
     let mut list = match plugins {
         Plugins::Alone(plugin) => vec![plugin.conf(side, data, container)],
@@ -337,8 +352,9 @@ fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<V
     list
 }
 
-/// Reservations as every release of host-local writes them, for `count` hosts of the network from
-/// `first` on.
+/// Writes reservations in the format of every host-local release, for `count` hosts of the /16
+/// network from the host `first` on. `last` is the host stored as last reserved, by default the
+/// last one written.
 fn reserve(data: &Path, network: &str, first: usize, count: usize, last: Option<usize>) -> Result<()> {
     let folder = data.join("benchnet");
     fs::create_dir(&folder).doing(format_args!("failed to make {}", folder.display()))?;
@@ -353,8 +369,8 @@ fn reserve(data: &Path, network: &str, first: usize, count: usize, last: Option<
     fs::write(&path, name(last)).doing(format_args!("failed to write {}", path.display()))
 }
 
-/// What one attachment leaves in the firewall, many times over: it is made once, read as text, and
-/// written again with other names, addresses and ports.
+/// Writes the firewall rules of `count` other attachments: makes one attachment, copies its rules
+/// as text with other names, addresses and ports, and removes the attachment.
 fn others_rules(ready: &Ready, count: usize) -> Result<()> {
     if count == 0 {
         return Ok(());
@@ -374,14 +390,16 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
     };
     if ready.side == Side::OursNft {
         let rules = run(&["nft", "-n", "list", "ruleset"])?;
-        let of_it = |line: &&str| line.contains(&at.container) || line.contains(address);
-        if !rules.lines().any(|line| of_it(&line)) {
+        let is_of_attachment = |line: &str| line.contains(&at.container) || line.contains(address);
+        if !rules.lines().any(is_of_attachment) {
             return Err(Error::new("the attachment left no rule in nf_tables"));
         }
         let mut text = String::new();
         for line in rules.lines() {
-            if of_it(&line) {
-                (1..=count).for_each(|number| text.extend([rename(line, number).as_str(), "\n"]));
+            if is_of_attachment(line) {
+                for number in 1..=count {
+                    text.extend([rename(line, number).as_str(), "\n"]);
+                }
             }
             text.extend([line, "\n"]);
         }
@@ -413,8 +431,7 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// Rules as a node's other programs have them: chains of a few rules with matches by address and
-/// port.
+/// Writes `count` rules like those of other programs: a chain of rules that match address and port.
 fn foreign_rules(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {

@@ -1,5 +1,5 @@
-//! The verbs of a list of plugins, as a runtime runs them: forwards with the result handed on, DEL
-//! backwards.
+//! Runs a verb for a list of plugins as a runtime does: in order, each with the previous result;
+//! DEL in reverse order.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::call::Call;
 use crate::error::Result;
 
-/// A network as one side is to serve it.
+/// A list of plugins of one side: their folder and their configurations.
 #[derive(Clone, Debug)]
 pub(crate) struct Chain {
     pub(crate) dir: PathBuf,
@@ -20,13 +20,14 @@ pub(crate) struct Chain {
 pub(crate) struct Attachment {
     pub(crate) container: String,
     pub(crate) netns: PathBuf,
-    /// Its place among those that are attached at the same time; each has host ports of its own.
+    /// Its number among those that are attached at the same time; each number has its own host
+    /// ports.
     pub(crate) number: usize,
 }
 
 impl Chain {
-    /// A call of the plugin at `place`; `prev` becomes its prevResult unless the configuration
-    /// brings its own.
+    /// Returns the call of the plugin at `place` in the list. `prev`, if there is one, becomes its
+    /// prevResult, in place of one in the configuration.
     pub(crate) fn call(&self, verb: &'static str, place: usize, at: &Attachment, prev: Option<&Value>) -> Call {
         let mut conf = self.plugins.get(place).cloned().unwrap_or_default();
         if let Some(prev) = prev {
@@ -45,7 +46,8 @@ impl Chain {
         Call { program, verb, container: at.container.clone(), netns: at.netns.clone(), conf }
     }
 
-    /// Runs `verb` of all plugins by `run`; the result, of ADD, is the last one's.
+    /// Runs `verb` of all plugins by the function `run`. Returns the result of the last plugin for
+    /// ADD, and `prev` for other verbs. Stops at the first failure.
     pub(crate) fn run(
         &self,
         verb: &'static str,
@@ -59,9 +61,9 @@ impl Chain {
             _ => (0..self.plugins.len()).collect(),
         };
         for place in places {
-            let said = run(&self.call(verb, place, at, result.as_ref()))?;
+            let output = run(&self.call(verb, place, at, result.as_ref()))?;
             if verb == "ADD" {
-                result = Some(said);
+                result = Some(output);
             }
         }
         Ok(result.unwrap_or_default())

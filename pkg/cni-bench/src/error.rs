@@ -1,14 +1,15 @@
-//! Errors: a sentence that says what was done, to what, and why it failed.
+//! The error type: a text with the action, its object and the cause.
 
 use std::fmt::Display;
 
-/// What failed, in words.
+/// An error, which is its text.
 #[derive(Debug)]
 pub(crate) struct Error(String);
 
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
+    /// Returns an error with this text.
     pub(crate) fn new(text: impl Into<String>) -> Error {
         Error(text.into())
     }
@@ -20,8 +21,9 @@ impl Display for Error {
     }
 }
 
-/// Says what was being done when something failed.
+/// Adds the failed action to an error.
 pub(crate) trait Doing<T> {
+    /// Puts `WHAT: ` before the text of an error.
     fn doing(self, what: impl Display) -> Result<T>;
 }
 

@@ -1,10 +1,12 @@
-//! The floor: what the kernel alone takes for the attachment of an interface plugin + host-local.
+//! Measures the floor: what the kernel alone takes for the attachment of an interface plugin with
+//! host-local.
 //!
-//! In this process, by one blocking socket per namespace and the fewest requests that leave the
-//! same state behind. For bridge: the pair with its mark, the announcement's and duplicate
-//! detection's sysctls, address, "up", default route, the wait until the bridge forwards, the
-//! announcement, and a reservation under a lock. For a [`Link`]: the link, made in the container,
-//! address, "up", default route and reservation. Nothing is checked, nothing is undone.
+//! This process makes the attachment itself, over one blocking socket per namespace, with the
+//! fewest requests that lead to the same state. For bridge: the pair with its mark, the
+//! announcement's and duplicate detection's sysctls, address, "up", default route, the wait until
+//! the bridge forwards, the announcement, and a reservation under a lock. For a [`Link`]: the link,
+//! made in the container, address, "up", default route and reservation. Nothing is checked, nothing
+//! is undone.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd as _;
@@ -35,30 +37,31 @@ use crate::world::run;
 
 /// The forwarding state of a bridge's port.
 const FORWARDING: u8 = 3;
-/// RTMGRP_LINK.
+/// The multicast group of events about links (RTMGRP_LINK).
 const LINK_EVENTS: u32 = 1;
 
 /// A node on which the floor is measured.
 #[derive(Debug)]
 pub(crate) struct Floor {
     data: PathBuf,
-    made: What,
+    attachment: What,
+    /// The number of the next attachment, from which its address is derived.
     round: std::cell::Cell<u32>,
 }
 
-/// A link that one request makes in the container's namespace.
+/// A link that one request creates in the container's namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Link {
     /// A veth pair, of which one end stays on the node.
     Pair,
-    /// The next three stand on the node's `eth0`.
+    /// This and the next two are on top of the node's `eth0`.
     Macvlan,
     Ipvlan,
     Vlan,
     Dummy,
 }
 
-/// What an attachment makes.
+/// What an attachment creates.
 #[derive(Debug)]
 enum What {
     /// A pair whose end on the node is a port of the bridge with this index.
@@ -67,7 +70,7 @@ enum What {
     Link(Link, u32),
 }
 
-/// What [`Floor::add`] left.
+/// What [`Floor::add`] created, for [`Floor::del`].
 #[derive(Debug)]
 pub(crate) struct Made {
     link: u32,
@@ -76,16 +79,18 @@ pub(crate) struct Made {
     reservation: PathBuf,
 }
 
+/// A netlink socket for routing in one network namespace.
 #[derive(Debug)]
-
 struct Connection(Socket);
 
 impl Floor {
-    /// A node with a bridge in use: up, with the gateway's address, forwarding.
+    /// Creates a bridge `br0` on the node, up and with the gateway's address. `data` is the folder
+    /// of the reservations.
     pub(crate) fn of_bridge(data: &Path) -> Result<Floor> {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
+        // Read from /proc first; if it is not there, ask over netlink.
         let text = fs::read_to_string("/proc/thread-self/net/dev_mcast").unwrap_or_default();
         let line = text.lines().find(|line| line.split_whitespace().nth(1) == Some("br0"));
         let index = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
@@ -93,16 +98,17 @@ impl Floor {
             Some(index) => index,
             None => Connection::open(0)?.find("br0")?,
         };
-        Ok(Floor { data: data.to_owned(), made: What::Port(bridge), round: std::cell::Cell::new(0) })
+        Ok(Floor { data: data.to_owned(), attachment: What::Port(bridge), round: std::cell::Cell::new(0) })
     }
 
-    /// A node with an `eth0`.
+    /// Measures attachments with this kind of link, on a node that has an `eth0`. `data` is the
+    /// folder of the reservations.
     pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
-        let made = What::Link(link, Connection::open(0)?.find("eth0")?);
-        Ok(Floor { data: data.to_owned(), made, round: std::cell::Cell::new(0) })
+        let attachment = What::Link(link, Connection::open(0)?.find("eth0")?);
+        Ok(Floor { data: data.to_owned(), attachment, round: std::cell::Cell::new(0) })
     }
 
-    /// ADD.
+    /// Makes an attachment with a new address, and returns what it created and its cost.
     pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
         self.round.set(self.round.get() % 60_000 + 1);
         let host = self.round.get() + 10;
@@ -110,17 +116,19 @@ impl Floor {
         timed(|| self.attach(netns, address))
     }
 
+    /// Reserves the address and creates the attachment in the namespace at `netns`.
     fn attach(&self, netns: &Path, address: [u8; 4]) -> Result<Made> {
         let reservation = self.reserve(address)?;
         let netns = File::open(netns).doing("failed to open a namespace")?;
         let mac = [2, 0, address[0], address[1], address[2], address[3]];
-        let (link, netns) = match self.made {
+        let (link, netns) = match self.attachment {
             What::Port(bridge) => attach_port(bridge, &netns, mac, address)?,
             What::Link(link, eth0) => attach_link(link, eth0, &netns, address)?,
         };
         Ok(Made { link, netns, reservation })
     }
 
+    /// Reserves the address as host-local does, under its lock, and returns the reservation's file.
     fn reserve(&self, address: [u8; 4]) -> Result<PathBuf> {
         let doing = "failed to reserve an address";
         let lock =
@@ -133,7 +141,7 @@ impl Floor {
         Ok(path)
     }
 
-    /// DEL: all of it, and of that the one RTM_DELLINK.
+    /// Removes an attachment. Returns the cost of all of it, and of the RTM_DELLINK alone.
     pub(crate) fn del(&self, made: Made) -> Result<(Cost, Cost)> {
         let (alone, all) = timed(|| {
             let mut message = LinkMessage::default();
@@ -146,16 +154,18 @@ impl Floor {
     }
 }
 
-/// bridge's work; the index of the end on the node.
+/// Does what the bridge plugin does: a veth pair between bridge and container, alias, sysctls,
+/// address, route, the wait until the bridge forwards, the announcement. Returns the index of the
+/// node's end and the connection to the node's namespace.
 fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Result<(u32, Connection)> {
     let host = Connection::open(0)?;
     host.find("br0")?;
     let (outer, inner) = host.pair(Some(bridge), netns, Some(mac))?;
     let events = Connection::open(LINK_EVENTS)?;
-    let mut mark = LinkMessage::default();
-    mark.header.index = outer;
-    mark.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
-    host.ask(RouteNetlinkMessage::SetLink(mark), 0)?;
+    let mut alias = LinkMessage::default();
+    alias.header.index = outer;
+    alias.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
+    host.ask(RouteNetlinkMessage::SetLink(alias), 0)?;
     let container = inside(netns, || {
         for (value, text) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
             let _ = fs::write(format!("/proc/sys/net/{value}"), text);
@@ -172,10 +182,10 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
     Ok((outer, host))
 }
 
-/// The work of the plugin that makes `link`; the link's index, and the namespace in which a DEL
-/// removes it.
+/// Does what the plugin that creates `link` does. Returns the index of the link that a DEL removes,
+/// and the connection to the namespace of that link.
 fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<(u32, Connection)> {
-    // Kernels before 6.2 refuse a name that the node has, even for another namespace.
+    // Not `eth0`: kernels before 6.2 refuse a name that the node has, even for another namespace.
     const NAME: &str = "floor0";
     let host = Connection::open(0)?;
     let (kind, data) = match link {
@@ -204,8 +214,8 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
     Ok((index, container))
 }
 
-/// Does `work` in a namespace and opens a connection to it, on a thread that ends with it: so no
-/// later work runs in the wrong namespace.
+/// Does `work` in a namespace and opens a connection there. Uses a new thread, so that the calling
+/// thread stays in its own namespace.
 fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     let visit = || -> Result<Connection> {
         setns(netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
@@ -217,6 +227,7 @@ fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     })
 }
 
+/// Does `work`, and returns its result with the wall time and this process's CPU time.
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
     let cpu = || -> Result<f64> {
         let usage = getrusage(UsageWho::RUSAGE_SELF).doing("failed to read the CPU time")?;
@@ -230,6 +241,8 @@ fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
 }
 
 impl Connection {
+    /// Opens a socket in the calling thread's namespace, subscribed to these multicast groups
+    /// (`RTMGRP_…`), 0 for none.
     fn open(groups: u32) -> Result<Connection> {
         let mut socket = Socket::new(netlink_sys::protocols::NETLINK_ROUTE).doing("failed to open a netlink socket")?;
         if groups != 0 {
@@ -238,7 +251,8 @@ impl Connection {
         Ok(Connection(socket))
     }
 
-    /// One request and what came before its acknowledgement.
+    /// Sends a request and returns the messages before its acknowledgement. Fails if the kernel
+    /// refuses the request.
     fn ask(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Vec<RouteNetlinkMessage>> {
         let mut message = NetlinkMessage::from(message);
         message.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
@@ -266,21 +280,26 @@ impl Connection {
         }
     }
 
+    /// Returns the link that `message` names by its index or name.
     fn link(&self, message: LinkMessage) -> Result<LinkMessage> {
         let answers = self.ask(RouteNetlinkMessage::GetLink(message), 0)?;
         let link = answers.into_iter().find_map(|answer| match answer {
             RouteNetlinkMessage::NewLink(link) => Some(link),
             _ => None,
         });
-        link.ok_or_else(|| Error::new("the kernel did not tell of a link"))
+        link.ok_or_else(|| Error::new("the kernel's answer has no link"))
     }
 
+    /// Returns the index of the link with this name.
     fn find(&self, name: &str) -> Result<u32> {
         let mut message = LinkMessage::default();
         message.attributes.push(LinkAttribute::IfName(name.to_owned()));
         Ok(self.link(message)?.header.index)
     }
 
+    /// Creates a veth pair between this namespace and `netns`, and attaches this namespace's end to
+    /// the bridge. `mac` is the address of the end in `netns`. Returns the indexes of both ends,
+    /// that in `netns` second.
     fn pair(&self, bridge: Option<u32>, netns: &File, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
         let mut peer = LinkMessage::default();
         peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
@@ -295,32 +314,37 @@ impl Connection {
             LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
         ]));
         let answers = self.ask(RouteNetlinkMessage::NewLink(host), NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
-        let told = answers.into_iter().find_map(|answer| match answer {
+        let echoed = answers.into_iter().find_map(|answer| match answer {
             RouteNetlinkMessage::NewLink(link) => Some(link),
             _ => None,
         });
-        let made = match told {
-            Some(made) => made,
+        let created = match echoed {
+            Some(link) => link,
+            // Kernels before 6.2 do not answer with the created link.
             None => {
                 let mut message = LinkMessage::default();
                 message.attributes.push(LinkAttribute::IfName("vethfloor".to_owned()));
                 self.link(message)?
             }
         };
-        let inner = made.attributes.iter().find_map(|attribute| match attribute {
+        let inner = created.attributes.iter().find_map(|attribute| match attribute {
             LinkAttribute::Link(index) => Some(*index),
             _ => None,
         });
-        Ok((made.header.index, inner.ok_or_else(|| Error::new("the kernel did not tell of the other end"))?))
+        Ok((
+            created.header.index,
+            inner.ok_or_else(|| Error::new("the kernel's answer has no index of the other end"))?,
+        ))
     }
 
-    /// Address, "up" and default route.
+    /// Gives a link its address, sets it up, and adds the default route.
     fn configure(&self, index: u32, address: [u8; 4]) -> Result<()> {
         self.address(index, address)?;
         self.up(index)?;
         self.default_route(index)
     }
 
+    /// Adds an address with the prefix length 16.
     fn address(&self, index: u32, address: [u8; 4]) -> Result<()> {
         let mut message = AddressMessage::default();
         (message.header.family, message.header.prefix_len, message.header.index) = (AddressFamily::Inet, 16, index);
@@ -329,6 +353,7 @@ impl Connection {
         self.ask(RouteNetlinkMessage::NewAddress(message), NLM_F_CREATE | NLM_F_EXCL).map(drop)
     }
 
+    /// Sets a link up.
     fn up(&self, index: u32) -> Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
@@ -336,6 +361,7 @@ impl Connection {
         self.ask(RouteNetlinkMessage::SetLink(message), 0).map(drop)
     }
 
+    /// Adds the default route over 10.1.0.1 and this link.
     fn default_route(&self, index: u32) -> Result<()> {
         let mut message = RouteMessage::default();
         message.header.address_family = AddressFamily::Inet;
@@ -348,7 +374,7 @@ impl Connection {
         self.ask(RouteNetlinkMessage::NewRoute(message), NLM_F_CREATE | NLM_F_EXCL).map(drop)
     }
 
-    /// Whether the bridge's port lets frames pass.
+    /// Whether the link is a bridge's port that works and forwards frames.
     fn forwards(&self, index: u32) -> Result<bool> {
         let mut message = LinkMessage::default();
         message.header.index = index;

@@ -1,8 +1,9 @@
-//! The guard: what an operation may cost, counted, against a table in the repository.
+//! The guard: counts what each operation of the plugins costs, and compares it with a table in the
+//! repository.
 //!
-//! System calls of the plugins' own processes, programs and threads they start. These depend little
-//! on the load of the machine, in that waits take more looks, and not on the release of iptables,
-//! whose own calls are left out.
+//! Counted are the system calls of the plugins' own processes, and the programs and threads that
+//! they start. On a busy machine waits make a few more system calls. The release of iptables does
+//! not matter, because its system calls are not counted.
 
 use std::fs;
 
@@ -14,12 +15,12 @@ use crate::options::{Guard, GuardMode};
 use crate::report::{progress, say};
 use crate::world::World;
 
-/// Each operation is counted so often, and the least counts: a wait that took one more look is not
-/// the code's doing.
+/// How often each operation is counted. The lowest figures are used, because a wait may need an
+/// additional system call by chance.
 const ROUNDS: usize = 4;
 
-/// How many times more an operation is counted that costs too much: on a busy machine every look
-/// may come too early.
+/// How often the operations of a case are counted again at most, if one costs too much: on a busy
+/// machine all rounds may have additional calls.
 const AGAIN: usize = 5;
 
 const HEAD: &str = "\
@@ -37,10 +38,12 @@ struct Line {
 }
 
 impl Line {
+    /// Returns the line as the table has it.
     fn text(&self) -> String {
         format!("{:<64} {:>5} {:>3} {:>3}\n", self.what, self.syscalls, self.programs, self.threads)
     }
 
+    /// Parses a line of the table: the operation, then three numbers.
     fn parse(line: &str) -> Result<Line> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let parsed = || {
@@ -50,21 +53,23 @@ impl Line {
             let (syscalls, programs, threads) = (figure()?, figure()?, figure()?);
             Some(Line { what: what.join(" "), syscalls, programs, threads })
         };
-        parsed().ok_or_else(|| Error::new(format!("no line of the table: {line:?}")))
+        parsed().ok_or_else(|| {
+            Error::new(format!("this is not a line of the table, which has an operation and three numbers: {line:?}"))
+        })
     }
 
-    /// The most that is let pass. A kernel older than the one of the table answers a creation
-    /// without telling what it made, which costs one more request (two calls) for each link; four
-    /// calls are two links.
+    /// Returns the number of system calls that is still accepted: 3 % more than in the table, and
+    /// four. An older kernel than that of the table does not answer with a created link, so each of
+    /// up to two links costs one more request, which is two calls.
     ///
-    /// portmap's look at the connections takes more or fewer reads from one run to the next; 15
-    /// calls between two runs were seen.
+    /// portmap reads the table of connections with a varying number of reads: runs that differed by
+    /// 15 calls were seen.
     fn bound(&self) -> usize {
         let reads = if self.what.contains("portmap") { 16 } else { 0 };
         self.syscalls + self.syscalls / 33 + 4 + reads
     }
 
-    /// Why `now` is more than the table allows.
+    /// Describes what in `now` is more than this line of the table allows; `None` if nothing is.
     fn excess(&self, now: &Line) -> Option<String> {
         let mut wrong = Vec::new();
         if now.syscalls > self.bound() {
@@ -79,6 +84,7 @@ impl Line {
     }
 }
 
+/// Returns the cases whose operations are counted.
 fn guarded() -> Vec<Case> {
     let case = |group, name: &str, plugins, sides: &[Side]| Case {
         group,
@@ -103,21 +109,44 @@ fn guarded() -> Vec<Case> {
     cases
 }
 
-/// Counts, and compares or writes the table. Whether all is within its bounds.
+/// Counts the operations, and compares them with the table or rewrites it. Returns whether all
+/// operations are in the table and within its bounds; `true` after a rewrite.
 pub(crate) fn run(options: &Guard) -> Result<bool> {
     let table = read(options)?;
+    let counted = count_all(options, &table)?;
+    if options.mode == GuardMode::Update {
+        let text: String = counted.iter().map(Line::text).collect();
+        fs::write(&options.table, format!("{HEAD}{text}"))
+            .doing(format_args!("failed to write {}", options.table.display()))?;
+        return Ok(true);
+    }
+    let is_good = compare(options, &table, &counted);
+    say(&format!("{} operations counted", counted.len()));
+    if !is_good {
+        progress(
+            "If the change is intended, scripts/bench --counts rewrites the table. strace -f -c shows what makes the calls.",
+        );
+    }
+    Ok(is_good)
+}
+
+/// Counts the operations of all cases. Operations that exceed the table in a comparison are counted
+/// again, up to [`AGAIN`] times.
+fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
-    let mut now = Vec::new();
+    let is_compared = options.mode == GuardMode::Compare;
+    let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
+    let mut counted = Vec::new();
     for case in guarded() {
-        // A kernel that lacks the kind of link cannot say what an operation costs: the table stays.
+        // Without this kind of link in the kernel the case cannot be counted: keep its lines.
         if let Plugins::Alone(plugin) = case.plugins
             && !plugin.kernel_has_kind(&world)?
         {
             say(&format!("SKIP {}: this kernel has no such links", case.name));
             let is_of_case =
                 |line: &&Line| line.what.strip_prefix(plugin.name).is_some_and(|rest| rest.starts_with(' '));
-            now.extend(table.iter().filter(is_of_case).cloned());
+            counted.extend(table.iter().filter(is_of_case).cloned());
             continue;
         }
         for side in &case.sides {
@@ -125,71 +154,62 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
             for _ in 0..=AGAIN {
                 let doing = format_args!("{} ({})", case.name, side.label());
                 count(&world, &folders, &case, *side, &mut lines).doing(doing)?;
-                let compared = options.mode == GuardMode::Compare;
-                let exceeds = |line: &Line| {
-                    compared && table.iter().any(|old| old.what == line.what && old.excess(line).is_some())
-                };
-                if !lines.iter().any(exceeds) {
+                if !is_compared || !lines.iter().any(exceeds) {
                     break;
                 }
             }
-            now.extend(lines);
+            counted.extend(lines);
         }
     }
-    if options.mode == GuardMode::Update {
-        let text: String = now.iter().map(Line::text).collect();
-        fs::write(&options.table, format!("{HEAD}{text}"))
-            .doing(format_args!("failed to write {}", options.table.display()))?;
-        return Ok(true);
-    }
-    let mut good = true;
-    for line in &now {
-        match table.iter().find(|old| old.what == line.what) {
-            Some(old) => {
-                if let Some(excess) = old.excess(line) {
-                    progress(&format!("more than before: {excess}"));
-                    good = false;
-                } else if line.bound() < old.syscalls {
-                    say(&format!(
-                        "less than before: {}: {} system calls, {} in the table",
-                        line.what, line.syscalls, old.syscalls
-                    ));
-                }
-            }
-            None => {
-                progress(&format!("not in {}: {}", options.table.display(), line.what));
-                good = false;
-            }
-        }
-    }
-    for old in table.iter().filter(|old| !now.iter().any(|line| line.what == old.what)) {
-        progress(&format!("in the table, and not counted: {}", old.what));
-        good = false;
-    }
-    say(&format!("{} operations counted", now.len()));
-    if !good {
-        progress(
-            "If the change is intended, scripts/bench --counts rewrites the table. strace -f -c shows what makes the calls.",
-        );
-    }
-    Ok(good)
+    Ok(counted)
 }
 
+/// Compares the counted operations with the table, and prints the differences. Returns whether the
+/// same operations are in both, and all within their bounds.
+fn compare(options: &Guard, table: &[Line], counted: &[Line]) -> bool {
+    let mut is_good = true;
+    for line in counted {
+        let Some(old) = table.iter().find(|old| old.what == line.what) else {
+            progress(&format!("not in {}: {}", options.table.display(), line.what));
+            is_good = false;
+            continue;
+        };
+        if let Some(excess) = old.excess(line) {
+            progress(&format!("more than before: {excess}"));
+            is_good = false;
+        } else if line.bound() < old.syscalls {
+            say(&format!(
+                "less than before: {}: {} system calls, {} in the table",
+                line.what, line.syscalls, old.syscalls
+            ));
+        }
+    }
+    for old in table.iter().filter(|old| !counted.iter().any(|line| line.what == old.what)) {
+        progress(&format!("in the table, and not counted: {}", old.what));
+        is_good = false;
+    }
+    is_good
+}
+
+/// Reads the table. An empty one is an error if it is to be compared.
 fn read(options: &Guard) -> Result<Vec<Line>> {
     let path = options.table.display();
     let text = fs::read_to_string(&options.table).doing(format_args!("failed to read {path}"))?;
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let lines: Vec<Line> = lines.map(Line::parse).collect::<Result<_>>()?;
     if lines.is_empty() && options.mode == GuardMode::Compare {
-        return Err(Error::new(format!("{path} is empty: there is nothing to hold to")));
+        return Err(Error::new(format!(
+            "{path} is empty, so there is nothing to compare with; scripts/bench --counts writes it"
+        )));
     }
     Ok(lines)
 }
 
-/// Counts, and keeps in `lines` the least.
+/// Counts the operations of a case in several rounds. Adds them to `lines`, or lowers the figures
+/// of those that are there.
 fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut Vec<Line>) -> Result<()> {
     let ready = cases::prepare(world, folders, case, side)?;
-    // The first round makes what is made once.
+    // The first round is not counted: it creates what later rounds reuse, such as a bridge.
     for round in 0..=ROUNDS {
         let counted = ready.behind_others(|| measure::counted(world, &ready, case, round))?;
         if round == 0 {

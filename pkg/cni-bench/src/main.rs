@@ -30,8 +30,10 @@ use std::process::ExitCode;
 use error::Result;
 use options::Job;
 
+/// Runs the job that the arguments ask for. Exits with 1 after an error, or if [`run`] returns
+/// `false`.
 fn main() -> ExitCode {
-    // Before anything else: this is the process that becomes a traced plugin.
+    // First, because `trace::run` starts this program to replace itself by a traced plugin.
     if let Some(error) = trace::become_tracee() {
         let _ = writeln!(std::io::stderr(), "cni-bench: {error}");
         return ExitCode::FAILURE;
@@ -46,7 +48,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether everything could be measured and, for the guard, was within its bounds.
+/// Runs a job. Returns whether everything could be measured and, for the guard, is within its
+/// bounds.
 fn run(job: Job) -> Result<bool> {
     match job {
         Job::Help => {

@@ -1,4 +1,4 @@
-//! The run: every case, every side, round by round.
+//! Measures every case for every side, round by round.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,41 +15,44 @@ use crate::stats::Samples;
 use crate::trace::{self, Counts};
 use crate::world::World;
 
-/// The order of the report.
+/// The verbs in the order of the report.
 const VERBS: [&str; 7] = ["VERSION", "ADD", "CHECK", "DEL", "RTM_DELLINK", "STATUS", "GC"];
 
-/// From then on few rounds must do, so that a slow machine is done in time too.
+/// After this time of the whole run, each further case gets only a few rounds, so that a slow
+/// machine finishes in time too.
 const LATE: Duration = Duration::from_secs(600);
 
-/// One verb of one side of one case.
+/// The measurements of one verb of one side in one case.
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) group: &'static str,
     pub(crate) case: String,
     pub(crate) side: Side,
     pub(crate) verb: &'static str,
-    /// Milliseconds.
+    /// The wall time of each call, in milliseconds.
     pub(crate) wall: Samples,
-    /// Milliseconds of user and system time.
+    /// The user and system time of each call, in milliseconds.
     pub(crate) cpu: Samples,
+    /// System calls and the like, if they were counted.
     pub(crate) counts: Option<Counts>,
 }
 
-/// One verb of a crowd.
+/// The measurements of one verb of a crowd: `count` attachments at once.
 #[derive(Debug)]
 pub(crate) struct CrowdRow {
     pub(crate) case: String,
     pub(crate) count: usize,
     pub(crate) side: Side,
     pub(crate) verb: &'static str,
+    /// Attachments per second, once for each crowd.
     pub(crate) per_second: Samples,
-    /// From the common start to each one's end, in milliseconds.
+    /// The time from the common start to the end of each attachment, in milliseconds.
     pub(crate) latency: Samples,
-    /// Milliseconds of user and system time, per attachment.
+    /// The user and system time per attachment, in milliseconds, once for each crowd.
     pub(crate) cpu: Samples,
 }
 
-/// One plugin's size, in bytes.
+/// The sizes of one plugin's binaries, in bytes.
 #[derive(Debug)]
 pub(crate) struct Size {
     pub(crate) plugin: &'static str,
@@ -57,7 +60,7 @@ pub(crate) struct Size {
     pub(crate) theirs: u64,
 }
 
-/// Everything that was found out.
+/// The results of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Results {
     pub(crate) rows: Vec<Row>,
@@ -65,21 +68,25 @@ pub(crate) struct Results {
     pub(crate) sizes: Vec<Size>,
     /// Cases that could not be measured, and why.
     pub(crate) failures: Vec<String>,
-    /// Cases whose kind of link this kernel lacks.
+    /// Cases that were skipped because the kernel does not support their kind of link.
     pub(crate) lacking: Vec<String>,
+    /// The machine, the versions and the run, as pairs of name and value.
     pub(crate) machine: Vec<(String, String)>,
 }
 
 impl Results {
+    /// Returns the measurements of a verb; `None` if it was not measured.
     pub(crate) fn row(&self, group: &str, case: &str, side: Side, verb: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.group == group && row.case == case && row.side == side && row.verb == verb)
     }
 
+    /// Returns the measurements of a verb of a crowd of `count`; `None` if it was not measured.
     pub(crate) fn crowd(&self, case: &str, count: usize, side: Side, verb: &str) -> Option<&CrowdRow> {
         let mut rows = self.crowds.iter();
         rows.find(|row| row.case == case && row.count == count && row.side == side && row.verb == verb)
     }
 
+    /// Adds the cost of one call to the row of its verb, which is created if it does not exist.
     fn add(&mut self, case: &Case, side: Side, verb: &'static str, cost: Cost) {
         let found = self
             .rows
@@ -96,6 +103,7 @@ impl Results {
         self.rows.push(Row { group: case.group, case: case.name.clone(), side, verb, wall, cpu, counts: None });
     }
 
+    /// Stores the counts of a verb in its row. Does nothing if there is no such row.
     fn count(&mut self, case: &Case, side: Side, verb: &str, counts: Counts) {
         let mut rows = self.rows.iter_mut();
         if let Some(row) =
@@ -106,7 +114,8 @@ impl Results {
     }
 }
 
-/// Measures everything and writes the report. Whether all of it could be measured.
+/// Measures all selected cases and writes the report. Returns whether all of them could be
+/// measured. Fails if a binary is missing or a file cannot be written.
 pub(crate) fn all(options: &Bench) -> Result<bool> {
     let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
     std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
@@ -150,14 +159,14 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             results.failures.push(format!("{name}: {error}"));
         }
     }
-    // As they are read: verb by verb, ours first.
-    let order = |verb: &str| VERBS.iter().position(|known| *known == verb);
+    // The cases stay in their order. Within a case, sort by verb, then by side with ours first.
+    let verb_position = |verb: &str| VERBS.iter().position(|known| *known == verb);
     let cases: Vec<String> = results.rows.iter().map(|row| format!("{}{}", row.group, row.case)).collect();
-    let place = |row: &Row| {
+    let case_position = |row: &Row| {
         let name = format!("{}{}", row.group, row.case);
         cases.iter().position(|case| *case == name)
     };
-    results.rows.sort_by_key(|row| (place(row), order(row.verb), row.side));
+    results.rows.sort_by_key(|row| (case_position(row), verb_position(row.verb), row.side));
     results.crowds.sort_by(|a, b| (&a.case, a.count, a.verb, a.side).cmp(&(&b.case, b.count, b.verb, b.side)));
     results.machine.push(("The run took".to_owned(), format!("{:.0} s", begin.elapsed().as_secs_f64())));
     results.machine.push(("Load at its end".to_owned(), report::load()));
@@ -165,18 +174,23 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
     Ok(results.failures.is_empty())
 }
 
-/// The attachment verbs of a case, and those of the network that a side knows.
+/// Returns the verbs to measure for a case: those of an attachment and, in some cases and only for
+/// our plugins, STATUS and GC.
 pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
     let network =
         case.group == cases::ALONE || (case.group == cases::CHAINS && matches!(case.plugins, Plugins::Chain(SIMPLE)));
     match (case.plugins, side) {
         (Plugins::Version(_), _) => vec!["VERSION"],
-        // 1.1.0 verbs, which a release of the Go plugins of 2022 does not know.
+        // STATUS and GC are of CNI 1.1.0, which a release of the Go plugins of 2022 does not
+        // support.
         (_, Side::Ours | Side::OursNft) if network => vec!["ADD", "CHECK", "DEL", "STATUS", "GC"],
         _ => vec!["ADD", "CHECK", "DEL"],
     }
 }
 
+/// Measures one case for all its sides and adds the measurements to `results`. Measures at least
+/// `least` rounds (fewer for long-running groups) and at most `most`, and between these until
+/// `time` has passed. Then runs one more round in which system calls are counted.
 fn one(
     world: &World,
     folders: &Folders,
@@ -189,12 +203,13 @@ fn one(
         let ready = cases::prepare(world, folders, case, *side).doing(format_args!("to prepare {}", side.label()))?;
         sides.push(ready);
     }
-    // What takes long is the same each time; few rounds will do.
+    // The calls of the other groups take long and vary little, so a third of the rounds is enough.
     let least = if case.group == cases::CHAINS || case.group == cases::ALONE { least } else { least.div_ceil(3) };
     let mut begin = Instant::now();
     let mut measured = 0;
     for round in 0.. {
-        // The first one makes what is made once: bridges, base chains, an index.
+        // The first round is not measured: it creates what later rounds reuse, such as bridges,
+        // base chains and an index.
         let is_warm_up = round == 0;
         if round == 1 {
             begin = Instant::now();
@@ -222,8 +237,11 @@ fn one(
                 }
                 None => {
                     let costs = ready.behind_others(|| costs(world, ready, case, round)).doing(what)?;
-                    let keep = costs.into_iter().filter(|_| !is_warm_up);
-                    keep.for_each(|(verb, cost)| results.add(case, ready.side, verb, cost));
+                    if !is_warm_up {
+                        for (verb, cost) in costs {
+                            results.add(case, ready.side, verb, cost);
+                        }
+                    }
                 }
             }
         }
@@ -240,7 +258,7 @@ fn one(
     Ok(())
 }
 
-/// One life of one attachment, timed.
+/// Runs all verbs of a case once, for a new attachment, and returns the cost of each.
 fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Cost)>> {
     let at = ready.attachment(round, 0);
     if let Some(floor) = &ready.floor {
@@ -251,52 +269,56 @@ fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<
     let mut costs = Vec::new();
     let mut result: Option<Value> = None;
     for verb in verbs(case, ready.side) {
-        let mut all = Cost::default();
-        let said = ready.chain.run(verb, &at, result.as_ref(), |call| {
-            let (said, cost) = call.run(world.scratch())?;
-            all += cost;
-            Ok(said)
+        let mut total = Cost::default();
+        let outcome = ready.chain.run(verb, &at, result.as_ref(), |call| {
+            let (output, cost) = call.run(world.scratch())?;
+            total += cost;
+            Ok(output)
         });
-        let said = match said {
-            Ok(said) => said,
-            // Some releases refuse what they made themselves (portmap of 1.1.1, where there is only
-            // IPv4). The rest is still measured.
+        let output = match outcome {
+            Ok(output) => output,
+            // CHECK of some Go releases fails on their own attachment (portmap 1.1.1 with only
+            // IPv4). The other verbs are still measured.
             Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
             Err(error) => return Err(error),
         };
         if verb == "ADD" {
-            result = Some(said);
+            result = Some(output);
         }
-        costs.push((verb, all));
+        costs.push((verb, total));
     }
     Ok(costs)
 }
 
-/// One life of one attachment, counted.
+/// Runs all verbs of a case once, for a new attachment, under a tracer, and returns the counts of
+/// each.
 pub(crate) fn counted(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Counts)>> {
     let at = ready.attachment(round, 0);
-    let mut all = Vec::new();
+    let mut all_counts = Vec::new();
     let mut result: Option<Value> = None;
     for verb in verbs(case, ready.side) {
         let mut counts = Counts::default();
-        let said = ready.chain.run(verb, &at, result.as_ref(), |call| {
-            let (said, more) = trace::run(call, world.scratch())?;
-            counts.add(more);
-            Ok(said)
+        let outcome = ready.chain.run(verb, &at, result.as_ref(), |call| {
+            let (output, call_counts) = trace::run(call, world.scratch())?;
+            counts.add(call_counts);
+            Ok(output)
         });
-        let said = match said {
-            Ok(said) => said,
+        let output = match outcome {
+            Ok(output) => output,
+            // As in `costs`.
             Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
             Err(error) => return Err(error),
         };
         if verb == "ADD" {
-            result = Some(said);
+            result = Some(output);
         }
-        all.push((verb, counts));
+        all_counts.push((verb, counts));
     }
-    Ok(all)
+    Ok(all_counts)
 }
 
+/// Runs ADD and then DEL for `count` attachments at once, and returns a row for each of the two
+/// verbs. Fails if a call failed or did not end.
 fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) -> Result<Vec<CrowdRow>> {
     let mut rows = Vec::new();
     let mut results = Vec::new();
@@ -325,6 +347,7 @@ fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) 
     Ok(rows)
 }
 
+/// Adds the rows of one crowd to the rows of the same case, count, side and verb in `all`.
 fn merge(all: &mut Vec<CrowdRow>, rows: Vec<CrowdRow>) {
     for row in rows {
         let is_same = |old: &&mut CrowdRow| {

@@ -1,7 +1,7 @@
-//! Plots as SVG, written by hand: bars side by side, and lines over a number that grows.
+//! Draws plots as SVG: bars, and lines over a growing number.
 //!
-//! Plain shapes and text without styles, which every viewer draws alike; a side has the same colour
-//! everywhere.
+//! Only plain shapes and text are used, which every viewer draws alike. A side has the same colour
+//! in all plots.
 
 use crate::cases::{AT_ONCE, CHAINS, MAPPINGS, MASQUERADE, RESERVATIONS, SIMPLE, START, Side, WHOLE, grouped};
 use crate::measure::Results;
@@ -11,6 +11,7 @@ const FONT: &str = "font-family=\"Helvetica, Arial, sans-serif\"";
 const INK: &str = "#333333";
 const GRID: &str = "#dddddd";
 
+/// Returns the colour of a side.
 fn colour(side: Side) -> &'static str {
     match side {
         Side::Ours => "#1f6fb4",
@@ -20,10 +21,12 @@ fn colour(side: Side) -> &'static str {
     }
 }
 
+/// Escapes a text for XML.
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
+/// An SVG image in the making.
 struct Drawing {
     width: f64,
     height: f64,
@@ -31,6 +34,7 @@ struct Drawing {
 }
 
 impl Drawing {
+    /// Adds a text. `anchor` says which of its points is at `x`: `start`, `middle` or `end`.
     fn text(&mut self, x: f64, y: f64, anchor: &str, size: u32, text: &str) {
         let text = escape(text);
         self.shapes.push_str(&format!(
@@ -38,12 +42,14 @@ impl Drawing {
         ));
     }
 
+    /// Adds a filled rectangle with its upper left corner at `x` and `y`.
     fn bar(&mut self, x: f64, y: f64, width: f64, height: f64, colour: &str) {
         self.shapes.push_str(&format!(
             "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"{colour}\"/>\n"
         ));
     }
 
+    /// Adds a line between two points.
     fn line(&mut self, from: (f64, f64), to: (f64, f64), colour: &str, width: f64) {
         self.shapes.push_str(&format!(
             "<line x1=\"{:.1}\" y1=\"{:.1}\" x2=\"{:.1}\" y2=\"{:.1}\" stroke=\"{colour}\" stroke-width=\"{width}\"/>\n",
@@ -51,10 +57,12 @@ impl Drawing {
         ));
     }
 
+    /// Adds a dot.
     fn dot(&mut self, at: (f64, f64), colour: &str) {
         self.shapes.push_str(&format!("<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\" fill=\"{colour}\"/>\n", at.0, at.1));
     }
 
+    /// Adds the colours and names of the sides, from left to right.
     fn legend(&mut self, x: f64, y: f64, sides: &[Side]) {
         let mut x = x;
         for side in sides {
@@ -64,6 +72,7 @@ impl Drawing {
         }
     }
 
+    /// Returns the image as SVG.
     fn svg(self) -> String {
         let Drawing { width, height, shapes } = self;
         format!(
@@ -74,9 +83,10 @@ impl Drawing {
     }
 }
 
+/// The groups of a bar plot: each with its name, and a value for each side.
 type Bars = Vec<(String, Vec<(Side, f64)>)>;
 
-/// Bars from left to right, in groups with a name.
+/// Draws horizontal bars in named groups.
 fn bars(title: &str, unit: &str, groups: &Bars) -> String {
     const LEFT: f64 = 400.0;
     const RIGHT: f64 = 70.0;
@@ -103,6 +113,7 @@ fn bars(title: &str, unit: &str, groups: &Bars) -> String {
     drawing.svg()
 }
 
+/// Returns each side once, sorted.
 fn sides_of(all: impl Iterator<Item = Side>) -> Vec<Side> {
     let mut sides = Vec::new();
     for side in all {
@@ -114,7 +125,8 @@ fn sides_of(all: impl Iterator<Item = Side>) -> Vec<Side> {
     sides
 }
 
-/// Lines over steps that stand at equal distances; the values' scale is logarithmic.
+/// Draws a line for each side over equidistant `steps`; the scale of the values is logarithmic.
+/// `across` and `up` name the axes. Each series has a value for each step, or `None` for a gap.
 fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side, Vec<Option<f64>>)]) -> String {
     const LEFT: f64 = 70.0;
     const TOP: f64 = 66.0;
@@ -158,7 +170,7 @@ fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side,
     drawing.svg()
 }
 
-/// Every plot for which there are figures: file name, title, SVG.
+/// Returns the plots for which there are figures: file name, title and SVG of each.
 pub(crate) fn all(results: &Results) -> Vec<(String, String, String)> {
     let mut plots = Vec::new();
     let mut add = |name: &str, title: &str, svg: Option<String>| {
@@ -204,6 +216,7 @@ pub(crate) fn all(results: &Results) -> Vec<(String, String, String)> {
     plots
 }
 
+/// Draws the bars of one verb in one group of cases; `None` without figures.
 fn rows(
     results: &Results,
     group: &str,
@@ -218,10 +231,13 @@ fn rows(
             None => groups.push((row.case.clone(), vec![(row.side, value(row))])),
         }
     }
-    groups.iter_mut().for_each(|(_, values)| values.sort_by_key(|(side, _)| *side));
-    (!groups.is_empty()).then(|| bars(title, "ms", &groups))
+    for (_, values) in &mut groups {
+        values.sort_by_key(|(side, _)| *side);
+    }
+    if groups.is_empty() { None } else { Some(bars(title, "ms", &groups)) }
 }
 
+/// Draws the attachments per second over the number of attachments at once; `None` without figures.
 fn crowds(results: &Results, case: &str, title: &str) -> Option<String> {
     let all = || results.crowds.iter().filter(|row| row.case == case && row.verb == "ADD");
     let mut counts: Vec<usize> = all().map(|row| row.count).collect();
@@ -239,7 +255,8 @@ fn crowds(results: &Results, case: &str, title: &str) -> Option<String> {
     (!steps.is_empty()).then(|| lines(title, &across, "attachments per second", &steps, &series))
 }
 
-/// Cases named `<number> <what>`.
+/// Draws the wall time of ADD over the number in the names of the cases, `<number> <what>`; `None`
+/// without figures.
 fn growth(results: &Results, group: &str, what: &str, across: &str, title: &str) -> Option<String> {
     let all = || results.rows.iter().filter(|row| row.group == group && row.verb == "ADD");
     let number = |case: &str| -> Option<usize> { case.strip_suffix(what)?.trim().replace(',', "").parse().ok() };

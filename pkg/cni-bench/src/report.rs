@@ -28,17 +28,18 @@ pub(crate) fn progress(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// A line on standard output.
+/// Writes a line to standard output.
 pub(crate) fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
+/// Returns the machine's load averages over 1, 5 and 15 minutes.
 pub(crate) fn load() -> String {
     let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split_whitespace().take(3).collect::<Vec<_>>().join(" ")
 }
 
-/// What the figures belong to.
+/// Returns the description of the machine, the versions and the run, as pairs of name and value.
 pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)> {
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -49,7 +50,7 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
     let hypervisor = if field("flags").contains("hypervisor") { ", in a virtual machine" } else { "" };
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let memory = memory.lines().next().and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
-    let told = |argv: &[&str]| run(argv).map(|text| text.trim().to_owned()).unwrap_or_else(|error| error.to_string());
+    let output = |argv: &[&str]| run(argv).map(|text| text.trim().to_owned()).unwrap_or_else(|error| error.to_string());
     // scripts/lib.sh names the package that it has unpacked; dpkg names an installed one.
     let unpacked = folders.theirs.ancestors().nth(3).and_then(|root| fs::read_to_string(root.join("package")).ok());
     let installed = || {
@@ -63,20 +64,20 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
     vec![
         ("Processor".to_owned(), format!("{cores} of {}{hypervisor}", field("model name"))),
         ("Memory".to_owned(), memory.map_or("unknown".to_owned(), |kib| format!("{:.1} GiB", kib as f64 / 1048576.0))),
-        ("Kernel".to_owned(), told(&["uname", "-sr"])),
-        ("iptables".to_owned(), told(&["iptables", "--version"])),
+        ("Kernel".to_owned(), output(&["uname", "-sr"])),
+        ("iptables".to_owned(), output(&["iptables", "--version"])),
         ("Ours".to_owned(), ours),
         ("Theirs".to_owned(), format!("{}{package}", folders.theirs.display())),
         (
             "Extent".to_owned(),
             if extent == Extent::Quick { "--quick: figures that mean little" } else { "full" }.to_owned(),
         ),
-        ("Date".to_owned(), told(&["date", "-u", "+%Y-%m-%d %H:%M UTC"])),
+        ("Date".to_owned(), output(&["date", "-u", "+%Y-%m-%d %H:%M UTC"])),
         ("Load at its begin".to_owned(), load()),
     ]
 }
 
-/// A table, to be rendered in two ways.
+/// A table, which is rendered as text or as Markdown.
 struct Table {
     title: String,
     head: Vec<&'static str>,
@@ -84,6 +85,7 @@ struct Table {
 }
 
 impl Table {
+    /// Renders the table as text with aligned columns.
     fn text(&self) -> String {
         let mut widths: Vec<usize> = self.head.iter().map(|cell| cell.len()).collect();
         for row in &self.rows {
@@ -93,9 +95,10 @@ impl Table {
         }
         let line = |cells: Vec<&str>| {
             let mut line = String::new();
-            for (place, (cell, width)) in cells.iter().zip(&widths).enumerate() {
-                // Words to the left, figures to the right.
-                let padded = if place < 3 { format!("{cell:<width$}  ") } else { format!("{cell:>width$}  ") };
+            for (column, (cell, width)) in cells.iter().zip(&widths).enumerate() {
+                // The first three columns are words, aligned to the left; figures are aligned to
+                // the right.
+                let padded = if column < 3 { format!("{cell:<width$}  ") } else { format!("{cell:>width$}  ") };
                 line.push_str(&padded);
             }
             line.trim_end().to_owned() + "\n"
@@ -108,6 +111,7 @@ impl Table {
         text
     }
 
+    /// Renders the table as Markdown, under a heading.
     fn markdown(&self) -> String {
         let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
         let head: Vec<String> = self.head.iter().map(|cell| (*cell).to_owned()).collect();
@@ -117,7 +121,8 @@ impl Table {
     }
 }
 
-/// Writes everything into `out`.
+/// Writes tables, JSON and plots into the folder `out`, and the tables to standard output. If the
+/// page beside the folder has both marks, replaces the part between them.
 pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
     let save = |name: &str, text: &str| {
         let path = out.join(name);
@@ -143,6 +148,7 @@ pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
     fs::write(&page, whole).doing(format_args!("failed to write {}", page.display()))
 }
 
+/// Returns the report as text.
 fn text(results: &Results) -> String {
     let mut text = String::new();
     for (name, value) in &results.machine {
@@ -169,6 +175,8 @@ fn text(results: &Results) -> String {
     text
 }
 
+/// Returns the report as Markdown. `plots` are pairs of file name and title, in the folder
+/// `folder`.
 fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> String {
     let mut text = String::new();
     for (name, value) in &results.machine {
@@ -198,6 +206,7 @@ fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> Stri
     text
 }
 
+/// Returns the table of targets.
 fn targets_table(results: &Results) -> Table {
     let rows = targets::all(results).into_iter().map(|target| {
         let kept = match target.kept {
@@ -210,14 +219,17 @@ fn targets_table(results: &Results) -> Table {
     Table { title: "Targets".to_owned(), head: vec!["what", "target", "reached", "kept"], rows: rows.collect() }
 }
 
+/// Formats a number, or `-` if there is none.
 fn dash(value: Option<f64>) -> String {
     value.filter(|value| value.is_finite()).map_or("-".to_owned(), short)
 }
 
+/// Returns the Go plugins' row for the same case and verb; `None` if `row` is theirs already.
 fn theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
     results.row(row.group, &row.case, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs)
 }
 
+/// Returns the table of a group with all figures, one line for each row.
 fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     let cells = |row: &&Row| {
         let theirs = theirs(results, row);
@@ -261,7 +273,8 @@ fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     }
 }
 
-/// One line per case and verb, the sides beside each other.
+/// Returns the table of a group with the median wall times: one line for each case and verb, a
+/// column for each side.
 fn short_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     let mut lines: Vec<Vec<String>> = Vec::new();
     let mut done: Vec<(&str, &str)> = Vec::new();
@@ -299,6 +312,7 @@ fn short_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     }
 }
 
+/// Returns the table of the attachments made at once.
 fn crowd_table(results: &Results, rows: &[&CrowdRow]) -> Table {
     let cells = |row: &&CrowdRow| {
         let theirs = results.crowd(&row.case, row.count, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs);
@@ -321,6 +335,7 @@ fn crowd_table(results: &Results, rows: &[&CrowdRow]) -> Table {
     }
 }
 
+/// Returns the table of the binaries' sizes, with their sum.
 fn size_table(results: &Results) -> Table {
     let line = |name: &str, ours: u64, theirs: u64| {
         let kilo = |bytes: u64| format!("{:.0}", bytes as f64 / 1e3);
@@ -333,11 +348,13 @@ fn size_table(results: &Results) -> Table {
     Table { title: "Sizes (kB)".to_owned(), head: vec!["plugin", "ours", "theirs", "ours/theirs"], rows }
 }
 
+/// Returns the text with its first letter in upper case.
 fn capital(text: &str) -> String {
     let mut letters = text.chars();
     letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
 }
 
+/// Returns all results as JSON.
 fn as_json(results: &Results) -> Value {
     let three = |value: f64| (value * 1e3).round() / 1e3;
     let machine: serde_json::Map<String, Value> =

@@ -5,18 +5,22 @@
 pub(crate) struct Samples(Vec<f64>);
 
 impl Samples {
+    /// Adds a value.
     pub(crate) fn push(&mut self, value: f64) {
         self.0.push(value);
     }
 
+    /// Adds the values of other samples.
     pub(crate) fn extend(&mut self, more: Samples) {
         self.0.extend(more.0);
     }
 
+    /// Returns the number of values.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
+    /// Returns the median, NaN without values.
     pub(crate) fn median(&self) -> f64 {
         let sorted = self.sorted();
         match sorted.len() {
@@ -26,14 +30,15 @@ impl Samples {
         }
     }
 
-    /// The value that 99 of 100 do not exceed (nearest rank): with less than 100 values, the
-    /// greatest.
+    /// Returns the 99th percentile by nearest rank: with less than 100 values the greatest, without
+    /// values NaN.
     pub(crate) fn p99(&self) -> f64 {
         let sorted = self.sorted();
         let rank = (sorted.len() * 99).div_ceil(100);
         sorted.get(rank.saturating_sub(1)).copied().unwrap_or(f64::NAN)
     }
 
+    /// Returns the values in ascending order.
     fn sorted(&self) -> Vec<f64> {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);

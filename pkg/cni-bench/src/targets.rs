@@ -1,18 +1,19 @@
-//! What the project has promised itself, with the figures of this run.
+//! The project's performance targets, compared with the figures of this run.
 
 use crate::cases::{CHAINS, FIVE, RESERVATIONS, SIMPLE, START, Side, WHOLE, grouped};
 use crate::measure::{Results, Row};
 
-/// A promise and what became of it.
+/// A target, and whether this run kept it.
 #[derive(Debug)]
 pub(crate) struct Target {
     pub(crate) what: String,
     pub(crate) bound: String,
     pub(crate) reached: String,
-    /// `None`: this run did not measure it.
+    /// Whether the target was kept; `None` if this run did not measure it.
     pub(crate) kept: Option<bool>,
 }
 
+/// Returns a target with an upper bound. `reached` is `None` if it was not measured.
 fn at_most(what: impl Into<String>, bound: f64, unit: &str, reached: Option<f64>) -> Target {
     Target {
         what: what.into(),
@@ -22,7 +23,7 @@ fn at_most(what: impl Into<String>, bound: f64, unit: &str, reached: Option<f64>
     }
 }
 
-/// Three digits that count.
+/// Formats a number with about three significant digits.
 pub(crate) fn short(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -33,6 +34,7 @@ pub(crate) fn short(value: f64) -> String {
     }
 }
 
+/// Returns all targets, with the figures of these results.
 pub(crate) fn all(results: &Results) -> Vec<Target> {
     let whole = WHOLE.name();
     let row = |case: &str, side, verb| results.row(CHAINS, case, side, verb);
@@ -106,6 +108,7 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
     targets
 }
 
+/// Returns the name of the firewall backend that a side uses.
 fn backend(side: Side) -> &'static str {
     if side == Side::OursNft { "nftables" } else { "iptables" }
 }

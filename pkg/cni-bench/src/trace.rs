@@ -1,9 +1,9 @@
-//! One run of a plugin under ptrace: its system calls, processes, threads, and the memory of the
-//! largest.
+//! Runs a plugin under ptrace and counts its system calls, programs and threads, and the memory of
+//! its largest process.
 //!
-//! The counts do not depend on the load of the machine, which is why a guard can rest on them.
-//! Memory is each process's own high-water mark as it ends (`VmHWM`); what wait4 reports is at
-//! least its starter's size before the exec.
+//! The counts do not depend on the load of the machine, so a test can compare them. The memory is
+//! read from each process as it ends (`VmHWM`), because the value of wait4 includes the parent's
+//! memory before the exec.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -20,7 +20,8 @@ use serde_json::Value;
 use crate::call::{Call, Streams};
 use crate::error::{Doing as _, Error, Result};
 
-/// The variable that makes this program stop, be traced, and become another.
+/// The environment variable that makes this program stop for its tracer and then exec the program
+/// that the variable names.
 const TRACEE: &str = "CNI_BENCH_TRACEE";
 
 /// What one run did.
@@ -52,8 +53,8 @@ impl Counts {
     }
 }
 
-/// If this process was started to be traced, becomes the program in question; returns only if that
-/// failed.
+/// Replaces this process by the program to trace, if [`run`] started it for that. Returns `None` if
+/// it did not, and an error if the exec failed.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
@@ -64,10 +65,10 @@ pub(crate) fn become_tracee() -> Option<Error> {
     Some(Error::new(format!("failed to run {}: {error}", program.display())))
 }
 
-/// Runs a plugin and counts.
+/// Runs a plugin, and returns its result and counts. Fails if the plugin fails.
 pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
     let mut streams = Streams::new(scratch, 0, &call.conf)?;
-    // Not its path: a build may have replaced it.
+    // Not this program's path: a build may have replaced the file.
     let mut command = call.command(Path::new("/proc/self/exe"), &streams)?;
     command.env(TRACEE, &call.program);
     let child = command.spawn().doing(format_args!("failed to run {call}"))?;
@@ -77,14 +78,16 @@ pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
     Ok((streams.outcome(call, succeeded)?, counts))
 }
 
+/// Traces the process `root` and all its children to their end. Returns whether it succeeded, and
+/// the counts; programs in `folder` are the plugin's own.
 fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     use ptrace::Options;
     let mut counts = Counts::default();
-    // Threads that are between the entry of a system call and its end.
+    // The known threads, and whether each is between the entry and the exit of a system call.
     let mut inside: HashMap<Pid, bool> = HashMap::new();
-    // Threads of programs from elsewhere.
+    // Threads of programs outside `folder`.
     let mut foreign: HashSet<Pid> = HashSet::new();
-    // Nothing counts before our program has become the plugin.
+    // Nothing is counted before the process has become the plugin.
     let mut begun = false;
     match waitpid(root, None).doing("failed to wait for it to stop")? {
         WaitStatus::Stopped(_, Signal::SIGSTOP) => {}
@@ -99,7 +102,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_EXITKILL;
     ptrace::setoptions(root, options).doing("failed to set its options")?;
     let go_on = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
-        // Killed meanwhile; its end is reported later.
+        // The thread was killed meanwhile; `waitpid` reports its end later.
         Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
         Err(errno) => Err(errno).doing(format_args!("failed to resume {pid}")),
     };
@@ -117,7 +120,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
             }
             WaitStatus::PtraceEvent(pid, _, event) => {
                 if event == ptrace::Event::PTRACE_EVENT_EXEC as i32 {
-                    // The end of this system call is still to come.
+                    // The exit of the `execve` call is still to come.
                     inside.insert(pid, true);
                     counts.programs += usize::from(begun);
                     begun = true;
@@ -133,7 +136,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                         counts.threads += usize::from(begun);
                         counts.own_threads += usize::from(begun && !foreign.contains(&pid));
                     }
-                    let child = ptrace::getevent(pid).doing("failed to ask who was made")?;
+                    let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
                     if foreign.contains(&pid) {
                         foreign.insert(Pid::from_raw(i32::try_from(child).doing("a process ID")?));
                     }
@@ -157,7 +160,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     }
 }
 
-/// The largest that a process has been, in KiB.
+/// Returns the largest memory that a process has had, in KiB; `None` if it cannot be read.
 fn high_water(pid: Pid) -> Option<usize> {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?.trim().parse().ok()

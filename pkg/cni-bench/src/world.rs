@@ -18,7 +18,7 @@ use crate::error::{Doing as _, Error, Result};
 /// The scratch folder, a tmpfs seen by this process and its children alone.
 const SCRATCH: &str = "/run";
 
-/// Folders that no other process may use: plugins write to them.
+/// Folders that plugins write to. Each is replaced by a tmpfs that no other process sees.
 const PRIVATE: [&str; 2] = [SCRATCH, "/var/lib"];
 
 #[derive(Debug)]
@@ -26,14 +26,15 @@ pub(crate) struct World {
     made: std::cell::Cell<usize>,
 }
 
-/// A host's network.
+/// The network namespace that stands for a host.
 #[derive(Debug)]
 pub(crate) struct Node {
     net: File,
 }
 
 impl World {
-    /// Leaves the machine. The process must have one thread.
+    /// Moves the calling thread into new network and mount namespaces, so that nothing changes the
+    /// machine. The process must have only this thread. Fails without the privilege.
     pub(crate) fn new() -> Result<World> {
         unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
             .doing("failed to leave the machine's network and mounts (run as root, or inside `unshare -Urmn`)")?;
@@ -46,17 +47,18 @@ impl World {
         Ok(World { made: std::cell::Cell::new(0) })
     }
 
-    /// A folder for whatever files.
+    /// Returns the folder for temporary files.
     pub(crate) fn scratch(&self) -> &'static Path {
         Path::new(SCRATCH)
     }
 
+    /// Returns an unused path in the scratch folder, with `kind` as the beginning of its name.
     fn path(&self, kind: &str) -> PathBuf {
         self.made.set(self.made.get() + 1);
         Path::new(SCRATCH).join(format!("{kind}{}", self.made.get()))
     }
 
-    /// A new host with `lo` up, which this thread enters.
+    /// Creates a node: a network namespace with `lo` up, which the calling thread enters.
     pub(crate) fn node(&self) -> Result<Node> {
         let node = Node { net: namespace(None)? };
         node.enter()?;
@@ -64,7 +66,7 @@ impl World {
         Ok(node)
     }
 
-    /// A new container's namespace, bound to a path as runtimes do it.
+    /// Creates a container's network namespace, and returns the path that it is bound to.
     pub(crate) fn container(&self) -> Result<PathBuf> {
         let path = self.path("netns");
         File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
@@ -72,7 +74,7 @@ impl World {
         Ok(path)
     }
 
-    /// An empty folder.
+    /// Creates an empty folder and returns its path.
     pub(crate) fn folder(&self) -> Result<PathBuf> {
         let path = self.path("folder");
         fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
@@ -81,13 +83,14 @@ impl World {
 }
 
 impl Node {
-    /// Takes this thread, and what it starts from now on, to this host.
+    /// Moves the calling thread, and the programs that it starts later, into this node's namespace.
     pub(crate) fn enter(&self) -> Result<()> {
         setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter a node")
     }
 }
 
-/// Makes a network namespace on a thread that is thrown away, and binds it to a path, if wanted.
+/// Creates a network namespace on a temporary thread, and binds it to the path `bind`, if there is
+/// one.
 fn namespace(bind: Option<&Path>) -> Result<File> {
     const OWN: &str = "/proc/thread-self/ns/net";
     let make = || -> Result<File> {
@@ -106,7 +109,8 @@ pub(crate) fn run(argv: &[&str]) -> Result<String> {
     feed(argv, "")
 }
 
-/// The same, with something on its standard input.
+/// Runs a program with `input` on its standard input, and returns what it printed. Fails if the
+/// program fails.
 pub(crate) fn feed(argv: &[&str], input: &str) -> Result<String> {
     let shown = argv.join(" ");
     let mut command = Command::new(argv.first().copied().unwrap_or_default());

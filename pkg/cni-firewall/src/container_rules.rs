@@ -189,7 +189,8 @@ fn forward_entry(
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
-/// Adds the addresses that iptables' table filter accepts to `rules`.
+/// Adds an entry for each address that iptables' table filter accepts to `rules`. The records in
+/// the chain of owners are read, as the accepting rules name no owner.
 fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {

@@ -1,14 +1,14 @@
-//! For pkg/cni-fuzz alone: writers and readers of the firewall's bytes and texts.
+//! Only for pkg/cni-fuzz: the encoders and decoders of the firewall's bytes and texts.
 
 use cni_linux::{Result, route};
 
 use crate::iptables::{self, Chain, Edit, Rule};
 use crate::nft::{self, Batch, Family, Listed, Table};
 
-/// A rule as its own netlink message, header included.
+/// Returns the netlink message, with its header, that adds a rule.
 ///
 /// # Errors
-/// What cannot be written down.
+/// If the comment and the tags are too long.
 pub fn rule_message(table: &str, chain: &str, rule: &nft::Rule) -> Result<Vec<u8>> {
     let mut batch = Batch::new();
     batch.append_rule(Table { family: Family::Inet, name: table }, chain, rule);
@@ -17,35 +17,35 @@ pub fn rule_message(table: &str, chain: &str, rule: &nft::Rule) -> Result<Vec<u8
     Ok(bytes)
 }
 
-/// The bytes of userdata; `None` if they are too many.
+/// Encodes userdata; `None` if it is too long.
 pub fn userdata(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
     nft::userdata::encode(comment, tags)
 }
 
-/// A comment and all other entries of userdata.
+/// Decodes userdata: the comment and all other entries.
 pub fn read_userdata(bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
     nft::userdata::decode(bytes)
 }
 
-/// A rule of nf_tables in the words of iptables.
+/// Returns a rule of nf_tables in the words of iptables.
 pub fn words_of(family: route::Family, listed: Listed) -> Rule {
     iptables::rule_in_words(family, listed)
 }
 
-/// A rule of these words.
+/// Returns a rule with these words.
 pub fn rule(words: Vec<String>) -> Rule {
     Rule { words, handle: None, whole: true, raw: None }
 }
 
-/// The text that an edit gives to `iptables-restore`.
+/// Returns the text for `iptables-restore` that makes the changes of an edit.
 ///
 /// # Errors
-/// What cannot be written down.
+/// If a word cannot be quoted.
 pub fn restore_text(edit: &Edit) -> Result<String> {
     edit.restore_text(iptables::Table::Nat)
 }
 
-/// The chains in what `iptables-save` wrote.
+/// Returns the chains in the output of `iptables-save`.
 pub fn saved_chains(text: &str) -> Vec<(String, Chain)> {
     iptables::parse(text).into_iter().filter_map(|(name, chain)| Some((name, chain?))).collect()
 }

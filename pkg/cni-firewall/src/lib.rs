@@ -1,13 +1,13 @@
-//! The node's packet filter: the rules of plugins, how they are found again and removed.
+//! Writes, finds and removes the plugins' rules in the node's packet filter.
 //!
-//! [`nft`] speaks to nf_tables, [`iptables`] to tables of iptables; the features stand on these
-//! two. No program `nft` or `iptables` has to be installed. All of it acts in the network namespace
-//! of the thread that opens it.
+//! [`nft`] reads and changes nf_tables, [`iptables`] the tables of iptables; the other modules are
+//! the features that use these two. The programs `nft` and `iptables` need not be installed. All
+//! calls act in the network namespace of the calling thread.
 //!
-//! Names, comments and matches are those of the Go plugins, byte for byte, so that either side can
-//! remove the rules of the other. Facts that Go's keys lack are in tags beside the comments
-//! ([`nft::userdata`]), which Go does not read. A shared table or chain stays when its last rule is
-//! removed, as with Go: another plugin may be about to fill it.
+//! Names, comments and matches are those of the Go plugins, byte for byte, so that these and Go's
+//! plugins can remove each other's rules. What Go's comments lack, as the network's name, is in
+//! tags beside them ([`nft::userdata`]), which Go does not read. A shared table or chain stays when
+//! its last rule is removed, as with Go: another process may be about to add a rule.
 
 pub mod container_rules;
 pub mod forward;
@@ -29,17 +29,17 @@ use std::fmt;
 use cni_linux::error::Result;
 use nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Table};
 
-/// The tables that have the rules.
+/// The kind of tables that the rules are in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// iptables, in the variant that the machine's owner has chosen.
+    /// iptables, in the variant (nft or legacy) that the host's `iptables` has.
     Iptables,
-    /// Tables of our own in nf_tables.
+    /// The plugins' own tables in nf_tables.
     Nftables,
 }
 
 impl Backend {
-    /// Its name in configurations.
+    /// Returns the backend's name in configurations.
     pub fn name(self) -> &'static str {
         match self {
             Backend::Iptables => "iptables",
@@ -59,20 +59,21 @@ impl fmt::Display for Backend {
     }
 }
 
-/// How often a change is planned again because the rules it is based on have changed. Only
-/// operations on the same attachment disturb each other, so only a defect reaches the bound.
-const ATTEMPTS: usize = 32;
-/// How often one that holds only for the ruleset it has read ([`Batch::only_at`]) is. Of n changes
-/// that race each loses at most n - 1 times, at once and for free.
-const OVERTAKEN: usize = 1024;
+/// How often a change is tried whose objects another process has changed. Only operations on the
+/// same attachment disturb each other in this way, so only a defect reaches this bound.
+const CONFLICTS_MAX: usize = 32;
+/// How often a change is tried that requires an unchanged ruleset ([`Batch::only_at`]). Of n
+/// processes that change rules at once, each fails at most n - 1 times, and a failed try costs
+/// little.
+const STALE_MAX: usize = 1024;
 
-/// Whether masquerading and port mappings are possible with nf_tables: it exists, can be
-/// changed, and has NAT.
+/// Whether the kernel has nf_tables with NAT, which masquerading and port mappings need.
 ///
-/// Asks the kernel to check a table with a NAT chain and to forget it: nothing changes, no
-/// notification is sent, no process runs. Some 10 ms: the kernel waits for an RCU grace period
-/// before it forgets. `Ok(false)` means that this kernel cannot; any other obstacle, a missing
-/// privilege above all, is an error.
+/// Makes the kernel check the creation of a NAT chain without creating it ([`Nft::rehearse`]),
+/// which takes about 10 ms. No process is started.
+///
+/// # Errors
+/// Any other obstacle, as a missing privilege.
 pub fn nft_usable() -> Result<bool> {
     let table = Table { family: Family::Inet, name: "cni_probe" };
     let mut batch = Batch::new();
@@ -86,15 +87,16 @@ pub fn nft_usable() -> Result<bool> {
     }
 }
 
-/// Repeats `once` while it fails because another process changed what it had read; the last error
-/// after that.
-fn retry<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
-    let (mut attempt, mut overtaken) = (1, 1);
+/// Repeats `change`, which reads rules and changes them, while it fails because another process has
+/// changed the rules in between. Returns its last result.
+fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
+    let (mut conflicts, mut stale) = (1, 1);
     loop {
-        match once() {
-            Err(error) if error.errno() == Some(libc::ERESTART) && overtaken < OVERTAKEN => overtaken += 1,
-            Err(error) if nft::raced(&error) && attempt < ATTEMPTS => attempt += 1,
-            done => return done,
+        match change() {
+            // The error of `only_at`; `raced` also includes it, with the lower bound.
+            Err(error) if error.errno() == Some(libc::ERESTART) && stale < STALE_MAX => stale += 1,
+            Err(error) if nft::raced(&error) && conflicts < CONFLICTS_MAX => conflicts += 1,
+            result => return result,
         }
     }
 }

@@ -356,8 +356,8 @@ impl SpoofCheck {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// Returns the ID's jumps, which are in `rules`, those of PREROUTING, and its chains, in an
-    /// order in which the kernel lets them be removed.
+    /// Returns the ID's jumps and chains, in an order in which the kernel lets them be removed.
+    /// `rules` are the rules of PREROUTING.
     fn find_objects(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();
@@ -377,8 +377,9 @@ impl SpoofCheck {
     }
 }
 
-/// Returns the first owner of the ID, among `rules`, those of PREROUTING, whose interface exists
-/// and is not `host_veth`. A veth that is being deleted, whose peer is gone, does not count.
+/// Returns the first owner of the ID whose interface exists and is not `host_veth`, the caller's
+/// own (empty if it has none). `rules` are the rules of PREROUTING. An interface whose peer is gone
+/// does not count: the kernel is deleting the pair.
 fn find_existing_interface(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<SpoofOwner>> {
     for owner in id.owners(rules) {
         let Some(name) = owner.host_veth.as_deref() else { continue };

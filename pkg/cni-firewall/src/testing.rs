@@ -1,5 +1,4 @@
-//! Test only: throw-away network namespaces, and what the reference tools see and do in that of
-//! the calling thread.
+//! Test only: new network namespaces, and the reference tools run in that of the calling thread.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};
@@ -8,19 +7,19 @@ use cni_linux::{LinuxMachine, Netns};
 
 pub(crate) use cni_testkit::{in_new_netns, skipped as skip};
 
-/// Another fresh namespace. The calling thread stays where it is.
+/// Returns a new network namespace; the calling thread stays in its own.
 pub(crate) fn new_netns() -> Netns {
-    let mut made = None;
-    in_new_netns(|| made = Netns::current().ok());
-    made.unwrap()
+    let mut netns = None;
+    in_new_netns(|| netns = Netns::current().ok());
+    netns.unwrap()
 }
 
-/// A machine that never ends anything.
+/// Returns the real machine; no test is sent SIGTERM.
 pub(crate) fn machine() -> LinuxMachine {
     LinuxMachine::install().unwrap()
 }
 
-/// As [`in_new_netns`], where `nft` and a kernel that has nf_tables for bridges are there too.
+/// As [`in_new_netns`], but skips the test if the program `nft` is not installed.
 #[track_caller]
 pub(crate) fn on_a_host(body: impl FnOnce() + Send) {
     in_new_netns(|| match Command::new("nft").arg("--version").output() {
@@ -29,7 +28,7 @@ pub(crate) fn on_a_host(body: impl FnOnce() + Send) {
     });
 }
 
-/// What a shell script prints, which must succeed.
+/// Runs a shell script, which must succeed, and returns its output.
 #[track_caller]
 pub(crate) fn shell(script: &str) -> String {
     let output = Command::new("sh").args(["-ec", script]).output().unwrap();
@@ -37,7 +36,7 @@ pub(crate) fn shell(script: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// All rules, as `nft` writes them, without counters.
+/// Returns all rules, as `nft` lists them, without counters.
 #[track_caller]
 pub(crate) fn ruleset() -> String {
     shell("nft --stateless list ruleset")
@@ -49,13 +48,14 @@ pub(crate) fn nft(commands: &str) {
     shell(&format!("nft -f - <<'EOF'\n{commands}\nEOF"));
 }
 
-/// Go's bridge plugin, without IPAM, with `macspoofchk`; `None`, said, where it is not installed.
+/// Go's bridge plugin, without IPAM, with `macspoofchk`.
 pub(crate) struct GoBridge {
     container: Netns,
     id: String,
 }
 
 impl GoBridge {
+    /// Returns `None`, with a note of the skipped test, if the plugin is not installed.
     pub(crate) fn new(id: &str) -> Option<GoBridge> {
         if let Err(reason) = cni_testkit::probe::go_plugins() {
             skip(&reason);
@@ -87,9 +87,9 @@ impl GoBridge {
         assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&output.stdout));
     }
 
-    /// The container's MAC and its veth's name on the host, as the last ADD left them in the rules.
+    /// Returns the veth's name on the host and the container's MAC that are in the rules.
     #[track_caller]
-    pub(crate) fn judged() -> (String, cni_linux::mac::Mac) {
+    pub(crate) fn guarded() -> (String, cni_linux::mac::Mac) {
         let rules = ruleset();
         let after = |words: &str| rules.split(words).nth(1).unwrap().split([' ', '"']).next().unwrap().to_owned();
         (after("iifname \""), after("ether saddr ").parse().unwrap())

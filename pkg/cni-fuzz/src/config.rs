@@ -56,7 +56,7 @@ impl Reader {
         judge_program(call.conf.ipam_type());
         match self.name() {
             "host-local" => plugin_host_local::fuzzing::read_place(call)?,
-            "portmap" => drop(plugin_portmap::fuzzing::sound_mappings(call)),
+            "portmap" => drop(plugin_portmap::fuzzing::valid_mappings(call)),
             "tuning" => plugin_tuning::fuzzing::read_place(call)?,
             _ => {}
         }

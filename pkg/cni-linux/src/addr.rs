@@ -1,8 +1,8 @@
-//! Addresses on interfaces.
+//! Lists, adds and deletes the addresses of interfaces.
 //!
-//! A new IPv6 address is *tentative*, and so unusable, until duplicate address detection has ended.
-//! On an interface without carrier it stays tentative. Setting an interface down removes its IPv6
-//! addresses.
+//! A new IPv6 address is *tentative*, and unusable, until the kernel has searched for duplicates on
+//! the link (duplicate address detection, DAD). Without a carrier it stays tentative. Setting an
+//! interface down removes its IPv6 addresses.
 
 use std::net::IpAddr;
 
@@ -22,40 +22,38 @@ pub struct Addr {
     pub cidr: Cidr,
     /// The interface's index.
     pub index: u32,
-    /// The scope as the kernel numbers it: 0 global, 253 link, 254 host.
+    /// The scope: 0 everywhere, 253 this link, 254 this host.
     pub scope: u8,
-    /// Whether duplicate address detection has not ended yet.
+    /// Whether the search for duplicates is not finished.
     pub tentative: bool,
-    /// Whether duplicate address detection found another host with this address.
+    /// Whether the search found the address on another host of the link.
     pub dad_failed: bool,
-    /// Whether the address has no lifetime.
+    /// Whether it stays until it is deleted, and does not expire.
     pub permanent: bool,
 }
 
-/// An address with all attributes that the kernel reported, so that it can be restored.
+/// An address with all attributes that the kernel reported, so that it can be restored unchanged.
 #[derive(Clone, Debug)]
 pub struct SavedAddr(AddressMessage);
 
-/// Whether the kernel runs duplicate address detection for a new IPv6 address. Without effect for
-/// IPv4.
+/// Whether the kernel searches for duplicates of a new IPv6 address before it uses the address. Has
+/// no effect for IPv4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dad {
-    /// As the interface's sysctls configure it.
+    /// As the interface's sysctls demand.
     Normal,
-    /// No: the address is usable at once.
+    /// No search: the address is usable at once.
     Skip,
 }
 
 impl Netlink {
-    /// Returns the addresses of one interface, of both families.
-    ///
-    /// # Errors
-    /// The kernel's.
+    /// Returns the addresses of an interface, of both families.
     pub fn list_addresses(&self, index: u32) -> Result<Vec<Addr>> {
         Ok(self.addresses_of(index)?.iter().filter_map(decode).collect())
     }
 
-    /// Returns the kernel's messages about the addresses of one interface.
+    /// Returns the kernel's messages about the addresses of an interface. Filters again, because an
+    /// old kernel ignores the index in the request.
     fn addresses_of(&self, index: u32) -> Result<Vec<AddressMessage>> {
         let mut message = AddressMessage::default();
         message.header.index = index;
@@ -70,20 +68,14 @@ impl Netlink {
 
     /// Returns those of the addresses `cidrs` that the interface has, in the kernel's order, for
     /// [`restore_address`](Netlink::restore_address).
-    ///
-    /// # Errors
-    /// The kernel's.
     pub fn save_addresses(&self, index: u32, cidrs: &[Cidr]) -> Result<Vec<SavedAddr>> {
         let mut messages = self.addresses_of(index)?;
         messages.retain(|message| decode(message).is_some_and(|addr| cidrs.contains(&addr.cidr)));
         Ok(messages.into_iter().map(SavedAddr).collect())
     }
 
-    /// Adds a saved address again, an IPv6 address without duplicate address detection. Does
-    /// nothing if the interface has the address.
-    ///
-    /// # Errors
-    /// The kernel's.
+    /// Puts a saved address back on its interface; an IPv6 address without another search for
+    /// duplicates. Does nothing if the interface has the address.
     pub fn restore_address(&self, saved: &SavedAddr) -> Result<()> {
         let mut message = saved.0.clone();
         if message.header.family == AddressFamily::Inet6 {
@@ -93,43 +85,45 @@ impl Netlink {
                 }
             }
         }
-        let Err(cause) = self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL) else { return Ok(()) };
-        let cidr = decode(&message).map(|addr| addr.cidr.to_string()).unwrap_or_default();
-        let error = Error::new(
-            format_args!("failed to restore the address {cidr} of {}", self.label(message.header.index)),
-            cause,
-        );
-        if error.is_exists() { Ok(()) } else { Err(error) }
+        match self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL) {
+            Ok(_) => Ok(()),
+            Err(cause) if cause.errno() == Some(libc::EEXIST) => Ok(()),
+            Err(cause) => {
+                let cidr = decode(&message).map(|addr| addr.cidr.to_string()).unwrap_or_default();
+                Err(Error::new(
+                    format_args!("failed to restore the address {cidr} of {}", self.label(message.header.index)),
+                    cause,
+                ))
+            }
+        }
     }
 
-    /// Returns all addresses in the namespace.
-    ///
-    /// # Errors
-    /// The kernel's.
+    /// Returns every address of the namespace.
     pub fn list_all_addresses(&self) -> Result<Vec<Addr>> {
         let answer = self.dump(Kind::GetAddress, &AddressMessage::default());
         let answer = answer.map_err(|cause| Error::new("failed to list the addresses", cause))?;
         Ok(answer.into_iter().filter_map(parse).filter_map(|message| decode(&message)).collect())
     }
 
-    /// Adds an address. An IPv4 address also gets its network's broadcast address.
+    /// Adds an address; for IPv4 with the broadcast address of its network, if the network has one.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the interface has it already.
+    /// [`Error::is_exists`] if the interface has the address.
     pub fn add_address(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
         self.add_message(&message(index, cidr, dad), cidr)
     }
 
-    /// Adds an address, for which the kernel adds no route to the network.
+    /// Adds an address. The kernel does not add the route to its network.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the interface has it already.
+    /// [`Error::is_exists`] if the interface has the address.
     pub fn add_address_without_route(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
         let mut message = message(index, cidr, dad);
         let mut flags = AddressFlags::Noprefixroute;
+        // A message has one attribute for all flags: merge it with the one for `dad`.
         message.attributes.retain(|attribute| match attribute {
-            AddressAttribute::Flags(existing) => {
-                flags |= *existing;
+            AddressAttribute::Flags(dad_flags) => {
+                flags |= *dad_flags;
                 false
             }
             _ => true,
@@ -138,35 +132,36 @@ impl Netlink {
         self.add_message(&message, cidr)
     }
 
-    /// Makes the link-local address that is derived from `mac` usable at once, without duplicate
-    /// address detection.
+    /// Adds the IPv6 link-local address that belongs to `mac`, usable at once. If the kernel has
+    /// added that address itself and it is still tentative, replaces it.
     ///
-    /// The kernel adds the same address itself, but that is tentative for up to three seconds.
-    /// Until then the kernel cannot send neighbour solicitations for packets that it forwards, and
-    /// drops them.
+    /// The kernel sends neighbour solicitations for forwarded packets from this address. Its own
+    /// address stays tentative for up to three seconds, during which such packets are lost.
     ///
     /// # Errors
-    /// The kernel refuses a change.
+    /// The kernel's, if it refuses the address.
     pub fn add_link_local(&self, index: u32, mac: Mac) -> Result<()> {
         let Some(cidr) = Cidr::new(mac.link_local().into(), 64) else { return Ok(()) };
-        let added = self.add_address(index, cidr, Dad::Skip);
-        if !added.as_ref().is_err_and(Error::is_exists) {
-            return added;
+        match self.add_address(index, cidr, Dad::Skip) {
+            Err(error) if error.is_exists() => {}
+            result => return result,
         }
-        if self.list_addresses(index)?.iter().any(|addr| addr.cidr == cidr && addr.tentative) {
-            // Replaces the kernel's address. Another ADD may do the same at this moment, so it is
-            // fine if the address is already deleted or added.
-            for outcome in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
-                match outcome {
-                    Err(error) if error.is_exists() || error.is_not_found() => {}
-                    outcome => outcome?,
-                }
+        let is_tentative = self.list_addresses(index)?.iter().any(|addr| addr.cidr == cidr && addr.tentative);
+        if !is_tentative {
+            return Ok(());
+        }
+        // Another ADD may replace the address at the same time, so "not found" and "exists" are
+        // fine.
+        for result in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
+            match result {
+                Err(error) if !error.is_exists() && !error.is_not_found() => return Err(error),
+                _ => {}
             }
         }
         Ok(())
     }
 
-    /// Adds the address that `message` describes; `cidr` is for the error.
+    /// Sends a request that adds the address in `message`. `cidr` names it in the error.
     fn add_message(&self, message: &AddressMessage, cidr: Cidr) -> Result<()> {
         let index = message.header.index;
         self.request(Kind::NewAddress, message, NLM_F_CREATE | NLM_F_EXCL)
@@ -177,11 +172,10 @@ impl Netlink {
     /// Deletes an address.
     ///
     /// # Errors
-    /// [`Error::is_not_found`] if the interface has no such address, or does not exist.
+    /// [`Error::is_not_found`] if the interface does not have the address, or does not exist.
     pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
         let mut message = message(index, cidr, Dad::Normal);
-        // The kernel compares the broadcast address if it is given, and the address may have
-        // another one.
+        // Not part of what identifies an address, and possibly set to another value than here.
         message.attributes.retain(|attribute| !matches!(attribute, AddressAttribute::Broadcast(_)));
         self.request(Kind::DelAddress, &message, 0)
             .map(drop)
@@ -189,7 +183,7 @@ impl Netlink {
     }
 }
 
-/// Returns the request for an address of an interface.
+/// Returns the request that adds or deletes an address.
 fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     let mut message = AddressMessage::default();
     message.header.index = index;
@@ -198,7 +192,7 @@ fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     message.attributes.push(AddressAttribute::Local(cidr.address()));
     message.attributes.push(AddressAttribute::Address(cidr.address()));
     match cidr.last() {
-        // RFC 3021: networks of one or two addresses have no broadcast address.
+        // A /31 has no broadcast address (RFC 3021), nor has a /32.
         IpAddr::V4(last) if cidr.prefix() < 31 => message.attributes.push(AddressAttribute::Broadcast(last)),
         IpAddr::V6(_) if dad == Dad::Skip => {
             message.attributes.push(AddressAttribute::Flags(AddressFlags::Nodad));
@@ -208,16 +202,18 @@ fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
     message
 }
 
-/// Parses an answer. Returns `None` if it is not about an address.
+/// Parses a message about an address. Returns `None` for other and malformed messages.
 fn parse(reply: Reply) -> Option<AddressMessage> {
     AddressMessage::parse(reply.body(Kind::NewAddress)?).ok()
 }
 
-/// Converts the kernel's message. Returns `None` if it has no address.
+/// Decodes an address. Returns `None` if the message has no address, or an impossible prefix
+/// length.
 fn decode(message: &AddressMessage) -> Option<Addr> {
     let AddressMessage { header, attributes, .. } = message;
     let (mut local, mut address) = (None, None);
-    // Old kernels send no attribute with the flags. The header has the low eight bits of them.
+    // The header has the lowest eight flags. Kernels that have more send an attribute with all
+    // flags.
     let mut flags = AddressFlags::from_bits_retain(header.flags.bits().into());
     for attribute in attributes {
         match attribute {
@@ -227,8 +223,8 @@ fn decode(message: &AddressMessage) -> Option<Addr> {
             _ => {}
         }
     }
-    // On a point-to-point link IFA_ADDRESS is the address of the other end, and IFA_LOCAL this
-    // end's. Elsewhere, IPv6 addresses have no IFA_LOCAL.
+    // On a point-to-point link IFA_ADDRESS is the peer's address and IFA_LOCAL this host's.
+    // Elsewhere they are equal, and IPv6 omits IFA_LOCAL.
     let cidr = Cidr::new(local.or(address)?, header.prefix_len)?;
     Some(Addr {
         cidr,

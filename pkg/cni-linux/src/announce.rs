@@ -1,13 +1,13 @@
 //! Announces to the neighbours on a link which hardware address an IP address has now.
 //!
-//! Without an announcement, neighbours send packets for a reused address to its previous holder
-//! until their entries expire. The kernel sends the announcements: a gratuitous ARP request for
-//! each IPv4 address, an unsolicited neighbour advertisement for each IPv6 address that is not
-//! tentative. It does so when the hardware address is set again and two sysctls allow it.
+//! Without an announcement, packets to a reused IP address go to the hardware address of its last
+//! user until the neighbours' entries expire. The kernel sends the announcements (a gratuitous ARP
+//! request for each IPv4 address, an unsolicited neighbour advertisement for each IPv6 address that
+//! is not tentative) when the interface's hardware address is set and two sysctls allow it.
 //!
-//! Sending the frames over a packet socket would cost most of an ADD: closing such a socket waits
-//! for an RCU grace period of 4 to 20 ms (Linux 6.18). Announcements that are sent before the
-//! bridge's port forwards are lost without an error.
+//! This crate does not send the frames itself, because closing a packet socket waits 4 to 20 ms for
+//! an RCU grace period (6.18), longer than the rest of an ADD. Announce only after the bridge's
+//! port forwards: before that, the frames are lost without an error.
 
 use crate::error::Result;
 use crate::link::LinkRequest;
@@ -15,16 +15,16 @@ use crate::mac::Mac;
 use crate::netlink::Netlink;
 use crate::sysctl;
 
-/// Sets the sysctls that allow announcements on the interface `ifname` of the calling thread's
-/// namespace. Skips an address family that the kernel does not have.
+/// Allows announcements by the interface `ifname` of the calling thread's namespace: sets the
+/// sysctls `arp_notify` and `ndisc_notify` to 1. Ignores a family that the kernel does not support.
 ///
 /// # Errors
-/// A sysctl cannot be written and does not have the value already.
+/// A sysctl is not 1 and cannot be written.
 pub fn allow(ifname: &str) -> Result<()> {
-    for (family, name) in [("ipv4", "arp_notify"), ("ipv6", "ndisc_notify")] {
-        let key = format!("net/{family}/conf/{ifname}/{name}");
-        // A new interface has 0, so it is written without reading it first. Only if writing is not
-        // permitted, `ensure` checks whether the value is set already.
+    for (family, setting) in [("ipv4", "arp_notify"), ("ipv6", "ndisc_notify")] {
+        let key = format!("net/{family}/conf/{ifname}/{setting}");
+        // A new interface has 0, so write without a look at the value. `ensure` reads it first, for
+        // a process that is not allowed to write: then 1 is fine.
         match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
@@ -35,19 +35,17 @@ pub fn allow(ifname: &str) -> Result<()> {
 
 impl Netlink {
     /// Announces all addresses of an interface that is up and for which [`allow`] was called. `mac`
-    /// is the hardware address that it has; one request sets it again.
+    /// must be its current hardware address: setting it again makes the kernel send the
+    /// announcements.
     ///
-    /// Does nothing for an ipvlan, which has its master's hardware address: the kernel announced
-    /// its addresses when it was set up.
-    ///
-    /// # Errors
-    /// The kernel refuses the request.
+    /// Does nothing for an ipvlan, whose hardware address cannot be set: the kernel announced its
+    /// addresses when it was set up.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
         match self.set_link(LinkRequest::new(index).mac(mac), |link| {
             format!("failed to announce the addresses of {link} at {mac}")
         }) {
             Err(error) if error.is_unsupported() => Ok(()),
-            outcome => outcome,
+            result => result,
         }
     }
 }

@@ -1,9 +1,8 @@
-//! Bridges and their ports.
+//! Creates bridges and configures their ports; [`vlan`](crate::vlan) configures the ports' VLANs.
 //!
-//! The module [`vlan`](crate::vlan) configures the VLANs of ports. A bridge that is created without
-//! a hardware address has the lowest address of its ports, which changes with the ports. A kernel
-//! may support bridges without VLAN filtering; it reports that (EOPNOTSUPP) when filtering is
-//! switched on.
+//! A bridge created without a hardware address has the lowest one of its ports, and changes it as
+//! ports come and go. A kernel may support bridges without VLAN filtering; it reports
+//! that (EOPNOTSUPP) only when filtering is switched on.
 
 use std::thread;
 use std::time::Instant;
@@ -24,25 +23,24 @@ use crate::watch::Watch;
 pub struct BridgeSpec<'a> {
     /// The name.
     pub name: &'a str,
-    /// The MTU, or `None` for the kernel's default, which follows the ports.
+    /// The MTU; `None` for the smallest MTU of the ports.
     pub mtu: Option<u32>,
-    /// The hardware address, which the kernel then never changes, or `None` for one that follows
-    /// the ports.
+    /// The hardware address, which then stays; `None` for one that depends on the ports.
     pub mac: Option<Mac>,
-    /// Whether the bridge filters frames by VLAN.
+    /// Whether it filters by VLAN.
     pub vlan_filtering: bool,
-    /// Whether the bridge is set up.
+    /// Whether it is up at once.
     pub up: bool,
 }
 
 impl<'a> BridgeSpec<'a> {
-    /// Returns a bridge with this name that is down and otherwise has the kernel's defaults.
+    /// Returns a bridge that is down, without VLAN filtering, with the kernel's defaults.
     pub fn named(name: &'a str) -> BridgeSpec<'a> {
         BridgeSpec { name, mtu: None, mac: None, vlan_filtering: false, up: false }
     }
 }
 
-/// How a bridge treats a port.
+/// The settings of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortFlags {
     /// Hairpin mode: whether a frame may leave through the port on which it arrived.
@@ -52,12 +50,13 @@ pub struct PortFlags {
     pub isolated: bool,
 }
 
-/// Checks that this kernel's bridges can filter by VLAN. Creates such a bridge in a new network
-/// namespace, which disappears with the thread that created it.
+/// Checks that the kernel's bridges support VLAN filtering. Creates such a bridge in a new network
+/// namespace on a new thread; when the thread ends, the kernel deletes the namespace and the
+/// bridge.
 ///
 /// # Errors
-/// [`Error::is_unsupported`] if the kernel has no VLAN filtering. With any other error that is not
-/// known.
+/// [`Error::is_unsupported`] if the kernel does not support VLAN filtering. After any other error
+/// the answer is unknown.
 pub fn probe_vlan_filtering() -> Result<()> {
     let failed = |cause: Cause| Error::new("failed to probe bridge VLAN filtering in a new network namespace", cause);
     let probe = move || {
@@ -66,15 +65,15 @@ pub fn probe_vlan_filtering() -> Result<()> {
         Netlink::open()?.create_bridge(&spec).map(drop)
     };
     let thread = thread::Builder::new().name("vlan-probe".into()).spawn(probe).map_err(|error| failed(error.into()))?;
-    thread.join().unwrap_or_else(|_| Err(failed(Cause::text("the thread panicked"))))
+    thread.join().unwrap_or_else(|_| Err(failed(Cause::text("internal error: the thread of the probe panicked"))))
 }
 
 impl Netlink {
-    /// Creates a bridge with one request and returns it as it was at its creation.
+    /// Creates a bridge and returns it. The operational state of the result is not final yet.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if an interface has this name; [`Error::is_unsupported`] if `spec`
-    /// wants VLAN filtering and the kernel has none. Nothing is created in either case.
+    /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if VLAN
+    /// filtering is requested and the kernel does not support it. Nothing is created then.
     pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
         let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
         let request = LinkRequest::new(0).name(spec.name);
@@ -84,24 +83,21 @@ impl Netlink {
         self.create_link(&request.kind("bridge", &options), spec.name).map_err(failed)
     }
 
-    /// Switches VLAN filtering of a bridge on. From then on the bridge drops frames of VLANs that
-    /// its ports do not have, so the caller must check first that no other port has tagged traffic.
+    /// Switches VLAN filtering of an existing bridge on. From then on the bridge drops tagged
+    /// frames of VLANs that its ports are not in, so the caller must have checked that no port
+    /// relies on them.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] if the kernel has no VLAN filtering.
+    /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering.
     pub fn set_vlan_filtering(&self, index: u32) -> Result<()> {
         let request = LinkRequest::new(index).kind("bridge", &new_attribute(IFLA_BR_VLAN_FILTERING, &[1]));
-        // RTM_SETLINK ignores the options of a link's kind. RTM_NEWLINK for an existing link
-        // changes them.
+        // The kernel changes the options of an existing link by NEWLINK; SETLINK ignores them.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
         })
     }
 
-    /// Sets both flags of a bridge's port with one request.
-    ///
-    /// # Errors
-    /// The kernel refuses the request.
+    /// Sets hairpin mode and isolation of a bridge's port.
     pub fn set_port(&self, index: u32, flags: &PortFlags) -> Result<()> {
         let hairpin = new_attribute(IFLA_BRPORT_MODE, &[u8::from(flags.hairpin)]);
         let isolated = new_attribute(IFLA_BRPORT_ISOLATED, &[u8::from(flags.isolated)]);
@@ -111,14 +107,14 @@ impl Netlink {
         })
     }
 
-    /// Waits until a bridge's port has a carrier and forwards frames, and returns it. If the bridge
-    /// runs the spanning tree protocol, which may hold a new port back for half a minute, only
-    /// waits for the carrier. `watch` must have been opened in this socket's namespace before the
-    /// port was changed.
+    /// Waits until a bridge's port works and forwards frames, and returns the port. On a bridge
+    /// with the spanning tree protocol, which can block a new port for half a minute, waits only
+    /// until the port works. `watch` must have been opened in this connection's namespace before
+    /// the port was created.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], [`Error::is_terminated`], or the link does not exist or is not
-    /// attached to a bridge.
+    /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
+    /// [`Error::is_not_found`] if the interface does not exist; or it is not a port of a bridge.
     pub fn wait_port_forwarding(
         &self,
         watch: &Watch,
@@ -127,28 +123,31 @@ impl Netlink {
         machine: &dyn cni::machine::Machine,
     ) -> Result<Link> {
         watch.wait("the bridge's port to forward", deadline, machine, || {
-            let found = self.find_link_by_index(index)?;
-            let missing = || Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound);
-            let link = found.ok_or_else(missing)?;
-            match link.port {
-                // The state alone is not enough: a new port is in the state forwarding for a
-                // moment, until the kernel has noticed that it has no carrier.
-                Some(port) if port.state == PortState::Forwarding && link.oper_state == OperState::Up => Ok(Some(link)),
-                Some(port) if port.state == PortState::HeldBack && link.oper_state == OperState::Up => {
-                    let bridge = match link.master {
-                        Some(master) => self.find_link_by_index(master)?.and_then(|link| link.bridge),
-                        None => None,
-                    };
-                    let has_spanning_tree = bridge.is_some_and(|bridge| bridge.spanning_tree);
-                    Ok(if has_spanning_tree { Some(link) } else { None })
-                }
-                Some(_) => Ok(None),
-                None => {
-                    let cause = Cause::text("it is not attached to a bridge");
-                    Err(Error::new(format_args!("failed to wait for {}", link.name), cause))
-                }
-            }
+            let Some(link) = self.find_link_by_index(index)? else {
+                return Err(Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound));
+            };
+            let Some(port) = link.port else {
+                let cause = Cause::text("it is not attached to a bridge");
+                return Err(Error::new(format_args!("failed to wait for {}", link.name), cause));
+            };
+            // A new port is in state "forwarding" until the kernel has noticed that it has no
+            // carrier, so that state alone does not count.
+            let is_done = link.oper_state == OperState::Up
+                && match port.state {
+                    PortState::Forwarding => true,
+                    PortState::HeldBack => self.has_spanning_tree(link.master)?,
+                    PortState::Disabled => false,
+                };
+            Ok(is_done.then_some(link))
         })
+    }
+
+    /// Whether `master`, the index of a port's bridge, runs the spanning tree protocol. `false` if
+    /// there is no such bridge.
+    fn has_spanning_tree(&self, master: Option<u32>) -> Result<bool> {
+        let Some(master) = master else { return Ok(false) };
+        let bridge = self.find_link_by_index(master)?.and_then(|link| link.bridge);
+        Ok(bridge.is_some_and(|bridge| bridge.spanning_tree))
     }
 }
 

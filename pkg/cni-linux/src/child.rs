@@ -1,12 +1,11 @@
-//! Runs another program (an IPAM delegate, iptables) and waits for its end.
+//! Runs another program (an IPAM delegate, iptables) and waits until it has ended or been killed.
 //!
 //! The child is killed when this process dies (`PR_SET_PDEATHSIG`), at its deadline, and on
-//! SIGTERM. When [`run`] returns, the child has ended and been reaped, so it cannot change anything
-//! after a rollback. No shell is used.
+//! SIGTERM. When [`run`] returns, the child has been reaped, so it cannot act after a rollback. No
+//! shell is involved.
 //!
-//! [`run`] waits for the end of the child, not for the end of its output, because a grandchild may
-//! keep the pipe open forever. It reads the pipes meanwhile, because the child blocks when one is
-//! full.
+//! The wait ends with the child, not at the end of its output, because a grandchild may keep the
+//! pipe open forever. The pipes are read meanwhile, because the child blocks once one is full.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,77 +20,77 @@ use nix::poll::{PollFd, PollFlags};
 use crate::machine::{LinuxMachine, wait_ready};
 use crate::sys;
 
-/// The largest accepted standard output, in bytes. More is an error.
+/// The largest standard output that is accepted.
 const STDOUT_MAX: usize = 16 << 20;
 
-/// How many bytes of standard error are kept. The rest is read and dropped.
+/// How many bytes of standard error are returned. The child may write more; they are discarded.
 const STDERR_MAX: usize = 1 << 20;
 
-/// Runs `child` and returns its output. See [`cni::machine::Machine::run`].
+/// Runs `child` to its end and returns its exit status and output.
+///
+/// # Errors
+/// The program could not be started, SIGTERM came (if `child` is to be killed then), the child's
+/// timeout passed, its standard output is larger than [`STDOUT_MAX`], or the kernel failed. The
+/// child has been killed and reaped in each case.
 pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
-    // A signal may already have come; then the child is not started.
-    if must_end(machine, child) {
+    if must_stop(machine, child) {
         return Err(RunError::Terminated);
     }
     let deadline = machine.now().checked_add(child.timeout);
     let mut running = Running::start(child).map_err(RunError::Start)?;
-    // On an error, dropping `running` kills and reaps the child.
-    running.communicate(machine, child, deadline)
+    // After an error, dropping `running` kills and reaps the child.
+    running.attend(machine, child, deadline)
 }
 
-/// Whether a signal has come that ends the child. `terminated` is called even for a child that
-/// signals do not end, because it empties the descriptor on which [`Running::communicate`] polls.
-fn must_end(machine: &LinuxMachine, child: &Child<'_>) -> bool {
+/// Whether SIGTERM has come and the child is to be killed by it. Also empties the machine's signal
+/// descriptor: a loop that polls the descriptor must call this after each poll.
+fn must_stop(machine: &LinuxMachine, child: &Child<'_>) -> bool {
     machine.terminated() && child.on_sigterm == OnSigterm::Kill
 }
 
-/// A started child. Dropping it kills and reaps the child, unless it has ended.
+/// A started child and its pipes. Dropping the value kills and reaps a child that has not ended.
 struct Running {
     process: process::Child,
     /// The exit status, once the child has been reaped.
     exit: Option<ExitStatus>,
-    /// The pidfd of the child, which is readable when the child has ended. `None` before Linux 5.3,
-    /// where SIGCHLD reports the end.
-    pidfd: Option<OwnedFd>,
+    /// Readable when the child has ended. `None` before Linux 5.3, where SIGCHLD ends the wait.
+    ended: Option<OwnedFd>,
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
     stderr: Option<ChildStderr>,
 }
 
 impl Running {
-    /// Starts the child with pipes for its standard streams.
+    /// Starts the program, in its own process group and with three non-blocking pipes.
     fn start(child: &Child<'_>) -> io::Result<Running> {
         let mut command = Command::new(&child.program);
         command.args(&child.args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         if let Some(env) = &child.env {
             command.env_clear().envs(env.iter().map(|(key, value)| (key, value)));
         }
-        // Ctrl-C sends SIGINT to a whole process group. In a group of its own, only this process
-        // ends the child.
+        // A terminal sends Ctrl-C to a whole process group. In its own group, the child does not
+        // get the signal: this process decides whether to kill the child.
         command.process_group(0);
         sys::die_with_parent(&mut command);
         let mut process = command.spawn()?;
         let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
-        let pidfd = sys::pidfd_open(process.id()).ok();
-        let running = Running { process, exit: None, pidfd, stdin, stdout, stderr };
+        let ended = sys::pidfd_open(process.id()).ok();
+        let running = Running { process, exit: None, ended, stdin, stdout, stderr };
         let pipes = [
             running.stdin.as_ref().map(AsFd::as_fd),
             running.stdout.as_ref().map(AsFd::as_fd),
             running.stderr.as_ref().map(AsFd::as_fd),
         ];
         for pipe in pipes.into_iter().flatten() {
-            // Affects only this process's ends of the pipes. The child's ends stay blocking.
+            // O_NONBLOCK is a flag of one end of a pipe: the child's end stays blocking.
             fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
         Ok(running)
     }
 
-    /// Writes the child's input and reads its output until it has ended.
-    ///
-    /// # Errors
-    /// A signal, the deadline, too much output, or an error of a pipe. The child may still run
-    /// then.
-    fn communicate(
+    /// Writes the child's input and reads its output until the child has ended. Fails as [`run`]
+    /// does; the child may then still be running.
+    fn attend(
         &mut self,
         machine: &LinuxMachine,
         child: &Child<'_>,
@@ -100,67 +99,70 @@ impl Running {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         let (mut input, mut has_ended) = (child.stdin, false);
         loop {
-            if must_end(machine, child) {
+            if must_stop(machine, child) {
                 return Err(RunError::Terminated);
             }
-            // While a debugger holds an ended child, `try_wait` does not report its end. Polling
-            // again would return at once, so wait for it.
+            // A debugger can delay the moment at which an ended child can be reaped. Then the
+            // descriptor stays readable and a non-blocking wait would be repeated without pause.
             let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
             self.exit = match exit {
-                // EINTR, which std does not retry here. If the child has ended, the poll below
-                // returns at once, and the loop comes back.
+                // std does not repeat the call. If the child has ended, `wait_ready` below returns
+                // at once, and the next round repeats it.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
                 exit => exit.map_err(RunError::Io)?,
             };
-            // Also after the end of the child, because its last output is still in the pipes.
-            // Output of a grandchild is not waited for.
+            // Also after the child's end, because its last output is still in the pipes. Later
+            // output of a grandchild is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
-            // Standard error is only printed, so an error of its pipe is ignored.
+            // Standard error is only displayed, so a failure to read it is ignored.
             if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
                 self.stderr = None;
             }
             stderr.truncate(STDERR_MAX);
             if stdout.len() > STDOUT_MAX {
-                return Err(RunError::Io(io::Error::other(format!("it wrote more than {STDOUT_MAX} bytes"))));
+                return Err(RunError::Io(io::Error::other(format!(
+                    "it wrote more than {STDOUT_MAX} bytes to standard output"
+                ))));
             }
             if let Some(exit) = self.exit {
                 return Ok(Output { status: status(exit), stdout, stderr });
             }
-            let time_left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
-            if time_left.is_some_and(|left| left.is_zero()) {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
+            if left.is_some_and(|left| left.is_zero()) {
                 return Err(RunError::Timeout(child.timeout));
             }
             let mut fds = vec![PollFd::new(machine.as_fd(), PollFlags::POLLIN)];
             let readable = [
-                self.pidfd.as_ref().map(AsFd::as_fd),
+                self.ended.as_ref().map(AsFd::as_fd),
                 self.stdout.as_ref().map(AsFd::as_fd),
                 self.stderr.as_ref().map(AsFd::as_fd),
             ];
             fds.extend(readable.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
             fds.extend(self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)));
-            wait_ready(&mut fds, time_left).map_err(RunError::Io)?;
-            has_ended = self.pidfd.is_some() && fds[1].any() == Some(true);
+            wait_ready(&mut fds, left).map_err(RunError::Io)?;
+            // `ended`, if there is one, is the second descriptor.
+            has_ended = self.ended.is_some() && fds[1].any() == Some(true);
         }
     }
 }
 
 impl Drop for Running {
+    /// Kills and reaps the child unless it has been reaped.
     fn drop(&mut self) {
         if self.exit.is_none() {
-            // The process ID still belongs to the child, because only this process reaps it.
+            // The process ID is still valid: only this process reaps the child.
             let _ = self.process.kill();
             let _ = self.process.wait();
         }
     }
 }
 
-/// Writes as much of `input` as the pipe accepts without blocking, and removes that from `input`.
-/// Closes the pipe after the last byte, or when the child has closed its end.
+/// Writes as much of `input` as the pipe takes at once, and removes it from `input`. Closes the
+/// pipe (sets it to `None`) after the last byte, or when the child has closed its end.
 ///
-/// # Errors
-/// Any other error of the pipe: a program with an incomplete input might succeed without having
-/// done its work.
+/// Fails after any other error of the pipe: the child would take the part of the input that it got
+/// for all of it.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {
@@ -171,7 +173,7 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
             Ok(written) => *input = &input[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-            // The child does not have to read its input.
+            // The child has closed its standard input, which it may.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => *pipe = None,
             Err(error) => return Err(error),
         }
@@ -179,8 +181,8 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Appends to `into` what can be read without blocking. Stops when `into` has more than `max`
-/// bytes. Sets `pipe` to `None` at its end.
+/// Appends to `into` what can be read at once. Stops soon after `max` bytes, so that the caller can
+/// detect too large an output by the length. Closes the pipe (sets it to `None`) at its end.
 fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Result<()> {
     let mut buffer = [0; 16 << 10];
     while let Some(open) = pipe {
@@ -198,6 +200,7 @@ fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Re
     Ok(())
 }
 
+/// Returns the exit status, or the signal that ended the program.
 fn status(exit: ExitStatus) -> Exit {
     match exit.code() {
         Some(code) => Exit::Status(code),
@@ -310,7 +313,7 @@ mod tests {
                     let mut running = Running::start(&child).unwrap();
                     let pid = running.process.id().to_string();
                     let deadline = Instant::now().checked_add(timeout);
-                    let error = running.communicate(&machine, &child, deadline).unwrap_err();
+                    let error = running.attend(&machine, &child, deadline).unwrap_err();
                     assert!(matches!(error, RunError::Timeout(limit) if limit == timeout), "{error}");
                     drop(running);
                     pid

@@ -1,8 +1,9 @@
-//! Errors of the kernel: what failed, on what, and why, with the errno.
+//! The error type of this crate: the failed action with its object, the cause, and the errno.
 //!
-//! These errors do not mention the configuration; the plugin adds that with [`Error::context`].
-//! Code must not compare the texts, because the kernel's explanation (the "extended
-//! acknowledgement") differs between releases. Use [`Error::errno`] or the `is_…` methods.
+//! These errors do not mention the operator's configuration; the plugin adds that with
+//! [`Error::context`]. Do not match on the text, because the kernel's explanation in it (the
+//! "extended acknowledgement") differs between releases; use [`Error::errno`] or the `is_…`
+//! methods.
 
 use std::fmt;
 use std::io;
@@ -18,20 +19,20 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[error("{doing}: {cause}{}", Others(.others))]
 pub struct Error {
-    /// The failed action and its object: `failed to add 10.1.2.3/24 to eth0`.
+    /// The failed action with its object: `failed to add 10.1.2.3/24 to eth0`.
     doing: String,
-    /// Later errors of the same work, from [`Error::join`].
+    /// Later errors of the same work, appended to the message.
     others: Vec<Error>,
     #[source]
     cause: Cause,
 }
 
-/// The name of a new veth pair that another interface already has.
+/// Which of the two names of a new veth pair is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TakenName {
-    /// The name of the host's end. The caller can try another one.
+    /// The host end's name: the caller can try another one.
     HostName,
-    /// The name of the container's end.
+    /// The container end's name, which the configuration fixes.
     ContainerName,
 }
 
@@ -43,7 +44,7 @@ pub struct Cause(Reason);
 /// The kinds of causes.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Reason {
-    /// The kernel refused the action.
+    /// The kernel refused; `ack` is its own explanation, if it gave one.
     #[error("{source}{}", Suffix(.ack))]
     Kernel {
         /// The errno.
@@ -51,43 +52,42 @@ pub(crate) enum Reason {
         /// The kernel's own explanation.
         ack: Option<Box<str>>,
     },
-    /// There is no interface with this name or index. The text is Go's, which other programs
-    /// compare.
+    /// There is no interface with this name or index. The text is Go's, which callers compare with.
     #[error("Link not found")]
     LinkNotFound,
-    /// A name of a new veth pair is in use.
+    /// One name of a veth pair is in use.
     #[error("{source}{}", Suffix(.ack))]
     TakenName {
-        /// The name.
+        /// Which of them.
         what: TakenName,
         /// The errno.
         source: io::Error,
         /// The kernel's own explanation.
         ack: Option<Box<str>>,
     },
-    /// A path is not a network namespace, or does not exist. The text is Go's.
+    /// The path is not a network namespace, or does not exist. The text is Go's.
     #[error("{text}")]
     NoNetns {
         /// The whole message.
         text: String,
-        /// The errno, if the path could not be opened.
+        /// The errno, where the path could not be opened.
         source: Option<io::Error>,
     },
-    /// An awaited event did not happen before the deadline.
+    /// An event did not come in time.
     #[error("it did not happen within {} s", .0.as_secs_f32())]
     Deadline(Duration),
-    /// SIGTERM, SIGINT or SIGHUP ended a wait.
+    /// SIGTERM, SIGINT or SIGHUP came first.
     #[error("interrupted by a signal")]
     Terminated,
-    /// The object belongs to another attachment, which the text names and which still exists.
+    /// Another attachment has the object and still exists. The text names it.
     #[error("{0}")]
     Held(String),
-    /// Any other cause without an errno.
+    /// A cause without an errno.
     #[error("{0}")]
     Text(String),
 }
 
-/// Formats further errors, each after `; `.
+/// Displays each error with `; ` before it.
 struct Others<'a>(&'a [Error]);
 
 impl fmt::Display for Others<'_> {
@@ -96,10 +96,11 @@ impl fmt::Display for Others<'_> {
     }
 }
 
-/// Formats the kernel's explanation after `: `, if there is one.
+/// Displays the kernel's explanation with `: ` before it, or nothing.
 struct Suffix<'a>(&'a Option<Box<str>>);
 
 impl fmt::Display for Suffix<'_> {
+    /// Writes `: EXPLANATION`, or nothing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(ack) => write!(f, ": {ack}"),
@@ -132,12 +133,13 @@ impl Cause {
         Cause(Reason::Text(text.into()))
     }
 
-    /// Returns the cause for an errno of the kernel, with its explanation if it sent one.
+    /// Returns the cause for an errno from the kernel and the kernel's explanation, if there is
+    /// one.
     pub fn kernel(errno: i32, explanation: Option<String>) -> Cause {
         Cause(Reason::Kernel { source: io::Error::from_raw_os_error(errno), ack: explanation.map(Into::into) })
     }
 
-    /// Returns the cause for an event that did not happen within `limit`.
+    /// Returns the cause for an awaited event that did not come within `limit`.
     pub fn deadline(limit: Duration) -> Cause {
         Cause(Reason::Deadline(limit))
     }
@@ -147,13 +149,12 @@ impl Cause {
         Cause(Reason::Terminated)
     }
 
-    /// Returns the cause for an object that belongs to another, existing attachment, which `holder`
-    /// names.
+    /// Returns the cause for an object that another attachment, described by `holder`, still has.
     pub fn held(holder: impl Into<String>) -> Cause {
         Cause(Reason::Held(holder.into()))
     }
 
-    /// Whether an awaited event did not happen before the deadline.
+    /// Whether an awaited event did not come in time.
     pub fn is_deadline(&self) -> bool {
         matches!(self.0, Reason::Deadline(_))
     }
@@ -163,7 +164,7 @@ impl Cause {
         matches!(self.0, Reason::Terminated)
     }
 
-    /// Adds to a cause of the kernel which name of a veth pair is in use.
+    /// Adds to an errno which of a veth pair's names is in use. Returns other causes unchanged.
     pub(crate) fn taken(self, what: TakenName) -> Cause {
         match self.0 {
             Reason::Kernel { source, ack } => Cause(Reason::TakenName { what, source, ack }),
@@ -171,7 +172,7 @@ impl Cause {
         }
     }
 
-    /// Returns the operating system's error, if there is one.
+    /// Returns the error of the kernel, if the cause has one.
     fn io(&self) -> Option<&io::Error> {
         match &self.0 {
             Reason::Kernel { source, .. } | Reason::TakenName { source, .. } => Some(source),
@@ -180,14 +181,14 @@ impl Cause {
         }
     }
 
-    /// Returns the errno, if there is one.
+    /// Returns the errno, if the cause has one.
     pub(crate) fn errno(&self) -> Option<i32> {
         self.io().and_then(io::Error::raw_os_error)
     }
 }
 
 impl Error {
-    /// Returns an error. `doing` names the failed action and its object.
+    /// Returns an error. `doing` names the failed action and its object: `failed to delete eth0`.
     pub fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
         Error { doing: doing.to_string(), cause: cause.into(), others: Vec::new() }
     }
@@ -199,10 +200,10 @@ impl Error {
         self
     }
 
-    /// Joins the errors of work that continues after errors. Returns `Ok` if there are none.
+    /// Combines the errors of work that continued after its first error; `Ok` if there are none.
     ///
     /// # Errors
-    /// The first error, with the others appended.
+    /// The first error, with the messages of the others appended.
     pub fn join(errors: impl IntoIterator<Item = Error>) -> Result<()> {
         let mut errors = errors.into_iter();
         let Some(mut first) = errors.next() else { return Ok(()) };
@@ -210,51 +211,51 @@ impl Error {
         Err(first)
     }
 
-    /// Returns the errno, if the kernel returned one.
+    /// Returns the errno, if the kernel gave one.
     pub fn errno(&self) -> Option<i32> {
         self.cause.errno()
     }
 
     /// Whether the errno is one of these.
     fn is_any_of(&self, errnos: &[Errno]) -> bool {
-        self.errno().is_some_and(|got| errnos.iter().any(|errno| *errno as i32 == got))
+        self.errno().is_some_and(|actual| errnos.iter().any(|errno| *errno as i32 == actual))
     }
 
-    /// Whether the object of the action (interface, address, route, neighbour, file) does not
-    /// exist.
+    /// Whether the object of the action does not exist: the interface, address, route, rule or
+    /// file.
     pub fn is_not_found(&self) -> bool {
         matches!(self.cause.0, Reason::LinkNotFound)
             || self.is_any_of(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
     }
 
-    /// Whether the object to create exists already.
+    /// Whether the object to create, or one with its name, exists already.
     pub fn is_exists(&self) -> bool {
         self.is_any_of(&[Errno::EEXIST])
     }
 
-    /// Whether this kernel does not have the feature.
+    /// Whether the kernel does not support the feature.
     pub fn is_unsupported(&self) -> bool {
         self.is_any_of(&[Errno::EOPNOTSUPP, Errno::EPROTONOSUPPORT, Errno::EAFNOSUPPORT])
     }
 
-    /// Whether a path is not a network namespace, or does not exist. For DEL the namespace is gone
-    /// then.
+    /// Whether a path is not a network namespace, or does not exist. DEL takes this as a namespace
+    /// that has been deleted.
     pub fn is_no_netns(&self) -> bool {
         matches!(self.cause.0, Reason::NoNetns { .. })
     }
 
-    /// Whether an awaited event did not happen before the deadline.
+    /// Whether an awaited event did not come in time.
     pub fn is_deadline(&self) -> bool {
         matches!(self.cause.0, Reason::Deadline(_))
     }
 
-    /// Whether a signal ended the wait.
+    /// Whether SIGTERM ended the wait.
     pub fn is_terminated(&self) -> bool {
         matches!(self.cause.0, Reason::Terminated)
     }
 
-    /// Returns the name of a veth pair that is in use, if that is why the pair could not be
-    /// created.
+    /// Returns which name was in use, if a veth pair could not be created because of it; else
+    /// `None`.
     pub fn taken(&self) -> Option<TakenName> {
         match self.cause.0 {
             Reason::TakenName { what, .. } => Some(what),
@@ -262,7 +263,7 @@ impl Error {
         }
     }
 
-    /// Returns the kernel's own explanation, if it sent one.
+    /// Returns the kernel's explanation, if it gave one.
     pub fn explanation(&self) -> Option<&str> {
         match &self.cause.0 {
             Reason::Kernel { ack, .. } | Reason::TakenName { ack, .. } => ack.as_deref(),
@@ -272,15 +273,16 @@ impl Error {
 }
 
 impl From<Error> for cni::Error {
-    /// Converts to code 4 if CNI_NETNS is not a namespace, 11 after a timeout or a signal, 102 if
-    /// another attachment has the object, else 100. A caller that knows a better code sets it with
-    /// [`cni::Error::with_code`].
+    /// Converts the error. The code is 4 if CNI_NETNS is not a namespace, 11 after a timeout or
+    /// SIGTERM, 102 if another attachment has the object, else 100. A caller that knows a better
+    /// code (for an unsupported VLAN setting, for example) sets it with [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause, others } = error;
         let others = others.into_iter().map(cni::Error::from);
         let code = match &cause.0 {
             Reason::NoNetns { .. } => {
-                // The text begins as Go's does and ends with the variable's name.
+                // Go's text comes first, for callers that compare with it; then the variable's
+                // name.
                 let text = format!("{doing}: {cause} (CNI_NETNS)");
                 return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text).and(others);
             }
@@ -293,7 +295,7 @@ impl From<Error> for cni::Error {
 }
 
 impl From<Error> for io::Error {
-    /// Converts with the kind of the errno and the whole text.
+    /// Converts the error; the kind follows from the errno, and the text is complete.
     fn from(error: Error) -> io::Error {
         let kind = error.cause.io().map_or(io::ErrorKind::Other, io::Error::kind);
         let kind = if error.is_no_netns() && kind == io::ErrorKind::Other { io::ErrorKind::InvalidInput } else { kind };

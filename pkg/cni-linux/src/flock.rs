@@ -1,12 +1,13 @@
-//! Takes an `flock`, with a deadline, and reports the process that holds it.
+//! Takes an `flock`: waits for it until a deadline or SIGTERM, and then names the process that
+//! holds the lock.
 //!
-//! A free lock is taken at once. For a held lock, a second thread calls the blocking `flock`, so
-//! that this process has its place in the kernel's queue. The calling thread waits for that thread,
-//! the deadline, or a signal. After the deadline the second thread cannot be stopped. If it gets
-//! the lock later, it closes the file, which releases the lock.
+//! A free lock is taken at once. For a held lock, a second thread calls the blocking `flock`, which
+//! keeps its turn in the kernel's queue, while the calling thread waits for the second thread, the
+//! deadline or a signal. After a deadline or signal the second thread cannot be stopped; once it
+//! gets the lock, it releases it at once.
 //!
-//! While a process waits, the file may be removed or replaced. So callers must compare the file at
-//! the path with the file that they have locked.
+//! The file may have been removed or replaced during the wait. Callers check that the file at the
+//! path is still the one that they have locked.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read as _};
@@ -25,31 +26,33 @@ use crate::machine::wait_ready;
 use crate::netns::Netns;
 use crate::watch::term_descriptor;
 
-/// The bound of a wait.
+/// How long to wait for a lock.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
     /// The end of the wait.
     pub deadline: Instant,
-    /// The length of the wait, for the error message.
+    /// The length of the whole wait, for the error message.
     pub length: Duration,
 }
 
-/// A lock that was not taken.
+/// The failure to take a lock.
 #[derive(Debug)]
 pub struct Refused {
     /// The deadline, a signal, or the kernel's error.
     pub cause: Cause,
-    /// The process that holds the lock, as `process 12 (bridge)`. `None` if it is not known, for
-    /// example because it is in another PID namespace.
+    /// After a deadline or signal, the process that holds the lock, as `process 12 (bridge)`;
+    /// `None` if that process is not visible in this PID namespace.
     pub holder: Option<String>,
 }
 
-/// Locks the file exclusively and returns it. Closing the file releases the lock. A rollback uses
-/// [`OnSigterm::Finish`], so that the signal that has caused the rollback does not end the wait.
+/// Locks the file exclusively and returns it. The lock ends when the file is closed.
+///
+/// With [`OnSigterm::Finish`] signals do not end the wait: for a rollback, which SIGTERM may have
+/// caused.
 ///
 /// # Errors
-/// The deadline has passed; with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP has come (the
-/// machine must have blocked them); or the kernel refuses.
+/// The deadline came first; with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP is pending (the
+/// machine must have blocked them; the signal stays pending); or the kernel failed.
 pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Refused> {
     let failed = |error: io::Error| Refused { cause: error.into(), holder: None };
     loop {
@@ -60,52 +63,50 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
     }
-    let identity = file.metadata().map_err(failed)?;
+    let metadata = file.metadata().map_err(failed)?;
     wait(file, machine, on_sigterm, limit).map_err(|cause| {
-        let is_held = cause.is_deadline() || cause.is_terminated();
-        let holder = if is_held { holder(&identity) } else { None };
+        let holder = if cause.is_deadline() || cause.is_terminated() { holder(&metadata) } else { None };
         Refused { cause, holder }
     })
 }
 
 impl Netns {
-    /// Locks the namespace itself, for at most `length`, and returns a file that holds the lock
-    /// until it is closed. The lock belongs to the namespace, so it is the same for every path to
-    /// it.
+    /// Locks the namespace's own inode, so that no lock file is needed and the path by which a
+    /// process opened the namespace does not matter. Waits at most for `length`. The lock ends when
+    /// both the returned file and this handle are closed.
     ///
     /// # Errors
-    /// Those of [`lock()`]; the message names the process that holds the lock.
+    /// Those of [`lock()`]. The message names the process that holds the lock.
     pub fn lock(&self, machine: &dyn Machine, on_sigterm: OnSigterm, length: Duration) -> crate::Result<File> {
         let path = self.path().display();
         let file = self.as_fd().try_clone_to_owned();
         let file = file.map_err(|error| Error::new(format_args!("failed to lock netns {path}"), error))?;
         let limit = Limit { deadline: machine.now() + length, length };
-        lock(File::from(file), machine, on_sigterm, limit).map_err(|Refused { cause, holder }| {
-            let holder = holder.map(|holder| format!(", which {holder} holds")).unwrap_or_default();
-            Error::new(format_args!("failed to lock netns {path}{holder}"), cause)
+        lock(File::from(file), machine, on_sigterm, limit).map_err(|Refused { cause, holder }| match holder {
+            Some(holder) => Error::new(format_args!("failed to lock netns {path}, which {holder} holds"), cause),
+            None => Error::new(format_args!("failed to lock netns {path}"), cause),
         })
     }
 }
 
-/// Waits in a second thread for the lock of `file`; see the head of this module.
+/// Waits until a second thread has locked the file, and returns the file. Fails as [`lock()`] does.
 fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
     let sigterm = term_descriptor()?;
-    // The second thread closes its end of the pipe when it has a result.
-    let (pipe, thread_end) = io::pipe()?;
+    // Closing `done_writer` makes `done_reader` readable, which can be polled; a channel cannot.
+    let (done_reader, done_writer) = io::pipe()?;
     let (sender, receiver) = mpsc::channel();
-    let lock_in_thread = move || {
+    let lock_and_send = move || {
         let result = loop {
             match file.lock() {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 result => break result.map(|()| file),
             }
         };
-        // If the receiver is gone, sending returns the file in the error, and dropping it releases
-        // the lock.
+        // If the caller no longer waits, `send` fails and returns the file; dropping it unlocks it.
         drop(sender.send(result));
-        drop(thread_end);
+        drop(done_writer);
     };
-    thread::Builder::new().name("flock".into()).spawn(lock_in_thread)?;
+    thread::Builder::new().name("flock".into()).spawn(lock_and_send)?;
     let mut is_pending = false;
     loop {
         if on_sigterm == OnSigterm::Kill && (is_pending || machine.terminated()) {
@@ -115,28 +116,28 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
         if left.is_zero() {
             return Err(Cause::deadline(limit.length));
         }
-        let mut fds = [PollFd::new(pipe.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
-        let polled = if on_sigterm == OnSigterm::Kill { &mut fds[..] } else { &mut fds[..1] };
-        wait_ready(polled, Some(left))?;
+        let mut fds =
+            [PollFd::new(done_reader.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
+        let watched = if on_sigterm == OnSigterm::Kill { &mut fds[..] } else { &mut fds[..1] };
+        wait_ready(watched, Some(left))?;
         let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
         if is_ready(&fds[0]) {
-            // The thread closes its end after it has sent the result.
+            // The result was sent before the pipe was closed.
             return match receiver.try_recv() {
                 Ok(result) => Ok(result?),
-                Err(_) => Err(Cause::text("the waiting thread died")),
+                Err(_) => Err(Cause::text("internal error: the thread that waits for the lock panicked")),
             };
         }
         is_pending = is_ready(&fds[1]);
     }
 }
 
-/// Returns the process that holds the lock of a file, as `process 12 (bridge)`, or `None` if it is
-/// not visible in this PID namespace.
+/// Describes the process that holds the lock of the file, as `process 12 (bridge)`; `None` if it is
+/// not found in `/proc/locks`.
 fn holder(file: &Metadata) -> Option<String> {
     let device = (major(file.dev()), minor(file.dev()));
-    // While the list is read, other locks may be released, and lines get lost. So it is read twice
-    // if the holder is missing.
     let find = || holder_in(&read_locks().unwrap_or_default(), device, file.ino());
+    // A line can be missing because other locks changed while the list was read: try twice.
     let pid = find().or_else(find)?;
     Some(match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
         Ok(name) => format!("process {pid} ({})", name.trim()),
@@ -144,7 +145,8 @@ fn holder(file: &Metadata) -> Option<String> {
     })
 }
 
-/// Reads `/proc/locks`, in large pieces because the list may change between two of them.
+/// Returns the text of `/proc/locks`, which lists the file locks of the machine. The list may
+/// change between two reads, so this uses a large buffer and few reads.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -159,23 +161,27 @@ pub fn read_locks() -> io::Result<String> {
     }
 }
 
-/// Returns the process ID of the holder of an flock in the text of `/proc/locks`. `device` (major
-/// and minor) and `inode` identify the file. Some file systems show another device there than in
-/// `stat`, so if no line matches both, one with the same inode is returned.
+/// Returns the ID of the process that holds the `flock` of a file, found in the text of
+/// `/proc/locks` by the file's device (major and minor number) and inode; `None` if there is no
+/// such lock.
+///
+/// Some file systems have another device in this text than in `stat`, so if no line matches
+/// completely, the first one with the same inode counts.
 pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
+    let (device_major, device_minor) = device;
     let mut same_inode = None;
     for line in locks.lines() {
+        // "4: FLOCK  ADVISORY  WRITE 13 fd:1a:77 0 EOF"; a waiting process has "->" before "FLOCK".
         let words: Vec<&str> = line.split_ascii_whitespace().collect();
-        // A waiting process has `->` instead of `FLOCK` as its second word.
         let [_, "FLOCK", _, _, pid, file, ..] = words[..] else { continue };
         let [major, minor, number] = file.split(':').collect::<Vec<_>>()[..] else { continue };
-        // The process ID is 0 if the process is in a PID namespace that is not visible from here.
-        let Some(pid) = pid.parse().ok().filter(|pid| *pid != 0) else { continue };
-        if number.parse() != Ok(inode) {
+        let Ok(pid) = pid.parse::<u32>() else { continue };
+        // The kernel writes 0 for a process that is not visible in this PID namespace.
+        if pid == 0 || number.parse() != Ok(inode) {
             continue;
         }
         let hex = |digits| u64::from_str_radix(digits, 16);
-        if (hex(major), hex(minor)) == (Ok(device.0), Ok(device.1)) {
+        if hex(major) == Ok(device_major) && hex(minor) == Ok(device_minor) {
             return Some(pid);
         }
         same_inode = same_inode.or(Some(pid));

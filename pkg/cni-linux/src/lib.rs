@@ -1,26 +1,26 @@
-//! The operations of the Linux kernel that CNI plugins need.
+//! Functions of the Linux kernel that CNI plugins need.
 //!
-//! Modules:
+//! The modules:
 //!
-//! - [`netns`]: opens network namespaces by path and runs code inside one.
-//! - [`netlink`]: a netlink socket, one for each namespace. [`link`], [`bridge`], [`veth`],
-//!   [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] add their functions to it.
-//!   [`conntrack`], [`watch`] and `cni-firewall` use its [`socket`](netlink::socket) too.
-//! - [`watch`]: waits for an event with a deadline. [`announce`]: announces to neighbours which
-//!   interface has an address.
-//! - [`sysctl`]: values under /proc/sys. [`mac`]: hardware addresses.
-//! - [`tun`]: TAP interfaces. [`program`]: finds programs. [`selinux`]: the label of a started
-//!   program.
-//! - [`packet`]: UDP on an interface that has no address yet.
-//! - [`machine`], `child`: signals, and running another program, which never outlives this one.
+//! - [`netns`]: opens network namespaces by path, and runs code inside one.
+//! - [`netlink`]: a connection to the network configuration of one namespace. [`link`], [`bridge`],
+//!   [`veth`], [`vlan`], [`addr`], [`route`], [`rule`], [`neigh`] and [`qdisc`] add methods to it.
+//!   Its [`socket`](netlink::socket) is also used by [`conntrack`], [`watch`] and `cni-firewall`.
+//! - [`watch`]: waits for an event with a deadline. [`announce`]: announces the hardware address of
+//!   an IP address to the neighbours.
+//! - [`sysctl`]: reads and writes values under /proc/sys. [`mac`]: hardware addresses.
+//! - [`tun`]: TAP interfaces. [`program`]: finds programs of the system. [`selinux`]: the label of
+//!   a started program.
+//! - [`packet`]: UDP over an interface that has no address yet.
+//! - [`machine`], `child`: signals, and running another program that never outlives this process.
 //! - [`stream`]: standard input and output, with a deadline.
-//! - [`conntrack`]: deletes tracked connections that a port mapping has made wrong.
+//! - [`conntrack`]: deletes tracked connections that a changed port mapping has made wrong.
 //! - [`flock`]: waits for a file lock that another process holds.
 //! - `sys`: the only unsafe code of the workspace.
 //!
-//! Everything is synchronous. The public functions have no types of the netlink crates. A netlink
+//! Everything is synchronous. No type of a netlink crate is part of the public interface. A netlink
 //! socket belongs to the namespace in which it was created, a file of /proc/sys to the namespace of
-//! the thread that opens it. So there is one socket for each namespace, and [`Netns::run`] for the
+//! the thread that opens it; so there is one connection per namespace, and [`Netns::run`] for the
 //! files.
 
 pub mod addr;

@@ -1,7 +1,8 @@
-//! Ethernet addresses, parsed as by Go's `net.ParseMAC` for six bytes.
+//! Ethernet addresses.
 //!
-//! Three forms are accepted: `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff` and `aabb.ccdd.eeff`. Bytes
-//! with one digit (`2:0:0:0:0:1`), which `ip` accepts, are refused as in Go.
+//! The parser accepts the same three spellings of six bytes as Go's `net.ParseMAC`, because
+//! existing configurations were written for it. It refuses one-digit bytes (`2:0:0:0:0:1`), which
+//! `ip` accepts.
 
 use std::fmt;
 use std::io;
@@ -12,23 +13,23 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
 
-/// A text is not a hardware address. Displays as in Go.
+/// The error for a text that is not a hardware address. Displays Go's message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("address {0}: invalid MAC address")]
 pub struct ParseMacError(String);
 
 impl Mac {
-    /// The broadcast address.
+    /// The address that every Ethernet station receives.
     pub const BROADCAST: Mac = Mac([0xff; 6]);
 
-    /// The zero address, which no interface has.
+    /// The address that no interface has.
     pub const ZERO: Mac = Mac([0; 6]);
 
-    /// Returns a random unicast address that is marked as locally administered, like the random
-    /// addresses of the kernel.
+    /// Returns a random address: unicast and locally administered, like those that the kernel
+    /// generates.
     ///
     /// # Errors
-    /// The kernel returns no random bytes.
+    /// The kernel's random number generator could not be read.
     pub fn random() -> io::Result<Mac> {
         let mut bytes = [0; 6];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -36,23 +37,24 @@ impl Mac {
         Ok(Mac(bytes))
     }
 
-    /// Whether it is a multicast address, which no interface can have.
+    /// Whether this is a multicast address, which no interface can have.
     pub fn is_multicast(self) -> bool {
         self.0[0] & 0x01 != 0
     }
 
-    /// Whether all bytes are zero. No interface has this address.
+    /// Whether all bytes are zero, an address that no interface can have.
     pub fn is_zero(self) -> bool {
         self == Mac::ZERO
     }
 
-    /// Returns the IPv6 link-local address that the kernel derives from it (RFC 4291, appendix A).
+    /// Returns the IPv6 link-local address that the kernel derives from this address (RFC 4291,
+    /// appendix A).
     pub(crate) fn link_local(self) -> Ipv6Addr {
         let [a, b, c, d, e, f] = self.0;
         Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ 0x02, b, c, 0xff, 0xfe, d, e, f])
     }
 
-    /// Returns the address that consists of these bytes, or `None` if they are not six.
+    /// Returns the address with these bytes; `None` if there are not six.
     pub(crate) fn from_slice(bytes: &[u8]) -> Option<Mac> {
         bytes.try_into().ok().map(Mac)
     }
@@ -66,10 +68,11 @@ impl FromStr for Mac {
     }
 }
 
-/// Parses one of the three forms. Returns `None` for another text.
+/// Parses `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff` or `aabb.ccdd.eeff`. Returns `None` for any
+/// other text.
 fn parse(text: &[u8]) -> Option<Mac> {
-    // The length and the third byte select the form: its separator, and the digits in each group.
-    let (separator, group_len) = match (text.len(), text.get(2)?) {
+    // The separator, and the number of digits between two separators.
+    let (separator, group) = match (text.len(), text.get(2)?) {
         (17, b':') => (b':', 2),
         (17, b'-') => (b'-', 2),
         (14, _) => (b'.', 4),
@@ -77,8 +80,8 @@ fn parse(text: &[u8]) -> Option<Mac> {
     };
     let mut mac = [0; 6];
     let mut digits = 0;
-    for (at, &byte) in text.iter().enumerate() {
-        if at % (group_len + 1) == group_len {
+    for (position, &byte) in text.iter().enumerate() {
+        if position % (group + 1) == group {
             if byte != separator {
                 return None;
             }
@@ -88,7 +91,7 @@ fn parse(text: &[u8]) -> Option<Mac> {
         mac[digits / 2] = mac[digits / 2] << 4 | value;
         digits += 1;
     }
-    if digits == 12 { Some(Mac(mac)) } else { None }
+    (digits == 12).then_some(Mac(mac))
 }
 
 impl fmt::Display for Mac {

@@ -1,12 +1,13 @@
-//! Signals, the clock and child processes of this process: the real [`Machine`].
+//! Implements [`Machine`] for Linux: signals, the clock, running programs, comparing namespaces.
 //!
-//! SIGTERM, SIGINT and SIGHUP all end the call. They are blocked and read from a signalfd, without
-//! handlers. Every wait polls that descriptor too, so after a signal the wait fails and the
-//! rollback runs as after any other error. Comments that mention SIGTERM mean all three signals.
+//! SIGTERM, SIGINT and SIGHUP all mean that this process is to end; comments that say SIGTERM mean
+//! all three. They are blocked and read from a descriptor, without a signal handler. Every wait
+//! includes that descriptor, so a rollback runs on the main thread, as after any other failure.
 //!
-//! Signals are blocked per thread, and a new thread inherits the mask of the thread that creates
-//! it. So `main` calls [`LinuxMachine::install`] first. A signal that is ignored (nohup) must not
-//! be blocked, because a signalfd would report it. SIGPIPE is ignored by Rust's runtime.
+//! A signal is blocked per *thread*, and a new thread inherits the mask, so `main` calls
+//! [`LinuxMachine::install`] first. Once a signal is blocked, the descriptor reports it even if it
+//! was ignored; so a SIGHUP that nohup has set to be ignored is not blocked. SIGPIPE is ignored by
+//! Rust's runtime.
 
 use std::cell::Cell;
 use std::io;
@@ -25,7 +26,7 @@ use crate::child;
 use crate::netns::Netns;
 use crate::sys;
 
-/// The signals that end the call: SIGTERM of a runtime, SIGINT and SIGHUP of a terminal.
+/// The signals that end this process: SIGTERM of a runtime, Ctrl-C and the hang-up of a terminal.
 const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
 /// Returns [`ENDING`] as a set.
@@ -33,23 +34,25 @@ pub(crate) fn ending() -> SigSet {
     ENDING.into_iter().collect()
 }
 
-/// The operating system of this process.
+/// The machine that this process runs on.
 #[derive(Debug)]
 pub struct LinuxMachine {
+    /// Readable when SIGCHLD or a signal of [`ENDING`] is pending.
     signals: SignalFd,
-    /// Whether a signal of [`ENDING`] has been read from `signals`.
+    /// Whether a signal of [`ENDING`] was read from `signals`.
     terminated: Cell<bool>,
 }
 
 impl LinuxMachine {
-    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread and in the threads that it
-    /// will create, and opens a signalfd for them. Signals that are ignored stay ignored.
+    /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread and the threads that it
+    /// starts later, and opens a descriptor that reports them. The first three stay ignored if the
+    /// parent process has set them to be ignored.
     ///
-    /// Also blocks SIGXFSZ, so that a write beyond RLIMIT_FSIZE fails with EFBIG. The signal would
-    /// end this process without an answer and without a rollback.
+    /// SIGXFSZ is blocked too, so that a write beyond RLIMIT_FSIZE fails with EFBIG. The signal
+    /// would end the process without a result and without a rollback.
     ///
     /// # Errors
-    /// The kernel refuses a call.
+    /// The kernel cannot create the descriptor.
     pub fn install() -> io::Result<LinuxMachine> {
         let mut signals = SigSet::from(Signal::SIGCHLD);
         for signal in ENDING {
@@ -66,15 +69,15 @@ impl LinuxMachine {
 }
 
 impl LinuxMachine {
-    /// Whether a signal that ends the call had come when [`terminated`](Machine::terminated) was
-    /// last called.
+    /// Whether an earlier call of [`terminated`](Machine::terminated) has read a signal that ends
+    /// the process. Does not read signals that came later.
     pub(crate) fn was_terminated(&self) -> bool {
         self.terminated.get()
     }
 }
 
 impl AsFd for LinuxMachine {
-    /// Returns the signalfd, which is readable when a signal has come.
+    /// Returns a descriptor that is readable when a signal is pending.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.signals.as_fd()
     }
@@ -85,9 +88,11 @@ impl Machine for LinuxMachine {
         Ok(Netns::is_current(path)?)
     }
 
+    /// Whether SIGTERM, SIGINT or SIGHUP has come. Reads, and so removes, all pending signals from
+    /// the descriptor.
     fn terminated(&self) -> bool {
-        // Reading a signal removes it, so the field keeps it. SIGCHLD only ends the poll of
-        // `child`.
+        // A signal can be read only once, so it is stored. SIGCHLD only wakes `child::run`, which
+        // then checks its child.
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if i32::try_from(signal.ssi_signo) != Ok(Signal::SIGCHLD as i32) {
                 self.terminated.set(true);
@@ -100,6 +105,8 @@ impl Machine for LinuxMachine {
         Instant::now()
     }
 
+    /// Runs a program to its end, and logs it if steps are logged. Fails if the program cannot be
+    /// started, at its timeout, and after SIGTERM.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
         let step = Step::begin();
         let output = child::run(self, child);
@@ -115,17 +122,17 @@ impl Machine for LinuxMachine {
     }
 }
 
-/// Waits until a descriptor is ready, at most for `time_left` if that is given. May return early
-/// after EINTR, so callers check the descriptors or the time again.
-///
-/// # Errors
-/// The kernel refuses the call.
+/// Waits until one of the descriptors is ready, or `time_left` has passed; `None` waits without a
+/// bound. Also returns if a signal interrupts the wait, so callers check their condition again.
 pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], time_left: Option<Duration>) -> io::Result<()> {
     let timeout = match time_left {
         None => PollTimeout::NONE,
-        // Rounded up to whole milliseconds. Rounded down, the caller's loop would spin during the
-        // last one.
-        Some(time_left) => PollTimeout::try_from(time_left.as_millis() + 1).unwrap_or(PollTimeout::MAX),
+        Some(left) => {
+            // Rounded up to whole milliseconds: rounded down to 0, the last millisecond would be a
+            // busy loop.
+            let milliseconds = left.as_millis().saturating_add(1);
+            PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::MAX)
+        }
     };
     match poll(fds, timeout) {
         Ok(_) | Err(Errno::EINTR) => Ok(()),

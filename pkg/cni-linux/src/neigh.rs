@@ -1,7 +1,8 @@
-//! The host's neighbour table: which hardware address an IP address has.
+//! Corrects outdated entries of the neighbour table, which has the hardware address of each IP
+//! address on a link.
 //!
-//! Only an existing entry is changed, which an earlier container with the same address has left. It
-//! gets the state reachable, not permanent, so that the kernel removes it later.
+//! Only an existing entry, of the attachment that had the IP address before, is corrected; none is
+//! created. A corrected entry is "reachable", not "permanent", so the kernel lets it expire.
 
 use std::net::IpAddr;
 
@@ -14,11 +15,8 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 
 impl Netlink {
-    /// Sets the hardware address of the neighbour `ip` on the interface `index`, if the table has
-    /// an entry for it. Returns whether it has one.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Sets the hardware address in the neighbour entry of `ip` on the interface `index`, if there
+    /// is an entry. Returns whether there was one.
     pub fn correct_neighbour(&self, index: u32, ip: IpAddr, mac: Mac) -> Result<bool> {
         let mut message = message(index, ip);
         message.header.state = NeighbourState::Reachable;
@@ -33,7 +31,7 @@ impl Netlink {
     }
 }
 
-/// Returns a request about the neighbour `ip` on an interface.
+/// Returns a request about the neighbour entry of `ip` on the interface `index`.
 fn message(index: u32, ip: IpAddr) -> NeighbourMessage {
     let mut message = NeighbourMessage::default();
     message.header.family = if ip.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };

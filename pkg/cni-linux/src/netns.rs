@@ -1,11 +1,11 @@
 //! Opens network namespaces by path, and runs code inside one.
 //!
 //! The thread always returns to its own namespace, also after an error or a panic. If returning
-//! fails, the process aborts, because every undo would act in the wrong namespace. This module
-//! never creates or deletes namespaces, which is up to the runtime.
+//! fails, the process ends, because every undo would act in the wrong namespace. Only the runtime
+//! creates and deletes namespaces, never this module.
 //!
-//! `/proc/self/ns/net` is the namespace of the *main thread*, `/proc/thread-self/ns/net` that of
-//! the calling thread. A thread or program that is started inside a namespace stays in it.
+//! `/proc/self/ns/net` is the namespace of the *main thread*; the calling thread's is under
+//! `/proc/thread-self`. A thread or program that is started inside a namespace stays in it.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -20,10 +20,10 @@ use nix::sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs};
 use crate::error::{Cause, Error, Reason, Result};
 use crate::sys;
 
-/// The network namespace of the calling thread.
+/// The calling thread's namespace.
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// An open network namespace. The kernel keeps it at least as long as this handle exists.
+/// An open network namespace. The kernel keeps the namespace at least as long as this handle.
 #[derive(Debug)]
 pub struct Netns {
     file: File,
@@ -36,87 +36,85 @@ impl Netns {
     /// Opens the namespace at `path` (CNI_NETNS).
     ///
     /// # Errors
-    /// [`Error::is_no_netns`], with Go's texts, if `path` does not exist or is not a network
-    /// namespace.
+    /// [`Error::is_no_netns`], with the texts of the Go plugins, if `path` does not exist or is not
+    /// a network namespace.
     pub fn open(path: &Path) -> Result<Netns> {
         open(path).map_err(|cause| Error::new(format_args!("failed to open netns {}", quoted(path)), cause))
     }
 
-    /// Opens the calling thread's own namespace.
-    ///
-    /// # Errors
-    /// Those of [`open`](Netns::open).
+    /// Opens the calling thread's namespace.
     pub fn current() -> Result<Netns> {
         Netns::open(Path::new(OWN))
     }
 
-    /// Whether `path` is the calling thread's own namespace.
+    /// Whether `path` is the calling thread's network namespace. Usually compares two `stat`
+    /// results and opens nothing.
     ///
     /// # Errors
-    /// Those of [`open`](Netns::open) if `path` is not a namespace. A namespace of another kind is
-    /// not an error, only not the same.
+    /// Those of [`open`](Netns::open) if `path` is not a namespace. For a namespace of another type
+    /// returns `false` without an error.
     pub fn is_current(path: &Path) -> Result<bool> {
-        // All namespaces are on one device (nsfs), so two of them can be compared without opening
-        // them.
-        if let (Ok(other), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
-            && other.dev() == own.dev()
+        // All namespaces are on one device. A path on another device is not a namespace; `open`
+        // returns the error.
+        if let (Ok(given), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
+            && given.dev() == own.dev()
         {
-            return Ok(other.ino() == own.ino());
+            return Ok(given.ino() == own.ino());
         }
         Ok(Netns::open(path)?.is_same(&Netns::current()?))
     }
 
-    /// Whether both are the same namespace, even if their paths differ.
+    /// Whether both handles are of the same namespace, even if opened by different paths.
     pub fn is_same(&self, other: &Netns) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
 
-    /// Returns the path by which it was opened.
+    /// Returns the path by which the namespace was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns the device and the inode, which identify the namespace while it exists. A later
-    /// namespace may have the inode of a deleted one.
+    /// Returns device and inode, which identify the namespace while it exists. The kernel gives the
+    /// inode of a deleted namespace to a later one.
     pub fn id(&self) -> (u64, u64) {
         (self.device, self.inode)
     }
 
-    /// Runs `inside` in this namespace, on the calling thread, and returns its result. A panic of
-    /// `inside` continues in the caller, after the thread has left the namespace.
+    /// Runs `inside` while the calling thread is in this namespace, and returns its result. The
+    /// thread also returns to its own namespace after a panic of `inside`.
     ///
-    /// This is for operations that use the calling thread's namespace: opening sockets and files
-    /// under /proc/sys/net. It costs five system calls. A thread or program that `inside` starts
-    /// stays in the namespace.
+    /// For everything that depends on the calling thread's namespace: files under /proc/sys/net,
+    /// new sockets. `inside` must not start a thread or a program, which would stay in this
+    /// namespace.
     ///
     /// # Errors
-    /// The namespace cannot be entered. `inside` has not run then.
+    /// The thread could not enter the namespace; `inside` was not run.
     pub fn run<T>(&self, inside: impl FnOnce() -> T) -> Result<T> {
         let enter = || -> io::Result<ReturnGuard> {
-            let own_netns = File::open(OWN)?;
+            let own = File::open(OWN)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            // Created only now: a thread that did not enter must not call setns either, which would
-            // fail for the same reason, and abort.
-            Ok(ReturnGuard { own_netns })
+            // Created after `setns`: a thread without the privilege to enter could not go back
+            // either, and the guard would end the process.
+            Ok(ReturnGuard(own))
         };
-        let _return_guard =
+        let _guard =
             enter().map_err(|error| Error::new(format_args!("failed to enter netns {}", quoted(&self.path)), error))?;
         Ok(inside())
     }
 }
 
-/// Takes the thread back to its own namespace when it is dropped.
-struct ReturnGuard {
-    own_netns: File,
-}
+/// The namespace that the thread came from. Dropping the guard takes the thread back to it, or ends
+/// the process if that fails.
+struct ReturnGuard(File);
 
 impl Drop for ReturnGuard {
+    /// Takes the thread back. Ends the process with a message on standard error if that fails.
     fn drop(&mut self) {
-        let leave = || setns(self.own_netns.as_fd(), CloneFlags::CLONE_NEWNET);
-        // A thread that has just entered a namespace may also leave it, so this can only fail for
-        // lack of memory. Three attempts.
-        if let Err(errno) = leave().or_else(|_| leave()).or_else(|_| leave()) {
-            // Continuing would be worse: a rollback in this namespace could delete other links.
+        let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
+        // After a successful `setns` this one can only fail for lack of memory, so try it three
+        // times.
+        if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
+            // In this namespace a rollback would delete links of other owners.
             let _ = writeln!(
                 io::stderr(),
                 "failed to leave a network namespace: {errno}; the process ends, because later changes would be made in the wrong namespace"
@@ -132,14 +130,17 @@ impl AsFd for Netns {
     }
 }
 
-/// Opens the namespace at `path`, with the checks, their order and the texts of Go.
+/// Opens a network namespace. Fails with [`Reason::NoNetns`] if `path` does not exist or is not a
+/// network namespace, and with the errno after any other failure.
 fn open(path: &Path) -> Result<Netns, Cause> {
+    // As Go's plugins, check the type of the file system first: the error is then the same as
+    // theirs.
     let magic = statfs(path).map_err(|errno| {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
-            // With these errors the path will not become a namespace later, so DEL takes the
-            // namespace as gone and need not be repeated.
+            // With ENAMETOOLONG and ELOOP, too, nothing can ever be opened at the path. DEL must
+            // not fail forever because of it.
             Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
                 Reason::NoNetns { text, source }.into()
             }
@@ -154,11 +155,12 @@ fn open(path: &Path) -> Result<Netns, Cause> {
     match sys::namespace_type(&file) {
         Ok(libc::CLONE_NEWNET) => {}
         Ok(_) => return Err(not_a_netns("it is a namespace, but not a network namespace".into())),
-        // A file of procfs that is not a namespace.
+        // A file of procfs that is not a namespace answers ENOTTY.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && magic != NSFS_MAGIC => {
             return Err(not_a_netns("it is not a namespace".into()));
         }
-        // Kernels before 4.11 do not report the type. There, setns fails for another kind.
+        // Before Linux 4.11 the type cannot be read. For a namespace of another type, `setns` fails
+        // later.
         Err(_) => {}
     }
     let metadata = file.metadata()?;
@@ -170,12 +172,12 @@ fn not_a_netns(text: String) -> Cause {
     Reason::NoNetns { text, source: None }.into()
 }
 
-/// Formats a path as Go's `%q` does, for the paths that occur.
+/// Quotes a path like Go's `%q`, except for unusual characters.
 fn quoted(path: &Path) -> String {
     format!("{:?}", path.display().to_string())
 }
 
-/// Returns the text of an errno as Go prints it: libc's text with a lower-case first letter.
+/// Returns the text of an errno as Go writes it: the C library's, beginning in lower case.
 fn go_text(errno: Errno) -> String {
     let text = errno.desc();
     let mut letters = text.chars();

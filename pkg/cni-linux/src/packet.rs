@@ -1,9 +1,9 @@
-//! UDP over IPv4 on an interface that may have no address yet, by Ethernet frames over a packet
-//! socket.
+//! Sends and receives UDP over IPv4 on an interface that may have no address yet: encodes and
+//! decodes Ethernet frames for a packet socket.
 //!
-//! Closing a packet socket waits for an RCU grace period of 4 to 20 ms (Linux 6.18). The checksum
-//! of a received UDP packet is not checked, because between interfaces of one machine the kernel
-//! does not fill it in.
+//! Closing a packet socket waits 4 to 20 ms for an RCU grace period (6.18). The checksum of a
+//! received UDP packet is not verified, because the kernel does not compute it for packets between
+//! interfaces of one machine.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -14,10 +14,16 @@ use nix::sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockProtocol, So
 use crate::mac::Mac;
 use crate::sys;
 
-/// The lengths of the headers, in bytes.
+/// The length of an Ethernet header.
 const ETHERNET: usize = 14;
+/// The length of an IPv4 header without options.
 const IP: usize = 20;
+/// The length of a UDP header.
 const UDP: usize = 8;
+/// The type of an Ethernet frame that contains an IPv4 packet.
+const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
+/// The number of UDP in an IPv4 header.
+const PROTOCOL_UDP: u8 = 17;
 
 /// One UDP packet.
 #[derive(Clone, Copy, Debug)]
@@ -31,36 +37,37 @@ pub struct Datagram<'a> {
 }
 
 impl Datagram<'_> {
-    /// Encodes the packet as an Ethernet frame to the broadcast address. `source` is the sender's
-    /// hardware address.
+    /// Returns the packet as an Ethernet frame to the broadcast address, with `source` as the
+    /// sender.
     pub fn to_broadcast_frame(&self, source: Mac) -> Vec<u8> {
         let mut frame = vec![0; ETHERNET + IP + UDP];
-        let length = |headers: usize| u16::try_from(self.payload.len() + headers).unwrap_or(u16::MAX).to_be_bytes();
-        // Ethernet: destination, source, EtherType 0x0800 (IPv4).
+        let length = |extra: usize| u16::try_from(self.payload.len() + extra).unwrap_or(u16::MAX).to_be_bytes();
         frame[..6].fill(0xff);
         frame[6..12].copy_from_slice(&source.0);
-        frame[12] = 8;
-        // IPv4: version and header length, total length, TTL 64, protocol UDP, addresses, checksum.
+        frame[12..14].copy_from_slice(&ETHERTYPE_IPV4);
         let ip = &mut frame[ETHERNET..];
+        // Version 4, a header of 5 * 4 bytes.
         ip[0] = 0x45;
         ip[2..4].copy_from_slice(&length(IP + UDP));
+        // The time to live.
         ip[8] = 64;
-        ip[9] = 17;
+        ip[9] = PROTOCOL_UDP;
+        // The addresses, then the checksum of the IP header.
         ip[12..16].copy_from_slice(&self.from.ip().octets());
         ip[16..20].copy_from_slice(&self.to.ip().octets());
         let sum = checksum(0, &ip[..IP]);
         ip[10..12].copy_from_slice(&sum.to_be_bytes());
-        // UDP: ports, length, checksum.
+        // The UDP header.
         ip[20..22].copy_from_slice(&self.from.port().to_be_bytes());
         ip[22..24].copy_from_slice(&self.to.port().to_be_bytes());
         ip[24..26].copy_from_slice(&length(UDP));
         frame.extend(self.payload);
         let udp = &frame[ETHERNET + IP..];
-        // The UDP checksum includes a pseudo header: both addresses, the protocol, the length.
-        let addresses = u32::from(u16::MAX - checksum(0, &frame[ETHERNET + 12..ETHERNET + IP]));
-        let pseudo_header = addresses + 17 + udp.len() as u32;
-        // 0 means "no checksum", so a sum of 0 is sent as 0xffff.
+        // The checksum also covers a pseudo header: both addresses, the protocol, the length.
+        let addresses = u16::MAX - checksum(0, &frame[ETHERNET + 12..ETHERNET + IP]);
+        let pseudo_header = u32::from(addresses) + u32::from(PROTOCOL_UDP) + udp.len() as u32;
         let sum = match checksum(pseudo_header, udp) {
+            // 0 means "no checksum"; all ones is an equal value.
             0 => u16::MAX,
             sum => sum,
         };
@@ -68,30 +75,31 @@ impl Datagram<'_> {
         frame
     }
 
-    /// Decodes an Ethernet frame. Returns `None` if it is not a complete, unfragmented UDP packet
-    /// over IPv4.
+    /// Decodes an Ethernet frame. Returns `None` if it is not a complete and unfragmented UDP
+    /// packet over IPv4.
     pub fn from_frame(frame: &[u8]) -> Option<Datagram<'_>> {
-        let ip = frame.get(ETHERNET..)?;
-        let header = usize::from(ip.first()? & 15) * 4;
-        let number = |at: usize| ip.get(at..at + 2).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
-        let is_ipv4 = frame[12..14] == [8, 0] && ip[0] >> 4 == 4 && header >= IP;
-        let is_udp = *ip.get(9)? == 17;
-        // More fragments follow, or the fragment's offset is not 0.
-        let is_fragment = number(6)? & 0x3fff != 0;
-        if !is_ipv4 || !is_udp || is_fragment {
+        let (ethernet, ip) = frame.split_at_checked(ETHERNET)?;
+        let number = |offset: usize| Some(u16::from_be_bytes(*ip.get(offset..)?.first_chunk()?));
+        let address = |offset: usize| Some(Ipv4Addr::from(*ip.get(offset..)?.first_chunk::<4>()?));
+        let first = *ip.first()?;
+        let (version, header) = (first >> 4, usize::from(first & 15) * 4);
+        if ethernet[12..14] != ETHERTYPE_IPV4 || version != 4 || header < IP || *ip.get(9)? != PROTOCOL_UDP {
             return None;
         }
-        let length = usize::from(number(header + 4)?);
-        let address = |at: usize| ip.get(at..at + 4).map(|bytes| Ipv4Addr::new(bytes[0], bytes[1], bytes[2], bytes[3]));
+        let is_fragment = number(6)? & 0x3fff != 0;
+        if is_fragment {
+            return None;
+        }
+        let udp_length = usize::from(number(header + 4)?);
         Some(Datagram {
             from: SocketAddrV4::new(address(12)?, number(header)?),
             to: SocketAddrV4::new(address(16)?, number(header + 2)?),
-            payload: ip.get(header + UDP..header + length)?,
+            payload: ip.get(header + UDP..header + udp_length)?,
         })
     }
 }
 
-/// Returns the Internet checksum (RFC 1071) of `bytes`, added to `start`.
+/// Returns the Internet checksum (RFC 1071) of the bytes, added to the sum `start`.
 fn checksum(start: u32, bytes: &[u8]) -> u16 {
     let word = |pair: &[u8]| u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)]));
     let mut sum = bytes.chunks(2).fold(start, |sum, pair| sum + word(pair));
@@ -101,19 +109,20 @@ fn checksum(start: u32, bytes: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// A non-blocking socket for the Ethernet frames of one interface, which receives only UDP packets
+/// A non-blocking packet socket on one interface. It sends any frame, and receives only UDP packets
 /// to one port.
 #[derive(Debug)]
 pub struct PacketSocket(OwnedFd);
 
 impl PacketSocket {
-    /// Opens a socket on an interface of the calling thread's namespace.
+    /// Opens a socket on the interface `index` of the calling thread's namespace, which receives
+    /// the UDP packets to `port`.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The interface does not exist, or the process lacks CAP_NET_RAW.
     pub fn open(index: u32, port: u16) -> io::Result<PacketSocket> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        // A socket without a protocol receives nothing until it is bound, which is after the filter
+        // Without a protocol the socket receives nothing. `bind_packet` sets one, after the filter
         // is attached.
         let fd = socket::socket(AddressFamily::Packet, SockType::Raw, flags, None)?;
         sys::filter_udp_port(&fd, port)?;
@@ -124,16 +133,17 @@ impl PacketSocket {
     /// Sends one frame.
     ///
     /// # Errors
-    /// Those of the kernel; ENOBUFS if the interface does not send yet.
+    /// The kernel refuses the frame; with ENOBUFS, because the interface does not send yet.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
         socket::send(self.as_raw_fd(), frame, MsgFlags::empty())?;
         Ok(())
     }
 
-    /// Receives one frame into `buffer` and returns its length.
+    /// Receives one frame into `buffer`, which cuts off a longer one, and returns its length there.
     ///
     /// # Errors
-    /// Those of the kernel; [`io::ErrorKind::WouldBlock`] if there is none.
+    /// [`io::ErrorKind::WouldBlock`] if no frame has arrived; the kernel's error if the interface
+    /// is down.
     pub fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         Ok(socket::recv(self.as_raw_fd(), buffer, MsgFlags::empty())?)
     }
@@ -155,7 +165,7 @@ impl AsFd for PacketSocket {
 /// and this interface.
 ///
 /// # Errors
-/// Those of the kernel; EADDRNOTAVAIL if the interface does not have the address.
+/// EADDRNOTAVAIL if this host does not have the address, ENODEV if the interface does not exist.
 pub fn udp_socket(local: SocketAddrV4, interface: &str) -> io::Result<UdpSocket> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let fd = socket::socket(AddressFamily::Inet, SockType::Datagram, flags, SockProtocol::Udp)?;

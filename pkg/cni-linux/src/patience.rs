@@ -1,32 +1,33 @@
-//! Retries failed calls on a netlink socket.
+//! Repeats failed calls on a netlink socket.
 //!
-//! After an error, the answer to a request would be lost: a new link or rule may exist, and the
-//! undo needs the same socket. But a failed `send` has sent nothing, and a failed `recv` has
-//! removed nothing from the queue. So such a call is repeated a few times before its error is
-//! returned.
+//! A transient error must not lose the answer to a request: the caller would not know whether a
+//! link or rule was created, and could not remove it. A failed `send` has sent nothing and a failed
+//! `recv` has not removed anything from the queue, so each can be repeated. After a few attempts
+//! the failure counts as permanent and is returned.
 //!
-//! ENOBUFS is not retried: it reports that the kernel has dropped messages, which the caller must
-//! know. EAGAIN reports that the queue is empty.
+//! ENOBUFS is not retried: it reports that the kernel has dropped messages, which the reader of a
+//! list must know. EAGAIN is not retried either: it means that the queue is empty.
 
 use std::io;
 
-/// How often a failing call is made.
-const ATTEMPTS: usize = 4;
+/// How often a failing call is made in total.
+const TRIES: usize = 4;
 
-/// Makes the call until it succeeds, at most [`ATTEMPTS`] times. Attempts that end with EINTR do
-/// not count.
-///
-/// # Errors
-/// The last attempt's; EAGAIN and ENOBUFS at once.
+/// Whether the call may succeed if it is repeated.
+fn is_retryable(error: &io::Error) -> bool {
+    error.raw_os_error() != Some(libc::ENOBUFS)
+}
+
+/// Makes the call until it succeeds, at most [`TRIES`] times, and returns its last result.
+/// Interruptions by a signal (EINTR) do not count. EAGAIN and ENOBUFS are returned at once.
 pub(crate) fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    let mut attempts = 1;
+    let mut tries = 1;
     loop {
         match call() {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(error),
-            Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => return Err(error),
-            Err(_) if attempts < ATTEMPTS => attempts += 1,
-            outcome => return outcome,
+            Err(error) if tries < TRIES && is_retryable(&error) => tries += 1,
+            result => return result,
         }
     }
 }
@@ -47,8 +48,8 @@ mod tests {
     #[test]
     fn a_failed_call_is_retried_a_few_times_but_not_for_enobufs() {
         assert_eq!(failing(0, libc::EIO), (1, true));
-        assert_eq!(failing(ATTEMPTS - 1, libc::EIO), (ATTEMPTS, true));
-        assert_eq!(failing(ATTEMPTS, libc::EIO), (ATTEMPTS, false));
+        assert_eq!(failing(TRIES - 1, libc::EIO), (TRIES, true));
+        assert_eq!(failing(TRIES, libc::EIO), (TRIES, false));
         assert_eq!(failing(99, libc::EINTR), (100, true));
         assert_eq!(failing(1, libc::ENOBUFS), (1, false));
         assert_eq!(failing(1, libc::EAGAIN), (1, false));

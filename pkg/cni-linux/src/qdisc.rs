@@ -1,8 +1,8 @@
-//! Traffic control: the token bucket filter (tbf), which limits what an interface sends, and the
-//! `ingress` qdisc with a filter that redirects what an interface receives to another interface.
+//! Traffic control: the token bucket filter that limits what an interface sends, and the `ingress`
+//! qdisc with the filter that redirects what an interface receives to another one.
 //!
-//! The packet crate supports neither tbf nor the action of this filter, so the messages are encoded
-//! and decoded here.
+//! netlink-packet-route supports neither the token bucket filter nor the redirect action, so this
+//! module encodes and decodes the messages itself.
 
 use netlink_packet_core::{Emitable, NLM_F_CREATE, NLM_F_EXCL};
 
@@ -15,22 +15,21 @@ use crate::netlink::{Body, Kind, Netlink, Reply, attributes, text};
 pub struct Tbf {
     /// Bytes per second.
     pub rate: u64,
-    /// The size of the queue in bytes.
+    /// How many bytes may wait in the queue.
     pub limit: u32,
-    /// The size of the bucket: the time that `rate` takes to fill it, in ticks of [`TICK`]
-    /// nanoseconds.
+    /// The bucket: how long `rate` takes to fill it, in ticks of [`TICK`] nanoseconds.
     pub buffer: u32,
 }
 
-/// The length of a tick of the kernel's packet scheduler, in nanoseconds.
+/// The nanoseconds in a tick of the kernel's packet scheduler.
 pub const TICK: u64 = 64;
 
-/// The place of an interface at which a qdisc is attached.
+/// Where a qdisc is attached to an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QdiscParent {
-    /// Sending.
+    /// Where packets are sent.
     Root,
-    /// Receiving.
+    /// Where packets are received.
     Ingress,
 }
 
@@ -39,24 +38,26 @@ pub enum QdiscParent {
 pub struct Qdisc {
     /// The kind, as the kernel names it: `tbf`, `ingress`, `fq_codel`, …
     pub kind: String,
-    /// The parameters, if it is a token bucket filter.
+    /// The parameters, if the kind is `tbf`.
     pub tbf: Option<Tbf>,
 }
 
-/// The action of a filter.
+/// What a filter does with the packets that match it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filter {
-    /// The packet is sent over the interface with this index.
+    /// Sends them out through the interface with this index.
     Redirect(u32),
-    /// Any other action.
+    /// Anything else.
     Other,
 }
 
+/// The parent of the qdisc for sent packets.
 const TC_H_ROOT: u32 = 0xffff_ffff;
+/// The parent of the qdisc for received packets.
 const TC_H_INGRESS: u32 = 0xffff_fff1;
-/// The handle `1:`, which the Go plugin uses too.
+/// The handle `1:`, which Go's bandwidth plugin also uses.
 const ROOT_HANDLE: u32 = 0x1_0000;
-/// The handle `ffff:`, which the kernel prescribes.
+/// The handle `ffff:`, the only one that the kernel accepts for `ingress`.
 const INGRESS_HANDLE: u32 = 0xffff_0000;
 const TCA_KIND: u16 = 1;
 const TCA_OPTIONS: u16 = 2;
@@ -69,7 +70,7 @@ const TCA_MIRRED_PARMS: u16 = 2;
 const TCA_EGRESS_REDIR: u32 = 1;
 
 impl QdiscParent {
-    /// Returns the kernel's number for this place.
+    /// Returns the kernel's number (`TC_H_*`) for this attachment point.
     fn parent(self) -> u32 {
         match self {
             QdiscParent::Root => TC_H_ROOT,
@@ -77,7 +78,7 @@ impl QdiscParent {
         }
     }
 
-    /// Returns the handle of the qdisc that is created here.
+    /// Returns the handle of the qdisc that these plugins create here.
     fn handle(self) -> u32 {
         match self {
             QdiscParent::Root => ROOT_HANDLE,
@@ -85,7 +86,7 @@ impl QdiscParent {
         }
     }
 
-    /// Returns the kind of qdisc that is created here.
+    /// Returns the kind of the qdisc that these plugins create here.
     fn kind(self) -> &'static str {
         match self {
             QdiscParent::Root => "tbf",
@@ -95,114 +96,112 @@ impl QdiscParent {
 }
 
 impl Netlink {
-    /// Returns the qdisc of an interface at this place, or `None` if it has only the kernel's
-    /// default.
-    ///
-    /// # Errors
-    /// Those of the kernel.
-    pub fn find_qdisc(&self, index: u32, place: QdiscParent) -> Result<Option<Qdisc>> {
-        let (handle, parent) = match place {
-            QdiscParent::Root => (0, place.parent()),
-            // Looked up by its handle: after an ingress qdisc was removed, a lookup by the parent
-            // returns another qdisc.
-            QdiscParent::Ingress => (place.handle(), 0),
+    /// Returns the qdisc that was explicitly attached to an interface; `None` if there is only the
+    /// kernel's default qdisc, or none.
+    pub fn find_qdisc(&self, index: u32, parent: QdiscParent) -> Result<Option<Qdisc>> {
+        let request = match parent {
+            QdiscParent::Root => Traffic::new(index, 0, parent.parent()),
+            // Found by its handle. A look-up by parent returns the kernel's default if the
+            // interface had an ingress qdisc before.
+            QdiscParent::Ingress => Traffic::new(index, parent.handle(), 0),
         };
-        match self.get_echoed(Kind::GetQdisc, &Traffic::new(index, handle, parent)) {
+        match self.get_echoed(Kind::GetQdisc, &request) {
             Ok(reply) => Ok(reply.as_ref().and_then(decode)),
-            // EINVAL is the kernel's answer for an interface that has never been up.
+            // The kernel answers EINVAL for an interface that has never been up.
             Err(cause) if matches!(cause.errno(), Some(libc::ENOENT | libc::EINVAL)) => Ok(None),
             Err(cause) => Err(Error::new(format_args!("failed to look up the qdisc of {}", self.label(index)), cause)),
         }
     }
 
-    /// Attaches a token bucket filter to an interface, which limits what it sends.
+    /// Limits what an interface sends, by a token bucket filter as its root qdisc.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the interface has a qdisc already.
+    /// [`Error::is_exists`] if a root qdisc was attached before.
     pub fn create_tbf(&self, index: u32, tbf: &Tbf) -> Result<()> {
-        self.create_qdisc(index, QdiscParent::Root, tbf_options(tbf))
+        self.create_qdisc(index, QdiscParent::Root, &encode_tbf(tbf))
     }
 
-    /// Attaches the `ingress` qdisc, whose filters apply to what an interface receives.
+    /// Attaches an `ingress` qdisc: its filters see what the interface receives.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the interface has one already.
+    /// [`Error::is_exists`] if the interface has one.
     pub fn create_ingress(&self, index: u32) -> Result<()> {
-        self.create_qdisc(index, QdiscParent::Ingress, Vec::new())
+        self.create_qdisc(index, QdiscParent::Ingress, &[])
     }
 
-    /// Creates the qdisc of this place. `options` are its encoded attributes.
-    fn create_qdisc(&self, index: u32, place: QdiscParent, options: Vec<u8>) -> Result<()> {
-        let mut message = Traffic::new(index, place.handle(), place.parent()).kind(place.kind());
+    /// Attaches the kind of qdisc that belongs to `parent`, with these encoded options. Fails if a
+    /// qdisc was attached there before.
+    fn create_qdisc(&self, index: u32, parent: QdiscParent, options: &[u8]) -> Result<()> {
+        let mut message = Traffic::new(index, parent.handle(), parent.parent()).kind(parent.kind());
         message.attributes.extend(options);
         self.control(Kind::NewQdisc, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
-            format!("failed to add qdisc {} to {link}", place.kind())
+            format!("failed to add qdisc {} to {link}", parent.kind())
         })
     }
 
     /// Removes the qdisc that [`create_tbf`](Netlink::create_tbf) or
-    /// [`create_ingress`](Netlink::create_ingress) has attached, and its filters. Does nothing if
-    /// there is none. Leaves a qdisc of another kind.
-    ///
-    /// # Errors
-    /// Those of the kernel.
-    pub fn purge_qdisc(&self, index: u32, place: QdiscParent) -> Result<()> {
-        let message = Traffic::new(index, place.handle(), place.parent()).kind(place.kind());
+    /// [`create_ingress`](Netlink::create_ingress) attached, with its filters. Does nothing if
+    /// there is no qdisc, or one of another kind.
+    pub fn purge_qdisc(&self, index: u32, parent: QdiscParent) -> Result<()> {
+        let message = Traffic::new(index, parent.handle(), parent.parent()).kind(parent.kind());
         let deleted = self.control(Kind::DelQdisc, &message, 0, |link| {
-            format!("failed to remove qdisc {} from {link}", place.kind())
+            format!("failed to remove qdisc {} from {link}", parent.kind())
         });
         match deleted {
-            // EINVAL: the qdisc has another handle or is of another kind.
+            // The kernel answers EINVAL for a qdisc with another handle or of another kind.
             Err(error) if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(()),
-            outcome => outcome,
+            result => result,
         }
     }
 
-    /// Adds a filter that redirects everything that an interface receives to the sending side of
-    /// the interface `to`. The interface must have the `ingress` qdisc.
+    /// Redirects every packet that the interface `from` receives to the interface `to`, which sends
+    /// it. The indexes are of one namespace; `from` needs the `ingress` qdisc.
     ///
     /// # Errors
-    /// Those of the kernel.
-    pub fn create_redirect(&self, index: u32, to: u32) -> Result<()> {
+    /// [`Error::is_exists`] if `from` has such a filter.
+    pub fn create_redirect(&self, from: u32, to: u32) -> Result<()> {
         const PRIORITY: u32 = 1;
         let protocol = u16::try_from(libc::ETH_P_ALL).unwrap_or_default().to_be();
-        let mut message = Traffic::new(index, 0, INGRESS_HANDLE).kind("u32");
+        let mut message = Traffic::new(from, 0, INGRESS_HANDLE).kind("u32");
         message.info = PRIORITY << 16 | u32::from(protocol);
-        message.attributes.extend(new_nest(TCA_OPTIONS, &redirect_options(to)));
+        message.attributes.extend(new_nest(TCA_OPTIONS, &encode_redirect(to)));
         self.control(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to redirect the traffic that {link} receives to {}", self.label(to))
         })
     }
 
     /// Returns the actions of the filters of an interface's `ingress` qdisc, in order. A
-    /// redirection to an interface that does not exist any more has the index 0.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// redirection to a deleted interface has index 0.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
-        let filters = self
+        let replies = self
             .dump(Kind::GetFilter, &Traffic::new(index, 0, INGRESS_HANDLE))
             .map_err(|cause| Error::new(format_args!("failed to list the filters of {}", self.label(index)), cause))?;
-        let filters = filters.iter().filter_map(|reply| reply.body(Kind::NewFilter));
-        Ok(filters.flat_map(decode_filter).collect())
+        let bodies = replies.iter().filter_map(|reply| reply.body(Kind::NewFilter));
+        Ok(bodies.flat_map(decode_filter).collect())
     }
 
-    /// Sends a request. On failure, `doing` returns the beginning of the error message for the
-    /// interface's name.
-    fn control(&self, kind: Kind, message: &Traffic, flags: u16, doing: impl FnOnce(&str) -> String) -> Result<()> {
+    /// Sends a request that changes something. `describe_failure` gets the interface's name and
+    /// returns the beginning of the error message.
+    fn control(
+        &self,
+        kind: Kind,
+        message: &Traffic,
+        flags: u16,
+        describe_failure: impl FnOnce(&str) -> String,
+    ) -> Result<()> {
         match self.request(kind, message, flags) {
             Ok(_) => Ok(()),
-            Err(cause) => Err(Error::new(doing(&self.label(message.index)), cause)),
+            Err(cause) => Err(Error::new(describe_failure(&self.label(message.index)), cause)),
         }
     }
 }
 
-/// A request of traffic control: `struct tcmsg` and attributes.
+/// A request about a qdisc or a filter: `struct tcmsg` and its attributes.
 struct Traffic {
     index: u32,
     handle: u32,
     parent: u32,
-    /// A filter's priority and protocol.
+    /// For a filter: its priority in the upper, its protocol in the lower 16 bits.
     info: u32,
     attributes: Vec<u8>,
 }
@@ -211,12 +210,13 @@ struct Traffic {
 const HEADER: usize = 20;
 
 impl Traffic {
-    /// Returns a request about a qdisc or filter of the interface `index`.
+    /// Returns a request without attributes. 0 as `handle` or `parent` leaves the field
+    /// unspecified.
     fn new(index: u32, handle: u32, parent: u32) -> Traffic {
         Traffic { index, handle, parent, info: 0, attributes: Vec::new() }
     }
 
-    /// Sets the kind of qdisc or filter.
+    /// Adds the kind of the qdisc or filter, such as `tbf`.
     fn kind(mut self, kind: &str) -> Traffic {
         self.attributes.extend(new_attribute(TCA_KIND, format!("{kind}\0").as_bytes()));
         self
@@ -228,6 +228,7 @@ impl Emitable for Traffic {
         HEADER + self.attributes.len()
     }
 
+    /// Writes `struct tcmsg` (family, index, handle, parent, info) and the attributes.
     fn emit(&self, buffer: &mut [u8]) {
         let header = [0, self.index, self.handle, self.parent, self.info].map(u32::to_ne_bytes).concat();
         buffer.copy_from_slice(&[header, self.attributes.clone()].concat());
@@ -241,32 +242,32 @@ impl Body for Traffic {
     }
 }
 
-/// Encodes the options of a token bucket filter.
-fn tbf_options(tbf: &Tbf) -> Vec<u8> {
-    // `struct tc_tbf_qopt`: the specifications of the rate and of the peak rate, three numbers each
-    // with the rate last; then limit, buffer and MTU.
+/// Returns the options attribute of a token bucket filter. A rate that does not fit into the 32
+/// bits of `struct tc_tbf_qopt` goes into an attribute of its own.
+fn encode_tbf(tbf: &Tbf) -> Vec<u8> {
     let rate = u32::try_from(tbf.rate);
-    let numbers = [0, 0, rate.unwrap_or(u32::MAX), 0, 0, 0, tbf.limit, tbf.buffer, 0];
-    let mut options = new_attribute(TCA_TBF_PARMS, &numbers.map(u32::to_ne_bytes).concat());
-    // A rate of more than 32 bits has an attribute of its own.
+    // `struct tc_tbf_qopt`: two `struct tc_ratespec` of 12 bytes (rate and peak rate), each with
+    // the rate at its end; then limit, buffer and MTU.
+    let fields = [0, 0, rate.unwrap_or(u32::MAX), 0, 0, 0, tbf.limit, tbf.buffer, 0];
+    let mut options = new_attribute(TCA_TBF_PARMS, &fields.map(u32::to_ne_bytes).concat());
     if rate.is_err() {
         options.extend(new_attribute(TCA_TBF_RATE64, &tbf.rate.to_ne_bytes()));
     }
     new_nest(TCA_OPTIONS, &options)
 }
 
-/// Encodes the options of a `u32` filter that matches every packet and redirects it to the
+/// Returns the options of a `u32` filter that matches every packet and redirects it to the
 /// interface `to`.
-fn redirect_options(to: u32) -> Vec<u8> {
+fn encode_redirect(to: u32) -> Vec<u8> {
     const TC_U32_TERMINAL: u8 = 1;
     const TC_ACT_STOLEN: u32 = 4;
     const CLASS: u32 = 0x1_0001;
-    // `struct tc_u32_sel` with one key, whose mask 0 matches every packet.
+    // `struct tc_u32_sel` with one key, whose mask of 0 matches every packet.
     let mut selector = [0; 32];
     (selector[0], selector[2]) = (TC_U32_TERMINAL, 1);
-    // `struct tc_mirred`: index, capabilities, the packet's fate (stolen), two counters, the kind
-    // of redirection, the other interface.
+    // `struct tc_mirred`: index, capabilities, action, two counters, kind of redirection, target.
     let parameters = [0, 0, TC_ACT_STOLEN, 0, 0, TCA_EGRESS_REDIR, to].map(u32::to_ne_bytes).concat();
+    // "mirred" is the kernel's name of the action that mirrors or redirects packets.
     let action =
         [new_attribute(TCA_KIND, b"mirred\0"), new_nest(TCA_OPTIONS, &new_attribute(TCA_MIRRED_PARMS, &parameters))];
     [
@@ -277,49 +278,60 @@ fn redirect_options(to: u32) -> Vec<u8> {
     .concat()
 }
 
-/// Decodes the 32-bit number at this position.
-fn number(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes.get(at..)?.first_chunk().copied().map(u32::from_ne_bytes)
+/// Returns the native-endian number at an offset, or `None` if the bytes end before.
+fn number(bytes: &[u8], offset: usize) -> Option<u32> {
+    bytes.get(offset..)?.first_chunk().copied().map(u32::from_ne_bytes)
 }
 
-/// Decodes an answer about a qdisc. Returns `None` for the kernel's default qdisc.
+/// Decodes a qdisc. Returns `None` for a malformed message and for the kernel's default qdisc.
 fn decode(reply: &Reply) -> Option<Qdisc> {
+    const HANDLE_OFFSET: usize = 8;
     let body = reply.body(Kind::NewQdisc)?;
-    let attributes = body.get(HEADER..)?;
-    // The handle in `struct tcmsg`, which is 0 for the default.
-    if number(body, 8) == Some(0) {
+    // Only the kernel's default qdisc has handle 0.
+    if number(body, HANDLE_OFFSET) == Some(0) {
         return None;
     }
-    let kind = text(attribute(attributes, TCA_KIND)?);
-    let tbf = if kind == "tbf" { attribute(attributes, TCA_OPTIONS).and_then(decode_tbf) } else { None };
+    let all = body.get(HEADER..)?;
+    let kind = text(attribute(all, TCA_KIND)?);
+    let tbf = match attribute(all, TCA_OPTIONS) {
+        Some(options) if kind == "tbf" => decode_tbf(options),
+        _ => None,
+    };
     Some(Qdisc { kind, tbf })
 }
 
-/// Decodes the options of a token bucket filter; see [`tbf_options`].
+/// Decodes the options that [`encode_tbf`] writes. Returns `None` if they are malformed.
 fn decode_tbf(options: &[u8]) -> Option<Tbf> {
-    let numbers = attribute(options, TCA_TBF_PARMS)?;
-    let rate64 = attribute(options, TCA_TBF_RATE64).and_then(|bytes| bytes.first_chunk().copied());
-    let rate = match rate64 {
-        Some(bytes) => u64::from_ne_bytes(bytes),
-        None => number(numbers, 8)?.into(),
+    let fields = attribute(options, TCA_TBF_PARMS)?;
+    let short_rate = number(fields, 8)?;
+    // Only present if the rate needs more than 32 bits.
+    let long_rate = attribute(options, TCA_TBF_RATE64).and_then(|bytes| bytes.first_chunk());
+    let rate = match long_rate {
+        Some(bytes) => u64::from_ne_bytes(*bytes),
+        None => u64::from(short_rate),
     };
-    Some(Tbf { rate, limit: number(numbers, 24)?, buffer: number(numbers, 28)? })
+    Some(Tbf { rate, limit: number(fields, 24)?, buffer: number(fields, 28)? })
 }
 
-/// Decodes the actions of a filter. Returns none for a message about the hash table of `u32`
-/// filters.
+/// Decodes the actions of one filter from the body of a message; a filter without an action counts
+/// as one [`Filter::Other`]. Returns none for the messages that describe only the list or the hash
+/// table that contains the filters.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
     let all = body.get(HEADER..).unwrap_or_default();
     let Some(options) = attribute(all, TCA_OPTIONS) else { return Vec::new() };
-    if attribute(all, TCA_KIND).is_none_or(|kind| text(kind) != "u32") {
+    if attribute(all, TCA_KIND).map(text).as_deref() != Some("u32") {
         return vec![Filter::Other];
     }
+    // Of the `u32` messages, only filters have a selector; hash tables have none.
     if attribute(options, TCA_U32_SEL).is_none() {
         return Vec::new();
     }
     let mut filters = Vec::new();
     for (_, action) in attributes(attribute(options, TCA_U32_ACT).unwrap_or_default()) {
-        filters.push(redirect_target(action).map_or(Filter::Other, Filter::Redirect));
+        filters.push(match redirect_target(action) {
+            Some(index) => Filter::Redirect(index),
+            None => Filter::Other,
+        });
     }
     if filters.is_empty() {
         filters.push(Filter::Other);
@@ -327,14 +339,16 @@ fn decode_filter(body: &[u8]) -> Vec<Filter> {
     filters
 }
 
-/// Returns the interface to which an action redirects, or `None` for another action; see
-/// [`redirect_options`].
+/// Returns the index of the interface that an action redirects packets to; `None` for any other
+/// action.
 fn redirect_target(action: &[u8]) -> Option<u32> {
     if text(attribute(action, TCA_KIND)?) != "mirred" {
         return None;
     }
+    // `struct tc_mirred`, as in `encode_redirect`.
     let parameters = attribute(attribute(action, TCA_OPTIONS)?, TCA_MIRRED_PARMS)?;
-    if number(parameters, 20)? == TCA_EGRESS_REDIR { number(parameters, 24) } else { None }
+    let (kind, target) = (number(parameters, 20)?, number(parameters, 24));
+    if kind == TCA_EGRESS_REDIR { target } else { None }
 }
 
 #[cfg(test)]
@@ -430,14 +444,14 @@ mod tests {
 
     #[test]
     fn no_answer_makes_a_reader_panic() {
-        let options = tbf_options(&Tbf { rate: 1, limit: 2, buffer: 3 });
+        let options = encode_tbf(&Tbf { rate: 1, limit: 2, buffer: 3 });
         let mut body = Traffic::new(7, ROOT_HANDLE, TC_H_ROOT).kind("tbf");
         body.attributes.extend(options);
         let bytes = crate::netlink::wire::emitted(&body);
         let whole = decode(&Reply::new(Kind::NewQdisc, &bytes)).unwrap();
         assert_eq!(whole.tbf, Some(Tbf { rate: 1, limit: 2, buffer: 3 }));
         let filter =
-            [vec![0; HEADER], new_attribute(TCA_KIND, b"u32\0"), new_nest(TCA_OPTIONS, &redirect_options(9))].concat();
+            [vec![0; HEADER], new_attribute(TCA_KIND, b"u32\0"), new_nest(TCA_OPTIONS, &encode_redirect(9))].concat();
         assert_eq!(decode_filter(&filter), [Filter::Redirect(9)]);
         for end in 0..bytes.len().max(filter.len()) {
             let _ = decode(&Reply::new(Kind::NewQdisc, bytes.get(..end).unwrap_or(&bytes)));

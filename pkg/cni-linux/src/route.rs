@@ -1,11 +1,11 @@
-//! Routes.
+//! Lists and adds routes.
 //!
-//! What a route in the way means is the caller's to judge; this room adds exclusively and shows
-//! what is there.
+//! If a conflicting route exists, an addition fails and changes nothing; the caller lists the
+//! conflicting routes and decides.
 //!
-//! IPv4 identifies routes by destination, TOS and metric *within a
-//! table*, so a route with another gateway is "the same"; IPv6 turns metric 0 into 1024 and knows
-//! no scopes; the table's number in the header has eight bits, larger ones are an attribute.
+//! Within a table, the kernel identifies an IPv4 route by destination, TOS and metric: a route that
+//! differs only in its gateway conflicts. IPv6 replaces metric 0 by 1024 and has no scopes. A table
+//! number above 255 does not fit into the message's header and is sent as an attribute.
 
 use std::net::IpAddr;
 
@@ -24,13 +24,13 @@ mod saved;
 
 pub use saved::SavedRoute;
 
-/// The table that is meant when none is named.
+/// The table that is used by default.
 pub const MAIN_TABLE: u32 = 254;
 
-/// The table of this host's own addresses, which the kernel fills.
+/// The table of this host's own addresses, which the kernel maintains.
 pub const LOCAL_TABLE: u32 = 255;
 
-/// The metric that IPv6 uses for 0.
+/// The metric that IPv6 uses instead of 0.
 const IPV6_DEFAULT_METRIC: u32 = 1024;
 
 /// A family of addresses.
@@ -43,14 +43,15 @@ pub enum Family {
 }
 
 impl Family {
-    /// The family of an address.
+    /// Returns the family of an address.
     pub fn of(address: IpAddr) -> Family {
         if address.is_ipv4() { Family::V4 } else { Family::V6 }
     }
 
-    /// Both.
+    /// Both families.
     pub const ALL: [Family; 2] = [Family::V4, Family::V6];
 
+    /// Returns the packet crate's constant.
     pub(crate) fn number(self) -> AddressFamily {
         match self {
             Family::V4 => AddressFamily::Inet,
@@ -59,40 +60,40 @@ impl Family {
     }
 }
 
-/// A unicast route, to be added or as it is. In one that was read, numbers the kernel filled in are
-/// set.
+/// A unicast route over one gateway: one to be added, or one that was read. In one that was read,
+/// the metric, table and scope are always set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// Where to; without host bits.
+    /// The destination, without host bits.
     pub dst: Cidr,
-    /// The next station, or `None` if the destination is on the link.
+    /// The gateway; `None` if the destination is on the link.
     pub gw: Option<IpAddr>,
-    /// The index of the interface it leaves by.
+    /// The index of the outgoing interface.
     pub oif: u32,
-    /// The largest packet along it.
+    /// The MTU along the route.
     pub mtu: Option<u32>,
-    /// The largest TCP segment to announce along it.
+    /// The largest TCP segment size (MSS) to announce along the route.
     pub advmss: Option<u32>,
-    /// The metric: of several to one destination the lowest counts. `None` and 0: the kernel's
-    /// default.
+    /// The metric: of several routes to one destination the lowest is used. `None` and 0 stand for
+    /// the kernel's default.
     pub priority: Option<u32>,
-    /// The table; `None` and 0: the main one.
+    /// The table; `None` and 0 stand for the main table.
     pub table: Option<u32>,
-    /// How far the destination is: 0 beyond, 253 on the link, 254 on this host. `None`: 0. IPv6
+    /// The scope: 0 beyond the link, 253 on the link, 254 on this host. `None` stands for 0. IPv6
     /// ignores it.
     pub scope: Option<u8>,
-    /// The address that the host's own packets along it have as their source, or the kernel's
-    /// choice. Not set in a route that was read.
+    /// The source address of the host's own packets along the route; `None` for the kernel's
+    /// choice. Never set in a route that was read (but see [`SavedRoute::routes`]).
     pub source: Option<IpAddr>,
-    /// Whether the gateway is taken to be on the link although no route says so.
+    /// Whether the gateway counts as reachable on the link even if no route covers it.
     pub onlink: bool,
-    /// The program that made the route: 3 ("boot") is the number that Go's plugins write, and
-    /// [`Route::new`].
+    /// The number of the program that added the route. Go's plugins and [`Route::new`] use 3
+    /// ("boot").
     pub protocol: u8,
 }
 
 impl Route {
-    /// A route with everything else left to the kernel.
+    /// Returns a route to `dst` over `gw` and the interface `oif`. The rest is left to the kernel.
     pub fn new(dst: Cidr, gw: Option<IpAddr>, oif: u32) -> Route {
         Route {
             dst,
@@ -109,7 +110,7 @@ impl Route {
         }
     }
 
-    /// The number of the table it is in.
+    /// Returns the number of the route's table.
     pub fn table_id(&self) -> u32 {
         match self.table {
             None | Some(0) => MAIN_TABLE,
@@ -117,7 +118,7 @@ impl Route {
         }
     }
 
-    /// The metric as the kernel will store it.
+    /// Returns the metric that the kernel stores for the route.
     pub fn metric(&self) -> u32 {
         match self.priority {
             None | Some(0) if !self.dst.is_ipv4() => IPV6_DEFAULT_METRIC,
@@ -125,20 +126,20 @@ impl Route {
         }
     }
 
-    /// Whether both are, to the kernel, routes to the same place of the same rank: one stands in
-    /// the other's way.
+    /// Whether the kernel refuses to add one route while the other exists: both have the same
+    /// destination, table and metric.
     pub fn conflicts_with(&self, other: &Route) -> bool {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
 
-    /// Whether this is the route to the network of one of the interface's own addresses, made by
-    /// the kernel with the address.
+    /// Whether the kernel added this route together with an address of the interface `oif`: the
+    /// route to the address's network.
     pub fn is_connected(&self, oif: u32) -> bool {
         self.protocol == u8::from(RouteProtocol::Kernel) && self.gw.is_none() && self.oif == oif
     }
 
-    /// Whether both do the same: rivals that also agree in gateway, interface, MTU, MSS and, for
-    /// IPv4, scope. Who made them does not matter.
+    /// Whether both routes have the same effect: they conflict, and are equal in gateway,
+    /// interface, MTU, MSS and, for IPv4, scope. The program that added them does not matter.
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
         let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
@@ -148,6 +149,7 @@ impl Route {
 }
 
 impl std::fmt::Display for Route {
+    /// Writes destination, gateway, metric and table like ip-route(8), without default values.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.dst)?;
         if let Some(gw) = self.gw {
@@ -167,54 +169,58 @@ impl Netlink {
     /// Adds a route.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if a [rival](Route::conflicts_with) is there, be it identical: see
-    /// [`Netlink::list_conflicting`].
+    /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) or an identical route exists:
+    /// see [`Netlink::list_conflicting`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
         self.request(Kind::NewRoute, &message(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
         })
     }
 
-    /// Adds one route over several gateways, among which the kernel spreads the traffic. `paths`
-    /// are [rivals](Route::conflicts_with): what they have in common is taken from the first.
+    /// Adds one route over several gateways, among which the kernel distributes the traffic. Each
+    /// of `paths` has one gateway and interface; everything else is taken from the first.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if a rival is there.
+    /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) route exists.
     pub fn add_multipath_route(&self, paths: &[Route]) -> Result<()> {
         self.add_paths(paths, NLM_F_CREATE | NLM_F_EXCL)
     }
 
-    /// Adds one route over one or several gateways before its [rivals](Route::conflicts_with),
-    /// which no packet takes then.
+    /// Adds one route over one or several gateways in front of the
+    /// [conflicting](Route::conflicts_with) ones, which then are not used any more. Each of `paths`
+    /// has one gateway and interface; everything else is taken from the first.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if an identical one with the same protocol is there.
+    /// [`Error::is_exists`] if an identical route with the same protocol exists.
     pub fn add_route_in_front(&self, paths: &[Route]) -> Result<()> {
         self.add_paths(paths, NLM_F_CREATE)
     }
 
+    /// Adds one route over the gateways of `paths`, with these `NLM_F_*` flags; does nothing if
+    /// there are no paths.
     fn add_paths(&self, paths: &[Route], flags: u16) -> Result<()> {
         let Some(first) = paths.first() else { return Ok(()) };
         let message = if paths.len() == 1 { message(first) } else { multipath_message(first, paths) };
         self.request(Kind::NewRoute, &message, flags).map(drop).map_err(|cause| {
             let gateways: Vec<String> = paths.iter().filter_map(|path| Some(path.gw?.to_string())).collect();
-            let doing = match gateways.is_empty() {
-                true => format!("failed to add route {}", first.dst),
-                false => format!("failed to add route {} via {}", first.dst, gateways.join(" and ")),
+            let doing = if gateways.is_empty() {
+                format!("failed to add route {}", first.dst)
+            } else {
+                format!("failed to add route {} via {}", first.dst, gateways.join(" and "))
             };
             Error::new(doing, cause)
         })
     }
 
-    /// The unicast routes of one family in one table, `None` being the main one. A route over
-    /// several gateways is listed once for each.
+    /// Returns the unicast routes of one family in one table; `None` and 0 stand for the main
+    /// table. A route over several gateways is returned once for each gateway.
     pub fn list_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {
         let table = table.filter(|table| *table != 0).unwrap_or(MAIN_TABLE);
         self.dump_routes(family, Some(table))
     }
 
-    /// The index of the interface of the default route: in the main table the one with the lowest
-    /// metric, IPv4 before IPv6, of several gateways the first.
+    /// Returns the index of the outgoing interface of the main table's default route; `None` if
+    /// there is no default route. Prefers IPv4, then the lowest metric, then the first gateway.
     pub fn find_default_interface(&self) -> Result<Option<u32>> {
         for family in [Family::V4, Family::V6] {
             let routes = self.list_routes(family, None)?.into_iter();
@@ -225,41 +231,44 @@ impl Netlink {
         Ok(None)
     }
 
-    /// The unicast routes of one family in every table.
+    /// Returns the unicast routes of one family in all tables.
     pub fn list_all_routes(&self, family: Family) -> Result<Vec<Route>> {
         self.dump_routes(family, None)
     }
 
-    /// The routes that stand in `route`'s way, among them an identical one.
+    /// Returns the existing routes that [conflict](Route::conflicts_with) with `route`, or are
+    /// identical to it.
     pub fn list_conflicting(&self, route: &Route) -> Result<Vec<Route>> {
         let routes = self.list_routes(Family::of(route.dst.address()), route.table)?;
-        Ok(routes.into_iter().filter(|there| there.conflicts_with(route)).collect())
+        Ok(routes.into_iter().filter(|existing| existing.conflicts_with(route)).collect())
     }
 
-    /// The index of the interface by which packets to `address` leave this host, as its rules and
-    /// routes decide it.
+    /// Returns the index of the interface through which packets to `address` leave this host,
+    /// according to its rules and routes.
     ///
     /// # Errors
-    /// The kernel's, ENETUNREACH above all, if there is no way.
+    /// There is no route to the address (mostly ENETUNREACH).
     pub fn outgoing_interface(&self, address: IpAddr) -> Result<u32> {
         let failed = |cause: Cause| Error::new(format_args!("failed to find the route to {address}"), cause);
         let route = self.look_up(address).map_err(failed)?;
-        let oif = route.into_iter().flat_map(|route| route.attributes).find_map(|attribute| match attribute {
-            RouteAttribute::Oif(index) => Some(index),
-            _ => None,
-        });
-        oif.ok_or_else(|| failed(Cause::text("the kernel named no interface")))
+        for attribute in route.map(|route| route.attributes).unwrap_or_default() {
+            if let RouteAttribute::Oif(index) = attribute {
+                return Ok(index);
+            }
+        }
+        Err(failed(Cause::text("the kernel's answer has no outgoing interface")))
     }
 
-    /// Whether packets to `address` are taken in by this namespace.
+    /// Whether this namespace accepts packets to `address` as its own.
     ///
-    /// For an IPv6 address this comes a moment after it was added: a worker of the kernel's joins
-    /// its group for neighbour discovery, then routes it, and until then packets to it are lost.
+    /// For a new IPv6 address that begins some time after its addition: a worker of the kernel
+    /// first joins the address's multicast group, then adds the local route. Until then packets are
+    /// lost.
     pub fn is_local_address(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
-            // No route, or one that is unreachable, prohibited, a black hole: until its own is
-            // there, another may cover it.
+            // The address has no local route yet: no route covers it, or one of type unreachable,
+            // prohibit or blackhole does.
             Err(cause)
                 if matches!(
                     cause.errno(),
@@ -272,6 +281,8 @@ impl Netlink {
         }
     }
 
+    /// Asks the kernel for the route to one address. Returns `None` if the answer cannot be
+    /// decoded.
     fn look_up(&self, address: IpAddr) -> Result<Option<RouteMessage>, Cause> {
         let mut message = RouteMessage::default();
         message.header.address_family = Family::of(address).number();
@@ -281,13 +292,15 @@ impl Netlink {
         Ok(answer.and_then(|reply| RouteMessage::parse(reply.body(Kind::NewRoute)?).ok()))
     }
 
+    /// Returns the unicast routes of one family, in one table or in all. Filters again, because an
+    /// old kernel ignores the table in the request.
     fn dump_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {
         let mut message = RouteMessage::default();
         message.header.address_family = family.number();
         message.attributes.extend(table.map(RouteAttribute::Table));
         let answer = match self.dump(Kind::GetRoute, &message) {
             Ok(answer) => answer,
-            // The table has never had a route.
+            // The kernel creates a table with its first route.
             Err(cause) if table.is_some() && cause.errno() == Some(libc::ENOENT) => Vec::new(),
             Err(cause) => return Err(Error::new("failed to list the routes", cause)),
         };
@@ -296,6 +309,7 @@ impl Netlink {
     }
 }
 
+/// Returns the request that adds a route.
 fn message(route: &Route) -> RouteMessage {
     let mut message = RouteMessage::default();
     message.header = RouteHeader {
@@ -305,7 +319,7 @@ fn message(route: &Route) -> RouteMessage {
         scope: route.scope.unwrap_or(0).into(),
         kind: RouteType::Unicast,
         flags: if route.onlink { RouteFlags::Onlink } else { RouteFlags::empty() },
-        // 0 makes the kernel look at the attribute.
+        // A number above 255 is in the attribute below. 0 here makes the kernel use the attribute.
         table: u8::try_from(route.table_id()).unwrap_or(RouteHeader::RT_TABLE_UNSPEC),
         ..RouteHeader::default()
     };
@@ -329,11 +343,12 @@ fn message(route: &Route) -> RouteMessage {
     message
 }
 
-/// Builds one route over several gateways; what they have in common is taken from the first.
+/// Returns the request that adds one route over the gateways of `paths`; everything else is taken
+/// from `first`.
 fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
     let mut message = message(&Route { gw: None, ..*first });
     message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));
-    let next_hop = |path: &Route| {
+    let to_next_hop = |path: &Route| {
         let mut next_hop = RouteNextHop::default();
         next_hop.interface_index = path.oif;
         next_hop.attributes.extend(path.gw.map(|gw| RouteAttribute::Gateway(gw.into())));
@@ -342,30 +357,36 @@ fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
         }
         next_hop
     };
-    message.attributes.push(RouteAttribute::MultiPath(paths.iter().map(next_hop).collect()));
+    message.attributes.push(RouteAttribute::MultiPath(paths.iter().map(to_next_hop).collect()));
     message
 }
 
-/// The unicast routes in an answer: none, one, or one for each gateway.
+/// Decodes a unicast route: returns one [`Route`], or one for each gateway; none for any other
+/// route or message.
 fn decode(reply: Reply) -> Vec<Route> {
     parse(&reply).map(routes).unwrap_or_default()
 }
 
+/// Parses a message about a route. Returns `None` for other and malformed messages.
 fn parse(reply: &Reply) -> Option<RouteMessage> {
     RouteMessage::parse(reply.body(Kind::NewRoute)?).ok()
 }
 
-/// The unicast routes in a message.
+/// Converts a route: a unicast route becomes one [`Route`], or one for each gateway. Returns none
+/// for other types of routes, and for routes of other families.
 fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     let unspecified: IpAddr = match header.address_family {
         AddressFamily::Inet => IpAddr::from([0; 4]),
         AddressFamily::Inet6 => IpAddr::from([0; 16]),
         _ => return Vec::new(),
     };
-    // A cloned route is a cached exception (a path's MTU, a redirect), not a configured route.
+    // A cloned route is one that the kernel caches for a single destination (a path MTU, a
+    // redirect).
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }
+    // The kernel omits the destination of a default route, and a metric of 0. An attribute replaces
+    // the header's table number, which has only eight bits.
     let mut destination = unspecified;
     let mut route = Route::new(Cidr::host(unspecified), None, 0);
     route.table = Some(header.table.into());
@@ -390,7 +411,7 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
                     }
                 }
             }
-            RouteAttribute::MultiPath(next) => hops = next,
+            RouteAttribute::MultiPath(next_hops) => hops = next_hops,
             _ => {}
         }
     }
@@ -399,16 +420,18 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     if hops.is_empty() {
         return vec![route];
     }
-    let over = |hop: netlink_packet_route::route::RouteNextHop| {
+    // A route over several gateways has them in `hops`, and no gateway or interface of its own.
+    let over_hop = |hop: RouteNextHop| {
         let gw = hop.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::Gateway(address) => ip(address),
             _ => None,
         });
         Route { gw, oif: hop.interface_index, ..route }
     };
-    hops.into_iter().map(over).collect()
+    hops.into_iter().map(over_hop).collect()
 }
 
+/// Converts an IP address; `None` for an address of another family.
 pub(crate) fn ip(address: &RouteAddress) -> Option<IpAddr> {
     match address {
         RouteAddress::Inet(address) => Some((*address).into()),

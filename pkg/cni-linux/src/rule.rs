@@ -1,8 +1,8 @@
-//! Routing rules, which select the routing table for a packet.
+//! Lists, adds and deletes routing rules, which select the routing table for a packet.
 //!
-//! The kernel tries the rules in the order of their priorities. A rule that is added without a
-//! priority gets one less than the second rule in the list, so it comes before all rules that were
-//! added so.
+//! The kernel evaluates the rules by priority, the lowest number first. A rule that is added
+//! without a priority gets the number below that of the second rule in the list, so the newest such
+//! rule comes first.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -15,31 +15,32 @@ use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink};
 use crate::route::{Family, SavedRoute};
 
-/// A rule that selects a routing table.
+/// A rule that selects a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// The source of the packets, or `None` for any.
+    /// The source addresses of the packets; `None` for any.
     pub source: Option<Cidr>,
     /// The table.
     pub table: u32,
-    /// The priority; the lowest comes first. With `None`, the kernel chooses one for a new rule,
-    /// and deletes a rule with any priority.
+    /// The priority; the lowest comes first. With `None`, the kernel chooses one at an addition,
+    /// and ignores the priority at a deletion.
     pub priority: Option<u32>,
 }
 
 impl Rule {
-    /// Returns a rule that selects `table` for packets from one address.
+    /// Returns the rule that packets from one address are looked up in `table`.
     pub fn from_host(source: IpAddr, table: u32) -> Rule {
         Rule { source: Some(Cidr::host(source)), table, priority: None }
     }
 }
 
-/// Returns all tables that a rule selects or that have a route.
+/// Returns the numbers of the tables that a rule selects or that have a route.
 pub fn tables_in_use(rules: &[Rule], routes: &[SavedRoute]) -> BTreeSet<u32> {
     rules.iter().map(|rule| rule.table).chain(routes.iter().map(SavedRoute::table_id)).collect()
 }
 
 impl std::fmt::Display for Rule {
+    /// Writes the rule like ip-rule(8), without its priority.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.source {
             Some(source) => write!(f, "from {source} lookup {}", self.table),
@@ -49,8 +50,8 @@ impl std::fmt::Display for Rule {
 }
 
 impl Netlink {
-    /// Adds a rule for the address family of its source. If the same rule exists with another
-    /// priority, the kernel adds a second one.
+    /// Adds a rule, for the family of its source. Without a priority the rule is added even if the
+    /// same rule exists.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the same rule with the same priority exists.
@@ -60,20 +61,14 @@ impl Netlink {
     }
 
     /// Deletes a rule if it exists.
-    ///
-    /// # Errors
-    /// Those of the kernel.
     pub fn purge_rule(&self, rule: &Rule) -> Result<()> {
-        let Err(cause) = self.request(Kind::DelRule, &message(rule), 0) else { return Ok(()) };
-        let error = Error::new(format_args!("failed to delete rule {rule}"), cause);
-        if error.is_not_found() { Ok(()) } else { Err(error) }
+        let deleted = self.request(Kind::DelRule, &message(rule), 0);
+        let deleted =
+            deleted.map(drop).map_err(|cause| Error::new(format_args!("failed to delete rule {rule}"), cause));
+        deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
-    /// Returns the rules of one family that select a table, in the order in which the kernel tries
-    /// them.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Returns the rules of one family that select a table, in the kernel's order of evaluation.
     pub fn list_rules(&self, family: Family) -> Result<Vec<Rule>> {
         let mut request = RuleMessage::default();
         request.header.family = family.number();
@@ -84,7 +79,7 @@ impl Netlink {
     }
 }
 
-/// Returns the request for a rule.
+/// Returns the request that adds or deletes a rule.
 fn message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.action = RuleAction::ToTable;
@@ -98,7 +93,7 @@ fn message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// Converts the kernel's message. Returns `None` for a rule that does not select a table.
+/// Decodes a rule. Returns `None` if it does something other than select a table.
 fn decode(message: RuleMessage) -> Option<Rule> {
     let RuleMessage { header, attributes, .. } = message;
     if header.action != RuleAction::ToTable {

@@ -1,16 +1,18 @@
-//! The SELinux label of programs that this thread starts.
+//! Sets the SELinux label of programs that this thread starts.
 
 use std::fs;
 
 use crate::error::{Error, Result};
 
-/// The label of programs that the calling thread starts. Empty: the label that the policy chooses.
+/// The file with the label of programs that the calling thread starts. An empty label leaves the
+/// choice to the policy.
 const EXEC_LABEL: &str = "/proc/thread-self/attr/exec";
 
-/// Runs `start` while programs that the calling thread starts get the label `context`.
+/// Runs `start` and returns its result. Programs that `start` starts on the calling thread get the
+/// label `context`.
 ///
 /// # Errors
-/// The kernel refused the label, or has no SELinux; then `start` has not run.
+/// The kernel refused the label, or does not support SELinux; `start` was not run.
 pub fn with_exec_label<T>(context: &str, start: impl FnOnce() -> T) -> Result<T> {
     fs::write(EXEC_LABEL, context)
         .map_err(|error| Error::new(format_args!("failed to write {context:?} to {EXEC_LABEL}"), error))?;
@@ -18,12 +20,12 @@ pub fn with_exec_label<T>(context: &str, start: impl FnOnce() -> T) -> Result<T>
     Ok(start())
 }
 
-/// Clears the label when it is dropped.
+/// Resets the label when dropped, also after a panic.
 struct Reset;
 
 impl Drop for Reset {
     fn drop(&mut self) {
-        // The kernel always accepts an empty label.
+        // Cannot fail: the file was writable just before, and the kernel accepts every empty label.
         let _ = fs::write(EXEC_LABEL, "");
     }
 }

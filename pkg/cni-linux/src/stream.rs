@@ -1,10 +1,11 @@
-//! A plugin's standard input and output, with a deadline. A signal ends a wait too.
+//! Reads standard input and writes standard output of a plugin; a signal or a deadline ends the
+//! wait for the other end.
 //!
 //! Without a deadline, a runtime that stops in the middle of a call would block the plugin forever.
 //!
-//! A wait that a signal ends must not fail with `Interrupted`, because std's loops would try again.
-//! A write has at most PIPE_BUF bytes, because a pipe that is ready for writing may have no more
-//! room.
+//! A wait that a signal ends must not return `Interrupted`, because std's loops take that for EINTR
+//! and try again. A write has at most PIPE_BUF bytes: a pipe that is ready has room for that many,
+//! and a longer write could block.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,44 +16,46 @@ use nix::poll::{PollFd, PollFlags};
 
 use crate::machine::{LinuxMachine, wait_ready};
 
-/// How long a stream waits for the other end, counted from its first wait.
+/// How long a stream may be used, from its first read or write. If the runtime has not sent the
+/// configuration or read the result by then, the plugin gives up.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Standard input or output. Reading and writing fail with [`ErrorKind::TimedOut`] after a signal
-/// and at the deadline.
+/// Standard input or output, connected to the runtime. Reads and writes fail with
+/// [`ErrorKind::TimedOut`] after a signal that ends the process, and at the deadline.
 #[derive(Debug)]
 pub struct Stream<'m, F> {
     machine: &'m LinuxMachine,
     fd: F,
     patience: Duration,
+    /// The end of `patience`, set by the first read or write.
     deadline: Option<Instant>,
 }
 
 impl<'m, F: AsFd> Stream<'m, F> {
-    /// Returns a stream over a descriptor, which waits for the other end at most as long as
-    /// `patience`.
+    /// Returns a stream over this descriptor. `patience` is the time from the first read or write
+    /// to the deadline.
     pub fn new(machine: &'m LinuxMachine, fd: F, patience: Duration) -> Stream<'m, F> {
         Stream { machine, fd, patience, deadline: None }
     }
 
     /// Waits until the descriptor is ready for `event`, and returns it. A descriptor that is ready
-    /// at once is returned even after a signal.
-    ///
-    /// # Errors
-    /// [`ErrorKind::TimedOut`] after a signal and at the deadline.
+    /// is returned even after a signal or the deadline. Fails with [`ErrorKind::TimedOut`].
     fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
-        // A signal that was read before does not make the machine's descriptor ready again.
-        let is_terminated = self.machine.was_terminated();
+        // A signal that was read before does not make the machine's descriptor ready: do not wait
+        // then.
+        let was_terminated = self.machine.was_terminated();
         loop {
-            let left =
-                if is_terminated { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
+            let left = match was_terminated {
+                true => Duration::ZERO,
+                false => deadline.saturating_duration_since(self.machine.now()),
+            };
             let mut fds = [PollFd::new(self.fd.as_fd(), event), PollFd::new(self.machine.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left))?;
             if fds[0].any() != Some(false) {
                 return Ok(self.fd.as_fd());
             }
-            if is_terminated || self.machine.terminated() {
+            if was_terminated || self.machine.terminated() {
                 return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
             }
             if left.is_zero() {
@@ -71,8 +74,8 @@ impl<F: AsFd> Read for Stream<'_, F> {
 
 impl<F: AsFd> Write for Stream<'_, F> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let len = bytes.len().min(libc::PIPE_BUF);
-        Ok(nix::unistd::write(self.ready(PollFlags::POLLOUT)?, &bytes[..len])?)
+        let fits = bytes.len().min(libc::PIPE_BUF);
+        Ok(nix::unistd::write(self.ready(PollFlags::POLLOUT)?, &bytes[..fits])?)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -80,10 +83,10 @@ impl<F: AsFd> Write for Stream<'_, F> {
     }
 }
 
-/// Waits until a descriptor can be read.
+/// Waits until a descriptor is readable, or its other end is closed.
 ///
 /// # Errors
-/// [`ErrorKind::TimedOut`] after a signal that ends the call, and at the deadline.
+/// [`ErrorKind::TimedOut`] after a signal that ends the process, and at the deadline.
 pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machine::Machine) -> io::Result<()> {
     let sigterm = crate::watch::term_descriptor()?;
     loop {

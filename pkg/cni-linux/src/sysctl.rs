@@ -1,6 +1,6 @@
-//! Reads and writes sysctls: files under /proc/sys.
+//! Reads and writes sysctls, the files under /proc/sys.
 //!
-//! `net/…` has the values of the network namespace of the *thread* that opens the file. For a
+//! A file under `net/` belongs to the network namespace of the *thread* that opens it. For a
 //! container's values, call these functions inside [`Netns::run`](crate::Netns::run).
 
 use std::fs::{self, OpenOptions};
@@ -13,26 +13,25 @@ use crate::error::{Cause, Error, Result};
 
 const ROOT: &str = "/proc/sys";
 
-/// Returns the file of a sysctl. As in Go and in sysctl(8), the components of `name` are separated
-/// by `.` or by `/`, whichever comes first in it. In a name that is separated by `.`, a `/` stands
-/// for a dot: `net.ipv4.conf.eth0/100.forwarding` is about the interface `eth0.100`.
+/// Returns the path of a sysctl's file. The components of `name` are separated by `.` or `/`,
+/// whichever comes first in `name`. With `.` as the separator, a `/` inside a component stands for
+/// a dot: `net.ipv4.conf.eth0/100.forwarding` is about `eth0.100`, as in Go and in sysctl(8).
 ///
 /// # Errors
-/// A component is empty, `.` or `..`, or contains a NUL byte, so the path could lead elsewhere.
+/// `name` contains a zero byte, or a component is empty, `.` or `..`: the path could be outside
+/// /proc/sys.
 pub fn path(name: &str) -> Result<PathBuf> {
-    let first_separator = name.find(['.', '/']).map(|at| name.as_bytes()[at]);
-    let relative: String = if first_separator == Some(b'.') {
-        let swap = |c| match c {
-            '.' => '/',
-            '/' => '.',
+    let is_dotted = name.find(['.', '/']).is_some_and(|first| name[first..].starts_with('.'));
+    let mut relative = String::new();
+    for char in name.chars() {
+        relative.push(match char {
+            '.' if is_dotted => '/',
+            '/' if is_dotted => '.',
             other => other,
-        };
-        name.chars().map(swap).collect()
-    } else {
-        name.to_owned()
-    };
+        });
+    }
     if name.contains('\0') || relative.split('/').any(|part| matches!(part, "" | "." | "..")) {
-        let cause = Cause::text("it is not a valid name");
+        let cause = Cause::text("a part of the name is empty, `.` or `..`, or contains a zero byte");
         return Err(Error::new(format_args!("failed to find sysctl {name:?}"), cause));
     }
     Ok(Path::new(ROOT).join(relative))
@@ -41,7 +40,7 @@ pub fn path(name: &str) -> Result<PathBuf> {
 /// Returns the value of a sysctl, without its final newline.
 ///
 /// # Errors
-/// [`Error::is_not_found`] if this kernel has no such sysctl.
+/// [`Error::is_not_found`] if the kernel does not have the sysctl.
 pub fn read(name: &str) -> Result<String> {
     let path = path(name)?;
     let bytes =
@@ -53,15 +52,15 @@ pub fn read(name: &str) -> Result<String> {
     Ok(text)
 }
 
-/// Writes a value to a sysctl.
+/// Writes the value of a sysctl.
 ///
 /// # Errors
-/// [`Error::is_not_found`] if this kernel has no such sysctl; the kernel's errno if it refuses the
-/// value.
+/// [`Error::is_not_found`] if the kernel does not have the sysctl; the kernel's errno if it refuses
+/// the value.
 pub fn write(name: &str, value: &str) -> Result<()> {
     let path = path(name)?;
     let write = || -> io::Result<()> {
-        // Without `create`, so a missing sysctl is an error that names it.
+        // Without the flag to create a file, so that a missing sysctl fails with ENOENT.
         OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes())
     };
     let step = Step::begin();
@@ -70,11 +69,11 @@ pub fn write(name: &str, value: &str) -> Result<()> {
     written.map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
 }
 
-/// Writes a value to a sysctl that does not have it yet. Returns the replaced value, or `None` if
-/// the sysctl had the value already, which also works on a read-only /proc/sys.
+/// Sets a sysctl to `value` and returns the value it had; `None` if it had that value already. Then
+/// nothing is written, so a read-only /proc/sys is not an error.
 ///
 /// # Errors
-/// The sysctl cannot be read or written.
+/// Those of [`read()`] and [`write()`].
 pub fn ensure(name: &str, value: &str) -> Result<Option<String>> {
     let old = read(name)?;
     if old == value {

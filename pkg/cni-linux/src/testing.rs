@@ -1,4 +1,4 @@
-//! Test only: throw-away network namespaces for this crate's own tests.
+//! Creates network namespaces for this crate's tests.
 
 use std::thread;
 
@@ -8,7 +8,7 @@ use crate::netns::Netns;
 
 pub(crate) use cni_testkit::{in_new_netns, output, skipped as skip};
 
-/// Another fresh namespace. The calling thread stays where it is.
+/// Returns a new network namespace. The calling thread stays in its own.
 pub(crate) fn new_netns() -> Netns {
     thread::spawn(|| {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
@@ -18,7 +18,7 @@ pub(crate) fn new_netns() -> Netns {
     .unwrap()
 }
 
-/// A machine that never ends anything.
+/// Returns a machine without a pending signal.
 pub(crate) fn machine() -> crate::LinuxMachine {
     crate::LinuxMachine::install().unwrap()
 }

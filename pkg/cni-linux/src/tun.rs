@@ -1,9 +1,9 @@
-//! TAP interfaces: Ethernet links whose other end is a program.
+//! Creates TAP interfaces: Ethernet links whose other end is a program.
 //!
-//! The kernel removes a tap when its device file is closed, also when the process is killed, unless
-//! the tap has been made persistent ([`Tap::keep`]). The program that opens the tap later chooses
-//! packet information and the virtio header itself. Owner, group and the number of queues are set
-//! here.
+//! A tap exists as long as its device file is open, unless it is made persistent: until
+//! [`Tap::keep`] the kernel removes the tap if this process is killed. Owner, group and the number
+//! of queues are fixed at creation; the program that opens the tap later chooses packet information
+//! and the virtio header itself.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,13 +14,13 @@ use crate::sys::{self, TunSetting};
 
 const DEVICE: &str = "/dev/net/tun";
 
-/// The number of programs that may have a tap open at the same time.
+/// How many times a tap can be open at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Queues {
-    /// One.
+    /// Once.
     #[default]
     One,
-    /// Several, each of which must use `IFF_MULTI_QUEUE`.
+    /// Several times, each with the flag `IFF_MULTI_QUEUE`.
     Several,
 }
 
@@ -29,15 +29,15 @@ pub enum Queues {
 pub struct TapSpec<'a> {
     /// The name.
     pub name: &'a str,
-    /// The ID of the user that may open it, or `None` for processes with CAP_NET_ADMIN only.
+    /// The ID of the user that may open it; `None` if only processes with CAP_NET_ADMIN may.
     pub owner: Option<u32>,
-    /// The ID of the group whose members may open it.
+    /// The ID of the group whose members may open it; `None` for no group.
     pub group: Option<u32>,
-    /// The number of programs that may have it open at the same time.
+    /// How many times it can be open at once.
     pub queues: Queues,
 }
 
-/// A tap that is removed when this value is dropped, unless it is [kept](Tap::keep).
+/// A tap. The kernel removes it when this value is dropped, unless [`keep`](Tap::keep) was called.
 #[derive(Debug)]
 pub struct Tap {
     device: File,
@@ -48,17 +48,17 @@ impl Tap {
     /// Creates a tap in `netns`, down, with a random hardware address and the virtio header.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if an interface has this name.
+    /// [`Error::is_exists`] if any interface has this name.
     pub fn create(netns: &Netns, spec: &TapSpec<'_>) -> Result<Tap> {
         netns
             .run(|| create(spec))?
             .map_err(|error| Error::new(format_args!("failed to create tap {}", spec.name), error))
     }
 
-    /// Makes the tap persistent, so that it stays when this value is dropped.
+    /// Makes the tap persistent: it stays when this value is dropped.
     ///
     /// # Errors
-    /// The kernel refuses.
+    /// The kernel refuses the change.
     pub fn keep(&self) -> Result<()> {
         sys::set_tun(&self.device, TunSetting::Persist, 1)
             .map_err(|error| Error::new(format_args!("failed to make tap {} persistent", self.name), error))
@@ -73,23 +73,24 @@ pub fn probe() -> Result<()> {
     open().map(drop).map_err(|error| Error::new(format_args!("failed to open {DEVICE}"), error))
 }
 
-/// Opens the device file.
+/// Opens the device file, which creates nothing yet.
 fn open() -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open(DEVICE)
 }
 
-/// Creates a tap in the calling thread's namespace.
+/// Creates a tap in the calling thread's namespace. Fails with EEXIST if the name is in use.
 fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     let device = open()?;
     let queues = if spec.queues == Queues::Several { libc::IFF_MULTI_QUEUE } else { 0 };
-    // Without IFF_TUN_EXCL the kernel would open an existing tap with this name. IFF_NO_CARRIER
-    // leaves the tap without carrier until its program opens it. Kernels before 6.2 ignore this
-    // flag; there the tap has a carrier until this process closes it, which the kernel notices up
-    // to a second later.
-    let exclusive = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
-    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | exclusive | queues;
+    // IFF_TUN_EXCL: otherwise the kernel would attach to an existing tap with this name.
+    // IFF_NO_CARRIER: the tap has no carrier before a program opens it. Kernels before 6.2 ignore
+    // this flag: the tap has a carrier while this process has it open, and up to a second longer.
+    let creation = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
+    // Frames without packet information, but with the virtio header.
+    let frames = libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    let flags = libc::IFF_TAP | frames | creation | queues;
     sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {
-        // The kernel's error for an existing name with IFF_TUN_EXCL.
+        // With IFF_TUN_EXCL this error means that the name exists.
         Some(libc::EBUSY) => io::Error::from_raw_os_error(libc::EEXIST),
         _ => error,
     })?;

@@ -1,13 +1,14 @@
-//! Pairs of virtual Ethernet interfaces (veth).
+//! Creates veth pairs, finds their host ends, and removes those that a killed ADD has left.
 //!
 //! The container's end is created in the container's namespace with its final name, because moving
-//! an end to another namespace takes the kernel 15 to 30 ms. The hardware addresses are set at the
-//! creation, so that udev's MAC policy does not change them.
+//! an end to another namespace takes the kernel 15 to 30 ms. Both hardware addresses are set at
+//! creation, so that udev does not change them.
 //!
-//! Two requests are needed. The first creates the pair with names, addresses, MTU and bridge, and
-//! sets the host's end up. It ignores an alias (Linux 6.18), so a second request sets that. Between
-//! the two the host's end has its network's [group](AttachmentId::group). The container's end
-//! cannot be set up by the first request.
+//! A pair needs two requests. The first sets names, addresses, MTUs, and the host end's bridge and
+//! "up"; the kernel refuses "up" for the other end, and silently ignores an alias (6.18). The
+//! second sets the host end's alias, which names the attachment. In between, the host end has its
+//! network's [group](AttachmentId::group), by which a host end without an alias is recognized after
+//! a crash.
 
 use std::time::Duration;
 
@@ -21,39 +22,39 @@ use crate::netns::Netns;
 use crate::watch::Watch;
 use cni::AttachmentId;
 
-/// How many names for the host's end are tried. The names have 32 random-looking bits, so
-/// collisions are rare.
+/// How many names for a host end are tried. For each other veth on the machine, a name is in use
+/// with a probability of one in 4,000 million.
 pub const HOST_NAME_ATTEMPTS: u32 = 4;
 
-/// How long GC waits for the alias of a new link. An ADD sets it some 20 µs after the creation.
-const ALIAS_DEADLINE: Duration = Duration::from_secs(1);
+/// After this time, a pair that still has no alias is taken as left by a killed ADD. An ADD sets
+/// the alias some 20 µs after the creation.
+const ALIAS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The properties of a pair to create.
+/// The properties of a pair to create. The host end is the one in the connection's namespace.
 #[derive(Clone, Copy, Debug)]
 pub struct VethSpec<'a> {
-    /// The name of the host's end, which is in the socket's namespace.
+    /// The host end's name.
     pub name: &'a str,
-    /// The hardware address of the host's end.
+    /// The host end's hardware address.
     pub host_mac: Mac,
-    /// The MTU of both ends, or `None` for the kernel's default.
+    /// The MTU of both ends, or the kernel's default.
     pub mtu: Option<u32>,
-    /// The alias of the host's end, which names the [attachment](cni::AttachmentId).
+    /// The host end's alias, which names the [attachment](cni::AttachmentId).
     pub alias: Option<&'a str>,
-    /// The index of the bridge that the host's end is attached to.
+    /// The index of the bridge that the host end becomes a port of.
     pub master: Option<u32>,
-    /// Whether the host's end is set up. It has no carrier until the other end is up too.
+    /// Whether the host end is set up at once. It has no carrier before the other end is up too.
     pub up: bool,
-    /// The name of the other end.
+    /// The other end's name.
     pub peer_name: &'a str,
-    /// The hardware address of the other end.
+    /// The other end's hardware address.
     pub peer_mac: Mac,
-    /// The namespace of the other end, or `None` for the socket's namespace.
+    /// The other end's namespace; `None` for the connection's.
     pub peer_netns: Option<&'a Netns>,
 }
 
 impl<'a> VethSpec<'a> {
-    /// Returns a pair with both ends in the socket's namespace and down, with the kernel's default
-    /// MTU.
+    /// Returns a pair in one namespace, both ends down, with the kernel's default MTU.
     pub fn new(name: &'a str, host_mac: Mac, peer_name: &'a str, peer_mac: Mac) -> VethSpec<'a> {
         VethSpec {
             name,
@@ -69,124 +70,121 @@ impl<'a> VethSpec<'a> {
     }
 }
 
-/// A pair that was created.
+/// The indexes of a created pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Veth {
-    /// The index of the host's end.
+    /// The host end's index.
     pub index: u32,
-    /// The index of the other end in its namespace.
+    /// The other end's index, in its namespace.
     pub peer_index: u32,
 }
 
 impl Netlink {
-    /// Creates a pair. The other end is down.
+    /// Creates a pair; the other end is down.
     ///
     /// # Errors
-    /// Those of the kernel. If a name is in use, [`Error::taken`] returns which. The pair does not
-    /// exist then, unless the kernel's answer was lost; the caller finds such a pair by its name
-    /// and MAC.
+    /// If a name is in use, [`Error::taken`] returns which. After an error no pair is left behind,
+    /// unless the kernel's answer was lost: then the caller finds the pair by the host end's name
+    /// and hardware address.
     pub fn create_veth(&self, spec: &VethSpec<'_>) -> Result<Veth> {
-        let created = self.create_link(&host_request(spec).veth(&peer_request(spec)), spec.name).map_err(|cause| {
+        let request = host_request(spec).veth(&peer_request(spec));
+        let link = self.create_link(&request, spec.name).map_err(|cause| {
             let cause = self.with_taken_name(spec, cause);
             Error::new(format_args!("failed to create veth {} with peer {}", spec.name, spec.peer_name), cause)
         })?;
         let alias_set = match spec.alias {
-            Some(alias) => self.set_first_alias(created.index, alias),
+            Some(alias) => self.set_first_alias(link.index, alias),
             None => Ok(()),
         };
-        let peer_index = created.peer_index.ok_or_else(|| {
+        let peer_index = link.peer_index.ok_or_else(|| {
             Error::new(format_args!("failed to find the other end of {}", spec.name), Reason::LinkNotFound)
         });
         match alias_set.and(peer_index) {
-            Ok(peer_index) => Ok(Veth { index: created.index, peer_index }),
+            Ok(peer_index) => Ok(Veth { index: link.index, peer_index }),
             Err(error) => {
-                // Without its alias, DEL and GC might miss the pair. An error of this deletion is
-                // not reported, because the first one says more.
-                let _ = self.purge_link(created.index);
+                // Without an alias no DEL would find the pair. Only the first error is returned.
+                let _ = self.purge_link(link.index);
                 Err(error)
             }
         }
     }
 
-    /// Returns the host's end of an attachment, or `None` if there is none. Looks up the names that
-    /// it may have ([`AttachmentId::host_name`]), usually with one request.
+    /// Returns the host end of an attachment; `None` if there is none. Looks up the names that it
+    /// may have ([`AttachmentId::host_name`] for the attempts below [`HOST_NAME_ATTEMPTS`]) one by
+    /// one, which is cheaper than listing all links.
     ///
-    /// A veth with such a name and without an alias is returned too: its ADD was killed before it
-    /// set the alias.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// A veth with such a name but no alias counts too: the ADD was killed before it set the alias.
     pub fn find_host_end(&self, attachment: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
-            if let Some(link) = self.find_link(&attachment.host_name(attempt))?
-                && link.is_veth()
-                && (link.alias.is_none() || attachment.is_on(link.alias.as_deref()))
-            {
+            let Some(link) = self.find_link(&attachment.host_name(attempt))? else { continue };
+            if link.is_veth() && (link.alias.is_none() || attachment.is_on(link.alias.as_deref())) {
                 return Ok(Some(link));
             }
         }
         Ok(None)
     }
 
-    /// Removes the host ends and ifbs of a network that have no alias, because their ADD was killed
-    /// before it set one. `listed` are all links. If such a link is among them, waits up to
-    /// [`ALIAS_DEADLINE`], because a running ADD may be about to set the alias.
+    /// Removes the host ends and ifbs of a network that have no alias because the ADD that created
+    /// them was killed. `listed` is a list of the namespace's links. If it has links without an
+    /// alias, waits up to a second for an ADD in progress to set their aliases, and removes only
+    /// the others.
     ///
     /// # Errors
-    /// The first deletion that failed, after all were tried; [`Error::is_terminated`] if a signal
-    /// ends the wait.
+    /// The first link that could not be removed, after all others have been tried;
+    /// [`Error::is_terminated`] if SIGTERM ends the wait.
     pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
         let group = AttachmentId::group(network);
         let is_unmarked = |link: &Link| {
-            let is_named = (link.is_veth() && AttachmentId::is_host_name(&link.name))
+            let has_our_name = (link.is_veth() && AttachmentId::is_host_name(&link.name))
                 || (link.is_ifb() && AttachmentId::is_ifb_name(&link.name));
-            link.group == group && link.alias.is_none() && is_named
+            link.group == group && link.alias.is_none() && has_our_name
         };
         let mut unmarked: Vec<Link> = listed.iter().filter(|link| is_unmarked(link)).cloned().collect();
         if unmarked.is_empty() {
             return Ok(());
         }
         let what = format!("the alias of {}", unmarked[0].name);
-        let waited = Watch::open()?.wait(&what, machine.now() + ALIAS_DEADLINE, machine, || {
+        let waited = Watch::open()?.wait(&what, machine.now() + ALIAS_TIMEOUT, machine, || {
             let mut still_unmarked = Vec::new();
             for link in &unmarked {
                 still_unmarked.extend(self.find_link_by_index(link.index)?.filter(is_unmarked));
             }
             unmarked = still_unmarked;
-            Ok(if unmarked.is_empty() { Some(()) } else { None })
+            Ok(unmarked.is_empty().then_some(()))
         });
         match waited {
             Err(error) if error.is_deadline() => {}
-            outcome => return outcome,
+            result => return result,
         }
-        let mut outcome = Ok(());
+        let mut result = Ok(());
         for link in &unmarked {
-            outcome = outcome.and(self.purge_link(link.index).map(drop));
+            let purged = self.purge_link(link.index).map(drop);
+            result = result.and(purged);
         }
-        outcome
+        result
     }
 
-    /// Adds to a cause EEXIST which of the pair's names is in use, by looking up the name of the
-    /// container's end. If both are in use, that is the container's, because the caller can try
-    /// another host name.
+    /// Adds to the cause of a failed creation which of the two names is in use: the kernel's EEXIST
+    /// does not say. Prefers the container's name, because the caller can try another host name.
+    /// Returns any other cause unchanged.
     fn with_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;
         }
-        let peer_exists = || -> Result<bool> {
-            let existing = match spec.peer_netns {
-                Some(netns) => self.open_in(netns)?.find_link(spec.peer_name)?,
-                None => self.find_link(spec.peer_name)?,
-            };
-            Ok(existing.is_some())
+        let find_peer = || match spec.peer_netns {
+            Some(netns) => self.open_in(netns)?.find_link(spec.peer_name),
+            None => self.find_link(spec.peer_name),
         };
-        cause.taken(if peer_exists().unwrap_or(false) { TakenName::ContainerName } else { TakenName::HostName })
+        match find_peer() {
+            Ok(Some(_)) => cause.taken(TakenName::ContainerName),
+            Ok(None) | Err(_) => cause.taken(TakenName::HostName),
+        }
     }
 }
 
-/// Returns the part of the request that describes the host's end.
+/// Returns the part of the request that describes the host end.
 fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
-    let group = spec.alias.and_then(AttachmentId::parse).map(|mark| AttachmentId::group(&mark.network));
+    let group = spec.alias.and_then(AttachmentId::parse).map(|id| AttachmentId::group(&id.network));
     let request = LinkRequest::new(0).name(spec.name).mac(spec.host_mac);
     let request = if spec.up { request.up() } else { request };
     request
@@ -195,7 +193,7 @@ fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
         .optional(group, LinkRequest::group)
 }
 
-/// Returns the part of the request that describes the container's end.
+/// Returns the part of the request that describes the other end.
 fn peer_request(spec: &VethSpec<'_>) -> LinkRequest {
     let request = LinkRequest::new(0).name(spec.peer_name).mac(spec.peer_mac);
     request.optional(spec.mtu, LinkRequest::mtu).optional(spec.peer_netns, LinkRequest::netns)

@@ -1,13 +1,12 @@
-//! The VLANs of a bridge's ports, and of the bridge itself.
+//! Lists and changes the VLANs of a bridge's ports and of the bridge itself.
 //!
-//! - The VLANs of a port are set with [`Target::Master`] and the port's index, those of the
-//!   bridge's own interface with [`Target::Itself`] and the bridge's index.
-//! - The kernel lists a range of VLANs with equal flags as two entries, its first and its last
-//!   VLAN.
-//! - The kernel's table may miss an existing port if another port is deleted while the table is
-//!   read, and the kernel does not report that (Linux 6.18).
-//! - On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`], and
-//!   every list is empty.
+//! A request names a port by its index with [`Target::Master`], or the bridge by its own index with
+//! [`Target::Itself`]. The kernel lists a range of equal VLANs as two entries, the first and the
+//! last. It continues a list by position and does not report changes meanwhile: for each port that
+//! is deleted during a list, another port may be missing from the list (6.18).
+//!
+//! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`], and every
+//! list is empty.
 
 use netlink_packet_route::link::{BridgeVlanInfo, BridgeVlanInfoFlags};
 
@@ -17,66 +16,64 @@ use crate::link::{self, LinkRequest};
 use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes};
 
-/// The attribute in `IFLA_AF_SPEC` that selects the port or the bridge itself.
+/// The attribute, in `IFLA_AF_SPEC`, that says whether a request is about a port or the bridge
+/// itself.
 const IFLA_BRIDGE_FLAGS: u16 = 0;
 
-/// How often the table is read until a port is in it.
-const ATTEMPTS: usize = 20;
+/// How often the list is read at most until it has the port.
+const LIST_ATTEMPTS: usize = 20;
 
-/// A VLAN that a port belongs to.
+/// A VLAN of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vlan {
     /// The VLAN's ID, 1 to 4094.
     pub vid: u16,
-    /// Whether untagged frames that the port receives belong to this VLAN.
+    /// Whether untagged frames that the port receives belong to it.
     pub pvid: bool,
-    /// Whether the port sends frames of this VLAN without a tag.
+    /// Whether the port sends its frames untagged.
     pub untagged: bool,
 }
 
-/// Whether frames of a VLAN have a tag on a port.
+/// How a port handles the tags of a VLAN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VlanFlags {
-    /// They have a tag in both directions: a trunk port.
+    /// The VLAN's frames have tags, received and sent: a trunk port.
     Tagged,
-    /// They have no tag: received untagged frames belong to the VLAN, and sent frames lose their
-    /// tag.
+    /// Received untagged frames belong to the VLAN, and its frames are sent untagged: an access
+    /// port.
     Access,
 }
 
-/// The set of VLANs that a request is about.
+/// Whether a request is about a bridge's port or the bridge itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// The VLANs of a port of a bridge.
+    /// A port; the request has its index.
     Master,
-    /// The VLANs of the bridge's own interface.
+    /// The bridge, as a station in its own network; the request has the bridge's index.
     Itself,
 }
 
 impl Netlink {
-    /// Returns the VLANs of a port or a bridge, in ascending order. Reads the table of all ports,
-    /// because the kernel has no request for a single one.
+    /// Returns the VLANs of a port or bridge, ascending. Reads the list of all ports, because the
+    /// kernel does not offer a smaller one.
     ///
     /// # Errors
-    /// Those of the kernel. The table does not have the interface, even after [`ATTEMPTS`]
-    /// attempts.
+    /// [`Error::is_not_found`] if several lists do not have the interface. (An empty result would
+    /// be wrong: the kernel may omit a port; see the module's description.)
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let request = LinkRequest::new(0).of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
-        for _ in 0..ATTEMPTS {
+        for _ in 0..LIST_ATTEMPTS {
             let links = self.dump(Kind::GetLink, &request).map_err(failed)?;
-            if let Some(found) = links.iter().find_map(|link| decode_entries(link, index)) {
-                return Ok(expand_ranges(found));
+            if let Some(entries) = links.iter().find_map(|link| decode_entries(link, index)) {
+                return Ok(expand_ranges(entries));
             }
         }
         Err(failed(Reason::LinkNotFound.into()))
     }
 
-    /// Adds a port, or the bridge itself, to a VLAN. Does nothing if it belongs to the VLAN with
-    /// the same flags already.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Adds a port, or a bridge itself, to a VLAN. Does nothing if it is in the VLAN with these
+    /// flags.
     pub fn add_vlan(&self, index: u32, vid: u16, flags: VlanFlags, target: Target) -> Result<()> {
         let flags = match flags {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
@@ -87,10 +84,7 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
     }
 
-    /// Removes a port, or the bridge itself, from a VLAN.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Removes a port, or a bridge itself, from a VLAN.
     pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
         let request = request(index, vid, BridgeVlanInfoFlags::empty(), target);
         self.request(Kind::DelLink, &request, 0)
@@ -99,45 +93,47 @@ impl Netlink {
     }
 }
 
-/// Returns the request about one VLAN.
+/// Returns the request that adds a port or bridge to a VLAN or removes it.
 fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
     const BRIDGE_FLAGS_MASTER: u16 = 1;
     const BRIDGE_FLAGS_SELF: u16 = 2;
-    let target = match target {
+    let target_flag = match target {
         Target::Master => BRIDGE_FLAGS_MASTER,
         Target::Itself => BRIDGE_FLAGS_SELF,
     };
-    let info = [flags.bits().to_ne_bytes(), vid.to_ne_bytes()].concat();
-    let target = new_attribute(IFLA_BRIDGE_FLAGS, &target.to_ne_bytes());
-    let spec = [target, new_attribute(IFLA_BRIDGE_VLAN_INFO, &info)].concat();
+    // `struct bridge_vlan_info`.
+    let vlan_info = [flags.bits().to_ne_bytes(), vid.to_ne_bytes()].concat();
+    let mut spec = new_attribute(IFLA_BRIDGE_FLAGS, &target_flag.to_ne_bytes());
+    spec.extend(new_attribute(IFLA_BRIDGE_VLAN_INFO, &vlan_info));
     LinkRequest::new(index).of_bridge().with(libc::IFLA_AF_SPEC, &spec)
 }
 
-/// Decodes the VLAN entries of a port or bridge. Returns `None` if the message is about another
-/// one.
+/// Returns the VLAN entries in a message about the port or bridge `index`; `None` if the message is
+/// about another one.
 fn decode_entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
-    let (header, link_attributes) = link::parts(reply)?;
+    let (header, all) = link::parts(reply)?;
     if header.index != index {
         return None;
     }
     let mut entries = Vec::new();
-    for (_, spec) in attributes(link_attributes).filter(|(kind, _)| *kind == libc::IFLA_AF_SPEC) {
-        for (_, value) in attributes(spec).filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO) {
-            entries.extend(decode_entry(value));
+    for (kind, spec) in attributes(all) {
+        if kind == libc::IFLA_AF_SPEC {
+            let infos = attributes(spec).filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO);
+            entries.extend(infos.filter_map(|(_, value)| decode_entry(value)));
         }
     }
     Some(entries)
 }
 
-/// Decodes one entry: `struct bridge_vlan_info`.
+/// Decodes a `struct bridge_vlan_info`: flags and VLAN ID. Returns `None` if it is too short.
 fn decode_entry(value: &[u8]) -> Option<BridgeVlanInfo> {
     let (flags, rest) = value.split_first_chunk()?;
     let flags = BridgeVlanInfoFlags::from_bits_retain(u16::from_ne_bytes(*flags));
     Some(BridgeVlanInfo { flags, vid: u16::from_ne_bytes(*rest.first_chunk()?) })
 }
 
-/// Converts the kernel's entries, which have only the first and the last VLAN of a range, to all
-/// VLANs.
+/// Returns a [`Vlan`] for each VLAN ID. In the kernel's entries, two entries with the flags
+/// `RangeBegin` and `RangeEnd` stand for all IDs from the first to the second.
 fn expand_ranges(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
     let mut vlans = Vec::new();
     let mut range_begin = None;

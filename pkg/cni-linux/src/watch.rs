@@ -1,10 +1,11 @@
-//! Waits for a state of the kernel, with a deadline.
+//! Waits, with a deadline, until the network configuration is as the caller needs it.
 //!
-//! A [`Watch`] receives the kernel's events about changes of links, addresses and IPv6 routes. It
-//! does not decode them: after each event it calls a function that checks the state. So lost events
-//! do no harm.
+//! A [`Watch`] receives events about links, addresses and IPv6 routes, but does not read their
+//! content: after each event it calls a `check`, which looks at the state itself. So a lost event
+//! does no harm as long as another one follows.
 //!
-//! The watch must be opened before the awaited change begins, or its event may be missed.
+//! Open the watch before the awaited change can begin: otherwise its event may come before the
+//! watch is open.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
@@ -19,20 +20,18 @@ use crate::machine::{ending, wait_ready};
 use crate::netlink::socket::Events;
 use crate::netns::Netns;
 
-/// The multicast groups RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR and RTMGRP_IPV6_ROUTE.
-/// The event about an IPv6 address comes before its route exists, so events about routes are needed
-/// too.
+/// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is
+/// reported before its route exists, so the route must be watched.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
-/// A subscription to changes of links, addresses and IPv6 routes in one namespace.
+/// A subscription to changes of links, addresses and IPv6 routes of one network namespace.
 #[derive(Debug)]
 pub struct Watch {
     events: Events,
 }
 
 impl AsFd for Watch {
-    /// Returns the socket, which is readable after a change until [`drain`](Watch::drain) is
-    /// called.
+    /// Readable after a change, until [`drain`](Watch::drain).
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }
@@ -45,11 +44,8 @@ impl AsRawFd for Watch {
 }
 
 impl Watch {
-    /// Subscribes to deletions of links in all namespaces that have an ID in the calling thread's
-    /// namespace, and to deletions of these namespaces.
-    ///
-    /// # Errors
-    /// The kernel refuses the subscription.
+    /// Subscribes to changes of links in every namespace that has an ID in the calling thread's
+    /// namespace, and to changes of these IDs.
     pub fn open_everywhere() -> Result<Watch> {
         let events = Events::open_everywhere().map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
@@ -57,16 +53,13 @@ impl Watch {
         Ok(Watch { events })
     }
 
-    /// Removes all events from the queue. Returns whether one of them reported the deletion of a
-    /// link or a namespace, or whether the kernel has dropped events, which may have been such.
+    /// Discards all queued events. Returns whether one of them reported the removal of a link or of
+    /// a namespace's ID, or events were lost.
     pub fn drain(&self) -> bool {
         self.events.drain()
     }
 
-    /// Subscribes to changes in the calling thread's namespace.
-    ///
-    /// # Errors
-    /// The kernel refuses the subscription.
+    /// Subscribes to the changes in the calling thread's namespace, from now on.
     pub fn open() -> Result<Watch> {
         let events = Events::open(GROUPS).map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
@@ -74,20 +67,18 @@ impl Watch {
         Ok(Watch { events })
     }
 
-    /// Subscribes to changes in another namespace.
-    ///
-    /// # Errors
-    /// The namespace cannot be entered, or the kernel refuses the subscription.
+    /// Subscribes to the changes in another namespace, from now on.
     pub fn open_in(netns: &Netns) -> Result<Watch> {
         netns.run(Watch::open)?
     }
 
-    /// Calls `check` now and after every change until it returns `Some`, and returns that value.
-    /// `what` completes the error message "failed to wait for …".
+    /// Calls `check` at once and after every change, until it returns `Some`, whose value this
+    /// returns. `what` names the awaited event in errors.
     ///
     /// # Errors
-    /// The error of `check`; [`Error::is_deadline`] at `deadline`; [`Error::is_terminated`] after a
-    /// signal that ends the call (which the machine must have blocked).
+    /// An error of `check`; `failed to wait for WHAT: …` with [`Error::is_deadline`] at the
+    /// deadline, or with [`Error::is_terminated`] after SIGTERM (which the machine must have
+    /// blocked).
     pub fn wait<T>(
         &self,
         what: &str,
@@ -109,6 +100,7 @@ impl Watch {
             if left.is_zero() {
                 return Err(failed(Cause::deadline(deadline.saturating_duration_since(begin))));
             }
+            // Opened only if there is something to wait for.
             let sigterm = match &sigterm {
                 Some(sigterm) => sigterm,
                 None => sigterm.insert(term_descriptor().map_err(|errno| failed(errno.into()))?),
@@ -116,17 +108,17 @@ impl Watch {
             let mut fds =
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left)).map_err(|error| failed(error.into()))?;
-            // One check for all events that have come.
+            // Several queued events need only one check.
             self.events.drain();
         }
     }
 }
 
-/// Returns a descriptor that is readable as soon as SIGTERM, SIGINT or SIGHUP is pending. Callers
-/// must not read it, because that would remove the signal: `Machine::terminated` reads it.
+/// Returns a descriptor that is readable while SIGTERM, SIGINT or SIGHUP is pending. For polling
+/// only: a read would take the signal away from [`Machine::terminated`].
 ///
 /// # Errors
-/// The kernel refuses a descriptor.
+/// The kernel cannot create a descriptor.
 pub fn term_descriptor() -> Result<SignalFd, Errno> {
     SignalFd::with_flags(&ending(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }

@@ -1,9 +1,7 @@
-//! What all verbs share: the tree of verbs, the options that are everybody's, variables of the
-//! environment.
+//! The verbs, the options that all verbs have, and environment variables.
 //!
-//! The parser's own words are the help, the completions and the man pages; so each verb's arguments
-//! are declared, with their documentation, beside the verb. Options that are everybody's may stand
-//! anywhere.
+//! The help, the completions and the man pages are generated from the parser. So the doc comments
+//! of the arguments, which are in each verb's module, are texts for operators.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -27,14 +25,15 @@ pub(crate) const DEFAULT_PLUGIN_DIR: &str = "/opt/cni/bin";
 /// Why a call did not succeed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// It makes no sense, or asks for help: the parser's own words.
+    /// The arguments are invalid, or ask for help. The error has the text.
     Parser(Box<clap::Error>),
-    /// It makes no sense, for a reason that the parser does not see.
+    /// The arguments are invalid, for a reason that the parser does not check.
     Usage { verb: &'static str, msg: String },
-    /// It failed while doing this.
+    /// The verb failed.
     Failed { doing: String, error: Error, format: Format },
 }
 
+/// Returns the failure of a verb. `doing` names it, and `format` says how the error is printed.
 pub(crate) fn failed(doing: impl Into<String>, error: Error, format: Format) -> Failure {
     Failure::Failed { doing: doing.into(), error, format }
 }
@@ -55,19 +54,19 @@ enum Verb {
     /// Attach a network namespace to a network; prints the result
     #[command(before_help = help::ADD, after_help = help::AFTER_ADD)]
     Add(network::Attach),
-    /// Ask every plugin whether an attachment is as add left it
+    /// Check that an attachment is as add left it
     #[command(before_help = help::CHECK, after_help = help::AFTER_CHECK)]
     Check(network::Attach),
-    /// Detach a network namespace; succeeds if it is gone already
+    /// Detach a network namespace; succeeds if it is not attached any more
     #[command(before_help = help::DEL, after_help = help::AFTER_DEL)]
     Del(network::Detach),
-    /// Remove what belongs to attachments that are no longer valid
+    /// Remove everything of attachments that are not valid any more
     #[command(before_help = help::GC, after_help = help::AFTER_GC)]
     Gc(network::Collect),
-    /// Ask every plugin whether it can handle an add
+    /// Check that the plugins can handle an add
     #[command(before_help = help::STATUS, after_help = help::AFTER_STATUS)]
     Status(network::Named),
-    /// List a network's plugins and the versions they speak
+    /// List a network's plugins and the versions that they support
     #[command(before_help = help::VERSION, after_help = help::AFTER_VERSION)]
     Version(network::Named),
     /// List the configured networks, and every problem with them
@@ -79,7 +78,7 @@ enum Verb {
     /// Look for problems of the node; each is printed with the command that fixes it
     #[command(before_help = help::DOCTOR, after_help = help::AFTER_DOCTOR)]
     Doctor,
-    /// Show what the kernel holds for attachments, and leftovers
+    /// Show what exists of each attachment in the kernel, and leftovers
     #[command(before_help = help::INSPECT, after_help = help::AFTER_INSPECT)]
     Inspect(inspect::Inspect),
     /// Run a verb and print each step of its plugins, and the request that failed
@@ -87,7 +86,7 @@ enum Verb {
     Explain(explain::Explain),
     /// See and repair the address reservations of host-local
     Ipam(ipam::Ipam),
-    /// Write packet filter rules again that something else has removed
+    /// Write packet filter rules again that another program has removed
     Rules(rules::Rules),
     /// Print the completions for a shell
     #[command(after_help = help::AFTER_COMPLETIONS)]
@@ -104,21 +103,21 @@ pub(crate) struct Shared {
     /// The networks' folder [NETCONFPATH, else /etc/cni/net.d]
     #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     conf_dir: Option<PathBuf>,
-    /// What is remembered between the verbs [/var/lib/cni]
+    /// The folder of the result cache [/var/lib/cni]
     #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     cache_dir: Option<PathBuf>,
     /// How long one plugin may take [310]
     #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: Option<u64>,
-    /// Results and errors as one JSON document on stdout
+    /// Print results and errors as one JSON document on stdout
     #[arg(long, global = true)]
     json: bool,
 }
 
-/// What it is, how it works, how it is called; the same for -h and --help.
+/// The layout of the help, which is the same for -h and --help.
 const TEMPLATE: &str = "{about}\n\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
 
-/// The parser, for help, completions and man pages.
+/// Returns the parser.
 pub(crate) fn command() -> clap::Command {
     fn arranged(command: clap::Command) -> clap::Command {
         command.help_template(TEMPLATE).mut_subcommands(arranged)
@@ -126,7 +125,7 @@ pub(crate) fn command() -> clap::Command {
     arranged(Cli::command())
 }
 
-/// Reads the arguments and does what they ask for.
+/// Parses the arguments and runs the verb.
 pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let parser = |error| Failure::Parser(Box::new(error));
     let args = std::iter::once("cnitool".into()).chain(call.args.iter().cloned());
@@ -153,18 +152,18 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
 }
 
 impl Shared {
-    /// How results and errors are written.
+    /// Returns how results and errors are printed.
     pub(crate) fn format(&self) -> Format {
         if self.json { Format::Json } else { Format::Text }
     }
 
-    /// Where the networks are: the option, NETCONFPATH, the default.
+    /// Returns the networks' folder: from the option, or NETCONFPATH, or the default.
     pub(crate) fn conf_folder(&self, variables: &Variables<'_>) -> ConfFolder {
         let dir = self.conf_dir.clone().or_else(|| variables.find_os("NETCONFPATH").map(PathBuf::from));
         ConfFolder::new(dir.unwrap_or_else(|| DEFAULT_CONF_DIR.into()))
     }
 
-    /// The runtime these options and variables describe.
+    /// Returns the runtime with these options and variables.
     pub(crate) fn runtime<'m>(&self, call: &Call<'m>, notes: &Notes) -> Runtime<'m> {
         let path = Variables(&call.environment).find_os("CNI_PATH").unwrap_or_else(|| DEFAULT_PLUGIN_DIR.into());
         Runtime {
@@ -182,16 +181,19 @@ impl Shared {
         Cache::new(self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref()))
     }
 }
-/// The environment; an empty variable is an absent one.
+/// The environment variables. An empty variable counts as absent.
 #[derive(Clone, Copy)]
 pub(crate) struct Variables<'a>(pub(crate) &'a [(OsString, OsString)]);
 
 impl Variables<'_> {
+    /// Returns the value of a variable, or `None` if it is absent or empty.
     pub(crate) fn find_os(&self, name: &str) -> Option<OsString> {
         let found = self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.clone());
         found.filter(|value| !value.is_empty())
     }
 
+    /// Returns the value of a variable as text, or `None` if it is absent or empty.
+    ///
     /// # Errors
     /// Code 4 if the value is not valid UTF-8.
     pub(crate) fn find(&self, name: &str) -> Result<Option<String>, Error> {

@@ -1,5 +1,4 @@
-//! Completions and man pages, made from the parser itself, so that they cannot say anything else
-//! than it does.
+//! Generates completions and man pages from the parser.
 
 use std::fs;
 use std::path::PathBuf;
@@ -15,14 +14,14 @@ use crate::report::{Format, write_raw};
 /// The arguments of `completions`.
 #[derive(Debug, Args)]
 pub(crate) struct Completions {
-    /// Whose
+    /// The shell
     shell: Shell,
 }
 
 /// The arguments of `man`.
 #[derive(Debug, Args)]
 pub(crate) struct ManArgs {
-    /// The folder; made if it is missing
+    /// The folder, which is created if it does not exist
     #[arg(value_hint = clap::ValueHint::DirPath)]
     dir: PathBuf,
 }
@@ -42,7 +41,8 @@ pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
         .map_err(|error| failed("man", error, Format::Text))
 }
 
-/// A page's description is the longer text of the verb, which `--help` shows below the shorter one.
+/// Sets the description of each verb's man page: the short text and the text that `--help` prints
+/// below it.
 fn described(command: Command) -> Command {
     let texts = [command.get_about(), command.get_before_help()].into_iter().flatten();
     let description = texts.map(ToString::to_string).collect::<Vec<_>>().join("\n\n");

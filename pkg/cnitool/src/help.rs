@@ -16,7 +16,7 @@ Environment:
 Exit codes:
   0  done; nothing wrong was found
   1  it failed, or something wrong was found
-  2  the call made no sense
+  2  the arguments are invalid
 
 Examples:
   ip netns add blue
@@ -31,7 +31,7 @@ so that nothing stays behind, and all errors are printed.";
 
 pub(crate) const AFTER_ADD: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
-Exit codes: 0 attached, 1 failed, 2 the call made no sense
+Exit codes: 0 attached, 1 failed, 2 the arguments are invalid
 
 Examples:
   cnitool add mynet /run/netns/blue
@@ -49,7 +49,7 @@ CNI version 0.4.0 or newer. Prints nothing if all is well.";
 pub(crate) const AFTER_CHECK: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
 Exit codes: 0 all is well (or disableCheck is set), 1 something is not,
-            2 the call made no sense
+            2 the arguments are invalid
 
 Example:
   cnitool check mynet /run/netns/blue";
@@ -63,7 +63,7 @@ by the configuration remembered at the add. Prints nothing if it succeeds.";
 
 pub(crate) const AFTER_DEL: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
-Exit codes: 0 detached, or was not attached; 1 failed; 2 the call made no sense
+Exit codes: 0 detached, or was not attached; 1 failed; 2 the arguments are invalid
 
 Examples:
   cnitool del mynet /run/netns/blue
@@ -79,7 +79,7 @@ Nothing of the network may be added or deleted meanwhile.";
 
 pub(crate) const AFTER_GC: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 done, 1 failed or refused without --all, 2 the call made no sense
+Exit codes: 0 done, 1 failed or refused without --all, 2 the arguments are invalid
 
 Examples:
   cnitool gc mynet --dry-run
@@ -94,18 +94,18 @@ if all are.";
 pub(crate) const AFTER_STATUS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 ready, 1 not ready (with its CNI code: 50, 51, ...),
-            2 the call made no sense
+            2 the arguments are invalid
 
 Example:
   cnitool status mynet --json";
 
 pub(crate) const VERSION: &str = "\
-Fails if a plugin is missing or does not speak the network's version.
+Fails if a plugin is missing or does not support the network's version.
 'cnitool --version' is cnitool's own version.";
 
 pub(crate) const AFTER_VERSION: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 all fit, 1 one does not, 2 the call made no sense
+Exit codes: 0 all fit, 1 one does not, 2 the arguments are invalid
 
 Example:
   cnitool version mynet";
@@ -127,7 +127,7 @@ pub(crate) const AFTER_IPAM: &str = "\
 'cnitool ipam help VERB' prints more.
 
 Environment: NETCONFPATH
-Exit codes: 0 done, 1 failed or refused, 2 the call made no sense
+Exit codes: 0 done, 1 failed or refused, 2 the arguments are invalid
 
 Examples:
   cnitool ipam list
@@ -147,7 +147,7 @@ runtime's own garbage collection removes all of them; this verb removes only
 addresses.";
 
 pub(crate) const AFTER_IPAM_GC: &str = "\
-Exit codes: 0 done, 1 failed, 2 the call made no sense
+Exit codes: 0 done, 1 failed, 2 the arguments are invalid
 
 Examples:
   cnitool ipam gc mynet --dry-run
@@ -159,7 +159,7 @@ another container while the first one still answers to it.";
 
 pub(crate) const AFTER_IPAM_RELEASE: &str = "\
 Exit codes: 0 released, 1 not reserved, in use, or failed,
-            2 the call made no sense
+            2 the arguments are invalid
 
 Examples:
   cnitool ipam release mynet 10.61.0.7
@@ -185,7 +185,7 @@ pub(crate) const AFTER_RULES_RESTORE: &str = "\
 Run it in the host's network namespace.
 
 Exit codes: 0 every rule is there (again); 1 something failed, or with --dry-run
-            a rule is missing; 2 the call made no sense
+            a rule is missing; 2 the arguments are invalid
 
 Examples:
   cnitool rules restore --dry-run
@@ -205,7 +205,7 @@ Run it in the host's network namespace.
 
 Environment: NETCONFPATH
 Exit codes: 0 all is as it should be; 1 something differs or is left over, or it
-            failed; 2 the call made no sense
+            failed; 2 the arguments are invalid
 
 Examples:
   cnitool inspect
@@ -223,7 +223,7 @@ Run it in the host's network namespace. Read a command before you run it.
 
 Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 nothing wrong was found; 1 something was, or it failed;
-            2 the call made no sense
+            2 the arguments are invalid
 
 Example:
   cnitool doctor";
@@ -253,7 +253,7 @@ Lists the files of the networks' folder: whether each one loads, and what
 pub(crate) const AFTER_NETWORKS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 every listed network is sound (a warning does not count),
-            1 one has an error or does not exist, 2 the call made no sense
+            1 one has an error or does not exist, 2 the arguments are invalid
 
 Examples:
   cnitool networks
@@ -272,7 +272,7 @@ Plugins other than bridge, host-local, portmap and tuning are not looked into.";
 pub(crate) const AFTER_VALIDATE: &str = "\
 Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 no error was found (with --strict: no warning, either),
-            1 one was, 2 the call made no sense
+            1 one was, 2 the arguments are invalid
 
 Examples:
   cnitool validate /etc/cni/net.d/10-mynet.conflist

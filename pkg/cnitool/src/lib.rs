@@ -1,29 +1,24 @@
-//! cnitool: the operator's side of CNI.
+//! cnitool: runs, inspects and repairs CNI networks by hand.
 //!
-//! - `network`: the verbs of a network, run by hand: add, check, del, gc, status, version. A thin
-//!   layer over [`libcni`].
-//! - `inspect`: attachments as they are, beside their results, and leftovers.
-//! - `validate`: all that is wrong with a network's file, and `networks`, which is that for every
-//!   file.
-//! - `doctor`: what on the node keeps networks from working, and what fixes it.
-//! - `explain`: a verb of a network with the steps of each plugin.
+//! - `network`: the verbs add, check, del, gc, status and version of a network, with [`libcni`].
+//! - `inspect`: compares attachments with their results, and finds leftovers.
+//! - `validate`: reports all problems of a network's file; `networks` does that for every file.
+//! - `doctor`: finds problems of the node, with the commands that fix them.
+//! - `explain`: runs a verb of a network and prints the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
-//! - `rules`: the packet filter rules of attachments, written again after something else has
-//!   removed them.
-//! - `plugins`: the plugins of this project, in one table.
-//! - `node`: what is configured, remembered and marked on this node, and whether an attachment is
-//!   still in use.
-//! - `cli`: what all verbs share: the tree of verbs, the options that are everybody's, the
-//!   variables.
-//! - `target`: a network namespace's path and the container ID that goes with it.
-//! - `report`: results and errors, for people or as JSON. `help`: every word of `--help`.
-//!
+//! - `rules`: writes packet filter rules again that another program has removed.
+//! - `plugins`: the plugins of this project.
+//! - `node`: the configured networks, the result cache, the aliases of links, and whether an
+//!   attachment is in use.
+//! - `cli`: the verbs, the options of all verbs, environment variables.
+//! - `target`: a network namespace and its container ID.
+//! - `report`: prints results and errors. `help`: the longer texts of `--help`.
 //! - `generate`: completions and man pages.
 //!
-//! A new verb is a module with its arguments and a `run`, and a line in `cli::Verb`.
+//! A new verb is a module with its arguments and a function `run`, and a line in `cli::Verb`.
 //!
-//! stdout carries results only; everything else goes to stderr. The whole tool works on values
-//! ([`Call`], [`Streams`]), so its tests start no process.
+//! stdout carries only results; everything else goes to stderr. The tool gets its arguments,
+//! environment and streams as values ([`Call`], [`Streams`]), so its tests start no process.
 
 mod cli;
 mod doctor;

@@ -1,5 +1,4 @@
-//! The operator's tool: runs a CNI network by hand. All of it is in the library; here the process
-//! becomes values.
+//! cnitool. Everything is in the library, to which this passes arguments, environment and streams.
 
 use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
@@ -30,7 +29,8 @@ fn main() -> ExitCode {
     cnitool::run(&call, &mut Streams { stdout: &mut io::stdout(), notes, stdout_style, stderr_style }).into()
 }
 
-/// Colours for a terminal that wants them: <https://no-color.org>.
+/// Returns whether a stream gets colours: if it is a terminal that supports them and NO_COLOR is
+/// not set (<https://no-color.org>).
 fn style(stream: &impl IsTerminal) -> ColorMode {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");

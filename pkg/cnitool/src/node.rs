@@ -1,8 +1,8 @@
-//! What the verbs that look at the node know of it: the networks that are configured, the
-//! attachments in the result cache, and the marks of the host's links.
+//! Reads what the node has: the configured networks, the attachments in the result cache, and the
+//! aliases of the host's links.
 //!
-//! Every runtime that uses Go's libcni remembers its attachments in the same folder as cnitool, so
-//! an attachment that is missing there is rare; but its absence does not prove that it is over.
+//! Every runtime that uses Go's libcni stores its attachments in the same result cache as cnitool.
+//! So an attachment is rarely missing there, but that does not prove that its container is gone.
 
 use std::collections::BTreeMap;
 
@@ -13,8 +13,9 @@ use libcni::{ConfFile, ConfFolder, NetworkList};
 
 use crate::target::NetnsPresence;
 
-/// The configured networks that load, each once, as the runtimes choose them: lists first, then by
-/// name of the file.
+/// Returns the valid configured networks, sorted by name. If several files have the same network,
+/// the one counts that the runtimes choose: files with a list come first, then the order of the
+/// file names.
 ///
 /// # Errors
 /// Code 5 if the folder cannot be read.
@@ -31,7 +32,7 @@ pub(crate) fn networks(folder: &ConfFolder) -> Result<Vec<NetworkList>, Error> {
     Ok(chosen)
 }
 
-/// The files of a folder in the order in which they are looked through for a network.
+/// Sorts the files of a folder in the order in which runtimes search them for a network.
 pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
     files.sort_by_key(|file| file.path.extension().is_none_or(|extension| extension != "conflist"));
     files
@@ -40,16 +41,16 @@ pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
 /// Whether an attachment is in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Liveness {
-    /// It is: why.
+    /// Yes, with the reason.
     InUse(String),
-    /// It is not: why.
+    /// No, with the reason.
     Over(String),
-    /// Nothing is known of it: why that is so.
+    /// Not known, with the reason.
     Unknown(String),
 }
 
 impl Liveness {
-    /// The word for a table.
+    /// Returns the word for tables and JSON.
     pub(crate) fn word(&self) -> &'static str {
         match self {
             Liveness::InUse(_) => "in use",
@@ -58,7 +59,7 @@ impl Liveness {
         }
     }
 
-    /// Why.
+    /// Returns the reason.
     pub(crate) fn why(&self) -> &str {
         match self {
             Liveness::InUse(why) | Liveness::Over(why) | Liveness::Unknown(why) => why,
@@ -66,19 +67,21 @@ impl Liveness {
     }
 }
 
-/// The sources of knowledge about whether an attachment is in use.
+/// The information from which [`judge`](LivenessSources::judge) decides whether an attachment is in
+/// use.
 pub(crate) struct LivenessSources<'a> {
-    /// The network's entries in the result cache.
+    /// The entries of the result cache.
     pub(crate) remembered: &'a [Entry],
-    /// The alias of each link of the host that has one, and the link's name.
+    /// The aliases of the host's links that name attachments, each with the link's name.
     pub(crate) marks: &'a BTreeMap<String, String>,
     pub(crate) machine: &'a dyn Machine,
 }
 
 impl LivenessSources<'_> {
-    /// Judges an attachment of `network`; without an interface any of the container's.
+    /// Returns whether an attachment of the container `id` to `network` is in use. Without
+    /// `ifname`, any interface of the container counts.
     pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
-        let mut over = None;
+        let mut netns_gone = None;
         for entry in self.remembered.iter().filter(|entry| entry.network == network) {
             let attachment = &entry.attachment;
             if attachment.container_id != id || ifname.is_some_and(|name| name != attachment.ifname) {
@@ -95,29 +98,33 @@ impl LivenessSources<'_> {
                         attachment.netns
                     ));
                 }
-                NetnsPresence::Gone(why) => over = Some(format!("its namespace {} is gone: {why}", attachment.netns)),
+                NetnsPresence::Gone(why) => {
+                    netns_gone = Some(format!("its namespace {} is gone: {why}", attachment.netns))
+                }
             }
         }
-        // A host's end goes with the container's, so it is a sign of life where nothing else is.
+        // The host's end of a link disappears with the container's end, so if it exists, the
+        // container exists too.
         let marked = self.marks.iter().find(|(alias, _)| {
-            cni::AttachmentId::parse(alias).is_some_and(|mark| match ifname {
+            cni::AttachmentId::parse(alias).is_some_and(|parsed| match ifname {
                 Some(ifname) => cni::AttachmentId::new(network, id, ifname).is_on(Some(alias)),
-                None => mark.network == network && mark.container_id.as_deref() == Some(id),
+                None => parsed.network == network && parsed.container_id.as_deref() == Some(id),
             })
         });
-        match (marked, over) {
-            (Some((_, link)), _) => Liveness::InUse(format!("the host's link {link} has its mark")),
+        match (marked, netns_gone) {
+            (Some((_, link)), _) => Liveness::InUse(format!("the host's link {link} has its alias")),
             (None, Some(why)) => Liveness::Over(why),
             (None, None) => Liveness::Unknown("the result cache does not have it".to_owned()),
         }
     }
 }
 
-/// Returns the mark of each link in the namespace of this process, and the link's name. bandwidth's
-/// ifbs are left out: they do not go with the container, so they do not show that it exists.
+/// Returns the aliases that name attachments, each with the link's name, of all links in the
+/// namespace of this process. bandwidth's ifbs are left out, because they remain when the container
+/// disappears.
 ///
 /// # Errors
-/// The kernel's.
+/// Those of the kernel.
 pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
     let links = cni_linux::Netlink::open()?.list_links()?;
     let marked = |link: cni_linux::Link| {
@@ -127,8 +134,8 @@ pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
     Ok(links.into_iter().filter(|link| !link.is_ifb()).filter_map(marked).collect())
 }
 
-/// The mark in an alias: a port that another plugin made is marked `cni-port:<mark> …`. Any other
-/// alias as it is.
+/// Returns the attachment's alias in a link's alias. bridge gives `cni-port:<attachment's alias> …`
+/// to a port that another plugin created; any other alias is returned as it is.
 pub(crate) fn mark_in(alias: &str) -> String {
     alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(alias).to_owned()
 }

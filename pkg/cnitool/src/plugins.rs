@@ -1,10 +1,10 @@
-//! The plugins of this project, by whose own reading configurations are judged.
+//! The plugins of this project, which check their own configurations.
 
 use cni::skel::{Plugin, Role};
 
 pub(crate) use cni_multicall::find;
 
-/// Returns the role of the plugin of that `type`, unless it is another project's.
+/// Returns the role of the plugin with this `type`, or `None` for a plugin of another project.
 pub(crate) fn role(kind: &str) -> Option<Role> {
     find(kind).map(Plugin::role)
 }

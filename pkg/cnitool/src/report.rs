@@ -1,8 +1,8 @@
-//! Results and errors on their way out: for people, or as JSON.
+//! Prints results and errors, for people or as JSON.
 //!
-//! As JSON every outcome of a network verb is one document on stdout, an error in the shape the
-//! plugins give it. For people results go to stdout and errors to stderr: a line that says what
-//! failed and why, then what helps.
+//! With `--json`, a verb prints one document on stdout, also for an error, which has the form of
+//! the plugins' errors. Without it, results go to stdout and errors to stderr: a line that says
+//! what failed and why, then the details.
 
 use cni::version::Version;
 use cni::{Code, Error};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::cli::Failure;
 use crate::{ColorMode, Exit, Streams};
 
-/// The action needs a more explicit request from the operator; cnitool's own code.
+/// cnitool's own code: the action must be requested more explicitly, for example with `--all`.
 pub(crate) const REFUSED: Code = Code(103);
 
 /// How results and errors are written.
@@ -24,34 +24,35 @@ pub(crate) enum Format {
     Json,
 }
 
-/// Writes lines for people to stdout, in one piece. What would move a terminal's cursor or change
-/// its state is shown instead, because a container names its interfaces as it likes.
+/// Writes text for people to stdout. Control characters are escaped, because a container may give
+/// its interfaces names that would change the terminal's state.
 pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
-    let text = harmless(text, streams.stdout_style);
+    let text = escape_control(text, streams.stdout_style);
     write_raw(streams, &text)
 }
 
-/// The text with its control characters, and those that turn its direction, as escapes; but for the
-/// ends of lines, and the colours of [`paint`] where there are any.
-fn harmless(text: &str, style: ColorMode) -> String {
-    let mut shown = String::with_capacity(text.len());
+/// Escapes control characters and characters that change the writing direction. Leaves newlines
+/// and, if `style` has colours, the escape sequences of [`paint`].
+fn escape_control(text: &str, style: ColorMode) -> String {
+    let mut escaped = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(next) = rest.chars().next() {
         let colour = COLOURS.iter().find(|colour| style == ColorMode::Coloured && rest.starts_with(**colour));
-        let taken = colour.map_or(next.len_utf8(), |colour| colour.len());
-        let (now, later) = rest.split_at(taken);
-        let turns = matches!(next, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        if colour.is_none() && next != '\n' && (next.is_control() || turns) {
-            shown.extend(next.escape_default());
+        let length = colour.map_or(next.len_utf8(), |colour| colour.len());
+        let (current, later) = rest.split_at(length);
+        let changes_direction =
+            matches!(next, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        if colour.is_none() && next != '\n' && (next.is_control() || changes_direction) {
+            escaped.extend(next.escape_default());
         } else {
-            shown.push_str(now);
+            escaped.push_str(current);
         }
         rest = later;
     }
-    shown
+    escaped
 }
 
-/// Writes a document or a script to stdout as it is.
+/// Writes a text to stdout without escaping it.
 pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
     streams
         .stdout
@@ -60,12 +61,12 @@ pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Err
         .map_err(|error| Error::caused(Code::IO, "failed to write to stdout", error))
 }
 
-/// Writes a document to stdout.
+/// Writes a JSON document to stdout.
 pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(), Error> {
     write_raw(streams, &format!("{value:#}\n"))
 }
 
-/// The kind of a line of a report, which has its own colour.
+/// The kind of a line, which decides its colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Colour {
     /// Something is wrong.
@@ -79,7 +80,7 @@ pub(crate) enum Colour {
 /// The escape sequences of [`paint`].
 const COLOURS: [&str; 4] = ["\x1b[31m", "\x1b[33m", "\x1b[1m", "\x1b[0m"];
 
-/// A text in a colour, where the stream has any.
+/// Returns a text with the escape sequences of a colour, if `style` has colours.
 pub(crate) fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
     let code = match colour {
         Colour::Red => 31,
@@ -92,7 +93,7 @@ pub(crate) fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
     }
 }
 
-/// The rows as lines with their columns one below the other. The first row is the header.
+/// Formats rows as lines with aligned columns. The first row is the header.
 pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
     let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
@@ -104,7 +105,7 @@ pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Reports why a call did not succeed.
+/// Prints the reason why a call failed, and returns the exit code.
 pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
     match failure {
         Failure::Parser(error) => parser(error, streams),
@@ -119,16 +120,16 @@ pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
             Exit::Failed
         }
         Failure::Failed { doing, error, format: Format::Text } => {
-            let shown = |text: &str| harmless(text, ColorMode::Plain);
-            streams.notes.note(format_args!("cnitool: {doing}: {}", shown(&error.to_string())));
-            error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", shown(line))));
+            let escaped = |text: &str| escape_control(text, ColorMode::Plain);
+            streams.notes.note(format_args!("cnitool: {doing}: {}", escaped(&error.to_string())));
+            error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", escaped(line))));
             streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
             Exit::Failed
         }
     }
 }
 
-/// The parser's own words: help is a result, anything else a usage error.
+/// Prints the parser's help to stdout, or its usage error to stderr, and returns the exit code.
 fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
     let rendered = error.render();
     let text = |style| if style == ColorMode::Coloured { rendered.ansi().to_string() } else { rendered.to_string() };
@@ -145,7 +146,7 @@ fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
     }
 }
 
-/// An error as plugins write it.
+/// Returns an error in the form of the plugins' errors.
 pub(crate) fn error_json(error: &Error) -> Value {
     let mut json = json!({"cniVersion": Version::NEWEST.as_str(), "code": error.code().0, "msg": error.msg()});
     if !error.details().is_empty() {
@@ -154,7 +155,7 @@ pub(crate) fn error_json(error: &Error) -> Value {
     json
 }
 
-/// The specification's words for a code.
+/// Returns the meaning of an error code.
 fn meaning(code: Code) -> &'static str {
     match code {
         Code::INCOMPATIBLE_VERSION => "incompatible CNI version",
@@ -170,11 +171,11 @@ fn meaning(code: Code) -> &'static str {
         Code::LIMITED_CONNECTIVITY => "the plugin cannot handle an ADD, and containers may have limited connectivity",
         Code::INTERNAL => "internal error",
         REFUSED => "refused by cnitool",
-        Code::KERNEL => "a plugin's own; from these plugins: the kernel or a program refused",
-        Code::CHECK_FAILED => "a plugin's own; from these plugins: something is not as it should be",
-        Code::CONFLICT => "a plugin's own; from these plugins: something else already holds it",
-        Code(100..) => "a plugin's own",
-        _ => "unknown to the specification",
+        Code::KERNEL => "specific to the plugin; from these plugins: the kernel or a program refused the operation",
+        Code::CHECK_FAILED => "specific to the plugin; from these plugins: the attachment differs from its ADD",
+        Code::CONFLICT => "specific to the plugin; from these plugins: the name, address or port is already in use",
+        Code(100..) => "specific to the plugin",
+        _ => "not defined by the specification",
     }
 }
 
@@ -185,9 +186,9 @@ mod tests {
     #[test]
     fn what_would_reach_the_terminal_is_shown_instead() {
         let text = "\x1b]0;t\x07\r\u{9b}2J\u{202e}é\n";
-        assert_eq!(harmless(text, ColorMode::Coloured), "\\u{1b}]0;t\\u{7}\\r\\u{9b}2J\\u{202e}é\n");
+        assert_eq!(escape_control(text, ColorMode::Coloured), "\\u{1b}]0;t\\u{7}\\r\\u{9b}2J\\u{202e}é\n");
         let painted = paint(ColorMode::Coloured, Colour::Red, "eth0 \x1b[2J");
-        assert_eq!(harmless(&painted, ColorMode::Coloured), "\x1b[31meth0 \\u{1b}[2J\x1b[0m");
-        assert_eq!(harmless("\x1b[31m", ColorMode::Plain), "\\u{1b}[31m");
+        assert_eq!(escape_control(&painted, ColorMode::Coloured), "\x1b[31meth0 \\u{1b}[2J\x1b[0m");
+        assert_eq!(escape_control("\x1b[31m", ColorMode::Plain), "\\u{1b}[31m");
     }
 }

@@ -1,9 +1,9 @@
-//! rules: the packet filter rules of attachments, written again after something else has removed
+//! rules: writes the packet filter rules of attachments again after another program has removed
 //! them.
 //!
-//! Which rules those are, each plugin knows
-//! ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)). What it needs for that is in the
-//! runtime's cache of results: the network's configuration at the time of the ADD, and the result.
+//! Each plugin knows its rules ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)). It
+//! needs the network's configuration at the time of the ADD, and the result, which are in the
+//! result cache.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ use crate::report::{Colour, Format, error_json, paint, write, write_json};
 use crate::target::NetnsPresence;
 use crate::{Call, Exit, Streams, help, plugins};
 
-/// Write packet filter rules again that something else has removed
+/// Write packet filter rules again that another program has removed
 #[derive(Debug, Args)]
 #[command(after_help = help::AFTER_RULES, subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
 pub(crate) struct Rules {
@@ -43,7 +43,7 @@ enum Verb {
 /// The arguments of `restore`.
 #[derive(Debug, Args)]
 struct Restore {
-    /// This network alone
+    /// Only this network
     network: Option<String>,
     /// Print what is missing, and change nothing
     #[arg(long)]
@@ -52,26 +52,30 @@ struct Restore {
 
 /// The outcome for one attachment.
 enum Outcome {
-    /// It is not in use: why.
+    /// It is not in use, for this reason.
     Skipped(String),
-    /// Nothing can be compared: why.
+    /// Its rules could not be compared.
     Failed(Error),
-    /// The outcome for the rules of each plugin.
+    /// The type of each plugin, and the outcome for its rules.
     Plugins(Vec<(String, Rule)>),
 }
 
-/// The outcome for the rules that one plugin keeps for an attachment.
+/// The outcome for the rules of one plugin.
 enum Rule {
+    /// No rule was missing.
     Complete,
+    /// These rules are missing.
     Missing(Vec<String>),
+    /// These rules were missing and have been written.
     Restored(Vec<String>),
+    /// The rules could not be compared or written.
     Failed(Error),
-    /// Another project's plugin.
+    /// It is not a plugin of this project.
     NotExamined,
 }
 
 impl Rule {
-    /// The word for a document, and the sentences behind it.
+    /// Returns the outcome as one word, and sentences with the reasons.
     fn describe(&self) -> (&'static str, Vec<String>) {
         match self {
             Rule::Complete => ("complete", Vec::new()),
@@ -83,7 +87,7 @@ impl Rule {
     }
 }
 
-/// Does what the arguments ask for.
+/// Runs `cnitool rules`.
 pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let Verb::Restore(args) = &args.verb;
     restore(args, shared, call, streams).map_err(|error| failed("rules restore", error, shared.format()))
@@ -161,35 +165,49 @@ fn restore_attachment(
         };
         rules.push((plugin.kind().to_owned(), rule));
     }
-    // A DEL during the call would have left what was written after it: then all of it is removed
-    // again.
+    // If the attachment was deleted during the call, DEL may have run before the rules were
+    // written. So dropping `written` removes them again.
     if !written.is_empty() && (cache.find(&entry.id())?.is_none() || absent(entry, call)?.is_some()) {
-        return Ok(Outcome::Skipped("it was detached during the call; its rules are removed again".to_owned()));
+        return Ok(Outcome::Skipped("it was detached during the call; its rules have been removed again".to_owned()));
     }
     written.into_iter().for_each(Rollback::commit);
     Ok(Outcome::Plugins(rules))
 }
 
-/// The path of the attachment's namespace. The libcni of Podman 4 and containerd 1.6 does not
-/// record it; the recorded result names the namespace of each interface.
+/// Returns the path of the attachment's namespace. The libcni of Podman 4 and containerd 1.6 does
+/// not store it in the entry, but the result in the entry has the namespace of each interface.
 fn find_netns(entry: &Entry) -> String {
-    let recorded = &entry.attachment.netns;
-    let inside = || Some(container_interface(entry).ok()??.sandbox);
-    if recorded.is_empty() { inside().unwrap_or_default() } else { recorded.clone() }
+    let stored = &entry.attachment.netns;
+    if !stored.is_empty() {
+        return stored.clone();
+    }
+    match container_interface(entry) {
+        Ok(Some(interface)) => interface.sandbox,
+        Ok(None) | Err(_) => String::new(),
+    }
 }
 
-/// The container's interface, as the recorded result has it.
+/// Returns the container's interface in the entry's result, or `None` if it has none.
+///
+/// # Errors
+/// Code 6 if the result cannot be decoded.
 fn container_interface(entry: &Entry) -> Result<Option<Interface>> {
     let result = entry.result.as_deref().map(|result| result.get()).unwrap_or("{}");
-    let undecodable = |why: String| Error::new(Code::DECODE, format!("failed to decode the recorded result: {why}"));
+    let undecodable =
+        |why: String| Error::new(Code::DECODE, format!("failed to decode the result in the result cache: {why}"));
     let json = Json::parse(result.as_bytes()).map_err(|error| undecodable(error.to_string()))?;
     let result = AddResult::decode(&json, Version::NEWEST).map_err(|error| undecodable(error.to_string()))?;
-    let is_it = |interface: &Interface| interface.name == entry.attachment.ifname && !interface.sandbox.is_empty();
-    Ok(result.interfaces.into_iter().find(is_it))
+    let is_container_interface =
+        |interface: &Interface| interface.name == entry.attachment.ifname && !interface.sandbox.is_empty();
+    Ok(result.interfaces.into_iter().find(is_container_interface))
 }
 
-/// Why the attachment is not in use, if it is not: its rules could hit another container's packets.
-/// An interface with another address than the ADD's is not the one that the rules were for.
+/// Returns why the attachment is not in use, or `None` if it is. The rules of an attachment that is
+/// not in use could match packets of another container. An interface with another MAC than in the
+/// result was not created by the attachment's ADD.
+///
+/// # Errors
+/// Those of the kernel; the result cannot be decoded.
 fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
     match NetnsPresence::of(netns, call.machine) {
@@ -204,10 +222,13 @@ fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     let expected = container_interface(entry)?.map(|interface| interface.mac).unwrap_or_default();
     let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
     let is_other = !expected.is_empty() && !expected.eq_ignore_ascii_case(&mac);
-    Ok(is_other.then(|| format!("{ifname} in its namespace {netns} has the MAC {mac}; the result says {expected}")))
+    if !is_other {
+        return Ok(None);
+    }
+    Ok(Some(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}")))
 }
 
-/// Returns the environment that the plugins had in the attachment's ADD.
+/// Returns the CNI variables of the attachment's ADD, with CHECK as the verb.
 fn environment(entry: &Entry) -> Environment {
     let attachment = &entry.attachment;
     let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
@@ -223,6 +244,7 @@ fn environment(entry: &Entry) -> Environment {
     )
 }
 
+/// Returns the report for people.
 fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
     let (mut text, mut lacking, mut skipped) = (String::new(), 0, 0);
     for (entry, outcome) in all {
@@ -238,8 +260,12 @@ fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
             Outcome::Plugins(rules) => {
                 lacking +=
                     usize::from(rules.iter().any(|(_, rule)| !matches!(rule, Rule::Complete | Rule::NotExamined)));
-                let told = rules.iter().map(|(plugin, rule)| (plugin.as_str(), rule.describe()));
-                told.map(|(plugin, (word, sentences))| (plugin, word, sentences)).collect()
+                let mut lines = Vec::new();
+                for (plugin, rule) in rules {
+                    let (word, sentences) = rule.describe();
+                    lines.push((plugin.as_str(), word, sentences));
+                }
+                lines
             }
         };
         for (plugin, word, sentences) in lines {
@@ -255,6 +281,7 @@ fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
     text + &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped.\n", all.len())
 }
 
+/// Returns the report for `--json`.
 fn as_json(all: &[(Entry, Outcome)], problems: &[String], mode: RestoreMode) -> Value {
     let rule = |(plugin, rule): &(String, Rule)| {
         let (outcome, why) = rule.describe();

@@ -1,8 +1,7 @@
-//! Whom a verb is about: the path of a network namespace, and the container ID that goes with it.
+//! The network namespace that a verb is about, and the container ID that is derived from its path.
 //!
-//! cnitool has no containers. Like Go's it takes the namespace's path for one, and derives the ID
-//! from it; so the path must come out the same to the letter, or a DEL would not find what an ADD
-//! made.
+//! cnitool has no containers. Like Go's cnitool it derives a container ID from the namespace's
+//! path. So the path must be exactly the same in ADD and DEL.
 
 use std::io::ErrorKind;
 use std::path::{Component, Path, PathBuf};
@@ -13,19 +12,20 @@ use cni::machine::Machine;
 /// Whether there is a namespace at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum NetnsPresence {
-    /// A namespace.
+    /// Yes.
     There,
-    /// Nothing: the reason.
+    /// No, with the reason.
     Gone(String),
-    /// Something else: a description. An empty file is left where a namespace was unmounted; but a
-    /// live one looks the same from a mount namespace that its mount has not reached. So it does
-    /// not prove that the namespace is gone.
+    /// The path is something else, which the text describes. After a namespace was unmounted, an
+    /// empty file remains. But an existing namespace also looks like this in a mount namespace that
+    /// does not have its mount, so this does not prove that the namespace is gone.
     Other(String),
-    /// It could not be found out: why.
+    /// Not known, with the reason.
     Unknown(String),
 }
 
 impl NetnsPresence {
+    /// Checks the path of a namespace.
     pub(crate) fn of(netns: &str, machine: &dyn Machine) -> NetnsPresence {
         if netns.is_empty() {
             return NetnsPresence::Unknown("no path was recorded".to_owned());
@@ -44,7 +44,8 @@ impl NetnsPresence {
     }
 }
 
-/// A path made absolute as Go does it: lexically, without asking the file system about links.
+/// Returns a path as an absolute one, relative to `folder` and lexically as in Go: symbolic links
+/// are not followed.
 pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
     let mut clean = PathBuf::from("/");
     for component in folder.join(path).components() {
@@ -59,7 +60,7 @@ pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
     clean
 }
 
-/// The ID of the "container" behind a namespace: `cnitool-` and the first 20 digits of the SHA-512
+/// Returns the container ID for a namespace: `cnitool-` and the first 20 hex digits of the SHA-512
 /// of its path.
 pub(crate) fn container_id(netns: &str) -> String {
     format!("cnitool-{}", sha512_hex(&[netns.as_bytes()], 20))

@@ -1,7 +1,7 @@
-//! ADD: bridge, port and protection; the wait until the port forwards.
+//! Implements ADD: bridge, veth pair, port settings, and the wait until the port forwards.
 //!
-//! The order is the point: flags, VLANs and spoof rules are in force before the container's end
-//! comes up.
+//! Flags, VLANs and spoof rules of the port are set before the container's end comes up, so that no
+//! frame passes without them.
 
 use std::time::Duration;
 
@@ -18,7 +18,8 @@ use crate::conf::Conf;
 use crate::device;
 use crate::port::{self, PortEnds};
 
-/// How long a port may take to forward. It takes milliseconds; this is for a machine under stress.
+/// How long ADD waits until a port forwards. Usually that takes milliseconds, on a busy host
+/// longer.
 const PORT_DEADLINE: Duration = Duration::from_secs(5);
 
 const EOPNOTSUPP: i32 = 95;
@@ -30,20 +31,20 @@ pub struct AttachedPort {
     pub(crate) bridge: Link,
     /// The index of the port.
     pub(crate) port: u32,
-    /// The index of the link that has the gateway's address, once it has.
+    /// The index of the link with the gateway's address; `None` until that link is known.
     pub(crate) gateway: Option<u32>,
-    /// The earlier state of another plugin's interface.
+    /// In chained use, the state of the earlier plugin's interface before ADD.
     pub(crate) earlier: Option<Earlier>,
 }
 
-/// Creates a veth pair whose host's end is a port of the bridge.
+/// Finds or creates the bridge, and creates a veth pair whose host's end is a port of it.
 pub(crate) fn create<'a>(
     context: &AttachmentContext<'a, Conf>,
     rollback: &mut Rollback<'a>,
 ) -> Result<CreatedLink<AttachedPort>> {
     let (host, conf) = (&context.host, &context.conf);
     if conf.spoof_check {
-        port::refuse_second(host, &context.mark, None)?;
+        port::check_not_guarded(host, &context.mark, None)?;
     }
     let bridge = device::ensure(host, conf, context.call.machine)?;
     let choices = Choices { mtu: conf.mtu, mac: conf.mac, master: Some(bridge.index) };
@@ -65,9 +66,9 @@ pub(crate) fn create<'a>(
     Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 2, link })
 }
 
-/// Waits until frames pass: the port forwards, and it, the gateway's link and the container's end
-/// have their carriers. A worker of the kernel sets each carrier, in any order, and an interface
-/// drops what it is to send until then.
+/// Waits until frames pass: the port forwards, and the gateway's link and the container's end have
+/// their carriers. The kernel sets each carrier asynchronously, in any order, and an interface
+/// drops outgoing frames until then. If STP holds the port back, prints a note and does not fail.
 pub(crate) fn wait_for_frames(
     context: &AttachmentContext<'_, Conf>,
     created: &CreatedLink<AttachedPort>,
@@ -85,7 +86,6 @@ pub(crate) fn wait_for_frames(
             let notes = &context.call.notes;
             notes.note(format_args!("{}: STP has not put the port into the forwarding state yet", port.name));
         }
-        // The container's end nearly always has its carrier by now.
         context.container.wait_carrier_in(&context.netns, created.index, deadline, machine)
     };
     wait().map_err(|error| Error::from(error).context("bridge port in error state"))

@@ -1,8 +1,9 @@
-//! `bridge` after another plugin that made CNI_IFNAME: that interface becomes a port.
+//! Chained use: an earlier plugin has created CNI_IFNAME, and its host's end becomes a port of the
+//! bridge.
 //!
-//! The interface is not ours, so it gets a mark of its own kind, and DEL takes it off the bridge
-//! instead of deleting it. DEL and CHECK always carry a `prevResult`, chained or not: they go by
-//! the mark alone.
+//! That interface belongs to the earlier plugin. So its host's end gets another kind of mark, a
+//! [`PortMark`], and DEL detaches it from the bridge instead of deleting it. DEL and CHECK get a
+//! `prevResult` in either use, so only the mark decides which one it is.
 
 use std::rc::Rc;
 
@@ -22,30 +23,37 @@ use crate::conf::Conf;
 use crate::device;
 use crate::port::{self, PortEnds};
 
-/// The kernel keeps 255 bytes of an alias.
+/// The longest alias, in bytes, that the kernel stores.
 const ALIAS_MAX: usize = 255;
 
-/// Room for the numbers that [`note_addresses`] fills in later.
-const NUMBERS: usize = 8;
+/// The space in the alias for the two numbers that [`note_addresses`] adds.
+const NUMBERS_LEN: usize = 8;
 
-/// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container. The loopback
-/// plugin, with which Nomad's list begins, does not: then this plugin creates the interface and
-/// ignores that result.
+/// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container; otherwise `None`,
+/// and this plugin creates the interface itself. For example, Nomad's list begins with the loopback
+/// plugin, which does not create it.
 ///
-/// Runtimes hand a result on in its plugin's version. Go reads none at all at ADD, so one that
-/// cannot be read matters only where it names that interface.
+/// # Errors
+/// If `prevResult` names the interface but cannot be decoded, as it may have another version.
+/// Without that name it is ignored, with a note: Go does not read `prevResult` at ADD at all.
 pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
     let Some(json) = call.conf.json().get("prevResult") else { return Ok(None) };
-    let is_ours = |name: &str, sandbox: &str| name == call.ifname && !sandbox.is_empty();
+    let is_in_container = |name: &str, sandbox: &str| name == call.ifname && !sandbox.is_empty();
     match AddResult::decode(json, call.conf.version()) {
         Ok(prev) => {
-            let meant = prev.interfaces.iter().any(|interface| is_ours(&interface.name, &interface.sandbox));
-            Ok(Some(prev).filter(|_| meant))
+            let has_interface =
+                prev.interfaces.iter().any(|interface| is_in_container(&interface.name, &interface.sandbox));
+            if has_interface { Ok(Some(prev)) } else { Ok(None) }
         }
         Err(error) => {
-            let text = |interface: &Json, key| interface.get(key).and_then(Json::as_str).unwrap_or_default().to_owned();
+            let text_of = |interface: &Json, key| {
+                let value = interface.get(key).and_then(Json::as_str);
+                value.unwrap_or_default().to_owned()
+            };
             if let Some(Json::Array(interfaces)) = json.get("interfaces")
-                && interfaces.iter().any(|interface| is_ours(&text(interface, "name"), &text(interface, "sandbox")))
+                && interfaces
+                    .iter()
+                    .any(|interface| is_in_container(&text_of(interface, "name"), &text_of(interface, "sandbox")))
             {
                 return Err(Error::caused(Code::DECODE, "could not parse prevResult", error));
             }
@@ -55,7 +63,12 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
     }
 }
 
-/// Makes the host's end of the earlier plugin's interface a port of the bridge.
+/// Makes the host's end of the earlier plugin's interface a port of the bridge. `earlier` is the
+/// earlier plugin's result.
+///
+/// # Errors
+/// If the container has no such Ethernet interface, its host's end is not in `earlier`, or it is in
+/// use by another attachment or bridge.
 pub(crate) fn plug_in<'a>(
     context: &AttachmentContext<'a, Conf>,
     earlier: &AddResult,
@@ -68,7 +81,7 @@ pub(crate) fn plug_in<'a>(
             call.ifname
         ))
     })?;
-    let link = host_side(host, conf, earlier, &inner)?;
+    let link = find_host_end(host, conf, earlier, &inner)?;
     let peer_mac = inner.mac.ok_or_else(|| {
         Error::config(format!(
             "chained use: the container's interface {:?} has no hardware address, and only Ethernet interfaces can be \
@@ -77,18 +90,18 @@ pub(crate) fn plug_in<'a>(
         ))
     })?;
     if conf.spoof_check {
-        port::refuse_second(host, mark, Some(&link))?;
+        port::check_not_guarded(host, mark, Some(&link))?;
     }
     let bridge = device::ensure(host, conf, call.machine)?;
-    let port_mark = check_free(&bridge, &link, mark)?;
-    // A port of the bridge that the earlier plugin made one stays one.
+    let port_mark = new_port_mark(&bridge, &link, mark)?;
     let (undo, index, was_port) = (Rc::clone(host), link.index, link.master.is_some());
     rollback.push(format!("take {} off {}", link.name, bridge.name), move || match undo.find_link_by_index(index)? {
+        // The earlier plugin had already attached it to the bridge: it stays there.
         Some(link) if was_port => restore_alias(&undo, &link),
         Some(link) => give_back(&undo, &link),
         None => Ok(()),
     });
-    take(host, &bridge, &link, &port_mark)?;
+    mark_and_attach(host, &bridge, &link, &port_mark)?;
     let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
     port::protect(host, &ends, mark, conf, rollback)?;
     let interface = match earlier.find_interface(&call.ifname, call.sandbox()) {
@@ -106,20 +119,20 @@ pub(crate) fn plug_in<'a>(
     Ok(CreatedLink { index: inner.index, mac: peer_mac, result: earlier.clone(), interface, link })
 }
 
-/// The state of another plugin's interface before ADD.
+/// The state of the earlier plugin's interface before ADD, and its new mark.
 #[derive(Debug)]
 pub(crate) struct Earlier {
     /// Whether the container's end was up.
     inner_up: bool,
-    /// The mark that the port has got.
+    /// The mark of the host's end.
     port_mark: PortMark,
 }
 
-/// Remembers on the port which of the result's addresses are ours, for DEL; and how to take them
-/// off the interface.
+/// Records in the port's mark, for DEL, which of the result's addresses this plugin's IPAM gave,
+/// and registers their removal with `rollback`.
 ///
-/// The interface stays even if the ADD fails, so our addresses must be removed from it before IPAM
-/// gets them back. The addresses that it has already are the earlier plugin's.
+/// The earlier plugin's interface remains if this ADD fails, so the new addresses must be removed
+/// from it before IPAM releases them. Addresses that it has already are the earlier plugin's.
 pub(crate) fn note_addresses<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &CreatedLink<AttachedPort>,
@@ -127,22 +140,24 @@ pub(crate) fn note_addresses<'a>(
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let Some(Earlier { inner_up, port_mark }) = &created.link.earlier else { return Ok(()) };
-    let there = context.container.list_addresses(created.index)?;
-    let mut addresses = layer3.addresses();
-    addresses.retain(|cidr| there.iter().all(|address| address.cidr != *cidr));
+    let existing = context.container.list_addresses(created.index)?;
+    let mut new_addresses = layer3.addresses();
+    new_addresses.retain(|cidr| existing.iter().all(|address| address.cidr != *cidr));
     let (undo, index, was_up) = (context.container.clone(), created.index, *inner_up);
     rollback.push(format!("take our addresses off {}", context.call.ifname), move || {
-        let purged = purge_addresses(&undo, index, &addresses);
-        let down = if was_up { Ok(()) } else { undo.set_down(index) };
-        purged.and(down)
+        let purged = purge_addresses(&undo, index, &new_addresses);
+        let set_down = if was_up { Ok(()) } else { undo.set_down(index) };
+        purged.and(set_down)
     });
-    let addresses = (created.result.ips.len(), layer3.ips.len());
-    let port_mark = PortMark { addresses, ..port_mark.clone() };
+    // The new addresses follow those of the earlier plugins in the result.
+    let (first, count) = (created.result.ips.len(), layer3.ips.len());
+    let port_mark = PortMark { addresses: (first, count), ..port_mark.clone() };
     Ok(context.host.set_alias(created.link.port, &port_mark.alias())?)
 }
 
-/// The one interface of prevResult that is on the host and the other end of CNI_IFNAME.
-fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Result<Link> {
+/// Returns the host's end of the container's interface `inner`, which must be one of the interfaces
+/// in `prev`. Fails if it is not, or a veth pair's ends cannot be matched uniquely.
+fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Result<Link> {
     let mut peers = Vec::new();
     for interface in &prev.interfaces {
         if !interface.sandbox.is_empty() || interface.name == conf.bridge {
@@ -164,19 +179,23 @@ fn host_side(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Res
     }
 }
 
-/// Returns the mark for the link, if this attachment may use the link.
-fn check_free(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMark> {
+/// Returns the mark that the link gets as a port of `bridge` for this attachment.
+///
+/// # Errors
+/// Code 102 if another bridge or attachment uses the link, or this attachment already does; code 7
+/// if the link's alias is too long to be stored beside the mark.
+fn new_port_mark(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
         let msg = format!("{} is already a port of another interface", link.name);
         return Err(Error::new(Code::CONFLICT, msg));
     }
     let before = link.alias.clone().unwrap_or_default();
     let port_mark = match PortMark::parse(&before) {
-        // A port already: the attachment lives. Only marked: an ADD was cut off right here.
         Some(port_mark) if port_mark.belongs_to(mark) && link.master.is_some() => {
             let msg = format!("{} is already a port of {} for this attachment", link.name, bridge.name);
             return Err(Error::new(Code::CONFLICT, msg).with_details("run DEL before adding it again"));
         }
+        // Marked but not attached: an earlier ADD ended between the two steps.
         Some(port_mark) if port_mark.belongs_to(mark) => port_mark,
         Some(_) => {
             return Err(Error::new(
@@ -186,17 +205,19 @@ fn check_free(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMar
         }
         None => PortMark { mark: mark.alias(), addresses: (0, 0), before },
     };
-    if port_mark.alias().len() + NUMBERS > ALIAS_MAX {
-        let msg = format!("the alias of {} is too long to be kept with the mark: {:?}", link.name, port_mark.before);
-        return Err(Error::config(msg));
+    if port_mark.alias().len() + NUMBERS_LEN > ALIAS_MAX {
+        return Err(Error::config(format!(
+            "the alias of {} is too long to be stored beside this attachment's mark, in {ALIAS_MAX} bytes together: {:?}",
+            link.name, port_mark.before
+        )));
     }
     Ok(port_mark)
 }
 
-/// Marks the link and makes it a port.
-fn take(host: &Netlink, bridge: &Link, link: &Link, port_mark: &PortMark) -> Result<()> {
-    // The mark comes first: an unmarked port could never be cleaned up, a mark on a link that is
-    // not a port does no harm.
+/// Sets the link's mark as its alias and attaches the link to the bridge.
+fn mark_and_attach(host: &Netlink, bridge: &Link, link: &Link, port_mark: &PortMark) -> Result<()> {
+    // The mark first: DEL could never detach a port without a mark, whereas a mark on a link that
+    // is not a port does no harm.
     host.set_alias(link.index, &port_mark.alias())?;
     if link.master.is_none() {
         host.set_master(link.index, bridge.index)?;

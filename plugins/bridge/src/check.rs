@@ -1,7 +1,7 @@
-//! CHECK: is the attachment as ADD left it?
+//! Implements CHECK: whether the attachment is as ADD left it.
 //!
-//! The bridge's own things are judged by its configuration. The bridge's MAC is not judged: on a
-//! bridge that a Go plugin made it follows the ports, and no container is the worse for it.
+//! The bridge is compared with the configuration, except for its MAC: on a bridge that a Go plugin
+//! created it changes with the ports, which does not disturb any container.
 
 use cni::result::IpConfig;
 use cni::skel::{RestoreMode, Restored};
@@ -15,10 +15,12 @@ use crate::port;
 
 type Check<'a> = cni_plugin::interface::Check<'a, Conf>;
 
+/// Fails with the first difference from what ADD leaves. Waits, within the deadline, until the port
+/// forwards and duplicate address detection is over.
 pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     let (host, conf) = (&*check.context.host, &check.context.conf);
     let outer = host_end(check)?;
-    let bridge = bridge(host, conf)?;
+    let bridge = find_bridge(host, conf)?;
     check.interface()?;
     check_port(check, &bridge, &outer)?;
     check.layer3()?;
@@ -41,11 +43,13 @@ pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     check.wait_for_dad(deadline)
 }
 
+/// Returns the host's end of the container's interface; fails with Go's text if there is none.
 fn host_end(check: &Check<'_>) -> Result<Link> {
     check.host_end(&format!("CNI veth created for bridge {} was not found", check.context.conf.bridge))
 }
 
-/// Writes the missing rules of `ipMasq` and `macspoofchk` again.
+/// Returns the missing rules of `ipMasq` and `macspoofchk` and, with [`RestoreMode::Write`], writes
+/// them again. `None` if the configuration has neither.
 pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
     let outer = host_end(check)?;
     let masquerade = check.restore_masquerade(&own_addresses(check, &outer), mode)?;
@@ -54,7 +58,7 @@ pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<
     }
     let mut restored =
         masquerade.unwrap_or_else(|| Restored { missing: Vec::new(), rollback: check.context.call.rollback() });
-    let (mac, missing) = spoof_rules(check, &outer)?;
+    let (mac, missing) = check_spoof_rules(check, &outer)?;
     if mode == RestoreMode::Write && !missing.is_empty() {
         port::guard(&outer.name, mac, &check.context.mark, &mut restored.rollback)?;
     }
@@ -62,14 +66,16 @@ pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<
     Ok(Some(restored))
 }
 
-/// The container's address, and what is wrong with the rules of `macspoofchk`.
-fn spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String>)> {
+/// Returns the MAC of the container's interface, and a sentence for each difference in the rules of
+/// `macspoofchk`.
+fn check_spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String>)> {
     let (call, inner) = (check.context.call, &check.inner);
     let mac = inner.mac.ok_or_else(|| failed(format!("{} has no hardware address", inner.name)))?;
     Ok((mac, SpoofCheck::open()?.check(&call.container_id, &call.ifname, &outer.name, mac)?))
 }
 
-fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
+/// Returns the bridge. Fails if it does not exist, is down, or is not promiscuous as configured.
+fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     let name = &conf.bridge;
     let link = host.find_link(name)?.ok_or_else(|| failed(format!("Interface name {name} not found")))?;
     if !link.is_bridge() {
@@ -86,6 +92,7 @@ fn bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     Ok(link)
 }
 
+/// Fails if the host's end `outer` is not attached to the bridge with the configured settings.
 fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     let (host, conf) = (&*check.context.host, &check.context.conf);
     let name = &outer.name;
@@ -113,17 +120,16 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
         }
     }
     if conf.spoof_check {
-        let (_, wrong) = spoof_rules(check, outer)?;
-        if !wrong.is_empty() {
-            return Err(failed(wrong.join("; ")));
+        let (_, differences) = check_spoof_rules(check, outer)?;
+        if !differences.is_empty() {
+            return Err(failed(differences.join("; ")));
         }
     }
     Ok(())
 }
 
-/// Returns the result's addresses that this plugin's IPAM gave. On a port that an earlier plugin
-/// made the result also has that plugin's addresses, which have no gateway here and are not
-/// masqueraded by this plugin.
+/// Returns the result's addresses that this plugin's IPAM gave. In chained use the result also has
+/// the earlier plugin's addresses, for which this plugin adds no gateway and does not masquerade.
 fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     match PortMark::of(outer) {
         Some(PortMark { addresses: (first, count), .. }) => {
@@ -133,6 +139,8 @@ fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     }
 }
 
+/// Fails if a gateway's address is missing on the bridge, or on the VLAN's gateway interface, or
+/// the host does not forward.
 fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -> Result<()> {
     let link = match conf.gateway_vlan() {
         None => bridge.clone(),
@@ -141,10 +149,10 @@ fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -
             host.find_link(&name)?.ok_or_else(|| failed(format!("Interface name {name} not found")))?
         }
     };
-    let there = host.list_addresses(link.index)?;
+    let existing = host.list_addresses(link.index)?;
     for ip in own {
         let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix())) else { continue };
-        if !there.iter().any(|address| address.cidr == gateway) {
+        if !existing.iter().any(|address| address.cidr == gateway) {
             return Err(failed(format!("{} does not have the gateway's address {gateway}", link.name)));
         }
         let key = forwarding(ip.address.is_ipv4());

@@ -1,7 +1,7 @@
-//! The configuration of `bridge`: JSON in, impossible states out.
+//! Reads and checks the configuration of `bridge`.
 //!
-//! Only ADD and CHECK read this. DEL and GC need no key of it, so that no change of the
-//! configuration, and no mistake in it, can keep them from cleaning.
+//! DEL and GC do not read it, so that neither a change of the configuration nor a mistake in it
+//! prevents the removal of an attachment.
 
 use cni::args::CniArgs;
 use cni::config::{self, NetConf};
@@ -14,29 +14,29 @@ use cni_plugin::interface::Gateway;
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
 
-/// The bridge that is meant when none is named.
+/// The bridge's name if the configuration has none.
 pub const DEFAULT_BRIDGE: &str = "cni0";
 
-/// A sound configuration.
+/// A valid configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
     /// The bridge's name.
     pub(crate) bridge: String,
     /// Whether the bridge is the containers' gateway.
     pub(crate) gateway: Gateway,
-    /// Whether an address of the bridge that is in the gateway's way is removed.
+    /// Whether an address of the bridge that conflicts with the gateway's is removed.
     pub(crate) force_address: bool,
-    /// Whether what leaves the network is masqueraded.
+    /// Whether packets that leave the network are masqueraded.
     pub(crate) masquerade: Masquerading,
     /// The MTU of a new bridge and of both ends of the veth pair, in bytes.
     pub(crate) mtu: Option<u32>,
-    /// Whether the port sends frames back to where they came from.
+    /// Whether the port sends frames back to the container that they came from.
     pub(crate) hairpin: bool,
     /// Whether the bridge is promiscuous.
     pub(crate) promiscuous: bool,
-    /// Whether isolated ports cannot reach this one.
+    /// Whether the port is isolated: isolated ports cannot reach each other.
     pub(crate) isolated: bool,
-    /// The port's VLANs; `None` leaves VLANs alone.
+    /// The port's VLANs; `None` leaves them as the kernel sets them.
     pub(crate) vlans: Option<Vlans>,
     /// Whether frames with any other source address than the container's are dropped.
     pub(crate) spoof_check: bool,
@@ -46,12 +46,11 @@ pub struct Conf {
     pub(crate) container_down: bool,
     /// The container's hardware address.
     pub(crate) mac: Option<Mac>,
-    /// The IPAM plugin; `None` is layer 2 alone.
+    /// The IPAM plugin; `None`: the container gets no addresses.
     pub(crate) ipam: Option<String>,
-    /// Replaces what IPAM says about name resolution.
+    /// The DNS settings for the result instead of IPAM's.
     pub(crate) dns: Option<Dns>,
-    /// Gateways that this configuration itself may put onto the bridge, with their networks'
-    /// prefixes.
+    /// The gateways, with their networks' prefix lengths, that the `ipam` section configures.
     pub(crate) own_gateways: Vec<Cidr>,
 }
 
@@ -66,7 +65,7 @@ pub(crate) struct Vlans {
     pub(crate) keep_default: bool,
 }
 
-/// The keys, as they stand in the JSON.
+/// The plugin's keys as they are in JSON.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
@@ -102,16 +101,18 @@ struct RawTrunk {
 }
 
 impl Conf {
-    /// Reads the configuration, CNI_ARGS' `MAC` included.
+    /// Reads the configuration and the key `MAC` of CNI_ARGS (`args`). The only other known key is
+    /// `IP`, which IPAM plugins read.
     ///
     /// # Errors
-    /// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
+    /// Code 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where Go has one.
     pub(crate) fn new(conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
         let args = CniArgs::parse(args)?;
         args.check_known(&["MAC", "IP"])?;
         Conf::parse(conf, args.get("MAC").unwrap_or_default(), notes)
     }
 
+    /// Reads the configuration; `mac_of_args` is `MAC` in CNI_ARGS, empty if absent.
     pub(crate) fn parse(conf: &NetConf, mac_of_args: &str, notes: &Notes) -> Result<Conf> {
         let raw: Keys = conf.decode()?;
         let bridge = if raw.bridge.is_empty() { DEFAULT_BRIDGE.to_owned() } else { raw.bridge };
@@ -159,29 +160,31 @@ impl Conf {
         })
     }
 
-    /// Whether ADD puts the gateway's address on the bridge itself, and not on an interface of its
-    /// own in a VLAN.
+    /// Whether ADD adds the gateway's address to the bridge itself, not to a VLAN's gateway
+    /// interface.
     pub(crate) fn puts_gateway_on_bridge(&self) -> bool {
         self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
     }
 
-    /// Whether addresses are looked for on the link before they are used.
+    /// Returns how duplicate address detection is set for addresses that ADD adds.
     pub(crate) fn dad(&self) -> Dad {
         if self.dad { Dad::Normal } else { Dad::Skip }
     }
 
-    /// The VLAN that the gateway is in, if it has one of its own.
+    /// Returns the VLAN that the gateway is in; `None` if its address is on the bridge itself.
     pub(crate) fn gateway_vlan(&self) -> Option<u16> {
         self.vlans.as_ref().and_then(|vlans| vlans.access)
     }
 }
 
-/// The veth that carries the gateway's address of a VLAN. Not an 802.1q device, whatever the name
-/// looks like.
+/// Returns the name of the interface with a VLAN's gateway address. It is one end of a veth pair,
+/// not an 802.1q device as the name suggests; Go names it so.
 pub(crate) fn vlan_gateway_name(bridge: &str, vlan: u16) -> String {
     format!("{bridge}.{vlan}")
 }
 
+/// Reads `vlan` and `vlanTrunk`; `None` if both are absent. An empty trunk counts as present. Fails
+/// with Go's texts.
 fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<Option<Vlans>> {
     let access = match vlan {
         0 => None,
@@ -195,11 +198,12 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
         Ok(id @ 1..=4094) => Ok(id),
         _ => Err(Error::config(format!("incorrect trunk {what} parameter"))),
     };
-    // Up to where the trunk reaches from each VLAN on: what many entries repeat is expanded once.
-    let mut reaches = [0; 4095];
-    let mut reach = |min: u16, max: u16| {
-        let before = &mut reaches[usize::from(min)];
-        *before = max.max(*before);
+    // For each VLAN, the end of the longest range that begins with it; 0 if there is none. So many
+    // overlapping ranges cost no more than one.
+    let mut range_ends = [0; 4095];
+    let mut add_range = |min: u16, max: u16| {
+        let end = &mut range_ends[usize::from(min)];
+        *end = max.max(*end);
     };
     for item in trunk.unwrap_or_default() {
         match (item.min, item.max) {
@@ -208,7 +212,7 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
                 if min > max {
                     return Err(Error::config("minID is greater than maxID in trunk parameter"));
                 }
-                reach(min, max);
+                add_range(min, max);
             }
             (Some(_), None) => {
                 return Err(Error::config("minID and maxID should be configured simultaneously, maxID is missing"));
@@ -220,15 +224,17 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
         }
         if let Some(single) = item.id {
             let single = id(single, "id")?;
-            reach(single, single);
+            add_range(single, single);
         }
     }
-    let mut until = 0;
-    let trunk = (1..=4094).filter(|&id| {
-        until = until.max(reaches[usize::from(id)]);
-        id <= until
-    });
-    Ok(Some(Vlans { access, trunk: trunk.collect(), keep_default }))
+    let (mut trunk, mut range_end) = (Vec::new(), 0);
+    for id in 1..=4094 {
+        range_end = range_end.max(range_ends[usize::from(id)]);
+        if id <= range_end {
+            trunk.push(id);
+        }
+    }
+    Ok(Some(Vlans { access, trunk, keep_default }))
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! The bridge itself: found or made, and fit for what the configuration asks of it.
+//! Finds or creates the bridge, and applies the settings that the configuration requires.
 //!
-//! It is shared, so nothing of it is ever rolled back or deleted. A bridge that we make has its MAC
-//! from the first moment on: one that takes its ports' MACs changes with them, and loses its own
-//! with the last of them.
+//! The bridge is shared, so its creation and its settings are never rolled back. A bridge without a
+//! MAC of its own takes one of its ports' MACs, which changes when ports come and go, so the MAC is
+//! *pinned*: set explicitly. A bridge created here has its MAC from the beginning.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -19,87 +19,94 @@ use cni_plugin::interface::{PortMark, host_interface};
 use crate::conf::Conf;
 use crate::record;
 
-/// The alias of a bridge whose MAC we have pinned. The next ADD sees by this alias that there is
-/// nothing to do, without listing the ports; the kernel does not report whether an address was set
-/// or came with a port.
+/// The alias of a bridge whose MAC is pinned. The kernel does not report whether a MAC was set or
+/// came from a port; with this alias, the next ADD needs no look at the ports.
 const PINNED: &str = "cni-bridge: MAC pinned";
 
-/// How long another ADD may take from making its port to marking it, which are two requests.
+/// How long to wait for another ADD to mark the port that it has created, which are two requests.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 
-/// Finds or makes the bridge. Its MAC is pinned before the port of this ADD is attached.
+/// Finds or creates the bridge and applies the missing settings; on a bridge in use usually none.
+/// Its MAC is pinned before the port of this ADD is attached.
 ///
 /// # Errors
-/// 7 if the name is another kind of link's or VLAN filtering would harm foreign ports, 2 if the
-/// kernel has no VLAN filtering.
+/// Code 7 if a link of this name is not a bridge, or VLAN filtering would cut off ports of other
+/// programs; code 2 if the kernel has no VLAN filtering.
 pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Result<Link> {
-    let wrapped = |error: cni_linux::Error| {
-        let unsupported = conf.vlans.is_some() && error.is_unsupported();
-        let error = Error::from(error).context(format_args!("failed to create bridge {:?}", conf.bridge));
-        if unsupported { no_vlan_filtering(error, conf) } else { error }
-    };
-    let link = match host.find_link(&conf.bridge).map_err(wrapped)? {
+    let wrap_error = |error| creation_error(error, conf);
+    let link = match host.find_link(&conf.bridge).map_err(wrap_error)? {
         Some(link) => link,
-        None => {
-            let mac = made_up_mac()?;
-            let spec = BridgeSpec {
-                mtu: conf.mtu,
-                mac: Some(mac),
-                vlan_filtering: conf.vlans.is_some(),
-                up: true,
-                ..BridgeSpec::named(&conf.bridge)
-            };
-            match host.create_bridge(&spec) {
-                Ok(link) => {
-                    no_router_advertisements(&link.name);
-                    host.set_alias(link.index, PINNED).map_err(wrapped)?;
-                    Link { alias: Some(PINNED.to_owned()), mac: Some(mac), up: true, ..link }
-                }
-                // Another ADD made it between our look and our request.
-                Err(error) if error.is_exists() => host.link(&conf.bridge).map_err(wrapped)?,
-                Err(error) => return Err(wrapped(error)),
-            }
-        }
+        None => create(host, conf)?,
     };
     if !link.is_bridge() {
         let msg = format!("failed to create bridge {0:?}: {0:?} already exists but is not a bridge", conf.bridge);
         return Err(Error::config(msg));
     }
-    // Adds the missing settings, in as few requests as possible: on a bridge in use there are none.
-    // A bridge that another program made may learn routes, which is the kernel's default.
+    // A bridge that another program created may accept router advertisements, the kernel's default.
     if !link.up || link.alias.as_deref() != Some(PINNED) {
         no_router_advertisements(&link.name);
     }
-    let link = pin(host, link, conf)?;
+    let link = pin_mac(host, link, conf)?;
     if conf.vlans.is_some() && !link.bridge.as_ref().is_some_and(|bridge| bridge.vlan_filtering) {
-        switch_vlan_filtering_on(host, &link, conf, machine)?;
+        enable_vlan_filtering(host, &link, conf, machine)?;
     }
     if !link.up {
-        host.set_up(link.index).map_err(wrapped)?;
+        host.set_up(link.index).map_err(wrap_error)?;
     }
     if conf.promiscuous && !link.promisc {
-        host.set_promisc(link.index, LinkFlag::On).map_err(wrapped)?;
+        host.set_promisc(link.index, LinkFlag::On).map_err(wrap_error)?;
     }
     Ok(link)
 }
 
-/// Code 2 naming key and value.
+/// Creates the bridge, or returns the one that another ADD has created meanwhile.
+fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
+    let wrap_error = |error| creation_error(error, conf);
+    let mac = made_up_mac()?;
+    let spec = BridgeSpec {
+        mtu: conf.mtu,
+        mac: Some(mac),
+        vlan_filtering: conf.vlans.is_some(),
+        up: true,
+        ..BridgeSpec::named(&conf.bridge)
+    };
+    match host.create_bridge(&spec) {
+        Ok(link) => {
+            no_router_advertisements(&link.name);
+            host.set_alias(link.index, PINNED).map_err(wrap_error)?;
+            Ok(Link { alias: Some(PINNED.to_owned()), mac: Some(mac), up: true, ..link })
+        }
+        Err(error) if error.is_exists() => host.link(&conf.bridge).map_err(wrap_error),
+        Err(error) => Err(wrap_error(error)),
+    }
+}
+
+/// Returns the error for a bridge that could not be created or set up. If the kernel lacks VLAN
+/// filtering, and VLANs are configured, this is the reason.
+fn creation_error(error: cni_linux::Error, conf: &Conf) -> Error {
+    let lacks_vlan_filtering = conf.vlans.is_some() && error.is_unsupported();
+    let error = Error::from(error).context(format_args!("failed to create bridge {:?}", conf.bridge));
+    if lacks_vlan_filtering { no_vlan_filtering(error, conf) } else { error }
+}
+
+/// Returns an error of code 2: `error`, and the configured key that needs VLAN filtering.
 pub(crate) fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
-    let asked = match conf.vlans.as_ref() {
+    let key = match conf.vlans.as_ref() {
         Some(vlans) => match vlans.access {
             Some(vlan) => format!("\"vlan\": {vlan}"),
             None => format!("\"vlanTrunk\": {:?}", vlans.trunk),
         },
         None => String::new(),
     };
-    let msg = format!("{}: {asked} needs a kernel with bridge VLAN filtering", error.msg());
+    let msg = format!("{}: {key} needs a kernel with bridge VLAN filtering", error.msg());
     Error::new(Code::UNSUPPORTED_FIELD, msg)
 }
 
-/// Checks for STATUS that the kernel has VLAN filtering, if the configuration needs it.
+/// Checks for STATUS that the kernel has VLAN filtering, if the configuration needs it. If that
+/// cannot be found out, prints a note.
 ///
 /// # Errors
-/// Code 2 naming key and value.
+/// Code 2 if the kernel lacks VLAN filtering.
 pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     if conf.vlans.is_none() {
         return Ok(());
@@ -118,15 +125,19 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     }
 }
 
-/// Sets the bridge's present MAC explicitly, so that the bridge keeps it: always if this ADD makes
-/// the bridge the gateway, because every container would lose the gateway with each change of its
-/// MAC; otherwise only if all ports are CNI's.
-fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
-    if link.alias.as_deref() == Some(PINNED) || !(conf.puts_gateway_on_bridge() || belongs_to_cni(host, &link)) {
+/// Pins the bridge's current MAC. If this ADD adds a gateway's address to the bridge, always: with
+/// each change of the MAC all containers would lose the gateway for a while. Otherwise only if all
+/// ports are containers'.
+fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
+    if link.alias.as_deref() == Some(PINNED) {
         return Ok(link);
     }
-    // The owner's alias leaves no room for the sign. Setting the MAC at every ADD would drop all
-    // neighbour entries each time, so the MAC is pinned before the first address, as Go does.
+    if !conf.puts_gateway_on_bridge() && !has_only_cni_ports(host, &link) {
+        return Ok(link);
+    }
+    // The administrator's alias is not replaced, so the bridge cannot be recognised as pinned.
+    // Setting the MAC drops all neighbour entries of the bridge, so that is only done before the
+    // first gateway's address, as Go does.
     if link.alias.is_some() && has_gateway_address(host, &link, conf)? {
         return Ok(link);
     }
@@ -138,36 +149,37 @@ fn pin(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.is_some() {
         return Ok(Link { mac: Some(mac), ..link });
     }
-    // The ADD that made the bridge may have ended before it pinned the MAC.
+    // The ADD that created the bridge may have ended before these two steps.
     no_router_advertisements(&link.name);
     host.set_alias(link.index, PINNED)?;
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
 }
 
-/// Whether an earlier ADD has put a gateway's address on the bridge: one of the configuration's own
-/// or, where only IPAM knows them, any but the kernel's link-local one.
+/// Whether the bridge has a gateway's address from an earlier ADD: one of the configured gateways
+/// or, if the configuration has none, any address that is not link-local.
 fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool> {
     let is_link_local = |address| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
-    let is_gateway = |cidr: Cidr| match conf.own_gateways.is_empty() {
-        true => !is_link_local(cidr.address()),
-        false => conf.own_gateways.contains(&cidr),
+    let is_gateway = |cidr: Cidr| {
+        if conf.own_gateways.is_empty() { !is_link_local(cidr.address()) } else { conf.own_gateways.contains(&cidr) }
     };
     Ok(host.list_addresses(link.index)?.iter().any(|address| is_gateway(address.cidr)))
 }
 
-/// Whether all ports of the bridge are CNI's, so that no other program needs its MAC to change.
-fn belongs_to_cni(host: &Netlink, link: &Link) -> bool {
-    let record = record::HostVeths::default();
-    // Another ADD may have created the bridge a moment ago, with its MAC, and not have set the
-    // alias yet; while hundreds of ports are added, the list is never complete. The next ADD looks
-    // again, so this one does not fail.
+/// Whether all ports of the bridge are containers', so that no other program relies on the bridge
+/// taking the MAC of its port. False if the ports cannot be listed, as while many are being added:
+/// the next ADD looks again.
+fn has_only_cni_ports(host: &Netlink, link: &Link) -> bool {
     let Ok(ports) = host.list_ports(link.index) else { return false };
-    // Without ports it may be waiting for its uplink, to take that one's MAC.
-    ports.iter().all(|port| is_cni_port(port, &record)) && (!ports.is_empty() || link.mac.is_none_or(Mac::is_zero))
+    if ports.is_empty() {
+        // A bridge with a MAC but without ports may be waiting for its uplink, to take its MAC.
+        return link.mac.is_none_or(Mac::is_zero);
+    }
+    let record = record::HostVeths::default();
+    ports.iter().all(|port| is_cni_port(port, &record))
 }
 
-/// The bridge as the result lists it, once all ports are there: a MAC that is not pinned may have
-/// become a port's. Go's CHECK compares it.
+/// Returns the bridge for the result, which Go's CHECK compares. Called when the port is attached:
+/// a MAC that is not pinned may have changed to that of a port.
 pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     let mac = match bridge.alias.as_deref() {
         Some(PINNED) => bridge.mac,
@@ -176,35 +188,35 @@ pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     Ok(host_interface(&bridge.name, mac))
 }
 
-/// Whether a port is a container's: by our mark, or by a runtime's record of what a CNI plugin
-/// made.
+/// Whether a port is a container's: it has these plugins' mark, or a runtime has recorded that a
+/// CNI plugin created it.
 fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
-    let marked = port
-        .alias
-        .as_deref()
-        .is_some_and(|alias| AttachmentId::parse(alias).is_some() || PortMark::parse(alias).is_some());
-    marked || (port.is_veth() && record.contains(&port.name))
+    let is_mark = |alias: &str| AttachmentId::parse(alias).is_some() || PortMark::parse(alias).is_some();
+    port.alias.as_deref().is_some_and(is_mark) || (port.is_veth() && record.contains(&port.name))
 }
 
-fn switch_vlan_filtering_on(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn Machine) -> Result<()> {
+/// Enables VLAN filtering on a bridge that these plugins or another program use already. Fails if
+/// that would cut off ports of other programs.
+fn enable_vlan_filtering(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn Machine) -> Result<()> {
+    // Another ADD may have created its port and not marked it yet.
     let watch = Watch::open()?;
     let marked = watch.wait("a mark on every port", machine.now() + MARK_DEADLINE, machine, || {
         let ports = host.list_ports(link.index)?;
-        Ok(ports.iter().all(|port| !port.is_veth() || port.alias.is_some()).then_some(()))
+        let are_veths_marked = ports.iter().all(|port| !port.is_veth() || port.alias.is_some());
+        Ok(if are_veths_marked { Some(()) } else { None })
     });
     match marked {
         Err(error) if !error.is_deadline() => return Err(error.into()),
         _ => check_foreign_ports(host, link)?,
     }
-    host.set_vlan_filtering(link.index).map_err(|error| {
-        let unsupported = error.is_unsupported();
-        let error = Error::from(error);
-        if unsupported { no_vlan_filtering(error, conf) } else { error }
-    })
+    match host.set_vlan_filtering(link.index) {
+        Err(error) if error.is_unsupported() => Err(no_vlan_filtering(error.into(), conf)),
+        result => Ok(result?),
+    }
 }
 
-/// Checks that VLAN filtering may be switched on: it drops the tagged traffic of other users at
-/// once.
+/// Checks that VLAN filtering can be enabled on the bridge: fails, naming them, if it has ports of
+/// other programs, as VLAN filtering would drop their tagged traffic.
 pub(crate) fn check_foreign_ports(host: &Netlink, link: &Link) -> Result<()> {
     let record = record::HostVeths::default();
     let ports = host.list_ports(link.index)?;

@@ -1,14 +1,14 @@
-//! For pkg/cni-fuzz alone: the configuration's reader, and what must hold of all it accepts.
+//! Only for pkg/cni-fuzz: reads a configuration, and checks what every valid one must fulfil.
 
 use cni::skel::Call;
 use cni::{Result, ident};
 
 use crate::conf::Conf;
 
-/// Reads a configuration as ADD does.
+/// Reads a configuration as ADD does, and checks the result.
 ///
 /// # Errors
-/// What ADD would refuse it with.
+/// The error that ADD would return.
 pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(&call.conf, &call.environment.args, &call.notes)?;
     assert!(ident::check_host_link_name("bridge", &conf.bridge).is_ok(), "{:?} is not a bridge's name", conf.bridge);

@@ -1,7 +1,8 @@
-//! The gateways' addresses on the bridge, or on the VLAN's own interface, and forwarding.
+//! Adds the gateways' addresses to the bridge, or to a VLAN's gateway interface, and enables
+//! forwarding.
 //!
-//! Other attachments share both, so a failed ADD leaves them. What `forceAddress` removed is put
-//! back.
+//! Other attachments share both, so a failed ADD leaves them. Addresses that `forceAddress` removed
+//! are restored.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -20,8 +21,9 @@ use crate::conf::{Conf, vlan_gateway_name};
 /// The alias of the bridge's end of a VLAN gateway.
 const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 
-/// Puts the gateways' addresses onto the link that is to have them, if the bridge is to be the
-/// gateway. A link of their own is added to the result.
+/// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway. A
+/// VLAN's gateway interface is also added to the result. Returns the added addresses, and their
+/// link as the one whose neighbour entries for the container can be outdated.
 pub(crate) fn serve<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &mut CreatedLink<AttachedPort>,
@@ -34,27 +36,31 @@ pub(crate) fn serve<'a>(
         created.result.interfaces.push(host_interface(&link.name, link.mac));
     }
     let neighbours_on = Some(link.index);
-    let added = Plan::new(context, link, layer3)?.serve(context, rollback)?;
+    let added = Plan::new(context, link, layer3)?.execute(context, rollback)?;
     Ok(HostState { added, neighbours_on })
 }
 
-/// The gateways of an attachment, once nothing can be refused any more.
+/// The changes that add an attachment's gateways. Making the plan changes nothing and finds all
+/// reasons for a refusal.
 struct Plan {
+    /// The link for the gateways' addresses.
     link: Link,
+    /// The gateways' addresses that the link lacks.
     missing: Vec<Cidr>,
-    in_the_way: Vec<Cidr>,
-    /// Whether each family with a gateway is IPv4.
+    /// The addresses of the link that are removed because of `forceAddress`.
+    conflicting: Vec<Cidr>,
+    /// The families that have a gateway: `true` is IPv4.
     families: BTreeSet<bool>,
 }
 
 impl Plan {
-    /// Finds which gateways' addresses `link` lacks and which other addresses are in their way.
+    /// Finds which gateways' addresses `link` lacks and which of its addresses conflict with them.
     ///
     /// # Errors
-    /// 102 with Go's text if an address is in the way and `forceAddress` is not set.
+    /// Code 102 with Go's text if an address conflicts and `forceAddress` is not set.
     fn new(context: &AttachmentContext<'_, Conf>, link: Link, layer3: &Layer3) -> Result<Plan> {
         let (host, conf) = (&context.host, &context.conf);
-        let mut plan = Plan { link, missing: Vec::new(), in_the_way: Vec::new(), families: BTreeSet::new() };
+        let mut plan = Plan { link, missing: Vec::new(), conflicting: Vec::new(), families: BTreeSet::new() };
         if conf.gateway == Gateway::None {
             return Ok(plan);
         }
@@ -63,7 +69,7 @@ impl Plan {
         let existing: Vec<Cidr> = host.list_addresses(plan.link.index)?.iter().map(|address| address.cidr).collect();
         for gateway in gateways.iter().filter(|gateway| !existing.contains(gateway)) {
             plan.missing.push(*gateway);
-            for address in existing.iter().filter(|address| is_in_the_way(**address, *gateway)) {
+            for address in existing.iter().filter(|address| conflicts(**address, *gateway)) {
                 if gateways.contains(address) || conf.own_gateways.contains(address) {
                     continue;
                 }
@@ -75,27 +81,27 @@ impl Plan {
                     let details = format!("it has {address}; \"forceAddress\": true replaces it");
                     return Err(Error::new(Code::CONFLICT, msg).with_details(details));
                 }
-                if !plan.in_the_way.contains(address) {
-                    plan.in_the_way.push(*address);
+                if !plan.conflicting.contains(address) {
+                    plan.conflicting.push(*address);
                 }
             }
         }
         Ok(plan)
     }
 
-    /// Removes the addresses that are in the way, adds the missing ones and lets the host forward.
-    /// Returns those that were missing.
-    fn serve<'a>(self, context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
+    /// Removes the conflicting addresses, adds the missing ones and enables forwarding. Returns the
+    /// added addresses, without those that another ADD has added meanwhile.
+    fn execute<'a>(self, context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
         let (host, conf, notes) = (&context.host, &context.conf, &context.call.notes);
-        let Plan { link, missing, in_the_way, families } = self;
-        if !in_the_way.is_empty() {
-            let saved = host.save_addresses(link.index, &in_the_way)?;
+        let Plan { link, missing, conflicting, families } = self;
+        if !conflicting.is_empty() {
+            let saved = host.save_addresses(link.index, &conflicting)?;
             let undo = Rc::clone(host);
             rollback.push(format!("put back what forceAddress removed from {}", link.name), move || {
                 saved.iter().map(|address| undo.restore_address(address)).fold(Ok(()), Result::and)
             });
         }
-        for address in in_the_way {
+        for address in conflicting {
             notes.note(format_args!("{address} is removed from {} (forceAddress)", link.name));
             match host.delete_address(link.index, address) {
                 Err(error) if !error.is_not_found() => return Err(error.into()),
@@ -109,6 +115,8 @@ impl Plan {
                 Err(_) => {}
                 Ok(()) => added.push(gateway.address()),
             }
+            // The kernel's own link-local address is tentative at first, and until it has one that
+            // is not, the kernel cannot resolve neighbours for the packets that it forwards.
             if let (false, Dad::Skip, Some(mac)) = (gateway.is_ipv4(), conf.dad(), link.mac) {
                 host.add_link_local(link.index, mac)?;
             }
@@ -120,9 +128,9 @@ impl Plan {
     }
 }
 
-/// Whether `existing` keeps the gateway from the link. As in Go: any other IPv4 address, an IPv6
-/// one whose network overlaps.
-fn is_in_the_way(existing: Cidr, gateway: Cidr) -> bool {
+/// Whether a link with the address `existing` must not get the gateway's. As with Go: any other
+/// IPv4 address conflicts, an IPv6 address only if the networks overlap.
+fn conflicts(existing: Cidr, gateway: Cidr) -> bool {
     if existing.is_ipv4() != gateway.is_ipv4() {
         return false;
     }
@@ -131,8 +139,9 @@ fn is_in_the_way(existing: Cidr, gateway: Cidr) -> bool {
         || gateway.network().contains(existing.address())
 }
 
-/// The link that has the gateway's address: the bridge, or for a VLAN a veth whose other end is in
-/// that VLAN.
+/// Returns the link for the gateways' addresses: the bridge or, if the configuration has a VLAN and
+/// makes the bridge the gateway, the VLAN's gateway interface, which is created if it does not
+/// exist: one end of a veth pair whose other end is a port of the bridge in that VLAN.
 fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     let (Some(vlan), true) = (conf.gateway_vlan(), conf.gateway != Gateway::None) else {
         return Ok(bridge.clone());
@@ -140,18 +149,10 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     let name = vlan_gateway_name(&bridge.name, vlan);
     let port_name = AttachmentId::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     if let Some(link) = host.find_link(&name)? {
-        // Down: the ADD that creates it was cut off, or has not finished. Setting it up is its last
-        // step.
-        if !link.up
-            && let Some(port) = link.peer_index.map(|port| host.find_link_by_index(port)).transpose()?.flatten()
-        {
-            let unmarked = port.alias.is_none() && port.name == port_name;
-            if unmarked {
-                host.set_alias(port.index, VLAN_GATEWAY)?;
-            }
-            if unmarked || port.alias.as_deref() == Some(VLAN_GATEWAY) {
-                ready_vlan_gateway(host, port.index, link.index, vlan)?;
-            }
+        // Setting the link up is the last step of its creation: if it is down, the ADD that created
+        // it was killed, or is still running.
+        if !link.up {
+            complete_vlan_gateway(host, &link, &port_name, vlan)?;
         }
         return Ok(link);
     }
@@ -165,22 +166,38 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     };
     match host.create_veth(&spec) {
         Ok(veth) => {
-            if let Err(error) = ready_vlan_gateway(host, veth.index, veth.peer_index, vlan) {
+            if let Err(error) = set_up_vlan_gateway(host, veth.index, veth.peer_index, vlan) {
                 host.purge_link(veth.index)?;
                 return Err(error);
             }
             no_router_advertisements(&name);
         }
-        // Another first ADD was faster.
+        // Another ADD has created it meanwhile.
         Err(error) if error.is_exists() => {}
         Err(error) => return Err(error.into()),
     }
     Ok(host.link(&name)?)
 }
 
-/// Puts the port of a VLAN gateway into its VLAN, and last of all the gateway's end up. May be done
-/// again.
-fn ready_vlan_gateway(host: &Netlink, port: u32, gateway: u32, vlan: u16) -> Result<()> {
+/// Completes the creation of the VLAN gateway interface `link`, which an ADD has left unfinished.
+/// Does nothing if the other end is not the port that this plugin creates: by its alias, or by
+/// `port_name` if it has no alias yet.
+fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16) -> Result<()> {
+    let Some(port_index) = link.peer_index else { return Ok(()) };
+    let Some(port) = host.find_link_by_index(port_index)? else { return Ok(()) };
+    let lacks_alias = port.alias.is_none() && port.name == port_name;
+    if lacks_alias {
+        host.set_alias(port.index, VLAN_GATEWAY)?;
+    }
+    if lacks_alias || port.alias.as_deref() == Some(VLAN_GATEWAY) {
+        set_up_vlan_gateway(host, port.index, link.index, vlan)?;
+    }
+    Ok(())
+}
+
+/// Puts the port of a VLAN gateway into its VLAN only, then sets the gateway's end up. Can be
+/// repeated.
+fn set_up_vlan_gateway(host: &Netlink, port: u32, gateway: u32, vlan: u16) -> Result<()> {
     for old in host.vlans(port)?.iter().filter(|old| old.vid != vlan) {
         host.del_vlan(port, old.vid, Target::Master)?;
     }
@@ -195,9 +212,9 @@ mod tests {
     #[test]
     fn any_other_ipv4_but_only_an_overlapping_ipv6_conflicts() {
         let cidr = |text: &str| text.parse::<Cidr>().unwrap();
-        assert!(is_in_the_way(cidr("10.0.0.1/24"), cidr("10.1.0.1/24")));
-        assert!(!is_in_the_way(cidr("fd00::1/64"), cidr("fd01::1/64")));
-        assert!(is_in_the_way(cidr("fd00::1/48"), cidr("fd00::2/64")));
-        assert!(!is_in_the_way(cidr("fd00::1/64"), cidr("10.1.0.1/24")));
+        assert!(conflicts(cidr("10.0.0.1/24"), cidr("10.1.0.1/24")));
+        assert!(!conflicts(cidr("fd00::1/64"), cidr("fd01::1/64")));
+        assert!(conflicts(cidr("fd00::1/48"), cidr("fd00::2/64")));
+        assert!(!conflicts(cidr("fd00::1/64"), cidr("10.1.0.1/24")));
     }
 }

@@ -1,14 +1,14 @@
-//! `bridge`: a container's network namespace gets a port on a Linux bridge, an address from an IPAM
-//! plugin, and, if the bridge is to be the gateway, a way out.
+//! `bridge`: connects a container to a Linux bridge, with addresses from an IPAM plugin and, if
+//! configured, the bridge as its gateway.
 //!
-//! Modules: `conf` reads the configuration; `device` finds or makes the bridge, `port` says which
-//! frames may pass the port, `gateway` puts the gateway's addresses onto the bridge; `attach` puts
-//! them together for ADD, `chained` for a use after another plugin; `check` compares, `spoof`
-//! removes the rules of `macspoofchk`. Everything else around the link is
-//! [`cni_plugin::interface`]'s.
+//! `conf` reads the configuration; `device` finds or creates the bridge, `port` sets flags, VLANs
+//! and spoof rules of the port, `gateway` adds the gateways' addresses to the bridge; `attach` uses
+//! them for ADD, `chained` for ADD after a plugin that created the interface; `check` implements
+//! CHECK, and `spoof` removes the rules of `macspoofchk`. [`cni_plugin::interface`] does the rest.
 //!
-//! All networks and other programs may share the bridge, so the bridge, its gateway addresses and
-//! the forwarding sysctls are never undone. Only what carries this attachment's mark is removed.
+//! Other networks and programs may share the bridge, so ADD's rollback, DEL and GC never undo the
+//! bridge, its gateway addresses or the forwarding sysctls. They only remove what has this
+//! attachment's mark.
 
 mod attach;
 mod chained;
@@ -41,7 +41,7 @@ pub use conf::DEFAULT_BRIDGE;
 use attach::AttachedPort;
 use conf::{Conf, Keys};
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin.
 #[derive(Clone, Copy, Debug)]
 pub struct Bridge;
 
@@ -52,13 +52,14 @@ impl Interface for Bridge {
 
     const NAME: &'static str = "bridge";
     const KIND: &'static str = "veth";
-    /// The bridge comes before the port.
+    /// In the result, the bridge is listed before the host's end of the veth pair.
     const HOST_END: HostEnd = HostEnd::Veth { listed_after: 1 };
 
     fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
         Conf::new(conf, args, notes)
     }
 
+    /// Returns what the configuration requires for addresses, routes and DNS.
     fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
         Layer3Policy {
             ipam: conf.ipam.as_deref(),
@@ -75,6 +76,8 @@ impl Interface for Bridge {
         chained::earlier(call)
     }
 
+    /// Attaches the container to the bridge: in chained use with the earlier plugin's interface,
+    /// else with a new veth pair.
     fn create<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -86,6 +89,8 @@ impl Interface for Bridge {
         }
     }
 
+    /// Adds the gateways' addresses to the bridge; in chained use, first records in the port's mark
+    /// which addresses are this plugin's.
     fn serve<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -99,6 +104,7 @@ impl Interface for Bridge {
         gateway::serve(context, created, layer3, rollback)
     }
 
+    /// Waits until the port, the gateway's link and the container's end pass frames.
     fn wait_for_frames(
         &self,
         context: &AttachmentContext<'_, Conf>,
@@ -108,13 +114,16 @@ impl Interface for Bridge {
         attach::wait_for_frames(context, created, watch)
     }
 
+    /// Updates the bridge in the result: its MAC is only final now. In chained use, adds the bridge
+    /// if the earlier plugins have not listed it.
     fn finish(&self, context: &AttachmentContext<'_, Conf>, created: &mut CreatedLink<AttachedPort>) -> Result<()> {
         let bridge = &created.link.bridge;
         let interfaces = &mut created.result.interfaces;
         if context.earlier.is_none() {
+            // `attach::create` has listed the bridge first.
             interfaces[0] = device::interface(&context.host, bridge)?;
         } else if !interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
-            // At the end, so that no index into the earlier plugins' list changes its meaning.
+            // At the end, as addresses refer to interfaces by their index.
             interfaces.push(device::interface(&context.host, bridge)?);
         }
         Ok(())
@@ -124,12 +133,12 @@ impl Interface for Bridge {
         check::check(check)
     }
 
-    /// Go's interface is a port of the bridge that the configuration names, as far as that can be
-    /// read.
+    /// Whether the host's end `outer` of an interface without a mark, as Go's, is a port of the
+    /// configured bridge, or of the default one if the configuration has no readable name.
     fn owns_unmarked(&self, call: &Call<'_>, host: &Netlink, outer: Option<&Link>) -> Result<bool> {
         let Some(master) = outer.and_then(|outer| outer.master) else { return Ok(false) };
-        let named = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());
-        let bridge = host.find_link(named.unwrap_or(DEFAULT_BRIDGE))?;
+        let configured = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());
+        let bridge = host.find_link(configured.unwrap_or(DEFAULT_BRIDGE))?;
         Ok(bridge.is_some_and(|bridge| bridge.index == master))
     }
 
@@ -141,27 +150,29 @@ impl Interface for Bridge {
         spoof::collect(call.conf.name(), valid)
     }
 
+    /// Fails if the bridge or the kernel does not have what the configuration requires.
     fn ready(&self, call: &Call<'_>, conf: &Conf) -> Result<()> {
-        let not_ready = |error: Error| error.with_code(Code::NOT_AVAILABLE);
-        let host = Netlink::open().map_err(|error| not_ready(error.into()))?;
+        let not_available = |error: Error| error.with_code(Code::NOT_AVAILABLE);
+        let host = Netlink::open().map_err(|error| not_available(error.into()))?;
         let mut filters_vlans = false;
-        if let Some(link) = host.find_link(&conf.bridge).map_err(|error| not_ready(error.into()))? {
+        if let Some(link) = host.find_link(&conf.bridge).map_err(|error| not_available(error.into()))? {
             let Some(bridge) = &link.bridge else {
                 let msg = format!("{:?} already exists but is not a bridge", conf.bridge);
                 return Err(Error::new(Code::NOT_AVAILABLE, msg));
             };
             filters_vlans = bridge.vlan_filtering;
             if conf.vlans.is_some() && !filters_vlans {
-                device::check_foreign_ports(&host, &link).map_err(not_ready)?;
+                device::check_foreign_ports(&host, &link).map_err(not_available)?;
             }
         }
-        // A bridge that filters proves that the kernel can, and costs nothing to look at.
+        // A bridge that filters VLANs already shows that the kernel can.
         if !filters_vlans {
             device::check_vlan_filtering(call, conf)?;
         }
         if conf.spoof_check {
-            let probed = SpoofCheck::open().and_then(|mut spoof| spoof.probe());
-            probed.map_err(|error| not_ready(Error::from(error).context("\"macspoofchk\": true")))?;
+            SpoofCheck::open()
+                .and_then(|mut spoof| spoof.probe())
+                .map_err(|error| not_available(Error::from(error).context("\"macspoofchk\": true")))?;
         }
         Ok(())
     }

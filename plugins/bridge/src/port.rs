@@ -1,23 +1,23 @@
-//! The port: what decides which frames may pass.
+//! The settings of a port that decide which frames pass: flags, VLANs and spoof rules.
 //!
-//! All of it is set while the container's end is still down.
+//! They are set while the container's end is still down.
 
 use cni::AttachmentId;
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
-use cni_firewall::spoof::SpoofCheck;
+use cni_firewall::spoof::{RESOLVE_CONFLICT, SpoofCheck};
 use cni_linux::{Link, Mac, Netlink, PortFlags, Target, VlanFlags};
 
 use crate::conf::{Conf, Vlans};
 
-/// Flags, VLANs and spoof rules of a port.
+/// Sets a port's flags, VLANs and spoof rules as configured.
 ///
 /// # Errors
-/// 2 where the kernel lacks what the configuration asks for.
+/// Code 2 if the kernel lacks what the configuration requires.
 pub(crate) fn protect<'a>(
     host: &Netlink,
     port: &PortEnds<'_>,
-    mark: &AttachmentId,
+    attachment: &AttachmentId,
     conf: &Conf,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
@@ -26,50 +26,50 @@ pub(crate) fn protect<'a>(
         set_vlans(host, port.index, vlans)?;
     }
     if conf.spoof_check {
-        guard(port.name, port.peer_mac, mark, rollback)?;
+        guard(port.name, port.peer_mac, attachment, rollback)?;
     }
     Ok(())
 }
 
-/// The spoof rules of a port.
+/// Writes the spoof rules of the port `name`: only frames with the source `peer_mac`, the MAC of
+/// the container's end, pass.
 ///
 /// # Errors
-/// 2 where the kernel lacks nf_tables for bridges.
-pub(crate) fn guard(name: &str, peer_mac: Mac, mark: &AttachmentId, rollback: &mut Rollback<'_>) -> Result<()> {
-    let (own, host_end) = (mark.clone(), name.to_owned());
-    rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&own, &host_end));
-    SpoofCheck::open().and_then(|mut spoof| spoof.ensure(mark, name, peer_mac)).map_err(|error| {
-        let unsupported = error.is_unsupported();
-        let error = Error::from(error);
-        if unsupported {
-            error.with_code(Code::UNSUPPORTED_FIELD).context("\"macspoofchk\": true needs nf_tables for bridges")
-        } else {
-            error
-        }
-    })
+/// Code 2 if the kernel lacks nf_tables for bridges.
+pub(crate) fn guard(name: &str, peer_mac: Mac, attachment: &AttachmentId, rollback: &mut Rollback<'_>) -> Result<()> {
+    let (undone, host_end) = (attachment.clone(), name.to_owned());
+    rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&undone, &host_end));
+    match SpoofCheck::open().and_then(|mut spoof| spoof.ensure(attachment, name, peer_mac)) {
+        Ok(()) => Ok(()),
+        Err(error) if error.is_unsupported() => Err(Error::from(error)
+            .with_code(Code::UNSUPPORTED_FIELD)
+            .context("\"macspoofchk\": true needs nf_tables for bridges")),
+        Err(error) => Err(error.into()),
+    }
 }
 
-/// Refuses an ADD whose spoof rules would replace those of an earlier interface of this attachment
-/// that still exists, in any namespace. `port` is the host's end if it exists already.
+/// Checks that an ADD's spoof rules do not replace those of another interface that exists: an
+/// earlier one of this attachment, in any namespace, or one of an attachment with the same ID in
+/// the rules. `port` is the host's end if an earlier plugin has created it.
 ///
 /// # Errors
-/// Code 102, naming the host's end of the earlier interface.
-pub(crate) fn refuse_second(host: &Netlink, mark: &AttachmentId, port: Option<&Link>) -> Result<()> {
+/// Code 102, naming the host's end of the other interface.
+pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port: Option<&Link>) -> Result<()> {
     if port.is_none()
-        && let Some(earlier) = host.find_host_end(mark)?
+        && let Some(earlier) = host.find_host_end(attachment)?
         && !host.peer_is_gone(&earlier)?
     {
-        let AttachmentId { network, container_id: container, ifname } = mark;
+        let AttachmentId { network, container_id: container, ifname } = attachment;
         let name = &earlier.name;
         let msg = format!("container {container} already has interface {ifname} in network {network}: host end {name}");
         let details = "\"macspoofchk\": true guards one interface of that name; run DEL before adding it again";
         return Err(Error::new(Code::CONFLICT, msg).with_details(details));
     }
-    let name = port.map(|port| port.name.as_str()).unwrap_or_default();
-    match SpoofCheck::open().and_then(|mut spoof| spoof.find_conflicting_interface(mark, name)) {
+    let own_port = port.map(|port| port.name.as_str()).unwrap_or_default();
+    match SpoofCheck::open().and_then(|mut spoof| spoof.find_conflicting_interface(attachment, own_port)) {
         Ok(Some(owner)) => {
-            let msg = format!("failed to make spoof rules {}: they are those of {owner}", owner.id_ifname);
-            Err(Error::new(Code::CONFLICT, msg).with_details("the interface exists; run DEL before adding it again"))
+            let msg = format!("failed to create spoof rules {}: they belong to {owner}, which exists", owner.id_ifname);
+            Err(Error::new(Code::CONFLICT, msg).with_details(RESOLVE_CONFLICT))
         }
         Ok(None) => Ok(()),
         Err(error) if error.is_unsupported() => Ok(()),
@@ -77,19 +77,20 @@ pub(crate) fn refuse_second(host: &Netlink, mark: &AttachmentId, port: Option<&L
     }
 }
 
-/// The two ends of a port, as far as protecting the port needs them.
+/// What [`protect`] needs of the two ends of a port.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PortEnds<'a> {
-    /// The host's end.
+    /// The index of the host's end.
     pub(crate) index: u32,
-    /// Its name.
+    /// The name of the host's end.
     pub(crate) name: &'a str,
-    /// The container end's address.
+    /// The MAC of the container's end.
     pub(crate) peer_mac: Mac,
 }
 
-/// The port's VLANs as Go sets them: the default one goes unless it is to be kept; untagged frames
-/// belong to `vlan`, or with a trunk alone to VLAN 1.
+/// Sets the port's VLANs as Go does: removes the default VLAN unless `preserveDefaultVlan` is set,
+/// adds those of the trunk, and assigns untagged frames to `vlan`, or to VLAN 1 if only a trunk is
+/// configured.
 fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     if !vlans.keep_default {
         for vlan in host.vlans(index)? {
@@ -103,16 +104,17 @@ fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     Ok(())
 }
 
-/// Whether the port's VLANs are as [`set_vlans`] leaves them; others may have come in addition.
+/// Returns the VLANs set by [`set_vlans`] that the port lacks; empty if it has all. Additional
+/// VLANs are accepted.
 pub(crate) fn missing_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<Vec<String>> {
-    let there = host.vlans(index)?;
+    let existing = host.vlans(index)?;
     let access = vlans.access.unwrap_or(1);
     let mut missing = Vec::new();
-    if !there.iter().any(|vlan| vlan.vid == access && vlan.pvid && vlan.untagged) {
+    if !existing.iter().any(|vlan| vlan.vid == access && vlan.pvid && vlan.untagged) {
         missing.push(format!("VLAN {access} untagged"));
     }
     for vid in vlans.trunk.iter().filter(|vid| **vid != access) {
-        if !there.iter().any(|vlan| vlan.vid == *vid) {
+        if !existing.iter().any(|vlan| vlan.vid == *vid) {
             missing.push(format!("VLAN {vid}"));
         }
     }

@@ -1,8 +1,8 @@
 //! Reads from libcni's cached results which links of the host a CNI plugin created.
 //!
-//! Read only for bridges that these plugins did not create. There a container's port created by a
-//! Go plugin, which has no mark, must be distinguished from a port of another program. The default
-//! folder of Go's libcni is the only one that all runtimes share.
+//! On a bridge that these plugins did not create, this distinguishes a container's port created by
+//! a Go plugin, which has no mark, from a port of another program. Only the default folder of Go's
+//! libcni is read, which most runtimes use.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
@@ -13,46 +13,61 @@ use std::path::Path;
 use cni::json::Json;
 
 const CACHE: &str = "/var/lib/cni/results";
-/// Longer than any result that a plugin may be given.
-const LONGEST: u64 = 64 << 20;
+/// The longest file that is read; results are shorter.
+const FILE_MAX: u64 = 64 << 20;
 
-/// The host's interfaces in all cached results; read when first asked.
+/// The names of the host's interfaces in all cached results, which are read at the first look-up.
 #[derive(Debug, Default)]
 pub(crate) struct HostVeths(OnceCell<BTreeSet<String>>);
 
 impl HostVeths {
-    /// Whether a cached result names this link on the host.
+    /// Whether a cached result lists a link of this name on the host.
     pub(crate) fn contains(&self, name: &str) -> bool {
         self.0.get_or_init(|| read(Path::new(CACHE))).contains(name)
     }
 }
 
-/// Returns the names that can be read. If the folder cannot be read, the port counts as foreign,
-/// which is the cautious side.
+/// Returns the names of the host's interfaces in all results that can be read. If the folder cannot
+/// be read there are none: ports without a mark then count as those of other programs, whose bridge
+/// is changed less.
 fn read(folder: &Path) -> BTreeSet<String> {
-    let files = fs::read_dir(folder).into_iter().flatten().flatten();
-    files.filter_map(|file| content(&file)).flat_map(|bytes| host_interfaces(&bytes)).collect()
+    let mut names = BTreeSet::new();
+    let Ok(files) = fs::read_dir(folder) else { return names };
+    for file in files.flatten() {
+        if let Some(bytes) = content(&file) {
+            names.extend(host_interfaces(&bytes));
+        }
+    }
+    names
 }
 
-/// A regular file's content, unless it is far too long. The kind is asked first: opening a FIFO
-/// waits for its other end.
+/// Returns a file's content; `None` if it is not a regular file, cannot be read, or is longer than
+/// [`FILE_MAX`]. The type is checked before opening: opening a FIFO would block.
 fn content(file: &DirEntry) -> Option<Vec<u8>> {
     if !file.file_type().ok()?.is_file() {
         return None;
     }
     let mut bytes = Vec::new();
-    File::open(file.path()).ok()?.take(LONGEST + 1).read_to_end(&mut bytes).ok()?;
-    (bytes.len() as u64 <= LONGEST).then_some(bytes)
+    File::open(file.path()).ok()?.take(FILE_MAX + 1).read_to_end(&mut bytes).ok()?;
+    if bytes.len() as u64 > FILE_MAX { None } else { Some(bytes) }
 }
 
+/// Returns the names of the interfaces on the host in a cached result; none if it cannot be parsed.
 fn host_interfaces(cached: &[u8]) -> Vec<String> {
     let Ok(json) = Json::parse(cached) else { return Vec::new() };
     // Before cniCacheV1 the file was the result itself.
     let result = json.get("result").unwrap_or(&json);
     let Some(Json::Array(interfaces)) = result.get("interfaces") else { return Vec::new() };
-    let on_host =
-        interfaces.iter().filter(|interface| interface.get("sandbox").and_then(Json::as_str).is_none_or(str::is_empty));
-    on_host.filter_map(|interface| interface.get("name")?.as_str().map(str::to_owned)).collect()
+    let mut names = Vec::new();
+    for interface in interfaces {
+        let sandbox = interface.get("sandbox").and_then(Json::as_str).unwrap_or_default();
+        if let Some(name) = interface.get("name").and_then(Json::as_str)
+            && sandbox.is_empty()
+        {
+            names.push(name.to_owned());
+        }
+    }
+    names
 }
 
 #[cfg(test)]
@@ -65,7 +80,7 @@ mod tests {
         fs::create_dir(&folder).unwrap();
         fs::write(folder.join("a"), r#"{"interfaces":[{"name":"veth1"}]}"#).unwrap();
         fs::create_dir(folder.join("b")).unwrap();
-        File::create(folder.join("c")).unwrap().set_len(LONGEST + 1).unwrap();
+        File::create(folder.join("c")).unwrap().set_len(FILE_MAX + 1).unwrap();
         assert!(std::process::Command::new("mkfifo").arg(folder.join("d")).status().unwrap().success());
         let (sender, receiver) = std::sync::mpsc::channel();
         let path = folder.clone();

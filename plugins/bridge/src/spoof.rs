@@ -1,4 +1,4 @@
-//! The rules of `macspoofchk`, when they are to go.
+//! Removes the rules of `macspoofchk`.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
@@ -7,11 +7,11 @@ use cni::{Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::Netlink;
 
-/// DEL. Also without `macspoofchk`: it may have been on at the time of the ADD. After the link,
-/// although its wait then comes on top: up to its end the container must not get frames past the
-/// rules.
-pub(crate) fn purge(call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
-    match SpoofCheck::open().and_then(|mut spoof| spoof.purge(mark)) {
+/// Removes the attachment's rules, for DEL: also if the configuration has no `macspoofchk`, as it
+/// may have had it at ADD. Called after the link is deleted, so that the container's last frames
+/// are checked too. If the rules belong to another attachment, prints a note.
+pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
+    match SpoofCheck::open().and_then(|mut spoof| spoof.purge(attachment)) {
         Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}")),
         Ok(None) => {}
         Err(error) if error.is_unsupported() => {}
@@ -20,8 +20,9 @@ pub(crate) fn purge(call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
     Ok(())
 }
 
-/// GC. Rules are known by their tag; what Go made has none and is removed only when its interface
-/// is gone for sure.
+/// Removes the rules of the network's attachments that are not in `valid`, for GC. Rules by the Go
+/// plugin do not name their network: they are only removed if their interface does not exist. A
+/// kernel without nf_tables has no rules.
 pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
     let mut spoof = match SpoofCheck::open() {
         Ok(spoof) => spoof,
@@ -33,11 +34,11 @@ pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
         return Ok(());
     }
     let host = Netlink::open()?;
-    let names: Vec<String> = host.list_links()?.into_iter().map(|link| link.name).collect();
+    let link_names: Vec<String> = host.list_links()?.into_iter().map(|link| link.name).collect();
     let valid: Vec<(&str, &str)> = valid.iter().collect();
     let mut errors = Vec::new();
     for owner in owners {
-        if owner.is_garbage(network, &valid, |name| names.iter().any(|link| link == name)) {
+        if owner.is_garbage(network, &valid, |name| link_names.iter().any(|link_name| link_name == name)) {
             errors.extend(spoof.purge_owner(&owner).err().map(Error::from));
         }
     }

@@ -41,16 +41,18 @@ struct SystemBus<'m> {
 /// # Errors
 /// [`Failure::NoBus`] if no process listens there, otherwise [`Failure::Unreachable`].
 pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<dyn Firewalld + '_>, Failure> {
-    let failed = |error: io::Error| {
+    let connect_error = |error: io::Error| {
         let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS");
         let address = address.unwrap_or_else(|_| "unix:path=/var/run/dbus/system_bus_socket".to_owned());
         let is_absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
         let text = format!("failed to connect to the system bus at {address}: {error}");
         if is_absent { Failure::NoBus(text) } else { Failure::Unreachable(text) }
     };
-    let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
-    let connection = wait(&runtime, machine, on_sigterm, Connection::system()).and_then(|done| done.map_err(into_io));
-    Ok(Box::new(SystemBus { connection: connection.map_err(failed)?, runtime, machine, on_sigterm }))
+    let runtime = Builder::new_current_thread().enable_all().build().map_err(connect_error)?;
+    let connection = wait(&runtime, machine, on_sigterm, Connection::system())
+        .and_then(|result| result.map_err(into_io))
+        .map_err(connect_error)?;
+    Ok(Box::new(SystemBus { connection, runtime, machine, on_sigterm }))
 }
 
 /// Runs `answer` until it is complete and returns its result.
@@ -122,6 +124,7 @@ fn boolean(answer: &Message) -> bool {
 }
 
 impl Firewalld for SystemBus<'_> {
+    /// Asks the bus whether firewalld's name has an owner, and reports the call to the step log.
     fn is_running(&self) -> Result<bool, Failure> {
         let step = Step::begin();
         let call = self.connection.call_method(Some(BUS), BUS_PATH, Some(BUS), "NameHasOwner", &NAME);
@@ -130,6 +133,7 @@ impl Firewalld for SystemBus<'_> {
         answer
     }
 
+    /// Calls firewalld, and reports the call to the step log.
     fn call(&self, method: Method, zone: &str, source: IpAddr) -> Result<bool, Failure> {
         let step = Step::begin();
         let body = (zone, source_text(source));

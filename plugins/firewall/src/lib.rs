@@ -55,6 +55,7 @@ impl Plugin for Firewall {
         conf::unknown_keys(json)
     }
 
+    /// Writes the rules for the addresses in `prevResult`, which the result repeats.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(&call.conf)?;
         let result = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
@@ -79,6 +80,7 @@ impl Plugin for Firewall {
         Ok(Added { result, rollback })
     }
 
+    /// Fails with a sentence for each missing rule, or source of firewalld's zone.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
@@ -89,6 +91,8 @@ impl Plugin for Firewall {
         }
     }
 
+    /// Removes the attachment's rules and sources, also those of the Go plugin for the addresses in
+    /// `prevResult`.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let addresses = match call.conf.prev_result() {
             Ok(prev) => prev.map_or_else(Vec::new, |prev| addresses(&prev)),
@@ -109,6 +113,7 @@ impl Plugin for Firewall {
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
+    /// Removes the rules and sources of the network's attachments that are not in `valid`.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let valid: Vec<(&str, &str)> = valid.iter().collect();
         let network = call.conf.name();
@@ -118,6 +123,7 @@ impl Plugin for Firewall {
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
+    /// Fails with code 50 if the backend that ADD would use does not work here.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let not_available = |error: Error| error.with_code(Code::NOT_AVAILABLE);
@@ -135,6 +141,7 @@ impl Plugin for Firewall {
         forward(call).probe(backend, conf.nftables_admin_chain.as_ref()).map_err(not_available)
     }
 
+    /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         let write = || Ok(self.add(call)?.rollback);
         Restored::after_check(call, mode, self.check(call), write).map(Some)
@@ -248,8 +255,9 @@ fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
     }
 }
 
-/// Adds to the `error` of writing rules, and gives the code for, one of two causes: the configured
-/// nftables chain does not exist, or the host lacks the backend. Other errors stay as they are.
+/// Returns the plugin's error for a failure to write rules. If the configured nftables chain does
+/// not exist, or the backend does not work on this host, the error says so and has the code for
+/// that.
 fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
     if let Some(chain) = &conf.nftables_admin_chain
         && error.is_not_found()

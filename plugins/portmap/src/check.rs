@@ -1,7 +1,7 @@
-//! CHECK: do the ports still lead to the container?
+//! Implements CHECK: whether the ports still lead to the container.
 //!
-//! The configured backend is looked at first. If the attachment is in the other one, from before
-//! the configuration was changed, or made by Go, that one counts.
+//! The rules may be in the backend that is configured now or in the other one: from before the
+//! configuration was changed, or written by the Go plugin.
 
 use cni::machine::OnSigterm;
 use cni::result::AddResult;
@@ -16,26 +16,54 @@ use crate::conf::Conf;
 use crate::forward;
 use cni_firewall::Backend;
 
+/// Fails if a host port does not lead to the container, or 127.0.0.1 is not mapped although it
+/// could be.
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
-    let wanted = forward::forwarding(call, conf, forward::containers(&call.ifname, prev));
-    if wanted.all_claims().is_empty() {
+    let forwarding = forward::forwarding(call, conf, forward::container_addresses(&call.ifname, prev));
+    if forwarding.all_claims().is_empty() {
         return Ok(());
     }
-    let backend = forward::backend(call, conf)?;
+    check_rules(call, conf, &forwarding)?;
+    let key = match forward::localnet_key(&forwarding) {
+        Ok(Some(key)) => key,
+        Ok(None) => return Ok(()),
+        // As in ADD: without a route to the container there is no interface, and so no sysctl.
+        Err(error) => {
+            forward::note_no_localnet(call, &error);
+            return Ok(());
+        }
+    };
+    match sysctl::read(&key) {
+        Ok(value) if value == "1" => Ok(()),
+        Ok(_) => {
+            Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off, so 127.0.0.1 is not mapped: set it to 1")))
+        }
+        // The interface was deleted meanwhile, or has no IPv4.
+        Err(error) if error.is_not_found() => {
+            forward::note_no_localnet(call, &error.into());
+            Ok(())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Fails if neither backend has all rules of the attachment. If both have some of them, the
+/// differences in the chosen backend are reported.
+fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<()> {
+    let backend = forward::choose_backend(call, conf)?;
     let other = match backend {
         Backend::Iptables => Backend::Nftables,
         Backend::Nftables => Backend::Iptables,
     };
-    let wrong = match (holds(call, backend, &wanted)?, holds(call, other, &wanted)?) {
-        (true, false) => differences(call, backend, &wanted)?,
-        (false, true) => differences(call, other, &wanted)?,
+    let differences = match (has_rules(call, backend, forwarding)?, has_rules(call, other, forwarding)?) {
+        (true, false) => find_differences(call, backend, forwarding)?,
+        (false, true) => find_differences(call, other, forwarding)?,
         (true, true) => {
-            let here = differences(call, backend, &wanted)?;
-            if here.is_empty() {
-                here
-            } else {
-                Some(differences(call, other, &wanted)?).filter(Vec::is_empty).unwrap_or(here)
+            let differences = find_differences(call, backend, forwarding)?;
+            if !differences.is_empty() && find_differences(call, other, forwarding)?.is_empty() {
+                return Ok(());
             }
+            differences
         }
         (false, false) => {
             let msg = format!("no host port of container {} is mapped", call.container_id);
@@ -43,46 +71,34 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
             return Err(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details));
         }
     };
-    if !wrong.is_empty() {
-        return Err(Error::new(Code::CHECK_FAILED, wrong.join("; ")));
+    if !differences.is_empty() {
+        return Err(Error::new(Code::CHECK_FAILED, differences.join("; ")));
     }
-    let value = forward::localnet_key(&wanted).map(|key| key.map(|key| (sysctl::read(&key), key)));
-    match value {
-        Ok(None) => Ok(()),
-        Ok(Some((Ok(value), _))) if value == "1" => Ok(()),
-        Ok(Some((Ok(_), key))) => {
-            Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off: 127.0.0.1 cannot be mapped")))
-        }
-        // As in ADD: without a route no interface is known, so no sysctl can be judged.
-        Ok(Some((Err(error), _))) if error.is_not_found() => {
-            forward::note_no_localnet(call, &error.into());
-            Ok(())
-        }
-        Ok(Some((Err(error), _))) => Err(error.into()),
-        Err(error) => {
-            forward::note_no_localnet(call, &error);
-            Ok(())
-        }
-    }
+    Ok(())
 }
 
-fn holds(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<bool> {
-    let addresses: Vec<_> = wanted.containers.iter().map(|container| container.address()).collect();
+/// Whether the backend has any rule of the attachment.
+fn has_rules(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Result<bool> {
+    let addresses: Vec<_> = forwarding.containers.iter().map(|container| container.address()).collect();
     Ok(match backend {
         Backend::Iptables => {
-            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&wanted.attachment)?
+            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&forwarding.attachment)?
         }
         Backend::Nftables => match NftPortMap::open() {
-            Ok(mut nft) => nft.holds(&wanted.attachment, &addresses)?,
+            Ok(mut nft) => nft.holds(&forwarding.attachment, &addresses)?,
             Err(error) if error.is_unsupported() => false,
             Err(error) => return Err(error.into()),
         },
     })
 }
 
-fn differences(call: &Call<'_>, backend: Backend, wanted: &Forwarding) -> Result<Vec<String>> {
+/// Returns a sentence for each rule that is missing or differs in the backend; empty if all is
+/// well.
+fn find_differences(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Result<Vec<String>> {
     Ok(match backend {
-        Backend::Iptables => IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.check(wanted)?,
-        Backend::Nftables => NftPortMap::open()?.check(wanted)?,
+        Backend::Iptables => {
+            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.check(forwarding)?
+        }
+        Backend::Nftables => NftPortMap::open()?.check(forwarding)?,
     })
 }

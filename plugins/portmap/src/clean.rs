@@ -1,11 +1,11 @@
 //! Implements DEL and GC: removes everything of an attachment, in both backends, by the
 //! attachment's key.
 //!
-//! Of the configuration only the mappings are used, and only to delete tracked connections. Rules
-//! that cannot be removed because a program is missing are reported on stderr and are not an error.
+//! Of the configuration only the mappings are read, and only to delete tracked connections. Rules
+//! that cannot be removed because a program is missing are reported in a note and are not an error.
 //!
-//! The backends are closed last: closing a socket waits for an RCU grace period, until the kernel
-//! has freed the removed rules. The other work is done during that time.
+//! The connections to the kernel are closed last: closing one that has removed rules waits for an
+//! RCU grace period, which partly passes during the other work then.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
@@ -20,63 +20,75 @@ use cni_linux::conntrack::{Conntrack, FlushScope};
 use crate::conf::Conf;
 use crate::forward;
 
+/// Removes the attachment's rules, then the tracked connections that were mapped to it.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let addresses = forward::known_addresses(&call.conf, &call.ifname).unwrap_or_else(|error| {
         call.notes.note(format_args!("portmap: prevResult is not used: {error}"));
         Vec::new()
     });
-    let mark = call.attachment();
-    let Removed { claims: had, outcome, open: _open } =
-        both(call, |nft| nft.purge(&mark, &addresses), |iptables| iptables.purge(&mark, &addresses));
-    // Rules may be gone already, by a flush or an earlier DEL, and connections still be there.
-    let mappings = Conf::sound_mappings(&call.conf);
-    let asked = mappings.iter().flat_map(|mapping| addresses.iter().filter_map(|address| mapping.claim(*address)));
-    let mut claims: Vec<ClaimedPort> = asked.collect();
-    claims.extend(had);
-    forget(call, claims);
+    let attachment = call.attachment();
+    let Removed { mut claims, outcome, open: _open } = remove_from_both(
+        call,
+        |nft| nft.purge(&attachment, &addresses),
+        |iptables| iptables.purge(&attachment, &addresses),
+    );
+    // A flush or an earlier DEL may have removed rules but not the connections: the configured
+    // mappings count too.
+    for mapping in Conf::valid_mappings(&call.conf) {
+        claims.extend(addresses.iter().filter_map(|address| mapping.claim(*address)));
+    }
+    delete_connections(call, claims);
     outcome
 }
 
+/// Removes the rules of attachments of the network that are not valid, then the tracked connections
+/// that were mapped to them.
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
     let valid: Vec<AttachmentId> = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname)).collect();
-    let Removed { claims, outcome, open: _open } =
-        both(call, |nft| nft.collect_garbage(network, &valid), |iptables| iptables.collect_garbage(network, &valid));
-    forget(call, claims);
+    let Removed { claims, outcome, open: _open } = remove_from_both(
+        call,
+        |nft| nft.collect_garbage(network, &valid),
+        |iptables| iptables.collect_garbage(network, &valid),
+    );
+    delete_connections(call, claims);
     outcome
 }
 
 /// The outcome of a removal from both backends.
 struct Removed<'m> {
-    /// The claims of the removed rules. No later DEL finds them, so they count even if another step
-    /// has failed.
+    /// The ports of the removed rules, also if another step has failed: no later DEL finds them.
     claims: Vec<ClaimedPort>,
     outcome: Result<()>,
-    open: Open<'m>,
+    open: OpenBackends<'m>,
 }
 
-/// The connections that are still open, to be closed last.
-type Open<'m> = (Option<NftPortMap>, Option<IptablesPortMap<'m>>);
+/// The connections to the kernel, which the caller closes last.
+#[derive(Default)]
+struct OpenBackends<'m> {
+    nft: Option<NftPortMap>,
+    iptables: Option<IptablesPortMap<'m>>,
+}
 
-/// Does the same in both backends and keeps going.
-fn both<'m>(
+/// Runs both removals, each whatever the other does, and prints their remarks as notes.
+fn remove_from_both<'m>(
     call: &Call<'m>,
     nft: impl FnOnce(&mut NftPortMap) -> Removal,
     iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> Removal,
 ) -> Removed<'m> {
-    let mut open: Open<'m> = (None, None);
-    let nft = match NftPortMap::open() {
-        Ok(backend) => Ok(nft(open.0.insert(backend))),
-        // Without nf_tables there is nothing of it.
+    let mut open = OpenBackends::default();
+    let from_nft = match NftPortMap::open() {
+        Ok(backend) => Ok(nft(open.nft.insert(backend))),
+        // A kernel without nf_tables has no rules there.
         Err(error) if error.is_unsupported() => {
             Ok(Removal { claims: Vec::new(), remarks: Vec::new(), outcome: Ok(()) })
         }
         Err(error) => Err(error),
     };
-    let iptables = IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Finish)
-        .map(|backend| iptables(open.1.insert(backend)));
+    let from_iptables = IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Finish)
+        .map(|backend| iptables(open.iptables.insert(backend)));
     let (mut claims, mut errors) = (Vec::new(), Vec::new());
-    for removal in [nft, iptables] {
+    for removal in [from_nft, from_iptables] {
         let outcome = removal.and_then(|removal| {
             claims.extend(removal.claims);
             for remark in removal.remarks {
@@ -89,8 +101,9 @@ fn both<'m>(
     Removed { claims, outcome: Error::join(errors), open }
 }
 
-/// Connections that were mapped to the container would stay mapped to it.
-fn forget(call: &Call<'_>, mut claims: Vec<ClaimedPort>) {
+/// Deletes the tracked connections that were mapped by these claims: the kernel would go on mapping
+/// them. A failure is only a note.
+fn delete_connections(call: &Call<'_>, mut claims: Vec<ClaimedPort>) {
     claims.sort();
     claims.dedup();
     if claims.is_empty() {

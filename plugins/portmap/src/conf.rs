@@ -1,7 +1,7 @@
-//! The configuration of `portmap`: JSON in, impossible states out.
+//! Reads and checks the configuration of `portmap`.
 //!
-//! ADD and CHECK read all of it, STATUS all but the mappings. DEL takes from it what it can and GC
-//! takes nothing, so that no mistake in it can keep them from cleaning.
+//! ADD, CHECK and STATUS read all keys and fail if one is invalid. DEL reads only the valid
+//! mappings and GC nothing, so that a mistake never prevents the removal of rules.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -15,13 +15,13 @@ use cni_firewall::portmap::conditions::ConditionSyntax;
 use cni_firewall::portmap::{ClaimedPort, Mapping, Policy, Protocol, SetMark, Snat};
 use serde::Deserialize;
 
-/// The bit of the masquerade mark if none is given.
-const DEFAULT_BIT: u8 = 13;
+/// The bit of the packet mark for masquerading, if the configuration names none.
+const DEFAULT_MARK_BIT: u8 = 13;
 
-/// A sound configuration.
+/// A valid configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
-    /// Asked for, or the only one in whose words the configuration is written; `None` leaves the
+    /// The configured backend, or the only one that has the configured options; `None` leaves the
     /// choice to the host.
     pub(crate) backend: Option<Backend>,
     pub(crate) snat: Snat,
@@ -32,9 +32,10 @@ pub(crate) struct Conf {
     pub(crate) mappings: Vec<Mapping>,
 }
 
+/// The plugin's keys as they are in JSON.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Raw {
+struct RawConf {
     backend: Option<String>,
     snat: Option<bool>,
     masq_all: bool,
@@ -66,10 +67,11 @@ impl Conf {
     /// Reads the configuration.
     ///
     /// # Errors
-    /// 6 and 7, with Go's texts where it has them, without its prefix. Go's text about a port names
-    /// no mapping: [`Conf::refused_port`] does.
+    /// Code 6 if a key's value has the wrong type, code 7 if it is invalid. The texts are Go's
+    /// where Go has one. Its text about an invalid port does not name the mapping;
+    /// [`Conf::refused_port`] does.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let raw: Raw = conf
+        let raw: RawConf = conf
             .json()
             .decode()
             .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
@@ -84,9 +86,9 @@ impl Conf {
             (true, true) => Snat::All,
         };
         let (v4, v6) = (raw.conditions_v4.unwrap_or_default(), raw.conditions_v6.unwrap_or_default());
-        let external = raw.external_set_mark_chain.is_some();
+        let has_external_chain = raw.external_set_mark_chain.is_some();
         let set_mark = set_mark(raw.mark_masq_bit, raw.external_set_mark_chain)?;
-        let backend = backend(raw.backend.as_deref().unwrap_or_default(), external, &v4, &v6)?;
+        let backend = backend(raw.backend.as_deref().unwrap_or_default(), has_external_chain, &v4, &v6)?;
         for (key, conditions) in [("conditionsV4", &v4), ("conditionsV6", &v6)] {
             let refused = |token: &str| {
                 Error::config(format!("{key}: {token:?} is not allowed: conditions may only contain matches"))
@@ -101,23 +103,34 @@ impl Conf {
         Ok(Conf { backend, snat, set_mark, conditions_v4: v4, conditions_v6: v6, policy, mappings })
     }
 
-    /// The mappings alone, those that make no sense left out: for DEL.
-    pub(crate) fn sound_mappings(conf: &NetConf) -> Vec<Mapping> {
-        let mapping = |item: &Json| mapping(&item.decode::<RawMapping>().ok()?).ok();
-        listed_mappings(conf).iter().filter_map(mapping).collect()
+    /// Returns only the mappings, without the invalid ones: for DEL.
+    pub(crate) fn valid_mappings(conf: &NetConf) -> Vec<Mapping> {
+        let mut mappings = Vec::new();
+        for item in listed_mappings(conf) {
+            if let Ok(raw) = item.decode::<RawMapping>() {
+                mappings.extend(mapping(&raw).ok());
+            }
+        }
+        mappings
     }
 
     /// Returns the mapping whose port [`Conf::new`] has refused with this error, as
-    /// `portMappings[1]`. The error has Go's text alone, which other programs compare.
+    /// `portMappings[1]`; `None` if the error is another one. The error itself must keep Go's text,
+    /// which other programs compare.
     pub(crate) fn refused_port(conf: &NetConf, error: &Error) -> Option<String> {
-        let is_refused = |item: &Json| {
-            let refusal = item.decode::<RawMapping>().ok().and_then(|raw| mapping(&raw).err());
-            matches!(refusal, Some(Refusal::Port(text)) if text == error.msg())
-        };
-        listed_mappings(conf).iter().position(is_refused).map(|index| format!("portMappings[{index}]"))
+        for (index, item) in listed_mappings(conf).iter().enumerate() {
+            let Ok(raw) = item.decode::<RawMapping>() else { continue };
+            if let Err(Refusal::Port(text)) = mapping(&raw)
+                && text == error.msg()
+            {
+                return Some(format!("portMappings[{index}]"));
+            }
+        }
+        None
     }
 }
 
+/// Returns the undecoded mappings of `runtimeConfig`; none if there is no such list.
 fn listed_mappings(conf: &NetConf) -> &[Json] {
     match conf.json().get("runtimeConfig").and_then(|config| config.get("portMappings")) {
         Some(Json::Array(items)) => items,
@@ -127,28 +140,36 @@ fn listed_mappings(conf: &NetConf) -> &[Json] {
 
 /// The reason why a mapping is refused.
 enum Refusal {
-    /// A bad port, in Go's words.
+    /// An invalid port; Go's text.
     Port(String),
-    /// Any other defect, for which Go has no text.
+    /// Any other mistake, for which Go has no text.
     Other(String),
 }
 
 /// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey> {
-    json.unknown_keys::<Raw>()
+    json.unknown_keys::<RawConf>()
 }
 
+/// The longest name, in bytes, that iptables accepts for a chain.
+const CHAIN_NAME_MAX: usize = 28;
+
+/// Returns how packets are marked for masquerading: `bit` is `markMasqBit`, `chain` is
+/// `externalSetMarkChain`, of which at most one is allowed.
 fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
     match (bit, chain) {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
         (None, Some(chain)) => {
-            let fits = !chain.is_empty() && chain.len() <= 28 && !chain.starts_with(['-', '!']);
+            let fits = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
             if !fits || chain.contains(char::is_whitespace) || check_conditions(&[&chain]).is_err() {
-                return Err(Error::config(format!("externalSetMarkChain: {chain:?} is not a chain name")));
+                return Err(Error::config(format!(
+                    "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
+                     without spaces and control characters, and must not begin with - or !"
+                )));
             }
             Ok(SetMark::Chain(chain))
         }
-        (None, None) => Ok(SetMark::Bit(DEFAULT_BIT)),
+        (None, None) => Ok(SetMark::Bit(DEFAULT_MARK_BIT)),
         (Some(bit), None) => match u8::try_from(bit) {
             Ok(bit @ 0..=31) => Ok(SetMark::Bit(bit)),
             _ => Err(Error::config("MasqMarkBit must be between 0 and 31")),
@@ -156,17 +177,18 @@ fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
     }
 }
 
-/// The backend that is asked for, or in whose words the configuration is written.
-fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
-    let asked = match asked {
-        "" => None,
-        name => {
-            let known = Backend::by_name(name);
-            Some(known.ok_or_else(|| Error::config(format!("unrecognized backend {name:?}")))?)
-        }
+/// Returns the backend that the configuration names, else the one that its options require; `None`
+/// if no option requires one. `has_external_chain`: whether there is an `externalSetMarkChain`.
+///
+/// # Errors
+/// If the name is unknown, or an option requires another backend than the returned one.
+fn backend(name: &str, has_external_chain: bool, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
+    let configured = match Backend::by_name(name) {
+        None if !name.is_empty() => return Err(Error::config(format!("unrecognized backend {name:?}"))),
+        backend => backend,
     };
     let (mut for_iptables, mut for_nft) = (Vec::new(), Vec::new());
-    if external {
+    if has_external_chain {
         for_iptables.push("externalSetMarkChain");
     }
     for (key, conditions) in [("conditionsV4", v4), ("conditionsV6", v6)] {
@@ -176,32 +198,28 @@ fn backend(asked: &str, external: bool, v4: &[String], v6: &[String]) -> Result<
             None => {}
         }
     }
-    // Without a wish Go has its default here, and fails; the words decide, unless they contradict
-    // each other.
-    let chosen = asked.or(match (for_iptables.is_empty(), for_nft.is_empty()) {
+    // Unlike Go, which assumes iptables without a configured backend and refuses options of nft.
+    let chosen = configured.or(match (for_iptables.is_empty(), for_nft.is_empty()) {
         (true, true) => None,
         (true, false) => Some(Backend::Nftables),
         (false, _) => Some(Backend::Iptables),
     });
-    let (wrong, keys) = match chosen {
-        Some(Backend::Iptables) => (Backend::Nftables, for_nft),
-        Some(Backend::Nftables) => (Backend::Iptables, for_iptables),
-        None => return Ok(None),
+    let Some(chosen) = chosen else { return Ok(None) };
+    let (other, options_of_other) = match chosen {
+        Backend::Iptables => (Backend::Nftables, for_nft),
+        Backend::Nftables => (Backend::Iptables, for_iptables),
     };
-    if keys.is_empty() {
-        return Ok(chosen);
+    if options_of_other.is_empty() {
+        return Ok(Some(chosen));
     }
-    let name = chosen.map(Backend::name).unwrap_or_default();
     Err(Error::config(format!(
-        "{name} backend was requested but configuration contains {}-specific options [{}]",
-        wrong.name(),
-        keys.join(" ")
+        "{chosen} backend was requested but configuration contains {other}-specific options [{}]",
+        options_of_other.join(" ")
     )))
 }
 
-/// Words of nft's language that do something: a condition only matches, so none of them may stand
-/// in one.
-pub(crate) const ORDERS: [&str; 31] = [
+/// The statements of nft's language. They are not allowed in a condition, which must only match.
+pub(crate) const STATEMENTS: [&str; 31] = [
     "accept",
     "drop",
     "reject",
@@ -235,45 +253,58 @@ pub(crate) const ORDERS: [&str; 31] = [
     "flow",
 ];
 
-/// Refuses words that end the match or the rule. The error is the offending word.
+/// Checks that conditions in nft's language only match.
 ///
-/// nft's scanner needs no blanks: `{1.2.3.4}accept` is a set and a verdict, and so are
-/// `1.2.3.4accept` and `0x1jump` two tokens each. So a condition is split at digits and at all
-/// characters that cannot be part of a name. Numbers may also end in letters (`0xejump`,
-/// `fd00::ejump`, `5msjump`), so a statement is also found after such letters. Quoted text is a
-/// name; an unclosed quote would swallow the text that this plugin writes after the condition.
+/// nft's scanner needs no spaces between tokens: `{1.2.3.4}accept` is a set and a statement, and
+/// `1.2.3.4accept` and `0x1jump` are two tokens each. So a condition is split at digits and at all
+/// characters that cannot be part of a name, and each part is compared with the [`STATEMENTS`].
+///
+/// # Errors
+/// The statement that was found, or the whole condition if it contains a forbidden character or an
+/// unclosed quote, which would include the text that this plugin writes after the condition.
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
-    let is_of_a_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
-    let is_of_a_number = |char: char| char.is_ascii_hexdigit() || "xXhms_/.-".contains(char);
-    let ends_in =
-        |word: &str, order: &str| word.strip_suffix(order).is_some_and(|rest| rest.chars().all(is_of_a_number));
+    let can_be_in_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     for condition in conditions {
-        let hostile = condition.chars().any(char::is_control) || condition.contains([';', '#', '\\', '$', '@']);
-        let open = condition.matches('"').count() % 2 == 1;
-        let mut words = condition.split('"').step_by(2).flat_map(|unquoted| unquoted.split(|char| !is_of_a_name(char)));
-        let order = words.find_map(|word| ORDERS.iter().find(|order| ends_in(word, order)));
-        if hostile || open || order.is_some() {
-            return Err(order.map_or(condition.as_str(), |order| order).to_owned());
+        // Every second part between quotes is quoted, which makes it a name.
+        for unquoted in condition.split('"').step_by(2) {
+            for word in unquoted.split(|char| !can_be_in_name(char)) {
+                if let Some(statement) = STATEMENTS.iter().find(|statement| ends_in_statement(word, statement)) {
+                    return Err((*statement).to_owned());
+                }
+            }
+        }
+        let has_forbidden = condition.chars().any(char::is_control) || condition.contains([';', '#', '\\', '$', '@']);
+        let has_open_quote = condition.matches('"').count() % 2 == 1;
+        if has_forbidden || has_open_quote {
+            return Err(condition.clone());
         }
     }
     Ok(())
 }
 
+/// Whether `word` is the statement, perhaps after letters that can end a number: to nft, `0xejump`
+/// is `0xe jump`, `5msjump` is `5ms jump`.
+fn ends_in_statement(word: &str, statement: &str) -> bool {
+    let can_be_in_number = |char: char| char.is_ascii_hexdigit() || "xXhms_/.-".contains(char);
+    word.strip_suffix(statement).is_some_and(|rest| rest.chars().all(can_be_in_number))
+}
+
+/// Checks all mappings. Fails if one is invalid, or two request the same host port.
 fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     let mut mappings: Vec<Mapping> = Vec::with_capacity(raw.len());
-    let mut claimed = BTreeMap::new();
+    let mut claimed: BTreeMap<ClaimedPort, usize> = BTreeMap::new();
     for (index, raw) in raw.iter().enumerate() {
-        let mapping = mapping(raw).map_err(|why| match why {
+        let mapping = mapping(raw).map_err(|refusal| match refusal {
             Refusal::Port(text) => Error::config(text),
             Refusal::Other(text) => {
                 Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
             }
         })?;
-        // A map, because the pod's author chooses the number of mappings: comparing all pairs would
-        // be quadratic.
-        let before = claims(&mapping).filter_map(|claim| claimed.insert(claim, index)).min();
-        if let Some(before) = before {
-            let msg = format!("portMappings[{index}] requests the same host port as portMappings[{before}]");
+        // A map, as comparing all pairs would be quadratic in the number of mappings, which the
+        // pod's author chooses.
+        let earlier = comparable_claims(&mapping).filter_map(|claim| claimed.insert(claim, index)).min();
+        if let Some(earlier) = earlier {
+            let msg = format!("portMappings[{index}] requests the same host port as portMappings[{earlier}]");
             return Err(Error::config(format!("{msg}: {} port {}", mapping.protocol, mapping.host_port)));
         }
         mappings.push(mapping);
@@ -281,14 +312,15 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     Ok(mappings)
 }
 
-/// Returns the claims that no other mapping may have too, once for each family: an unspecified
-/// address is every address of its family.
-fn claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
-    let any_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
+/// Returns the mapping's claims in both families, with the same container address and port for all
+/// mappings, so that two mappings of one host port have an equal claim.
+fn comparable_claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
+    let same_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };
-    any_container.into_iter().filter_map(move |container| mapping.claim(container))
+    same_container.into_iter().filter_map(move |container| mapping.claim(container))
 }
 
+/// Checks one mapping.
 fn mapping(raw: &RawMapping) -> Result<Mapping, Refusal> {
     let port = |port: i64, what: &str| match u16::try_from(port) {
         Ok(port @ 1..) => Ok(port),
@@ -304,8 +336,8 @@ fn mapping(raw: &RawMapping) -> Result<Mapping, Refusal> {
     let host_ip = match raw.host_ip.as_deref().unwrap_or_default() {
         "" => None,
         text => {
-            let parsed: Result<IpAddr, _> = text.parse();
-            Some(parsed.map_err(|_| Refusal::Other(format!("Invalid host IP {text:?}")))?.to_canonical())
+            let host_ip: Result<IpAddr, _> = text.parse();
+            Some(host_ip.map_err(|_| Refusal::Other(format!("Invalid host IP {text:?}")))?.to_canonical())
         }
     };
     Ok(Mapping { protocol, host_ip, host_port, container_port })

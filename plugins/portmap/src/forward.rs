@@ -1,7 +1,7 @@
-//! ADD: which addresses and ports, with which backend, and the rules in force.
+//! Implements ADD: determines addresses, ports and backend, and writes the rules.
 //!
-//! The order: what can be refused without a change, the rules, what they need of the host
-//! (`route_localnet`), and last the connections that the kernel still remembers by older rules.
+//! In this order: checks that can fail, the rules, the sysctl `route_localnet`, and last the
+//! deletion of tracked connections that older rules of the ports have mapped elsewhere.
 
 use cni::config::NetConf;
 use cni::machine::OnSigterm;
@@ -12,7 +12,7 @@ use cni::{Cidr, Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::nft_usable;
 use cni_firewall::portmap::iptables::{IptablesPortMap, UnreadTables};
-use cni_firewall::portmap::nft::NftPortMap;
+use cni_firewall::portmap::nft::{NftPortMap, Refusal};
 use cni_firewall::portmap::{ConflictAction, Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
@@ -21,35 +21,37 @@ use cni_linux::{Netlink, sysctl};
 use crate::conf::Conf;
 use cni_firewall::Backend;
 
+/// Maps the configured ports to the addresses in `prev`. Returns the steps that undo it.
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
     let mut rollback = call.rollback();
     let links = prev.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
-    let wanted = Forwarding {
+    let forwarding = Forwarding {
         links: links.map(|interface| interface.name.clone()).collect(),
-        ..forwarding(call, conf, containers(&call.ifname, prev))
+        ..forwarding(call, conf, container_addresses(&call.ifname, prev))
     };
-    let claims = wanted.all_claims();
+    let claims = forwarding.all_claims();
     if claims.is_empty() && !conf.mappings.is_empty() {
         call.notes.note("portmap: no port is mapped: prevResult has no address that a mapping can use");
     }
-    if conf.mappings.is_empty() || wanted.containers.is_empty() {
-        displace_stale(call, &wanted);
+    if conf.mappings.is_empty() || forwarding.containers.is_empty() {
+        displace_stale(call, &forwarding);
         return Ok(rollback);
     }
-    // Without a route to the container only this does not work, and another node may route.
-    let localnet = localnet_key(&wanted).unwrap_or_else(|error| {
+    // A host without a route to the container can still map its other addresses than 127.0.0.1.
+    let localnet_key = localnet_key(&forwarding).unwrap_or_else(|error| {
         note_no_localnet(call, &error);
         None
     });
-    let backend = backend(call, conf)?;
-    if let Err(error) = establish(call, &wanted, backend, &mut rollback) {
-        if conf.backend.is_some() || backend == Backend::Nftables || !is_useless(call, &wanted, &error) {
+    let backend = choose_backend(call, conf)?;
+    if let Err(error) = write_rules(call, &forwarding, backend, &mut rollback) {
+        let is_final = conf.backend.is_some() || backend == Backend::Nftables;
+        if is_final || !does_only_nftables_work(call, &forwarding, &error) {
             return Err(error);
         }
         call.notes.note(format_args!("portmap: iptables does not work here, nftables is used: {error}"));
-        establish(call, &wanted, Backend::Nftables, &mut rollback)?;
+        write_rules(call, &forwarding, Backend::Nftables, &mut rollback)?;
     }
-    if let Some(key) = localnet {
+    if let Some(key) = localnet_key {
         match sysctl::ensure(&key, "1") {
             // The interface was deleted meanwhile, or has no IPv4.
             Err(error) if error.is_not_found() => note_no_localnet(call, &error.into()),
@@ -57,33 +59,35 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
             Ok(_) => {}
         }
     }
-    // The mapping works without; only connections that are under way may be lost a little longer.
-    let forgotten = Conntrack::open().and_then(|mut table| table.forget(&claims, FlushScope::Others));
-    if let Err(error) = forgotten {
+    // The mapping works in any case; without this, existing connections may take longer to reach
+    // it.
+    if let Err(error) = Conntrack::open().and_then(|mut table| table.forget(&claims, FlushScope::Others)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
     Ok(rollback)
 }
 
-/// Removes rules that lead from a port of a removed container to this container. A failure does not
-/// fail an ADD that maps nothing, and the lock of iptables is taken only if there is something to
-/// remove.
-fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
-    let nft = |then| match NftPortMap::open() {
-        Ok(mut nft) => nft.conflicts(wanted, then),
+/// Removes rules that lead from a port of a removed container to this container's addresses, for an
+/// ADD that maps no port. A failure is only a note.
+fn displace_stale(call: &Call<'_>, forwarding: &Forwarding) {
+    let in_nft = |action| match NftPortMap::open() {
+        Ok(mut nft) => nft.conflicts(forwarding, action),
         Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
         Err(error) => Err(error),
     };
-    let iptables = |then| iptables(call, OnSigterm::Kill)?.conflicts(wanted, UnreadTables::Both, then);
-    let looks: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&nft, &iptables];
-    for look in looks {
-        let conflicts = match look(ConflictAction::Keep) {
-            Ok(conflicts) if conflicts.found_dead => look(ConflictAction::Displace),
-            conflicts => conflicts,
+    let in_iptables = |action| iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
+    let searches: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&in_nft, &in_iptables];
+    for search in searches {
+        // First without removing anything: that needs no lock of iptables.
+        let result = match search(ConflictAction::Keep) {
+            Ok(conflicts) if conflicts.found_dead => search(ConflictAction::Displace),
+            result => result,
         };
-        match conflicts {
+        match result {
             Ok(conflicts) => {
-                conflicts.remarks.iter().for_each(|remark| call.notes.note(format_args!("portmap: {remark}")))
+                for remark in &conflicts.remarks {
+                    call.notes.note(format_args!("portmap: {remark}"));
+                }
             }
             Err(error) => call
                 .notes
@@ -92,103 +96,122 @@ fn displace_stale(call: &Call<'_>, wanted: &Forwarding) {
     }
 }
 
-/// Puts the rules in force, or leaves everything as it was.
-fn establish<'a>(call: &'a Call<'_>, wanted: &Forwarding, backend: Backend, rollback: &mut Rollback<'a>) -> Result<()> {
-    let elsewhere = conflicts(call, wanted, backend, ConflictAction::Keep)?;
-    if let Some(holder) = elsewhere.held {
-        return Err(conflict(&holder));
+/// Writes the rules to `backend` and registers with `rollback` how to undo that. Then removes rules
+/// of removed containers for the same ports from the other backend.
+///
+/// # Errors
+/// Code 102 if another container that exists has one of the ports, in either backend.
+fn write_rules<'a>(
+    call: &'a Call<'_>,
+    forwarding: &Forwarding,
+    backend: Backend,
+    rollback: &mut Rollback<'a>,
+) -> Result<()> {
+    let in_other_tables = conflicts_in_other_tables(call, forwarding, backend, ConflictAction::Keep)?;
+    if let Some(holder) = in_other_tables.held {
+        return Err(port_taken(&holder));
     }
+    let undone = forwarding.clone();
     let remarks = match backend {
         Backend::Nftables => {
-            let mut nft = NftPortMap::open().map_err(|error| unserved(error, Backend::Nftables))?;
-            let ensured = nft.ensure(call.machine, wanted).map_err(|error| refusal(error, Backend::Nftables))?;
-            let (previous, remarks) = done(ensured)?;
+            let mut nft = NftPortMap::open().map_err(|error| explain_unsupported(error, Backend::Nftables))?;
+            let outcome = nft.ensure(call.machine, forwarding).map_err(explain_nft_failure)?;
+            let (previous, remarks) = require_done(outcome)?;
             if let Some(previous) = previous {
-                let wanted = wanted.clone();
-                rollback.push(TAKE_BACK, move || NftPortMap::open()?.put_back(&wanted, &previous));
+                rollback.push(PUT_BACK, move || NftPortMap::open()?.put_back(&undone, &previous));
             }
             remarks
         }
         Backend::Iptables => {
-            let ensured = iptables(call, OnSigterm::Kill)?.ensure(wanted);
-            let ensured = ensured.map_err(|error| without_programs(call, wanted, error))?;
-            let (previous, remarks) = done(ensured)?;
+            let outcome = iptables(call, OnSigterm::Kill)?.ensure(forwarding);
+            let outcome = outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?;
+            let (previous, remarks) = require_done(outcome)?;
             if let Some(previous) = previous {
-                let wanted = wanted.clone();
-                rollback.push(TAKE_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&wanted, &previous));
+                rollback.push(PUT_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&undone, &previous));
             }
             remarks
         }
     };
-    for remark in remarks.iter().chain(&elsewhere.remarks) {
+    for remark in remarks.iter().chain(&in_other_tables.remarks) {
         call.notes.note(format_args!("portmap: {remark}"));
     }
-    // Displaced only now that the ports lead to this container. If it fails, the old rules stay
-    // beside the new ones.
-    if elsewhere.found_dead
-        && let Err(error) = conflicts(call, wanted, backend, ConflictAction::Displace)
+    // Only now that the ports lead to this container.
+    if in_other_tables.found_dead
+        && let Err(error) = conflicts_in_other_tables(call, forwarding, backend, ConflictAction::Displace)
     {
-        call.notes.note(format_args!("portmap: failed to displace what is gone: {error}"));
+        call.notes.note(format_args!(
+            "portmap: rules of removed containers for the same ports were not removed from the backend that is not \
+             used: {error}"
+        ));
     }
     Ok(())
 }
 
-/// Whether iptables has failed because it does not work on this host, where nftables does. Costs a
-/// process, so it is asked only after a failure.
-fn is_useless(call: &Call<'_>, wanted: &Forwarding, error: &Error) -> bool {
+/// Whether iptables failed with `error` because it does not work on this host, and nftables does.
+/// Starts a process, so this is only for after a failure.
+fn does_only_nftables_work(call: &Call<'_>, forwarding: &Forwarding, error: &Error) -> bool {
     if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
         return false;
     }
-    let works = |mut iptables: Iptables<'_>| {
-        let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
-        families.all(|family| iptables.probe(family).is_ok())
-    };
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
-    opened.is_ok_and(|iptables| !works(iptables)) && matches!(nft_usable(), Ok(true))
+    let Ok(mut iptables) = opened else { return false };
+    let mut families = forwarding.families().map(|(container, _)| Family::of(container.address()));
+    let iptables_works = families.all(|family| iptables.probe(family).is_ok());
+    !iptables_works && matches!(nft_usable(), Ok(true))
 }
 
-/// Completes the sentence "failed to ...".
-const TAKE_BACK: &str = "put the host ports back as they were";
+/// The name of the rollback step; completes the sentence "failed to ...".
+const PUT_BACK: &str = "put the host ports back as they were";
 
 fn iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
     IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
 }
 
-/// Returns the earlier rules, if anything has changed, and the remarks.
-fn done<PreviousRules>(ensured: EnsureOutcome<PreviousRules>) -> Result<(Option<PreviousRules>, Vec<String>)> {
-    match ensured {
+/// Returns the attachment's rules from before, `None` if nothing has changed, and the remarks.
+/// Fails if another container has a port.
+fn require_done<PreviousRules>(outcome: EnsureOutcome<PreviousRules>) -> Result<(Option<PreviousRules>, Vec<String>)> {
+    match outcome {
         EnsureOutcome::Done { previous, remarks } => Ok((previous, remarks)),
-        EnsureOutcome::Held(holder) => Err(conflict(&holder)),
+        EnsureOutcome::Held(holder) => Err(port_taken(&holder)),
     }
 }
 
-fn conflict(holder: &Holder) -> Error {
+/// Returns the error for a port that another container has.
+fn port_taken(holder: &Holder) -> Error {
     Error::new(Code::CONFLICT, holder.to_string())
         .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway")
 }
 
-/// Returns the holders of the ports in the backend that is not used.
-fn conflicts(call: &Call<'_>, wanted: &Forwarding, backend: Backend, then: ConflictAction) -> Result<Conflicts> {
+/// Returns the conflicts with rules in the tables that an ADD to `backend` does not read itself:
+/// for nftables those of both variants of iptables, for iptables those of the other variant and of
+/// nftables. With [`ConflictAction::Displace`], removes the rules of removed containers.
+fn conflicts_in_other_tables(
+    call: &Call<'_>,
+    forwarding: &Forwarding,
+    backend: Backend,
+    action: ConflictAction,
+) -> Result<Conflicts> {
     let unread = match backend {
         Backend::Nftables => UnreadTables::Both,
         Backend::Iptables => UnreadTables::OtherVariant,
     };
-    let mut all = iptables(call, OnSigterm::Kill)?.conflicts(wanted, unread, then)?;
-    if backend == Backend::Iptables && all.held.is_none() {
-        match NftPortMap::open().and_then(|mut nft| nft.conflicts(wanted, then)) {
-            Ok(more) => {
-                all.held = more.held;
-                all.found_dead |= more.found_dead;
-                all.remarks.extend(more.remarks);
+    let mut conflicts = iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread, action)?;
+    if backend == Backend::Iptables && conflicts.held.is_none() {
+        match NftPortMap::open().and_then(|mut nft| nft.conflicts(forwarding, action)) {
+            Ok(in_nft) => {
+                conflicts.held = in_nft.held;
+                conflicts.found_dead |= in_nft.found_dead;
+                conflicts.remarks.extend(in_nft.remarks);
             }
             Err(error) if error.is_unsupported() => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(all)
+    Ok(conflicts)
 }
 
-/// Returns the port mappings that this attachment wants.
+/// Returns the configured port mappings to the addresses `containers`. `links`, the names of the
+/// attachment's interfaces on the host, stays empty: only ADD needs them.
 pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
     Forwarding {
         attachment: call.attachment(),
@@ -203,29 +226,30 @@ pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) ->
     }
 }
 
-/// The first address of each family that is the container's interface's, or could be: without an
-/// interface, or with one that the result does not list.
-pub(crate) fn containers(ifname: &str, prev: &AddResult) -> Vec<Cidr> {
-    let is_ours = |index: Option<usize>| match index.and_then(|index| prev.interfaces.get(index)) {
+/// Returns the first IPv4 and the first IPv6 address in `prev` that is the container's: its
+/// interface is `ifname` in a container, or `prev` does not name an interface for it.
+pub(crate) fn container_addresses(ifname: &str, prev: &AddResult) -> Vec<Cidr> {
+    let is_containers = |index: Option<usize>| match index.and_then(|index| prev.interfaces.get(index)) {
         Some(interface) => interface.name == ifname && !interface.sandbox.is_empty(),
         None => true,
     };
-    let first = |v4: bool| {
-        let mut ips = prev.ips.iter().filter(|ip| ip.address.is_ipv4() == v4 && is_ours(ip.interface));
-        ips.next().map(|ip| ip.address)
+    let first_of_family = |is_ipv4: bool| {
+        let ip = prev.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4 && is_containers(ip.interface));
+        ip.map(|ip| ip.address)
     };
-    [first(true), first(false)].into_iter().flatten().collect()
+    first_of_family(true).into_iter().chain(first_of_family(false)).collect()
 }
 
-/// The addresses that the earlier result gives the container, if there is one that can be read.
+/// Returns the container's addresses in `prevResult`; none without one. Fails if `prevResult`
+/// cannot be read.
 pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::net::IpAddr>> {
-    let prev = conf.prev_result()?;
-    Ok(prev.map_or_else(Vec::new, |prev| containers(ifname, &prev).iter().map(|cidr| cidr.address()).collect()))
+    let Some(prev) = conf.prev_result()? else { return Ok(Vec::new()) };
+    Ok(container_addresses(ifname, &prev).iter().map(Cidr::address).collect())
 }
 
-/// The backend that is asked for; else iptables, unless its programs are not there. Whether they
-/// work shows when they are used.
-pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
+/// Returns the configured backend; without one iptables, or nftables if iptables' programs are not
+/// installed. Whether the programs work is not checked here.
+pub(crate) fn choose_backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);
     }
@@ -234,55 +258,61 @@ pub(crate) fn backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
 }
 
+/// Prints a note that the loopback address is not mapped.
 pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
     call.notes.note(format_args!("portmap: route_localnet is not set, so 127.0.0.1 is not mapped: {error}"));
 }
 
-/// Answers from a container to a client at 127.0.0.1 arrive from outside with a loopback address,
-/// which the kernel refuses unless the interface allows it. `None` if that is not wanted.
+/// Returns the `route_localnet` sysctl of the interface to the container, which must be 1 to map
+/// 127.0.0.1: otherwise the kernel does not forward packets with a loopback address there. `None`
+/// if no IPv4 port is mapped, or the configuration excludes 127.0.0.1 with `"snat": false`.
 ///
 /// # Errors
-/// The host has no route to the container.
-pub(crate) fn localnet_key(wanted: &Forwarding) -> Result<Option<String>> {
-    let v4 = wanted.families().map(|(container, _)| container).find(|container| container.is_ipv4());
-    let Some(container) = v4.filter(|_| wanted.snat != Snat::No) else { return Ok(None) };
+/// If the host has no route to the container.
+pub(crate) fn localnet_key(forwarding: &Forwarding) -> Result<Option<String>> {
+    if forwarding.snat == Snat::No {
+        return Ok(None);
+    }
+    let Some((container, _)) = forwarding.families().find(|(container, _)| container.is_ipv4()) else {
+        return Ok(None);
+    };
     let netlink = Netlink::open()?;
     let index = netlink.outgoing_interface(container.address())?;
     let link = netlink.find_link_by_index(index)?;
     Ok(link.map(|link| format!("net/ipv4/conf/{}/route_localnet", link.name)))
 }
 
-fn unserved(error: cni_linux::Error, backend: Backend) -> Error {
-    let unsupported = error.is_unsupported();
-    let error = Error::from(error);
-    if unsupported { absent(error, backend) } else { error }
+/// Adds to an error that means that the kernel lacks `backend` that this is the reason.
+fn explain_unsupported(error: cni_linux::Error, backend: Backend) -> Error {
+    if error.is_unsupported() { backend_unusable(error.into(), backend) } else { error.into() }
 }
 
-/// Returns the error for iptables' refusal: its programs are missing, or the request is wrong.
-fn without_programs(call: &Call<'_>, wanted: &Forwarding, error: cni_linux::Error) -> Error {
+/// Adds to an error of iptables that its programs are missing, if that is the reason.
+fn explain_iptables_failure(call: &Call<'_>, forwarding: &Forwarding, error: cni_linux::Error) -> Error {
     let is_missing = |iptables: Iptables<'_>| {
-        let mut families = wanted.families().map(|(container, _)| Family::of(container.address()));
+        let mut families = forwarding.families().map(|(container, _)| Family::of(container.address()));
         families.any(|family| matches!(iptables.chosen_variant(family), Ok(None)))
     };
+    // An errno is the kernel's: without a program, rules are written over netlink.
+    let is_of_kernel = error.errno().is_some();
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
-    // Without a program the kernel may have refused what was written over netlink.
-    let is_kernels = error.errno().is_some();
     let error = Error::from(error);
-    if !is_kernels && opened.is_ok_and(is_missing) { absent(error, Backend::Iptables) } else { error }
+    if !is_of_kernel && opened.is_ok_and(is_missing) { backend_unusable(error, Backend::Iptables) } else { error }
 }
 
-fn absent(error: Error, backend: Backend) -> Error {
+/// Adds to an error, with the code for it, that the configured backend cannot be used.
+fn backend_unusable(error: Error, backend: Backend) -> Error {
     error
         .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
         .with_code(Code::UNSUPPORTED_FIELD)
 }
 
-fn refusal(error: cni_firewall::portmap::nft::Refusal, backend: Backend) -> Error {
-    use cni_firewall::portmap::nft::Refusal;
+/// Returns the plugin's error for a failure of nftables.
+fn explain_nft_failure(error: Refusal) -> Error {
     match error {
-        Refusal::Kernel(error) => unserved(error, backend),
+        Refusal::Kernel(error) => explain_unsupported(error, Backend::Nftables),
         Refusal::Condition { token, why } => {
-            Error::config(format!("the conditions are not understood from {token:?} on: {why}"))
+            Error::config(format!("conditionsV4 or conditionsV6 is not understood from {token:?} on: {why}"))
         }
     }
 }
@@ -299,7 +329,7 @@ mod tests {
                 {{"name":"eth0"}},{{"name":"eth0","sandbox":"/x"}},{{"name":"eth1","sandbox":"/x"}}],"ips":[{ips}]}}}}"#
             );
             let prev = NetConf::parse(text).unwrap().prev_result().unwrap().unwrap();
-            containers("eth0", &prev).iter().map(Cidr::to_string).collect::<Vec<_>>()
+            container_addresses("eth0", &prev).iter().map(Cidr::to_string).collect::<Vec<_>>()
         };
         for (index, ours) in [("0", false), ("1", false), ("2", true), ("3", false), ("9", true), ("null", true)] {
             let found = prev(&format!(r#"{{"address":"10.0.0.2/24","interface":{index}}}"#));

@@ -1,37 +1,37 @@
-//! For pkg/cni-fuzz alone: the configuration's reader, and what must hold of all it accepts.
+//! Only for pkg/cni-fuzz: reads configurations, and checks what every valid one must fulfil.
 
 use cni::Result;
 use cni::skel::Call;
 use cni_firewall::portmap::Mapping;
 
-use crate::conf::{Conf, ORDERS, check_nft};
+use crate::conf::{Conf, STATEMENTS, check_nft};
 use cni_firewall::Backend;
 
-/// Reads a configuration as ADD does.
+/// Reads a configuration as ADD does, and checks the result.
 ///
 /// # Errors
-/// What ADD would refuse it with.
+/// The error that ADD would return.
 pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(&call.conf)?;
     assert!(conf.mappings.iter().all(|mapping| mapping.host_port != 0 && mapping.container_port != 0));
-    assert_eq!(Conf::sound_mappings(&call.conf), conf.mappings, "DEL must know what ADD has mapped");
+    assert_eq!(Conf::valid_mappings(&call.conf), conf.mappings, "DEL must know what ADD has mapped");
     assert!(
         conf.backend != Some(Backend::Nftables) || !matches!(conf.set_mark, cni_firewall::portmap::SetMark::Chain(_))
     );
     Ok(())
 }
 
-/// The mappings that DEL can make out.
-pub fn sound_mappings(call: &Call<'_>) -> Vec<Mapping> {
-    Conf::sound_mappings(&call.conf)
+/// Returns the mappings that DEL reads.
+pub fn valid_mappings(call: &Call<'_>) -> Vec<Mapping> {
+    Conf::valid_mappings(&call.conf)
 }
 
-/// Whether ADD lets these words of a user's stand in a rule for `nft`.
+/// Whether ADD accepts these conditions for a rule of `nft`.
 pub fn accepts_for_nft(conditions: &[String]) -> bool {
     check_nft(conditions).is_ok()
 }
 
-/// The words that no such condition may hold outside a name in quotes.
+/// Returns the words that are not allowed in such a condition outside a quoted name.
 pub fn nft_keywords_refused() -> &'static [&'static str] {
-    &ORDERS
+    &STATEMENTS
 }

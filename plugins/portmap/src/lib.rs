@@ -1,12 +1,11 @@
-//! `portmap`: connections to ports of the host go to ports of a container. Always behind another
-//! plugin, whose result it passes on as it is.
+//! `portmap`: connections to ports of the host go to ports of a container. A chained plugin, which
+//! returns the result of the plugin before it unchanged.
 //!
-//! Modules: `conf` reads the configuration; `forward` implements ADD: it computes the rules from
-//! the configuration and the earlier result, and installs them; `check` and `clean` (DEL and GC)
-//! are the other verbs. The rules themselves are [`cni_firewall::portmap`]'s.
+//! `conf` reads the configuration; `forward` implements ADD, `check` CHECK, and `clean` DEL and GC.
+//! [`cni_firewall::portmap`] writes the rules.
 //!
-//! Many runtimes pass no `runtimeConfig` to DEL. DEL therefore finds the rules by the attachment's
-//! key, in both backends, without the configuration.
+//! Many runtimes pass no `runtimeConfig` to DEL. So DEL finds the rules by the attachment's key, in
+//! both backends, without the configuration.
 
 mod check;
 mod clean;
@@ -60,12 +59,14 @@ impl Plugin for Portmap {
         conf::unknown_keys(json)
     }
 
+    /// Maps the ports to the container's addresses in `prevResult`, which the result repeats.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let (conf, result) = wanted(call)?;
+        let (conf, result) = read_request(call)?;
         let rollback = forward::add(call, &conf, &result)?;
         Ok(Added { result, rollback })
     }
 
+    /// Fails if a port does not lead to the container's addresses in `prevResult`.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = parse(call)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
@@ -80,30 +81,26 @@ impl Plugin for Portmap {
         clean::gc(call, valid)
     }
 
+    /// Fails with code 50 if the configured backend does not work here or, without one, neither
+    /// does.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
-        let not_ready = |error: cni_linux::Error| Error::from(error).with_code(Code::NOT_AVAILABLE);
-        let iptables =
-            || Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill)?.probe(route::Family::V4);
-        let nftables = || match nft_usable().map_err(not_ready) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables with NAT")),
-            Err(error) => Err(error),
-        };
         match conf.backend {
-            Some(Backend::Iptables) => iptables().map_err(not_ready),
-            Some(Backend::Nftables) => nftables(),
-            None => iptables().map_err(not_ready).or_else(|error| {
-                nftables().map_err(|other| {
-                    let msg = "neither iptables nor nftables is usable";
-                    Error::new(Code::NOT_AVAILABLE, msg).with_details(format!("{error}; {other}"))
-                })
-            }),
+            Some(Backend::Iptables) => probe_iptables(call),
+            Some(Backend::Nftables) => probe_nftables(),
+            None => {
+                let Err(iptables_error) = probe_iptables(call) else { return Ok(()) };
+                let Err(nftables_error) = probe_nftables() else { return Ok(()) };
+                Err(Error::new(Code::NOT_AVAILABLE, "neither iptables nor nftables is usable")
+                    .with_details(format!("{iptables_error}; {nftables_error}")))
+            }
         }
     }
 
+    /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
+    /// `None` if no port is mapped.
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
-        let (conf, result) = wanted(call)?;
+        let (conf, result) = read_request(call)?;
         if conf.mappings.is_empty() {
             return Ok(None);
         }
@@ -112,16 +109,33 @@ impl Plugin for Portmap {
     }
 }
 
-/// Returns the configuration and the result that ADD reads.
-fn wanted(call: &Call<'_>) -> Result<(Conf, AddResult)> {
-    let parsed = |error: Error| error.context("failed to parse config");
-    let conf = parse(call).map_err(parsed)?;
-    let prev = call.conf.prev_result().map_err(parsed)?;
+/// Fails with the code for STATUS if iptables does not work here.
+fn probe_iptables(call: &Call<'_>) -> Result<()> {
+    let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
+    opened
+        .and_then(|mut iptables| iptables.probe(route::Family::V4))
+        .map_err(|error| Error::from(error).with_code(Code::NOT_AVAILABLE))
+}
+
+/// Fails with the code for STATUS if nftables does not work here.
+fn probe_nftables() -> Result<()> {
+    match nft_usable() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(Error::new(Code::NOT_AVAILABLE, "this kernel has no nf_tables with NAT")),
+        Err(error) => Err(Error::from(error).with_code(Code::NOT_AVAILABLE)),
+    }
+}
+
+/// Returns the configuration and `prevResult`, which ADD requires.
+fn read_request(call: &Call<'_>) -> Result<(Conf, AddResult)> {
+    let add_context = |error: Error| error.context("failed to parse config");
+    let conf = parse(call).map_err(add_context)?;
+    let prev = call.conf.prev_result().map_err(add_context)?;
     Ok((conf, prev.ok_or_else(|| Error::config("must be called as chained plugin"))?))
 }
 
-/// Reads the configuration, and logs which mapping has a bad port: Go's text about it, the error,
-/// does not say.
+/// Reads the configuration. If a port is invalid, also prints a note with the mapping's index: the
+/// error's text is Go's, which does not name the mapping.
 fn parse(call: &Call<'_>) -> Result<Conf> {
     Conf::new(&call.conf).inspect_err(|error| {
         if let Some(mapping) = Conf::refused_port(&call.conf, error) {

@@ -125,6 +125,7 @@ struct Record {
 }
 
 impl Record {
+    /// Reads a rule of [`OWNERS`]; `None` if it is not a record.
     fn read(rule: &Rule) -> Option<Record> {
         let (owner, address, ingress) = read_owner(rule)?;
         Some(Record { rule: rule.clone(), owned: OwnedAddress { owner: owner.to_owned(), address, ingress } })

@@ -24,13 +24,14 @@ use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
+mod admin_chain;
 pub(super) mod iptables;
 pub(super) mod nftables;
 pub(super) mod owner;
 pub mod sources;
 
+pub use admin_chain::AdminChain;
 pub use iptables::ADMIN;
-pub use nftables::AdminChain;
 pub use owner::Ingress;
 use owner::OwnedAddress;
 
@@ -127,7 +128,8 @@ impl<'m> Forward<'m> {
         }
     }
 
-    /// Writes `rules` to iptables, in the variant that the host uses for each family.
+    /// Writes `rules` to iptables, in the variant that the host uses for each family. Existing
+    /// rules are replaced, and stored in `previous`.
     fn ensure_in_iptables(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families = Vec::new();
@@ -275,6 +277,7 @@ impl<'m> Forward<'m> {
     pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&AdminChain>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(nftables_admin_chain),
+            // A variant is also found without the program if the kernel can do without it.
             Backend::Iptables if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Backend::Iptables => Err(Error::new(
                 "failed to find iptables-restore",

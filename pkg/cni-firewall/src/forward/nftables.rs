@@ -26,9 +26,9 @@
 //! `cni_forward`.
 
 use std::cell::RefCell;
-use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use super::admin_chain::AdminChain;
 use super::iptables::read_owner;
 use super::owner::{self, Ingress, OwnedAddress};
 use crate::iptables::rule_in_words;
@@ -42,70 +42,17 @@ use cni_linux::route;
 pub(super) const OWN_TABLE: &str = "cni_firewall";
 pub(super) const OWN_TABLE_COMMENT: &str = "CNI firewall plugin";
 /// The base chain of the own table.
-const OWN_CHAIN: &str = "forward";
+pub(super) const OWN_CHAIN: &str = "forward";
 /// The hook of [`OWN_CHAIN`]; 0 is the priority that `nft` calls `filter`.
 const BASE: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: 0 };
-const FORWARD: &str = "cni_forward";
+pub(super) const FORWARD: &str = "cni_forward";
 pub(crate) const OWNERS: &str = "cni_owners";
-const STAGE_1: &str = "cni_isolation_1";
-const STAGE_2: &str = "cni_isolation_2";
+pub(super) const STAGE_1: &str = "cni_isolation_1";
+pub(super) const STAGE_2: &str = "cni_isolation_2";
 const JUMP_COMMENT: &str = "CNI firewall plugin rules";
-const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
+pub(super) const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
 /// One address of each family, where only the family is of interest.
 const ANY_V4_V6: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
-
-/// The chain from which forwarded packets reach [`FORWARD`]: one of the administrator's, or that of
-/// the plugins' own table.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AdminChain {
-    family: Family,
-    table: String,
-    chain: String,
-}
-
-impl fmt::Display for AdminChain {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.table(), self.chain)
-    }
-}
-
-impl AdminChain {
-    /// Parses family, table and chain, as `inet filter forward`. `None` if the text has another
-    /// form, or names a table or chain that the plugins write themselves.
-    pub fn parse(text: &str) -> Option<AdminChain> {
-        let words: Vec<&str> = text.split_whitespace().collect();
-        let [family, table, chain] = words.as_slice() else { return None };
-        let family = FAMILIES.into_iter().find(|known| known.name() == *family)?;
-        let is_name = |name: &str| name.len() <= 128 && !name.chars().any(char::is_control);
-        let is_own = *table == OWN_TABLE || [FORWARD, OWNERS, STAGE_1, STAGE_2].contains(chain);
-        if is_own || !is_name(table) || !is_name(chain) {
-            return None;
-        }
-        Some(AdminChain { family, table: (*table).to_owned(), chain: (*chain).to_owned() })
-    }
-
-    /// Returns the base chain of the plugins' own table.
-    fn own() -> AdminChain {
-        AdminChain { family: Family::Inet, table: OWN_TABLE.to_owned(), chain: OWN_CHAIN.to_owned() }
-    }
-
-    fn table(&self) -> Table<'_> {
-        Table { family: self.family, name: &self.table }
-    }
-
-    fn is_in_own_table(&self) -> bool {
-        self.table == OWN_TABLE
-    }
-
-    /// Whether packets of the address's family reach the chain.
-    fn sees(&self, address: IpAddr) -> bool {
-        match self.family {
-            Family::Ip => address.is_ipv4(),
-            Family::Ip6 => address.is_ipv6(),
-            Family::Inet | Family::Bridge => true,
-        }
-    }
-}
 
 /// Returns the chain that leads to the rules for an address: the administrator's, if one is
 /// configured and sees packets of the address's family, else `own`.
@@ -519,20 +466,4 @@ pub(super) fn probe(admin_chain: Option<&AdminChain>) -> Result<()> {
     let mut batch = Batch::new();
     add_addresses(&mut nft, &mut batch, entry_chain, &[])?;
     nft.rehearse(batch)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_place_is_a_family_a_table_and_a_chain() {
-        let place = AdminChain::parse("inet filter forward").unwrap();
-        assert_eq!((place.table().to_string(), place.chain.as_str()), ("inet filter".to_owned(), "forward"));
-        for wrong in ["", "filter forward", "arp filter forward", "inet filter forward x", "inet cni_firewall forward"]
-        {
-            assert_eq!(AdminChain::parse(wrong), None, "{wrong}");
-        }
-        assert!(AdminChain::parse("inet filter cni_forward").is_none());
-    }
 }

@@ -85,9 +85,9 @@ impl Chains<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
 
-    /// Returns the chain's rules that contain one of these port numbers or the text `target`, and
-    /// perhaps others. The rules in between are left out, so a position counted in the result is
-    /// not a position in the chain.
+    /// Returns the chain's rules that contain one of these port numbers or the name of the chain
+    /// `target`, and perhaps others. Other rules are left out, so an index in the result is not a
+    /// position in the chain.
     pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());

@@ -36,9 +36,12 @@ struct FailedEdit {
 }
 
 impl Iptables<'_> {
-    /// Plans and applies the changes of all `families`, until all are applied, `plan` returns
-    /// `None`, or an error repeats. Sets `changed` to the number of families, from the first, that
-    /// may have been changed.
+    /// Plans the changes of all `families`, then applies them one after the other. An error usually
+    /// means that another process changed the table in between, so the families that are not
+    /// applied yet are planned again, up to [`ATTEMPTS`] times. If the same edit would be applied
+    /// in the same way again, the cause is another, and the error is returned. Also ends, with
+    /// success, if `plan` returns `None`. Sets `changed` to the number of families, from the first,
+    /// that may have been changed.
     pub(super) fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],
@@ -71,6 +74,8 @@ impl Iptables<'_> {
                 } else {
                     Writer::Program
                 };
+                // The failure of the previous attempt was that of this family, the first remaining
+                // one.
                 if let Some(failure) = last_failure.take() {
                     let is_repeated = failure.text == text && failure.writer == writer;
                     if is_repeated && !is_concurrent_change(&failure.error) {
@@ -110,6 +115,7 @@ impl Iptables<'_> {
             let program = self.tool(family, variant, ProgramKind::Restore)?;
             return tool::restore(self.runner, &program, text);
         }
+        // `None`: the program has to write the additions.
         let additions = match (writer, &mut self.nft) {
             (Writer::Netlink, Some(nft)) => transaction::additions(nft, self.table, family, edit)?,
             _ => None,

@@ -113,6 +113,7 @@ impl RuleWords {
     }
 
     /// Adds the words of a comparison of `loaded`, masked with `mask` if there is one, with `data`.
+    /// A comparison that plugins do not write makes the rule not whole.
     fn read_comparison(&mut self, family: Family, loaded: Loaded, mask: Option<&[u8]>, op: CmpOp, data: &[u8]) {
         let is_negated = match op {
             CmpOp::EQ => false,

@@ -137,7 +137,8 @@ impl Edit {
     fn push_additions(&self, text: &mut String) -> Result<()> {
         for (name, creation) in &self.chains {
             let name = quoted(name)?;
-            // Writing to a String cannot fail.
+            // `-N` fails if the chain exists; a line with `:` creates or empties it. Writing to a
+            // String cannot fail.
             let _ = match creation {
                 ChainCreation::Created => writeln!(text, "-N {name}"),
                 ChainCreation::Replaced => writeln!(text, ":{name} - [0:0]"),
@@ -190,14 +191,16 @@ fn push_rule(text: &mut String, command: &str, chain: &str, words: &[String]) ->
     }
     text.push('\n');
     if text.len() - start > LINE_MAX {
-        return Err(refused("the rule is longer than the 10000 bytes that iptables-restore can read"));
+        return Err(refused(
+            "the rule is longer than 10000 bytes, which is more than a line of iptables-restore can have",
+        ));
     }
     Ok(())
 }
 
 /// Quotes a word for `iptables-restore`. Fails if that is impossible.
 fn quoted(word: &str) -> Result<String> {
-    quote(word).ok_or_else(|| refused(&format!("{word:?} contains a control character or is too long")))
+    quote(word).ok_or_else(|| refused(&format!("{word:?} contains a control character or is longer than 1024 bytes")))
 }
 
 /// Returns the error for a rule that cannot be written, with the reason.

@@ -141,17 +141,19 @@ struct Info {
 }
 
 impl Info {
+    /// Returns the empty structure of this match or target.
     fn new(extension: Extension) -> Info {
         Info { extension, bytes: vec![0; extension.size.next_multiple_of(xt::ALIGN)] }
     }
 
-    /// Writes a field.
+    /// Writes a field of the structure. Every `offset` is that of a field, so it fits.
     fn put(&mut self, offset: usize, bytes: &[u8]) {
         if let Some(field) = self.bytes.get_mut(offset..offset + bytes.len()) {
             field.copy_from_slice(bytes);
         }
     }
 
+    /// Returns the match or target with its filled structure.
     fn into_parts(self) -> (Extension, Vec<u8>) {
         (self.extension, self.bytes)
     }
@@ -255,7 +257,8 @@ fn decimal<T: std::str::FromStr>(text: &str) -> Option<T> {
     if is_plain { text.parse().ok() } else { None }
 }
 
-/// Reads a packet mark with its mask, `0x2000/0x3000`. Without a mask all bits are compared.
+/// Reads a packet mark with its mask, `0x2000/0x3000` or decimal. Without a mask all bits are
+/// compared.
 fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     let number = |text: &str| match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
@@ -286,7 +289,8 @@ fn compare_address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op
             Family::V4 => u32::MAX.checked_shl(32 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
             Family::V6 => u128::MAX.checked_shl(128 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
         };
-        // The comparison is the last expression. The mask goes before it, and clears its host bits.
+        // The comparison is the last expression. The mask goes before it, and the compared address
+        // must not have bits outside the mask.
         let Some(Expr::Cmp { data, .. }) = exprs.last_mut() else { return None };
         data.iter_mut().zip(&mask).for_each(|(byte, mask)| *byte &= mask);
         let bitwise = Expr::Bitwise { reg: Reg::R1, xor: vec![0; mask.len()], mask };

@@ -221,7 +221,8 @@ pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Op
     let first_address = info.get(first_at..first_at + address_len)?;
     let last_address = info.get(last_at..last_at + address_len)?;
     let (first_port, last_port) = (be16_at(info, ports_at)?, be16_at(info, ports_at + 2)?);
-    if flags & !(MAP_IPS | PROTO_SPECIFIED) != 0 || flags & MAP_IPS == 0 || first_address != last_address {
+    let has_other_flags = flags & !(MAP_IPS | PROTO_SPECIFIED) != 0;
+    if has_other_flags || flags & MAP_IPS == 0 || first_address != last_address {
         return None;
     }
     let address = ip_address(first_address)?;

@@ -54,7 +54,12 @@ impl NetnsLock {
     /// end the wait. Both name the process that holds the lock, if it is known.
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
-        let failed = |error: io::Error| Error::new("failed to lock the network namespace for iptables", error);
+        let failed = |error: io::Error| {
+            Error::new(
+                "failed to prepare the lock of iptables for the network namespace /proc/thread-self/ns/net",
+                error,
+            )
+        };
         let netns = File::open(NETNS).map_err(failed)?;
         let netns_metadata = netns.metadata().map_err(failed)?;
         let name = format!("iptables-{}-{}.lock", netns_metadata.dev(), netns_metadata.ino());

@@ -75,8 +75,8 @@ pub(super) fn multicast(family: Family) -> Cidr {
     network.unwrap_or_else(|| Cidr::host(IpAddr::V4(Ipv4Addr::UNSPECIFIED)))
 }
 
-/// What the rules of an attachment consist of: the name and the comment of its container's chain,
-/// and the comment of its own tags.
+/// The names in the rules of an attachment: of its container's chain, of the comment of this
+/// container's rules, and of the comment of the attachment's tags.
 struct RuleNames {
     chain: String,
     comment: String,
@@ -84,6 +84,7 @@ struct RuleNames {
 }
 
 impl RuleNames {
+    /// Returns the names for the attachment's rules.
     fn new(attachment: &AttachmentId) -> RuleNames {
         RuleNames {
             chain: chain_name(&attachment.network, &attachment.container_id),
@@ -274,10 +275,12 @@ impl FamilyRules {
         if !self.tagged.is_empty() {
             return ensure(nat, attachment, &self.tagged);
         }
+        // The attachment had no rules before the ADD.
         if self.untagged.is_empty() {
             return purge(nat, attachment, &addresses.iter().map(Cidr::address).collect::<Vec<_>>());
         }
-        // Go had already masqueraded an address: its rules stay, and our tags and jumps go.
+        // Go's rules already masqueraded an address of the ADD: they stay, and only the tags and
+        // the jumps that the ADD has added are removed.
         let names = RuleNames::new(attachment);
         let mut edit = Edit::new();
         for rule in nat.rules(&names.chain)? {

@@ -136,7 +136,8 @@ impl<'m> Masquerade<'m> {
         Ok(())
     }
 
-    /// Writes the rules for `addresses`, all of `family`, to iptables.
+    /// Writes the rules for `addresses`, all of `family`, to iptables. The existing rules in this
+    /// family are replaced, and stored in `previous`.
     fn ensure_family_in_iptables(
         &self,
         attachment: &AttachmentId,
@@ -220,7 +221,7 @@ impl<'m> Masquerade<'m> {
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
         let results = [
             self.in_nftables(|nft| nftables::gc(nft, network, valid)),
-            // All masquerading rules are reached from this chain.
+            // Only tables with this chain are searched: all masquerading rules are reached from it.
             self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))

@@ -139,17 +139,20 @@ fn value(data: &[u8]) -> Option<Vec<u8>> {
     attribute(data, NFTA_DATA_VALUE).map(<[u8]>::to_vec)
 }
 
+/// Decodes the load of a packet's property; `None` for `meta set`.
 fn meta(data: &[u8]) -> Option<Expr> {
     // 1: destination, 2: key. An expression with a source register instead sets the key.
     Some(Expr::Meta { to: Reg(number(data, 1)?), key: MetaKey(number(data, 2)?) })
 }
 
+/// Decodes the load of packet bytes.
 fn payload(data: &[u8]) -> Option<Expr> {
     // 1: destination, 2: base, 3: offset, 4: length.
     let (to, base) = (Reg(number(data, 1)?), Base(number(data, 2)?));
     Some(Expr::Payload { to, base, offset: number(data, 3)?, len: number(data, 4)? })
 }
 
+/// Decodes a mask and xor within one register; `None` for other operations.
 fn bitwise(data: &[u8]) -> Option<Expr> {
     // 1: source, 2: destination, 3: length, 4: mask, 5: xor, 6: operation, absent on old kernels.
     const MASK_AND_XOR: u32 = 0;
@@ -162,6 +165,7 @@ fn bitwise(data: &[u8]) -> Option<Expr> {
     Some(Expr::Bitwise { reg: Reg(destination), mask, xor })
 }
 
+/// Decodes the comparison of a register with a constant.
 fn cmp(data: &[u8]) -> Option<Expr> {
     // 1: source, 2: operator, 3: constant.
     Some(Expr::Cmp { reg: Reg(number(data, 1)?), op: CmpOp(number(data, 2)?), data: value(attribute(data, 3)?)? })
@@ -183,11 +187,13 @@ fn immediate(data: &[u8]) -> Option<Expr> {
     }
 }
 
+/// Decodes a look-up in the routing tables.
 fn fib(data: &[u8]) -> Option<Expr> {
     // 1: destination, 2: result, 3: flags.
     Some(Expr::Fib { to: Reg(number(data, 1)?), result: number(data, 2)?, flags: number(data, 3)? })
 }
 
+/// Decodes a look-up in a set; `None` for a map or an inverted look-up.
 fn lookup(data: &[u8]) -> Option<Expr> {
     const NFTA_LOOKUP_FLAGS: u16 = 5;
     const NFTA_LOOKUP_DREG: u16 = 3;
@@ -199,6 +205,7 @@ fn lookup(data: &[u8]) -> Option<Expr> {
     Some(Expr::Lookup { set: text(attribute(data, 1)?), reg: Reg(number(data, 2)?) })
 }
 
+/// Decodes the load of a property of the tracked connection.
 fn ct(data: &[u8]) -> Option<Expr> {
     // 1: destination, 2: key.
     Some(Expr::Ct { to: Reg(number(data, 1)?), key: number(data, 2)? })
@@ -209,6 +216,7 @@ fn xt(data: &[u8]) -> Option<(String, u32, Vec<u8>)> {
     Some((text(attribute(data, 1)?), number(data, 2)?, attribute(data, 3).unwrap_or_default().to_vec()))
 }
 
+/// Decodes destination NAT; `None` for source NAT.
 fn nat(data: &[u8]) -> Option<Expr> {
     const NAT_DNAT: u32 = 1;
     // 1: source or destination NAT, 2: family, 3: register of the address, 5: that of the port.
@@ -217,6 +225,25 @@ fn nat(data: &[u8]) -> Option<Expr> {
         return None;
     }
     Some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
+}
+
+/// Whether one of these byte pairs, as ports are, is at an even offset of a rule as the kernel
+/// sends it. Attributes begin at multiples of four, and the xtables structures in them have their
+/// ports at even offsets. One pass without decoding: reading a long chain mostly consists of this.
+pub fn occurs(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
+    rule.as_chunks::<2>().0.iter().any(|pair| pairs.contains(pair))
+}
+
+/// Whether a rule as the kernel sends it contains the text, or an address in network byte order, at
+/// an even offset. True for a text of less than two bytes.
+pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
+    let Some((first_pair, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
+    for (index, pair) in rule.as_chunks::<2>().0.iter().enumerate() {
+        if pair == first_pair && rule.get(2 * index + 2..).is_some_and(|after| after.starts_with(rest)) {
+            return true;
+        }
+    }
+    false
 }
 
 #[cfg(test)]

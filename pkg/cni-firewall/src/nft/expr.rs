@@ -3,7 +3,7 @@
 //! The kernel evaluates a rule's expressions in order: an expression loads a value into a register,
 //! changes it there, or compares it. [`Expr`] has those that the plugins' rules need, and
 //! [`decode`](super::decode) returns the same type, so rules are compared as lists. The functions
-//! below return the expressions, with the registers, that `nft` writes for the text above each.
+//! below return the expressions, with the registers, that `nft` writes for the quoted text.
 //!
 //! Attribute numbers are big-endian. A register's contents are as the kernel loads them: packet
 //! bytes as on the wire, marks and families in the host's byte order.
@@ -89,7 +89,8 @@ const NF_DROP: u32 = 0;
 const NF_ACCEPT: u32 = 1;
 
 impl Verdict {
-    /// Returns the verdict for the kernel's code and, for jump and goto, the chain.
+    /// Returns the verdict for the kernel's code and, for jump and goto, the chain. An unknown
+    /// code, or a jump without a chain, becomes [`Verdict::Other`].
     pub(crate) fn from_wire(code: u32, chain: Option<String>) -> Verdict {
         match (wire::Verdict::from(code), chain) {
             (wire::Verdict::Other(NF_ACCEPT), _) => Verdict::Accept,
@@ -101,6 +102,7 @@ impl Verdict {
         }
     }
 
+    /// Returns the verdict as the packet crate's attributes.
     fn wire(&self) -> Vec<wire::VerdictAttribute> {
         let (code, chain) = match self {
             Verdict::Accept => (wire::Verdict::Other(NF_ACCEPT), None),
@@ -320,17 +322,19 @@ fn payload(base: Base, offset: u32, len: u32) -> Expr {
     Expr::Payload { base, offset, len, to: Reg::R1 }
 }
 
-/// `iifname "NAME"`
-///
-/// Matches the whole name, not a prefix. `None` if the name is too long for an interface.
+/// Returns the match `iifname "NAME"`, of the whole name, not a prefix. `None` if the name is too
+/// long for an interface.
 pub fn iifname(name: &str) -> Option<Vec<Expr>> {
-    let mut data = vec![0; libc::IFNAMSIZ];
-    // An interface's name is at most 15 bytes: the last byte is always NUL.
-    data[..libc::IFNAMSIZ - 1].get_mut(..name.len())?.copy_from_slice(name.as_bytes());
+    // With its final NUL, a name has at most IFNAMSIZ bytes.
+    if name.len() >= libc::IFNAMSIZ {
+        return None;
+    }
+    let mut data = name.as_bytes().to_vec();
+    data.resize(libc::IFNAMSIZ, 0);
     Some(equal(Expr::Meta { key: MetaKey::IIFNAME, to: Reg::R1 }, data))
 }
 
-/// `oifname "NAME"`; see [`iifname`].
+/// Returns the match `oifname "NAME"`; see [`iifname`].
 pub fn oifname(name: &str) -> Option<Vec<Expr>> {
     let mut exprs = iifname(name)?;
     if let Some(Expr::Meta { key, .. }) = exprs.first_mut() {
@@ -350,8 +354,8 @@ pub fn iifname_of(exprs: &[Expr]) -> Option<String> {
     }
 }
 
-/// `ether saddr MAC`, in a bridge table; tables of other families also need a match of the link
-/// type.
+/// Returns the match `ether saddr MAC`, for a bridge table; tables of other families also need a
+/// match of the link type.
 pub fn ether_saddr(mac: [u8; 6]) -> Vec<Expr> {
     equal(payload(Base::LINK, 6, 6), mac.to_vec())
 }
@@ -363,25 +367,27 @@ pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
     if exprs.starts_with(&ether_saddr(mac)) { Some(mac) } else { None }
 }
 
-/// `ip saddr ADDR` or `ip6 saddr ADDR`, in an ip or ip6 table; an inet table needs [`nfproto`]
-/// first.
+/// Returns the match `ip saddr ADDR` or `ip6 saddr ADDR`, for an ip or ip6 table; an inet table
+/// needs [`nfproto`] first.
 pub fn saddr(addr: IpAddr) -> Vec<Expr> {
+    // The offset and the length of the source address in the IP header.
     match addr {
         IpAddr::V4(addr) => equal(payload(Base::NETWORK, 12, 4), addr.octets().to_vec()),
         IpAddr::V6(addr) => equal(payload(Base::NETWORK, 8, 16), addr.octets().to_vec()),
     }
 }
 
-/// `ip daddr ADDR` or `ip6 daddr ADDR`; see [`saddr`].
+/// Returns the match `ip daddr ADDR` or `ip6 daddr ADDR`; see [`saddr`].
 pub fn daddr(addr: IpAddr) -> Vec<Expr> {
+    // The offset and the length of the destination address in the IP header.
     match addr {
         IpAddr::V4(addr) => equal(payload(Base::NETWORK, 16, 4), addr.octets().to_vec()),
         IpAddr::V6(addr) => equal(payload(Base::NETWORK, 24, 16), addr.octets().to_vec()),
     }
 }
 
-/// `ip saddr @SET` and the like: turns the comparison with one address that ends `exprs` into a
-/// lookup in the set.
+/// Returns the match `ip saddr @SET` and the like: turns the comparison with one address that ends
+/// `exprs` into a lookup in the set.
 pub fn in_set(mut exprs: Vec<Expr>, set: &str) -> Vec<Expr> {
     if let Some(last) = exprs.last_mut() {
         *last = Expr::Lookup { set: set.to_owned(), reg: Reg::R1 };
@@ -389,7 +395,7 @@ pub fn in_set(mut exprs: Vec<Expr>, set: &str) -> Vec<Expr> {
     exprs
 }
 
-/// `ct state established,related`
+/// Returns the match `ct state established,related`.
 pub fn ct_established_related() -> Vec<Expr> {
     const NFT_CT_STATE: u32 = 0;
     const ESTABLISHED: u32 = 1 << 1;
@@ -402,23 +408,23 @@ pub fn ct_established_related() -> Vec<Expr> {
     ]
 }
 
-/// `meta nfproto ipv4` or `ipv6`, by `NFPROTO_*`. `nft` adds this itself before an address in an
-/// inet table.
+/// Returns the match `meta nfproto ipv4` or `ipv6`, by `NFPROTO_*`. `nft` adds this itself before
+/// an address in an inet table.
 pub fn nfproto(family: u8) -> Vec<Expr> {
     equal(Expr::Meta { key: MetaKey::NFPROTO, to: Reg::R1 }, vec![family])
 }
 
-/// `meta l4proto PROTO`. `nft` adds this itself before a port.
+/// Returns the match `meta l4proto PROTO`, by `IPPROTO_*`. `nft` adds this itself before a port.
 pub fn l4proto(protocol: u8) -> Vec<Expr> {
     equal(Expr::Meta { key: MetaKey::L4PROTO, to: Reg::R1 }, vec![protocol])
 }
 
-/// `th dport PORT`; needs [`l4proto`] before it.
+/// Returns the match `th dport PORT` of the destination port; needs [`l4proto`] before it.
 pub fn dport(port: u16) -> Vec<Expr> {
     equal(payload(Base::TRANSPORT, 2, 2), port.to_be_bytes().to_vec())
 }
 
-/// `fib daddr type local`
+/// Returns the match `fib daddr type local`: the destination is an address of this host.
 pub fn fib_daddr_local() -> Vec<Expr> {
     const NFTA_FIB_F_DADDR: u32 = 1 << 1;
     const NFT_FIB_RESULT_ADDRTYPE: u32 = 3;
@@ -426,7 +432,8 @@ pub fn fib_daddr_local() -> Vec<Expr> {
     equal(load, u32::from(libc::RTN_LOCAL).to_ne_bytes().to_vec())
 }
 
-/// `dnat to ADDR:PORT`, in an ip or ip6 table; without a port, the packet's port stays.
+/// Returns the statement `dnat to ADDR:PORT`, for an ip or ip6 table; without a port, the packet's
+/// port stays.
 pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
     let (family, bytes) = match addr {
         IpAddr::V4(addr) => (libc::NFPROTO_IPV4, addr.octets().to_vec()),
@@ -438,7 +445,7 @@ pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
     exprs
 }
 
-/// Turns the comparison that ends `exprs` into `!=`.
+/// Returns the match with `!=` instead of `==`: inverts the comparison that ends `exprs`.
 pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     if let Some(Expr::Cmp { op, .. }) = exprs.last_mut() {
         *op = CmpOp::NE;
@@ -446,8 +453,8 @@ pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     exprs
 }
 
-/// `ip daddr NET/prefix`: turns an address match (`saddr`, `daddr`) into a match of its first
-/// `prefix` bits.
+/// Returns the match `ip daddr NET/prefix`: turns an address match (`saddr`, `daddr`) into a match
+/// of its first `prefix` bits.
 ///
 /// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load, any other prefix a
 /// mask. Older releases of `nft` always write a mask.

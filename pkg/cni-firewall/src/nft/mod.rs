@@ -24,9 +24,10 @@ pub mod userdata;
 
 pub(crate) use batch::RulePosition;
 pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
+pub use decode::{mentions, occurs};
 pub use expr::{Expr, Verdict};
 pub(crate) use socket::Extension;
-pub use socket::{Generation, Nft, mentions, occurs, raced};
+pub use socket::{Generation, Nft, raced};
 
 /// The netlink subsystem number of nf_tables.
 const NFNL_SUBSYS_NFTABLES: u16 = 10;

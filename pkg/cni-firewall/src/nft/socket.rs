@@ -51,25 +51,6 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Whether one of these byte pairs, as ports are, is at an even offset of a rule as the kernel
-/// sends it. Attributes begin at multiples of four, and the xtables structures in them have their
-/// ports at even offsets. One pass without decoding: reading a long chain mostly consists of this.
-pub fn occurs(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
-    rule.as_chunks::<2>().0.iter().any(|pair| pairs.contains(pair))
-}
-
-/// Whether a rule as the kernel sends it contains the text, or an address in network byte order, at
-/// an even offset. True for a text of less than two bytes.
-pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
-    let Some((first_pair, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
-    for (index, pair) in rule.as_chunks::<2>().0.iter().enumerate() {
-        if pair == first_pair && rule.get(2 * index + 2..).is_some_and(|after| after.starts_with(rest)) {
-            return true;
-        }
-    }
-    false
-}
-
 /// Returns an error that [`Error::is_unsupported`] recognises; the kernel's own, less specific
 /// `errno` is in its text.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
@@ -300,8 +281,9 @@ impl Nft {
         Ok(self.find_chain(table, name)?.is_some_and(|chain| chain.base == Some(base)))
     }
 
-    /// Adds the chain's creation to the batch only if the chain does not exist, for the reason
-    /// given at [`has_base_chain`](Nft::has_base_chain).
+    /// Adds the chain's creation to the batch only if the chain does not exist: naming an existing
+    /// chain in a transaction is a change, which makes closing the socket slow
+    /// ([`has_base_chain`](Nft::has_base_chain)).
     pub fn add_missing_chain(&mut self, batch: &mut Batch, table: Table<'_>, name: &str) -> Result<()> {
         if self.find_chain(table, name)?.is_none() {
             batch.ensure_chain(table, name, None);
@@ -395,15 +377,15 @@ impl Nft {
         generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer has no generation")))
     }
 
-    /// Returns a list as it was at one instant. `decode` returns an object's handle and its value,
-    /// or `None` to leave the object out.
+    /// Reads a list until two successive readings have the same handles, and returns it as it was
+    /// at one instant. `decode` returns an object's handle and its value, or `None` to leave the
+    /// object out. Fails after `reads_max` readings.
     ///
-    /// The kernel sends a long list in parts and finds the start of each part by counting objects.
-    /// If rules are added or removed meanwhile, the count is wrong, and not always does the kernel
-    /// flag the interruption or the objects' generations differ: removed rules leave the list only
-    /// after the new generation has begun, and rules of an unfinished transaction are in it before
-    /// (on Linux 6.18, rules were missing in 1 of 1,200 reads beside a busy writer). So a list is
-    /// read until two successive readings have the same handles.
+    /// The kernel sends a long list in parts, and begins each part by counting objects from the
+    /// start. If rules are added or removed meanwhile, the count is wrong. The kernel then sets a
+    /// flag, or the generations in the objects differ, but not always: removed rules leave the list
+    /// after the generation has been incremented, and rules of an unfinished transaction are in the
+    /// list before (on Linux 6.18, rules were missing in 1 of 1,200 reads beside a busy writer).
     fn dump<T>(
         &mut self,
         what: &str,
@@ -423,6 +405,7 @@ impl Nft {
                     values.push(value);
                 }
             })?;
+            // If reads are guarded, the commit fails if this reading was disturbed.
             let is_confirmed = self.reads_are_guarded || previous_handles.as_ref() == Some(&handles);
             if is_uninterrupted && is_one_generation && is_confirmed {
                 return Ok(values);
@@ -447,7 +430,9 @@ impl Nft {
         let answer = self.socket.ask(kind, flags, &body, &mut on_object);
         answer.map_err(|cause| match Error::new(what, cause) {
             // These requests are well-formed: only a kernel without nf_tables answers EINVAL.
-            error if error.errno() == Some(libc::EINVAL) => unsupported(what, "no nf_tables", Errno::EINVAL),
+            error if error.errno() == Some(libc::EINVAL) => {
+                unsupported(what, "the kernel has no nf_tables", Errno::EINVAL)
+            }
             error => error,
         })
     }

@@ -1,8 +1,8 @@
-//! `conditionsV4` and `conditionsV6`: extra matches, written in the words of iptables or of nft.
+//! Compiles `conditionsV4` and `conditionsV6`: extra matches in the syntax of iptables or of nft.
 //!
-//! [`ConditionSyntax::of`] decides which, as Go does. For nft a subset is compiled here
-//! ([`compile`]); what is beyond it only `nft` itself understands. What iptables may be given is
-//! judged by [`iptables::check_conditions`](crate::iptables::check_conditions).
+//! [`ConditionSyntax::of`] decides which syntax it is, as Go does. A subset of nft's is compiled
+//! here ([`compile`]); the rest needs the program `nft`. Conditions in the syntax of iptables are
+//! checked by [`iptables::check_conditions`](crate::iptables::check_conditions).
 //!
 //! The subset, each any number of times, in any order:
 //! ```text
@@ -11,8 +11,7 @@
 //! [meta] mark [& NUMBER] [==|!=] NUMBER
 //! tcp|udp|sctp sport     [==|!=] PORT
 //! ```
-//! A string of the list may be several tokens: Go joins them with blanks, so
-//! `"ip saddr 10.0.0.0/8"` equals three strings.
+//! One string of the list can have several tokens, because Go joins the strings with blanks.
 
 use std::net::IpAddr;
 
@@ -20,7 +19,7 @@ use super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Reg};
 use super::Protocol;
 use cni_linux::route::Family;
 
-/// In whose words conditions are written.
+/// The syntax of conditions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConditionSyntax {
     /// Options of the program iptables.
@@ -30,7 +29,7 @@ pub enum ConditionSyntax {
 }
 
 impl ConditionSyntax {
-    /// Judged by the first token; `None` if there is none.
+    /// Returns the syntax, which the first token shows; `None` if there are no conditions.
     pub fn of(conditions: &[String]) -> Option<ConditionSyntax> {
         let first = conditions.first()?;
         Some(if first.starts_with(['-', '!']) { ConditionSyntax::Iptables } else { ConditionSyntax::Nft })
@@ -40,141 +39,148 @@ impl ConditionSyntax {
 /// The part of a condition that could not be compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unknown {
-    /// The token where the known words end; empty if there should have been one more.
+    /// The first token that is not understood; empty if a token is missing at the end.
     pub token: String,
 }
 
-/// Compiles conditions of one family.
+/// Compiles conditions in nft's syntax for one family.
 ///
 /// # Errors
-/// The first token that is beyond the subset, which does not say that it is wrong.
+/// The first token that is not in the subset. The program `nft` may still understand it.
 pub fn compile(conditions: &[String], family: Family) -> Result<Vec<Expr>, Unknown> {
     let words: Vec<&str> = conditions.iter().flat_map(|condition| condition.split_whitespace()).collect();
     let mut reader = Reader { words: &words };
     let mut exprs = Vec::new();
     while !reader.words.is_empty() {
-        exprs.extend(reader.one(family)?);
+        exprs.extend(reader.condition(family)?);
     }
     Ok(exprs)
 }
 
+/// Reads conditions token by token.
 struct Reader<'w> {
+    /// The tokens that have not been read.
     words: &'w [&'w str],
 }
 
 impl<'w> Reader<'w> {
+    /// Returns the next token; an empty one at the end.
     fn next(&mut self) -> &'w str {
-        let (word, rest) = self.words.split_first().map_or(("", self.words), |(word, rest)| (*word, rest));
+        let Some((word, rest)) = self.words.split_first() else { return "" };
         self.words = rest;
         word
     }
 
-    fn take(&mut self, options: &[&str]) -> bool {
-        let found = self.words.first().is_some_and(|word| options.contains(word));
-        if found {
+    /// Skips the next token if it is one of these. Returns whether it was.
+    fn skip_any(&mut self, tokens: &[&str]) -> bool {
+        let is_one = self.words.first().is_some_and(|word| tokens.contains(word));
+        if is_one {
             self.next();
         }
-        found
+        is_one
     }
 
-    /// The next word as `read` understands it.
-    fn value<T>(&mut self, read: impl Fn(&str) -> Option<T>) -> Result<T, Unknown> {
+    /// Returns the next token as `parse` reads it. Fails with the token if `parse` returns `None`.
+    fn parsed<T>(&mut self, parse: impl Fn(&str) -> Option<T>) -> Result<T, Unknown> {
         let word = self.next();
-        read(word).ok_or_else(|| Unknown { token: word.to_owned() })
+        parse(word).ok_or_else(|| Unknown { token: word.to_owned() })
     }
 
-    fn one(&mut self, family: Family) -> Result<Vec<Expr>, Unknown> {
-        let meta = self.take(&["meta"]);
+    /// Compiles the next condition.
+    fn condition(&mut self, family: Family) -> Result<Vec<Expr>, Unknown> {
+        let has_meta = self.skip_any(&["meta"]);
         let word = self.next();
         match word {
-            "iifname" => self.compared(|reader| reader.name(MetaKey::IIFNAME)),
-            "oifname" => self.compared(|reader| reader.name(MetaKey::OIFNAME)),
+            "iifname" => self.comparison(|reader| reader.interface(MetaKey::IIFNAME)),
+            "oifname" => self.comparison(|reader| reader.interface(MetaKey::OIFNAME)),
             "mark" => self.mark(),
-            "ip" | "ip6" if !meta && (word == "ip") == (family == Family::V4) => {
-                let side = self.value(|word| match word {
+            "ip" | "ip6" if !has_meta && (word == "ip") == (family == Family::V4) => {
+                let load = self.parsed(|word| match word {
                     "saddr" => Some(expr::saddr as fn(IpAddr) -> Vec<Expr>),
                     "daddr" => Some(expr::daddr),
                     _ => None,
                 })?;
-                self.compared(|reader| reader.address(side, family))
+                self.comparison(|reader| reader.address(load, family))
             }
-            _ => match Protocol::by_name(word).filter(|protocol| protocol.name() == word && !meta) {
-                Some(protocol) => self.source_port(protocol),
-                None => Err(Unknown { token: word.to_owned() }),
-            },
+            _ => {
+                // `Protocol::by_name` ignores case, nft does not.
+                match Protocol::by_name(word) {
+                    Some(protocol) if protocol.name() == word && !has_meta => self.source_port(protocol),
+                    _ => Err(Unknown { token: word.to_owned() }),
+                }
+            }
         }
     }
 
-    /// A comparison whose operator stands before its value; none is `==`.
-    fn compared(&mut self, value: impl Fn(&mut Self) -> Result<Vec<Expr>, Unknown>) -> Result<Vec<Expr>, Unknown> {
-        let negated = self.take(&["!=", "ne"]);
-        if !negated {
-            self.take(&["==", "eq"]);
+    /// Compiles an operator and the value after it, which `value` compiles as a comparison for
+    /// equality. Without an operator, nft means `==`.
+    fn comparison(&mut self, value: impl Fn(&mut Self) -> Result<Vec<Expr>, Unknown>) -> Result<Vec<Expr>, Unknown> {
+        let is_negated = self.skip_any(&["!=", "ne"]);
+        if !is_negated {
+            self.skip_any(&["==", "eq"]);
         }
         let exprs = value(self)?;
-        Ok(if negated { expr::not(exprs) } else { exprs })
+        Ok(if is_negated { expr::not(exprs) } else { exprs })
     }
 
-    fn name(&mut self, key: MetaKey) -> Result<Vec<Expr>, Unknown> {
-        self.value(|word| {
+    /// Compiles an interface name, in quotes or not. `eth*` means all names that begin with `eth`;
+    /// any other name is compared with the NULs that fill it up in the kernel.
+    fn interface(&mut self, key: MetaKey) -> Result<Vec<Expr>, Unknown> {
+        self.parsed(|word| {
             let name = word.strip_prefix('"').and_then(|word| word.strip_suffix('"')).unwrap_or(word);
-            let plain = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.@".contains(&byte));
-            let data = match name.strip_suffix('*') {
-                Some(prefix) if plain(prefix) && !prefix.is_empty() && prefix.len() < libc::IFNAMSIZ => {
-                    prefix.as_bytes().to_vec()
-                }
-                None if plain(name) && !name.is_empty() && name.len() < libc::IFNAMSIZ => {
-                    let mut data = name.as_bytes().to_vec();
-                    data.resize(libc::IFNAMSIZ, 0);
-                    data
-                }
-                _ => return None,
+            let (beginning, is_whole) = match name.strip_suffix('*') {
+                Some(beginning) => (beginning, false),
+                None => (name, true),
             };
+            let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.@".contains(&byte);
+            if beginning.is_empty() || beginning.len() >= libc::IFNAMSIZ || !beginning.bytes().all(is_plain) {
+                return None;
+            }
+            let mut data = beginning.as_bytes().to_vec();
+            if is_whole {
+                data.resize(libc::IFNAMSIZ, 0);
+            }
             Some(vec![Expr::Meta { key, to: Reg::R1 }, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }])
         })
     }
 
-    fn address(&mut self, side: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
-        self.value(|word| {
+    /// Compiles an address or a prefix. `load` returns the comparison with a whole address.
+    fn address(&mut self, load: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
+        self.parsed(|word| {
             let (address, prefix) = match word.split_once('/') {
                 Some((address, prefix)) => (address, Some(prefix.parse::<u8>().ok()?)),
                 None => (word, None),
             };
             let address: IpAddr = address.parse().ok()?;
             let bits = if address.is_ipv4() { 32 } else { 128 };
-            if Family::of(address) != family || prefix.is_some_and(|prefix| prefix > bits) {
+            let prefix = prefix.unwrap_or(bits);
+            if Family::of(address) != family || prefix > bits {
                 return None;
             }
-            let exprs = side(address);
-            Some(match prefix.filter(|prefix| *prefix < bits) {
-                Some(prefix) => expr::masked(exprs, prefix),
-                None => exprs,
-            })
+            let exprs = load(address);
+            Some(if prefix < bits { expr::masked(exprs, prefix) } else { exprs })
         })
     }
 
+    /// Compiles the rest of `mark [& NUMBER] [==|!=] NUMBER`.
     fn mark(&mut self) -> Result<Vec<Expr>, Unknown> {
-        let mask = match self.take(&["&", "and"]) {
-            true => Some(self.value(number)?),
-            false => None,
-        };
-        self.compared(|reader| {
-            let wanted = reader.value(number)?;
+        let mask = if self.skip_any(&["&", "and"]) { Some(self.parsed(number)?) } else { None };
+        self.comparison(|reader| {
+            let value = reader.parsed(number)?;
             let mut exprs = vec![Expr::Meta { key: MetaKey::MARK, to: Reg::R1 }];
-            exprs.extend(mask.map(|mask| Expr::Bitwise {
-                reg: Reg::R1,
-                mask: mask.to_ne_bytes().to_vec(),
-                xor: vec![0; 4],
-            }));
-            exprs.push(Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: wanted.to_ne_bytes().to_vec() });
+            if let Some(mask) = mask {
+                exprs.push(Expr::Bitwise { reg: Reg::R1, mask: mask.to_ne_bytes().to_vec(), xor: vec![0; 4] });
+            }
+            exprs.push(Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: value.to_ne_bytes().to_vec() });
             Ok(exprs)
         })
     }
 
+    /// Compiles the rest of `PROTOCOL sport [==|!=] PORT`.
     fn source_port(&mut self, protocol: Protocol) -> Result<Vec<Expr>, Unknown> {
-        self.value(|word| (word == "sport").then_some(()))?;
-        self.compared(|reader| {
-            let port: u16 = reader.value(|word| word.parse().ok())?;
+        self.parsed(|word| if word == "sport" { Some(()) } else { None })?;
+        self.comparison(|reader| {
+            let port: u16 = reader.parsed(|word| word.parse().ok())?;
             let mut exprs = expr::l4proto(protocol.number());
             exprs.push(Expr::Payload { base: Base::TRANSPORT, offset: 0, len: 2, to: Reg::R1 });
             exprs.push(Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: port.to_be_bytes().to_vec() });
@@ -183,7 +189,7 @@ impl<'w> Reader<'w> {
     }
 }
 
-/// As nft reads numbers: decimal, or hexadecimal after 0x.
+/// Reads a number as nft does: decimal, or hexadecimal after 0x.
 fn number(word: &str) -> Option<u32> {
     match word.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),

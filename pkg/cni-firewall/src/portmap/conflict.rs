@@ -1,15 +1,16 @@
-//! Judges rules of other containers: for a wanted host port, or to the container's own address.
+//! Decides whether the container of a rule is alive: a rule for a wanted host port, or one that
+//! leads to this container's address.
 //!
-//! Only proof counts. Alive: a link on the host has the mark of the rule. Dead: a link had it when
-//! the rule was made and none has it now; or the rule's target is the address that this attachment
-//! was just given, and the rule names the same network, or every route of the host to that address
-//! leads to this attachment. A rule whose target is the container's address is stale whatever its
-//! port. Any other owner is unknown: a container of another plugin or of a Go plugin, or a port
-//! that other conditions keep apart.
+//! A container is *alive* if a link on the host has the alias that the rule names. It is *dead* if
+//! a link had this alias when the rule was made and none has it now. It is also dead if the rule
+//! leads to the address that this attachment was just given, and either names the same network or
+//! every route of the host to that address leads to this attachment. In every other case it is
+//! *unknown*: it may be a container of another plugin or of a Go plugin, or conditions may let both
+//! containers have the port.
 //!
-//! The routes are the proof against two networks with overlapping subnets: there the same address
-//! is in use twice, and a rule without a network may lead to the other container, by a route of its
-//! own or a table of its own (VRF).
+//! The routes are checked because two networks can have overlapping subnets. Then two containers
+//! have the same address, and a rule that names no network may lead to the other one, through
+//! another route or another routing table (VRF).
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -22,30 +23,31 @@ use cni_linux::route::Family;
 
 use super::{ClaimedPort, Forwarding};
 
-/// The reaction to a port that is taken.
+/// The reaction to a host port that another container has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// A dead holder is displaced, a live one wins, where nothing can be proved the older rule goes
-    /// first.
+    /// Rules of a dead container are removed. If the other container is alive, the ADD fails. If
+    /// that is unknown, both rules stay and the older one usually takes precedence.
     RefuseIfAlive,
-    /// As in Go: the older rule goes first.
+    /// Both rules stay, as with Go's plugin, and the older one usually takes precedence.
     Ignore,
 }
 
-/// The container that has a port.
+/// Another container that has a port, as its rule describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// The container, as its rule names it.
+    /// The container ID, or a name in parentheses if the rule does not have the ID.
     pub container: String,
     /// The network, if the rule names one.
     pub network: Option<String>,
-    /// Its mark, if the rule has one.
+    /// The alias of the attachment, if the rule has it.
     pub alias: Option<String>,
-    /// Whether a link had that mark when the rule was made.
+    /// Whether a link on the host had that alias when the rule was made.
     pub had_link: bool,
-    /// Whether the two rules look at other things too, and not the same ones.
+    /// Whether the rules of the two containers have different conditions, so that both may have the
+    /// port.
     pub conditions_differ: bool,
-    /// The port.
+    /// The port, and where its connections go.
     pub claim: ClaimedPort,
 }
 
@@ -59,27 +61,28 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// The containers that have the wanted ports in a backend that the ADD does not use.
+/// The rules of other containers, found in a backend that the ADD does not use.
 #[derive(Clone, Debug, Default)]
 pub struct Conflicts {
-    /// A living one: nothing may be changed then.
+    /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub held: Option<Holder>,
-    /// Whether something dead is to be displaced, or has been.
+    /// Whether rules of dead containers were found; they were removed with
+    /// [`ConflictAction::Displace`].
     pub found_dead: bool,
     /// Remarks for the operator, one sentence each.
     pub remarks: Vec<String>,
 }
 
-/// The action after the search for [`Conflicts`].
+/// What to do with rules of dead containers that a search for [`Conflicts`] finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConflictAction {
-    /// Nothing is changed.
+    /// They stay.
     Keep,
-    /// The dead go, unless there is a living one.
+    /// They are removed, unless a living container has a wanted port.
     Displace,
 }
 
-/// Whether a holder is alive.
+/// Whether the container of a rule is alive; see the module's documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Liveness {
     Dead,
@@ -87,71 +90,83 @@ pub(super) enum Liveness {
     Unknown,
 }
 
-/// Judges holders; asks the kernel only if one has to be judged by his link.
+/// Finds out whether holders are alive. Connects to the kernel only when a link or the routes are
+/// needed for that.
 #[derive(Debug, Default)]
 pub(super) struct LivenessProbe {
     host: Option<Netlink>,
-    /// By address, whether the container's link is the only way to it. Found by reading all routes.
-    only_ways: BTreeMap<IpAddr, bool>,
+    /// The results of [`is_routed_only_to`](LivenessProbe::is_routed_only_to) by address, because
+    /// each reads all routes of the host.
+    routed_only_here: BTreeMap<IpAddr, bool>,
 }
 
 impl LivenessProbe {
+    /// Returns whether the holder is alive, as far as that can be proved. Fails if the links cannot
+    /// be read.
     pub(super) fn liveness_of(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
         let address = holder.claim.container.ip();
-        let is_here = wanted.is_container(address);
-        // A network gives an address to one container at a time.
-        if is_here && holder.network.as_deref() == Some(&wanted.attachment.network) {
+        let leads_here = wanted.is_container(address);
+        // A network gives an address to one container at a time, now to this one.
+        if leads_here && holder.network.as_deref() == Some(&wanted.attachment.network) {
             return Ok(Liveness::Dead);
         }
-        if let Some(mark) = holder.mark().filter(|_| holder.had_link && (is_here || !holder.conditions_differ)) {
-            return Ok(match self.find_host_link(&mark)? {
+        if holder.had_link
+            && (leads_here || !holder.conditions_differ)
+            && let Some(attachment) = holder.attachment()
+        {
+            return Ok(match self.find_host_link(&attachment)? {
                 Some(_) if holder.conditions_differ => Liveness::Unknown,
                 Some(_) => Liveness::Alive,
                 None => Liveness::Dead,
             });
         }
-        if !is_here {
+        if !leads_here {
             return Ok(Liveness::Unknown);
         }
-        let is_only = match self.only_ways.get(&address) {
-            Some(is_only) => *is_only,
-            // Routes that cannot be read prove nothing, and do not fail the ADD.
-            None => self.is_only_way(address, &wanted.links).unwrap_or(false),
+        let is_routed_only_here = match self.routed_only_here.get(&address) {
+            Some(known) => *known,
+            // If the routes cannot be read, nothing is proved. The ADD does not fail for that.
+            None => self.is_routed_only_to(address, &wanted.links).unwrap_or(false),
         };
-        self.only_ways.insert(address, is_only);
-        Ok(if is_only { Liveness::Dead } else { Liveness::Unknown })
+        self.routed_only_here.insert(address, is_routed_only_here);
+        Ok(if is_routed_only_here { Liveness::Dead } else { Liveness::Unknown })
     }
 
-    /// Returns the link on the host that has this mark.
+    /// Returns the name of the link on the host that has the attachment's alias; `None` if no link
+    /// has it.
     pub(super) fn find_host_link(&mut self, attachment: &AttachmentId) -> Result<Option<String>> {
-        // An end without an alias may be one that is just being made.
         Ok(self.host()?.find_host_end(attachment)?.map(|link| link.name))
     }
 
     /// Whether packets to this address can leave the host by these interfaces only: in every table
     /// with non-default routes to it the most specific routes use these interfaces, and there is at
-    /// least one.
-    fn is_only_way(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
+    /// least one such route.
+    fn is_routed_only_to(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
         let host = self.host()?;
-        let mut indices = Vec::new();
+        let mut link_indices = Vec::new();
         for name in links {
-            indices.extend(host.find_link(name)?.map(|link| link.index));
+            link_indices.extend(host.find_link(name)?.map(|link| link.index));
         }
-        // By table: the longest prefix, and whether all routes of that length are ours.
-        let mut best: BTreeMap<u32, (u8, bool)> = BTreeMap::new();
-        let routes = host.list_all_routes(Family::of(address))?;
-        for route in routes.iter().filter(|route| route.dst.prefix() > 0 && route.dst.contains(address)) {
-            let (prefix, is_ours) = (route.dst.prefix(), indices.contains(&route.oif));
-            let longest = best.entry(route.table_id()).or_insert((prefix, is_ours));
-            *longest = match prefix.cmp(&longest.0) {
-                std::cmp::Ordering::Less => *longest,
-                std::cmp::Ordering::Equal => (prefix, longest.1 && is_ours),
-                std::cmp::Ordering::Greater => (prefix, is_ours),
-            };
+        // By routing table: the longest prefix so far, and whether all routes with it use the
+        // links.
+        let mut longest_by_table: BTreeMap<u32, (u8, bool)> = BTreeMap::new();
+        for route in host.list_all_routes(Family::of(address))? {
+            let prefix = route.dst.prefix();
+            if prefix == 0 || !route.dst.contains(address) {
+                continue;
+            }
+            let uses_links = link_indices.contains(&route.oif);
+            let (longest, all_use_links) = longest_by_table.entry(route.table_id()).or_insert((prefix, uses_links));
+            if prefix > *longest {
+                (*longest, *all_use_links) = (prefix, uses_links);
+            } else if prefix == *longest {
+                *all_use_links &= uses_links;
+            }
         }
-        Ok(!best.is_empty() && best.values().all(|(_, is_ours)| *is_ours))
+        Ok(!longest_by_table.is_empty() && longest_by_table.values().all(|(_, all_use_links)| *all_use_links))
     }
 
+    /// Returns the connection to the kernel, which is opened when it is first needed.
     fn host(&mut self) -> Result<&Netlink> {
         Ok(match &mut self.host {
             Some(host) => host,
@@ -161,29 +176,30 @@ impl LivenessProbe {
 }
 
 impl Holder {
-    /// Returns the mark of the rule, if the rule has it unabridged.
-    fn mark(&self) -> Option<AttachmentId> {
-        let Marked { network, container_id: container, ifname } =
-            self.alias.as_deref().and_then(AttachmentId::parse)?;
-        Some(AttachmentId::new(network, container?, ifname))
+    /// Returns the attachment that the rule names; `None` if the rule has no alias, or only the
+    /// hash of a long container ID.
+    fn attachment(&self) -> Option<AttachmentId> {
+        let Marked { network, container_id, ifname } = self.alias.as_deref().and_then(AttachmentId::parse)?;
+        Some(AttachmentId::new(network, container_id?, ifname))
     }
 
-    /// Returns the note about a rule that is removed.
+    /// Returns the note about a dead container's rule that is removed.
     pub(super) fn removal_note(&self, wanted: &Forwarding) -> String {
         let address = self.claim.container.ip();
-        match wanted.is_container(address) {
-            true => format!("{self}, which is gone: the rule was displaced, as {address} is this container's now"),
-            false => format!("{self}, which is gone: it was displaced"),
+        if wanted.is_container(address) {
+            format!("{self}, which no longer exists: its rule was displaced, because {address} is now this container's")
+        } else {
+            format!("{self}, which no longer exists: its rule was displaced")
         }
     }
 
-    /// Returns the note about a rule for a wanted port that stays.
+    /// Returns the note about another container's rule for a wanted port that stays.
     pub(super) fn port_taken_note(&self) -> String {
-        format!("{self} already, which may go first as long as it is there")
+        format!("{self} already, and that rule may take precedence until it is removed")
     }
 
-    /// Returns the note about a rule to the container's address that stays.
+    /// Returns the note about a rule that leads to this container's address and stays.
     pub(super) fn unknown_owner_note(&self) -> String {
-        format!("{self}, of which nothing is known: the rule was left, and may lead to this container")
+        format!("{self}, which may still exist: the rule was not removed, and may lead to this container")
     }
 }

@@ -1,9 +1,9 @@
-//! Whose a rule of the nft shape is.
+//! Names the attachment in a rule of nftables, and reads that name back.
 //!
-//! Go's key is the comment, which is the bare container ID. Network and interface, which it lacks,
-//! stand in a tag beside it: the attachment's mark, or, where that does not fit beside a long ID,
-//! two hashes. A rule without a tag was made by a Go plugin, or written back by `nft -f` from a
-//! listing, which loses tags.
+//! Go's plugin finds a container's rules by their comment, which is only the container ID. The
+//! network and the interface are in a tag, a field beside the comment that `nft` does not print:
+//! the alias of the attachment, or two hashes if the alias does not fit beside a long ID. A rule
+//! without a tag was made by a Go plugin, or written by `nft -f` from a listing, which loses tags.
 
 use std::net::IpAddr;
 
@@ -13,31 +13,30 @@ use super::super::nft::userdata::{self, comment_len};
 use super::super::nft::{Listed, Rule};
 use cni::AttachmentId;
 
-/// The attachment's mark ([`AttachmentId::alias`]).
-const TAG_MARK: u8 = 0x80;
-/// Where the mark does not fit: 8 bytes of the SHA-512 of the network's name, then 16 of the
-/// mark's.
+/// The tag with the attachment's alias ([`AttachmentId::alias`]).
+const TAG_ALIAS: u8 = 0x80;
+/// The tag that replaces an alias that does not fit: 8 bytes of the SHA-512 of the network's name,
+/// then 16 of that of the alias.
 const TAG_HASHES: u8 = 0x81;
-/// Empty: when the rule was made, a link on the host had the mark. If none has it any more, the
-/// container is gone.
+/// An empty tag: when the rule was made, a link on the host had the alias. If no link has it any
+/// more, the container is dead.
 const TAG_HAD_LINK: u8 = 0x82;
-/// In a rule without expressions: the handles, 8 bytes each, of rules of the attachment that could
-/// not be tagged.
+/// The tag of an ownership rule, which has no expressions: the handles, 8 bytes each, of rules of
+/// the attachment that the program `nft` wrote without tags.
 const TAG_HANDLES: u8 = 0x83;
-
-/// Beside the handles: a hash of the text that those rules were written from.
+/// Another tag of an ownership rule: a hash of the text from which `nft` wrote those rules.
 const TAG_TEXT: u8 = 0x84;
 
 const NETWORK_LEN: usize = 8;
 const TEXT_LEN: usize = 16;
-const MARK_LEN: usize = 16;
-/// Both hashes and a witness.
-const TAGS_MIN: usize = 2 + NETWORK_LEN + MARK_LEN + 2;
-/// The longest ID that stands as it is in a comment beside the smallest tags. `nft` itself takes
-/// 128 bytes.
+const ALIAS_LEN: usize = 16;
+/// The length of the smallest set of tags: both hashes, and that a link had the alias.
+const TAGS_MIN: usize = 2 + NETWORK_LEN + ALIAS_LEN + 2;
+/// The longest container ID that fits whole into the comment beside these tags. `nft` itself
+/// accepts comments of 128 bytes.
 const PLAIN_ID_MAX: usize = userdata::MAX - comment_len("") - TAGS_MIN;
 
-/// One attachment, as rules name it.
+/// The names of one attachment in rules.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     /// The comment that Go searches for.
@@ -46,160 +45,187 @@ pub(crate) struct Identity {
     hashes: Vec<u8>,
 }
 
-/// Whether a rule belongs to this attachment.
+/// Whether a rule belongs to an attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ownership {
-    /// It names this attachment.
+    /// The rule names this attachment.
     This,
-    /// It names the container and no attachment.
+    /// The rule names only this container: it may belong to another of its attachments.
     Container,
-    /// Another attachment's.
+    /// The rule names another attachment or another container.
     Other,
 }
 
+/// Returns the value of [`TAG_TEXT`].
 fn text_hash(text: &str) -> Vec<u8> {
     sha512(&[text.as_bytes()])[..TEXT_LEN].to_vec()
 }
 
+/// Returns the value of [`TAG_HASHES`].
 fn hashes(network: &str, alias: &str) -> Vec<u8> {
     let mut bytes = sha512(&[network.as_bytes()])[..NETWORK_LEN].to_vec();
-    bytes.extend(&sha512(&[alias.as_bytes()])[..MARK_LEN]);
+    bytes.extend(&sha512(&[alias.as_bytes()])[..ALIAS_LEN]);
     bytes
 }
 
 impl Identity {
+    /// Returns the names of this attachment.
     pub(crate) fn new(attachment: &AttachmentId) -> Identity {
         let alias = attachment.alias();
-        Identity { comment: comment(&attachment.container_id), hashes: hashes(&attachment.network, &alias), alias }
+        let comment = comment(&attachment.container_id);
+        Identity { comment, hashes: hashes(&attachment.network, &alias), alias }
     }
 
-    /// Puts comment and tags on a rule.
-    pub(super) fn sign(&self, rule: Rule, witnessed: LinkMark) -> Rule {
-        let fits = comment_len(&self.comment) + 2 + self.alias.len() + 2 <= userdata::MAX;
+    /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
+    /// attachment's alias now.
+    pub(super) fn sign(&self, rule: Rule, host_link: LinkMark) -> Rule {
+        // Each tag has two bytes before its value. TAG_HAD_LINK is counted too; it has no value.
+        let is_alias_fitting = comment_len(&self.comment) + 2 + self.alias.len() + 2 <= userdata::MAX;
         let rule = rule.with_comment(self.comment.clone());
-        let rule = match fits {
-            true => rule.with_tag(TAG_MARK, self.alias.clone()),
-            false => rule.with_tag(TAG_HASHES, self.hashes.clone()),
+        let rule = if is_alias_fitting {
+            rule.with_tag(TAG_ALIAS, self.alias.clone())
+        } else {
+            rule.with_tag(TAG_HASHES, self.hashes.clone())
         };
-        match witnessed {
+        match host_link {
             LinkMark::Yes => rule.with_tag(TAG_HAD_LINK, []),
             LinkMark::No => rule,
         }
     }
 
-    /// Rules that do nothing but say that these others are this attachment's, written from this
-    /// text.
-    pub(super) fn sign_others(&self, handles: &[u64], text: &str) -> Vec<Rule> {
-        let used = comment_len(&self.comment) + 2 + self.hashes.len() + 2 + TEXT_LEN + 2;
-        let room = (userdata::MAX.saturating_sub(used) / 8).max(1);
-        let sign = |handles: &[u64]| {
-            let bytes: Vec<u8> = handles.iter().flat_map(|handle| handle.to_be_bytes()).collect();
+    /// Returns ownership rules: rules without effect whose tags name the rules with these handles
+    /// as this attachment's, written by `nft` from `text`. There are several if one cannot hold all
+    /// handles.
+    pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
+        // Each tag has two bytes before its value.
+        let used_bytes = comment_len(&self.comment) + 2 + self.hashes.len() + 2 + TEXT_LEN + 2;
+        let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / 8).max(1);
+        let mut rules = Vec::new();
+        for handles in handles.chunks(handles_per_rule) {
+            let handle_bytes: Vec<u8> = handles.iter().flat_map(|handle| handle.to_be_bytes()).collect();
             let rule = Rule::default().with_comment(self.comment.clone()).with_tag(TAG_HASHES, self.hashes.clone());
-            rule.with_tag(TAG_TEXT, text_hash(text)).with_tag(TAG_HANDLES, bytes)
-        };
-        handles.chunks(room).map(sign).collect()
+            rules.push(rule.with_tag(TAG_TEXT, text_hash(text)).with_tag(TAG_HANDLES, handle_bytes));
+        }
+        rules
     }
 
-    /// Whether rules written from this text are this attachment's, all of them are there, and no
-    /// others beside them.
-    pub(super) fn has_signed(&self, rules: &[Listed], text: &str) -> bool {
+    /// Whether the attachment's rules in this list are exactly those that `nft` wrote from `text`,
+    /// one for each line: all of them are there, and the attachment has no others.
+    pub(super) fn has_rules_of_text(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
-        let mut spoken_for = Vec::new();
+        let mut owned_handles = Vec::new();
         for listed in rules.iter().filter(|listed| self.owner(&listed.rule) == Ownership::This) {
             if listed.rule.tag(TAG_TEXT) != Some(&hash) {
                 return false;
             }
-            spoken_for.extend(handles(&listed.rule));
+            owned_handles.extend(handles(&listed.rule));
         }
-        let is_there = |handle: &u64| rules.iter().any(|listed| listed.handle == *handle);
-        spoken_for.len() == text.lines().count() && spoken_for.iter().all(is_there)
+        let is_listed = |handle: &u64| rules.iter().any(|listed| listed.handle == *handle);
+        owned_handles.len() == text.lines().count() && owned_handles.iter().all(is_listed)
     }
 
-    /// Returns whether a rule belongs to this attachment, as far as the rule names its owner.
+    /// Returns whether a rule belongs to this attachment, by its own comment and tags. Ownership
+    /// rules that name it are not considered.
     pub(crate) fn owner(&self, rule: &Rule) -> Ownership {
         if rule.comment.as_deref() != Some(&self.comment) {
             return Ownership::Other;
         }
-        match (rule.tag(TAG_MARK), rule.tag(TAG_HASHES)) {
+        match (rule.tag(TAG_ALIAS), rule.tag(TAG_HASHES)) {
             (Some(alias), _) if alias == self.alias.as_bytes() => Ownership::This,
-            (None, Some(found)) if found == self.hashes => Ownership::This,
+            (None, Some(hashes)) if hashes == self.hashes => Ownership::This,
             (None, None) => Ownership::Container,
             _ => Ownership::Other,
         }
     }
 
-    /// The rules of a list that are this attachment's, `addresses` being its addresses as far as
-    /// they are known. A rule that names the container alone is its if it leads to one of them;
-    /// with no address known, in any case, as in Go.
-    pub(super) fn own<'l>(
+    /// Returns the rules of a list that are this attachment's. A rule that names only the container
+    /// is, if an ownership rule of the attachment names it, or if no other does and it leads to one
+    /// of `addresses`, the attachment's known addresses, or to none. With no address known, every
+    /// such rule is, as for Go's plugin. `leads_to` returns the container address of a rule.
+    pub(super) fn own_rules<'l>(
         &self,
         rules: &'l [Listed],
         addresses: &[IpAddr],
         leads_to: impl Fn(&Rule) -> Option<IpAddr>,
     ) -> Vec<&'l Listed> {
-        let (mut claimed_by_others, mut claimed_by_us) = (Vec::new(), Vec::new());
+        let (mut own_handles, mut handles_of_others) = (Vec::new(), Vec::new());
         for listed in rules {
             match self.owner(&listed.rule) {
-                Ownership::This => claimed_by_us.extend(handles(&listed.rule)),
-                _ => claimed_by_others.extend(handles(&listed.rule)),
+                Ownership::This => own_handles.extend(handles(&listed.rule)),
+                _ => handles_of_others.extend(handles(&listed.rule)),
             }
         }
-        let is_ours = |listed: &&Listed| match self.owner(&listed.rule) {
+        let is_own = |listed: &&Listed| match self.owner(&listed.rule) {
             Ownership::This => true,
             Ownership::Other => false,
-            Ownership::Container if claimed_by_us.contains(&listed.handle) => true,
-            Ownership::Container if claimed_by_others.contains(&listed.handle) => false,
-            Ownership::Container if addresses.is_empty() => true,
-            Ownership::Container => leads_to(&listed.rule).is_none_or(|address| addresses.contains(&address)),
+            Ownership::Container => {
+                if own_handles.contains(&listed.handle) {
+                    return true;
+                }
+                if handles_of_others.contains(&listed.handle) {
+                    return false;
+                }
+                match leads_to(&listed.rule) {
+                    Some(address) => addresses.is_empty() || addresses.contains(&address),
+                    None => true,
+                }
+            }
         };
-        rules.iter().filter(is_ours).collect()
+        rules.iter().filter(is_own).collect()
     }
 
-    /// Returns the rules that name the container alone and lead to another address than these.
-    pub(super) fn strays<'l>(
+    /// Returns the rules that name only the container and are not this attachment's by
+    /// [`own_rules`](Identity::own_rules), because they lead to another address.
+    pub(super) fn rules_to_other_addresses<'l>(
         &self,
         rules: &'l [Listed],
         addresses: &[IpAddr],
         leads_to: impl Fn(&Rule) -> Option<IpAddr>,
     ) -> Vec<&'l Listed> {
-        let own: Vec<u64> = self.own(rules, addresses, leads_to).iter().map(|listed| listed.handle).collect();
-        let is_stray =
-            |listed: &&Listed| self.owner(&listed.rule) == Ownership::Container && !own.contains(&listed.handle);
-        rules.iter().filter(is_stray).collect()
+        let own_handles: Vec<u64> =
+            self.own_rules(rules, addresses, leads_to).iter().map(|listed| listed.handle).collect();
+        let is_other = |listed: &&Listed| {
+            self.owner(&listed.rule) == Ownership::Container && !own_handles.contains(&listed.handle)
+        };
+        rules.iter().filter(is_other).collect()
     }
 }
 
-/// Whether a link had the mark when the rule was made.
+/// Whether a link on the host has the attachment's alias while its rules are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkMark {
     Yes,
     No,
 }
 
-/// The comment for a container ID: the ID itself, or its beginning and a hash if it is too long for
-/// Go anyway.
+/// Returns the comment for a container ID: the ID, or its beginning and a hash if it is longer than
+/// `nft` and Go's plugin accept anyway.
 fn comment(container_id: &str) -> String {
-    const KEPT: usize = 83;
+    const BEGINNING_MAX: usize = 83;
     if container_id.len() <= PLAIN_ID_MAX {
         return container_id.to_owned();
     }
     let hash = sha512_hex(&[container_id.as_bytes()], 32);
-    // IDs are ASCII by their rules; a cut in the middle of a character must not panic if one is
-    // not.
-    let kept: String =
-        container_id.chars().scan(0, |len, c| (*len += c.len_utf8(), (*len <= KEPT).then_some(c)).1).collect();
-    format!("{kept}-{hash}")
+    // Container IDs should be ASCII. If one is not, a character must not be cut in two.
+    let mut beginning = String::new();
+    for character in container_id.chars() {
+        if beginning.len() + character.len_utf8() > BEGINNING_MAX {
+            break;
+        }
+        beginning.push(character);
+    }
+    format!("{beginning}-{hash}")
 }
 
-/// The handles that a rule speaks for.
+/// Returns the handles that an ownership rule names; none for any other rule.
 pub(super) fn handles(rule: &Rule) -> Vec<u64> {
     let bytes = rule.tag(TAG_HANDLES).unwrap_or_default();
     bytes.as_chunks::<8>().0.iter().map(|chunk| u64::from_be_bytes(*chunk)).collect()
 }
 
-/// The mark of a rule, as an alias.
+/// Returns the alias in the rule's tag, if it has one.
 pub(crate) fn alias(rule: &Rule) -> Option<String> {
-    rule.tag(TAG_MARK).map(|alias| String::from_utf8_lossy(alias).into_owned())
+    rule.tag(TAG_ALIAS).map(|alias| String::from_utf8_lossy(alias).into_owned())
 }
 
 /// Returns the network that the rule names; `None` for a rule without a tag, and for one with
@@ -208,19 +234,19 @@ pub(super) fn network(rule: &Rule) -> Option<String> {
     alias(rule).as_deref().and_then(AttachmentId::parse).map(|marked| marked.network)
 }
 
-/// Whether the rule names no network: it has no tag, and a Go plugin made it.
+/// Whether the rule names no network: it has no tag, because it was not made by these plugins.
 pub(super) fn names_no_network(rule: &Rule) -> bool {
-    rule.tag(TAG_MARK).is_none() && rule.tag(TAG_HASHES).is_none()
+    rule.tag(TAG_ALIAS).is_none() && rule.tag(TAG_HASHES).is_none()
 }
 
-/// Whether a link had the mark when the rule was made.
+/// Whether a link on the host had the attachment's alias when the rule was made.
 pub(super) fn had_link(rule: &Rule) -> bool {
     rule.tag(TAG_HAD_LINK).is_some()
 }
 
 /// Whether the rule names `network`; a rule without a tag names none.
 pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
-    match (rule.tag(TAG_MARK), rule.tag(TAG_HASHES)) {
+    match (rule.tag(TAG_ALIAS), rule.tag(TAG_HASHES)) {
         (Some(alias), _) => alias.starts_with(AttachmentId::network_prefix(network).as_bytes()),
         (None, Some(found)) => found.starts_with(&sha512(&[network.as_bytes()])[..NETWORK_LEN]),
         (None, None) => false,
@@ -269,12 +295,12 @@ mod tests {
         let identity = Identity::new(&AttachmentId::new("net", "c", "eth0"));
         let list = [listed(1, Rule::default().with_comment("c"))];
         let (a, b): (IpAddr, IpAddr) = ("10.0.0.2".parse().unwrap(), "10.0.0.3".parse().unwrap());
-        assert_eq!(identity.own(&list, &[a], |_| Some(a)).len(), 1);
-        assert_eq!(identity.own(&list, &[b], |_| Some(a)).len(), 0);
-        assert_eq!(identity.own(&list, &[], |_| Some(a)).len(), 1);
+        assert_eq!(identity.own_rules(&list, &[a], |_| Some(a)).len(), 1);
+        assert_eq!(identity.own_rules(&list, &[b], |_| Some(a)).len(), 0);
+        assert_eq!(identity.own_rules(&list, &[], |_| Some(a)).len(), 1);
         let other = Identity::new(&AttachmentId::new("net2", "c", "eth0"));
-        let list = [list[0].clone(), listed(2, other.sign_others(&[1], "t").remove(0))];
-        assert_eq!(identity.own(&list, &[], |_| None).len(), 0, "another attachment speaks for it");
-        assert_eq!(other.own(&list, &[b], |_| Some(a)).len(), 2);
+        let list = [list[0].clone(), listed(2, other.ownership_rules(&[1], "t").remove(0))];
+        assert_eq!(identity.own_rules(&list, &[], |_| None).len(), 0, "another attachment speaks for it");
+        assert_eq!(other.own_rules(&list, &[b], |_| Some(a)).len(), 2);
     }
 }

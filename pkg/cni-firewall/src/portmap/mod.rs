@@ -1,12 +1,12 @@
-//! Host ports: connections to a port of the host go to a port of a container.
+//! Maps host ports: connections to a port of the host go to a port of a container.
 //!
-//! [`Forwarding`] is what one attachment wants; [`nft`] and [`iptables`] put it in force in the
-//! shapes of the Go plugin. What both have in common is here: who collides with whom, and whose a
-//! rule is (`identity`). [`conflict`] judges who may be displaced, [`conditions`] reads the extra
-//! matches.
+//! A [`Forwarding`] has the port mappings of one attachment. The backends [`nft`] and [`iptables`]
+//! write them as the rules that the Go plugin would write. Shared by both: `identity` names the
+//! attachment in rules of nftables, [`conflict`] decides which rules of other containers are
+//! removed, [`conditions`] compiles extra matches.
 //!
 //! Everything works in the network namespace of the calling thread, which must be the host's. A
-//! mapping without a host address is wanted in both families, one with 0.0.0.0 in IPv4 alone.
+//! mapping without a host address is made in both families, one with 0.0.0.0 only in IPv4.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -25,12 +25,12 @@ pub mod nft;
 pub use cni_linux::conntrack::{ClaimedPort, Protocol};
 pub use conflict::{ConflictAction, Conflicts, Holder, Policy};
 
-/// One mapping that is wanted.
+/// One port mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
     /// The protocol.
     pub protocol: Protocol,
-    /// The host's address; `None` is every address of both families, an unspecified one every
+    /// The host's address. `None` means every address of both families, 0.0.0.0 or `::` every
     /// address of its family.
     pub host_ip: Option<IpAddr>,
     /// The host's port.
@@ -40,19 +40,26 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Whether some packet is claimed by both, were there a container of each family behind each.
+    /// Whether both mappings claim the same packets in some family, if the container has an address
+    /// in it.
     pub fn overlaps(&self, other: &Mapping) -> bool {
-        [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])].into_iter().any(|container| {
-            let claims = self.claim(container).zip(other.claim(container));
-            claims.is_some_and(|(one, other)| one.overlaps(&other))
-        })
+        // Which address the container has does not matter, only its family.
+        for container in [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])] {
+            if let (Some(own_claim), Some(other_claim)) = (self.claim(container), other.claim(container))
+                && own_claim.overlaps(&other_claim)
+            {
+                return true;
+            }
+        }
+        false
     }
 
     /// Returns the claim of this mapping for a container with this address; `None` if its host
     /// address is of the other family.
     pub fn claim(&self, container: IpAddr) -> Option<ClaimedPort> {
-        let wanted = Family::of(container);
-        if self.host_ip.is_some_and(|host_ip| Family::of(host_ip) != wanted) {
+        if let Some(host_ip) = self.host_ip
+            && Family::of(host_ip) != Family::of(container)
+        {
             return None;
         }
         Some(ClaimedPort {
@@ -64,25 +71,25 @@ impl Mapping {
     }
 }
 
-/// Which of the connections to a host port get the host's address as their source, so that answers
-/// come back through it.
+/// The connections to a host port whose source address is replaced by the host's, so that the
+/// container's answers come back through the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Snat {
-    /// None: the container cannot reach itself, the host not its loopback address.
+    /// None. Then the container cannot reach its own host port, nor the host it by 127.0.0.1.
     No,
-    /// The connections that could not work otherwise: from the container itself (iptables: from its
-    /// whole subnet) and, in IPv4, from 127.0.0.1.
+    /// The connections that could not work otherwise: those from the container itself (iptables:
+    /// from its whole subnet) and, in IPv4, those from 127.0.0.1.
     Hairpin,
-    /// All.
+    /// All connections.
     All,
 }
 
 /// How iptables rules mark a connection for [`Snat`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SetMark {
-    /// With this bit, in a chain of our own.
+    /// With this bit of the packet mark, in a chain of these plugins.
     Bit(u8),
-    /// Another program's chain, which masquerades the packets that get its mark.
+    /// With a jump to this chain of another program, which marks and later masquerades the packets.
     Chain(String),
 }
 
@@ -93,24 +100,24 @@ pub struct Forwarding {
     pub attachment: AttachmentId,
     /// The container's addresses: at most one of each family, IPv4 first.
     pub containers: Vec<Cidr>,
-    /// The mappings, in the order in which they were asked for.
+    /// The mappings, in the order of the configuration.
     pub mappings: Vec<Mapping>,
-    /// The connections whose source is replaced.
+    /// The connections whose source address is replaced.
     pub snat: Snat,
-    /// How that is marked with iptables.
+    /// How iptables rules mark these connections.
     pub set_mark: SetMark,
-    /// Extra matches in IPv4, in the backend's own words.
+    /// Extra matches in IPv4, in the syntax of iptables or nft.
     pub conditions_v4: Vec<String>,
     /// Extra matches in IPv6.
     pub conditions_v6: Vec<String>,
-    /// The reaction to a port that is taken.
+    /// The reaction to a port that another container has.
     pub policy: Policy,
-    /// Returns the names of the attachment's interfaces on the host.
+    /// The names of the attachment's interfaces on the host.
     pub links: Vec<String>,
 }
 
 impl Forwarding {
-    /// The extra matches of one family.
+    /// Returns the extra matches of one family.
     pub fn conditions(&self, family: Family) -> &[String] {
         match family {
             Family::V4 => &self.conditions_v4,
@@ -118,28 +125,29 @@ impl Forwarding {
         }
     }
 
-    /// The families in which something is wanted, each with the container's address there and all
-    /// claims.
+    /// Returns the families in which a port is mapped, each as the container's address in it and
+    /// all claims of this address.
     pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
         self.every_family().filter(|(_, claims)| !claims.is_empty())
     }
 
-    /// Returns the families in which the container has an address, each with that address and all
-    /// claims, perhaps none.
+    /// Returns the families in which the container has an address, each as this address and all its
+    /// claims. There may be none.
     pub(crate) fn every_family(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
         self.containers.iter().map(|container| (*container, self.claims(*container)))
     }
 
-    /// Every claim of both families.
+    /// Returns the claims of both families.
     pub fn all_claims(&self) -> Vec<ClaimedPort> {
         self.families().flat_map(|(_, claims)| claims).collect()
     }
 
+    /// Returns the claims of one of the container's addresses.
     fn claims(&self, container: Cidr) -> Vec<ClaimedPort> {
         self.mappings.iter().filter_map(|mapping| mapping.claim(container.address())).collect()
     }
 
-    /// The container's addresses.
+    /// Returns the container's addresses without their prefix lengths.
     pub fn addresses(&self) -> Vec<IpAddr> {
         self.containers.iter().map(|container| container.address()).collect()
     }
@@ -150,37 +158,39 @@ impl Forwarding {
     }
 }
 
-/// Remarks on a mapping of the same container to another address, which Go's plugin left.
-fn older_mapping(there: &ClaimedPort) -> String {
-    let to = there.container;
+/// Returns the remark about a mapping of the same container to another address, which Go's plugin
+/// has left.
+fn older_mapping(older: &ClaimedPort) -> String {
+    let address = older.container;
     format!(
-        "{there} is mapped to {to} by older rules of this container's, which may go first as long as they are there"
+        "{older} is mapped to {address} by older rules of this container, which may take precedence until they are \
+         removed"
     )
 }
 
 /// The outcome of a removal, in all families and variants of a backend.
 #[derive(Debug)]
 pub struct Removal {
-    /// The claims of all rules that were found, also if a removal failed: removed rules cannot be
-    /// found again.
+    /// The claims of all rules that were found, also if a removal failed. The caller must use them
+    /// now: a repeated removal does not find removed rules again.
     pub claims: Vec<ClaimedPort>,
-    /// A sentence for each thing that could not be removed because a program is missing.
+    /// A sentence for each rule or table that was not removed without an error.
     pub remarks: Vec<String>,
-    /// The error that kept it from removing all.
+    /// Fails with the errors of all removals that failed.
     pub outcome: Result<()>,
 }
 
-/// The outcome of a request to have a [`Forwarding`] in force.
+/// The outcome of writing the rules of a [`Forwarding`].
 #[derive(Clone, Debug)]
 pub enum EnsureOutcome<PreviousRules> {
-    /// It is.
+    /// All rules are in place.
     Done {
-        /// If anything had to be changed for it: what the attachment had before, for `put_back`.
+        /// The rules that the attachment had before, for `put_back`; `None` if nothing was changed.
         previous: Option<PreviousRules>,
         /// Remarks for the operator, one sentence each.
         remarks: Vec<String>,
     },
-    /// It is not, and nothing was changed: a container that lives has the port.
+    /// Nothing was changed, because this living container has one of the ports.
     Held(Holder),
 }
 

@@ -41,7 +41,7 @@ fn the_rules_are_those_that_go_makes() {
     on_a_host(|| {
         let Some(go) = GoBridge::new("c1") else { return };
         go.run("ADD");
-        let (host_veth, mac) = GoBridge::judged();
+        let (host_veth, mac) = GoBridge::guarded();
         let theirs = (ruleset(), shell("nft --debug=netlink list ruleset"));
         assert_eq!(SpoofCheck::open().unwrap().check("c1", "eth0", &host_veth, mac).unwrap(), Vec::<String>::new());
         nft("flush ruleset");

@@ -1,4 +1,4 @@
-//! A host port that is forwarded to a container.
+//! Ports of the host that containers claim.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -17,7 +17,7 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// All protocols, sorted by name.
+    /// All protocols, ordered by name.
     pub const ALL: [Protocol; 3] = [Protocol::Sctp, Protocol::Tcp, Protocol::Udp];
 
     /// Returns the name in lower case.
@@ -34,7 +34,7 @@ impl Protocol {
         Protocol::ALL.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(name))
     }
 
-    /// Returns the `IPPROTO_*` number.
+    /// Returns the number of the protocol in an IP header (`IPPROTO_*`).
     pub fn number(self) -> u8 {
         match self {
             Protocol::Sctp => 132,
@@ -55,12 +55,12 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// A port of the host that is forwarded to a container, for one address family.
+/// A port of the host, for one address family, that is mapped to a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClaimedPort {
     /// The protocol.
     pub protocol: Protocol,
-    /// The host's address, or `None` for all of them.
+    /// The host's address; `None` for every address of the host.
     pub host_ip: Option<IpAddr>,
     /// The host's port.
     pub host_port: u16,
@@ -69,7 +69,8 @@ pub struct ClaimedPort {
 }
 
 impl ClaimedPort {
-    /// Whether a packet can match both claims.
+    /// Whether some packet could be sent to both claims: same protocol, host port and family, and
+    /// the same host address or one claim without a host address.
     pub fn overlaps(&self, other: &ClaimedPort) -> bool {
         (self.protocol, self.host_port) == (other.protocol, other.host_port)
             && Family::of(self.container.ip()) == Family::of(other.container.ip())
@@ -81,6 +82,7 @@ impl ClaimedPort {
 }
 
 impl fmt::Display for ClaimedPort {
+    /// Writes `tcp port 80 of 192.0.2.1`, or without an address `tcp port 80`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.host_ip {
             Some(host_ip) => write!(f, "{} port {} of {host_ip}", self.protocol, self.host_port),

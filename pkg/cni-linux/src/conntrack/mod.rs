@@ -1,13 +1,14 @@
-//! Deletes entries of the kernel's connection tracking table that a changed port mapping has made
-//! wrong.
+//! Deletes the entries of the kernel's connection tracking table that a changed port mapping has
+//! made wrong.
 //!
-//! The kernel applies NAT rules to the first packet of a connection only. A UDP peer that keeps
-//! sending stays mapped to a removed container until its entry is deleted.
+//! The kernel decides on NAT at a connection's first packet. A UDP peer that keeps sending stays
+//! mapped to a removed container, or to no container, until its entry is deleted here; then its
+//! next packet counts as a first one.
 //!
-//! The table is read once for all ports, as text from /proc or over netlink, and not at all while
-//! it is empty. The kernel finds a single entry only by all of its addresses and ports, so the
-//! whole table has to be read. A port does not identify an entry: connections to the same port of
-//! *other* hosts pass through this host too, and must stay.
+//! All ports are handled in one pass over the table, read as text or over netlink, and in no pass
+//! if nothing is tracked. The kernel looks up a single entry only by its complete addresses and
+//! ports, which are not known here. The port alone does not identify an entry: connections to the
+//! same port of *other* hosts that pass through this host are in the table too, and must stay.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -25,14 +26,14 @@ mod text;
 
 pub use claim::{ClaimedPort, Protocol};
 
-/// How often the table is read if the kernel reports that it changed meanwhile.
+/// How often the table is read at most, if the kernel reports that it changed meanwhile.
 const DUMPS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
 const IPCTNL_MSG_CT_NEW: u16 = CTNETLINK;
 const IPCTNL_MSG_CT_GET: u16 = CTNETLINK | 1;
 const IPCTNL_MSG_CT_DELETE: u16 = CTNETLINK | 2;
-/// The size of `struct nfgenmsg`, with which each message begins.
+/// The length of `struct nfgenmsg`, the header of every message: family, version, resource.
 const NFGENMSG: usize = 4;
 
 const CTA_TUPLE_ORIG: u16 = 1;
@@ -46,22 +47,22 @@ const CTA_TUPLE_PROTO: u16 = 2;
 /// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// Those that another address than the claim's container answers. For ADD.
+    /// Those that something other than the claim's container answers; used at ADD.
     Others,
-    /// Those that the claim's container answers. For DEL.
+    /// Those that the claim's container answers; used at DEL.
     Own,
 }
 
-/// One tracked connection.
+/// A tracked connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The protocol.
     pub protocol: Protocol,
     /// The destination of the first packet, before any NAT.
     pub destination: SocketAddr,
-    /// The address that answers, after NAT.
+    /// The source address of the replies.
     pub answered_by: IpAddr,
-    /// The message, without its netlink header, that identifies the entry to the kernel.
+    /// The body of a request that identifies the entry: header and attributes.
     key: Vec<u8>,
 }
 
@@ -72,42 +73,44 @@ impl Entry {
     }
 }
 
-/// Returns the entries of these ports in a text like `/proc/net/nf_conntrack`.
+/// Returns the entries with one of these ports in a text like `/proc/net/nf_conntrack`; `None` if
+/// the text is malformed.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn entries_in(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
     text::parse(text, &Selection { ports: ports.iter().copied().collect(), family: 0 })
 }
 
-/// The connection tracking table of the network namespace in which this was opened.
+/// A socket for the connection tracking table of the network namespace that it was opened in.
 #[derive(Debug)]
 pub struct Conntrack {
     socket: Socket,
 }
 
 impl Conntrack {
-    /// Opens a netfilter socket in the calling thread's network namespace.
-    ///
-    /// # Errors
-    /// The kernel refuses the socket.
+    /// Opens a socket in the calling thread's network namespace.
     pub fn open() -> Result<Conntrack> {
         let socket = Socket::open(Subsystem::Netfilter);
         let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
         Ok(Conntrack { socket })
     }
 
-    /// Deletes the connections to the claimed ports that `scope` selects. A claim without a host
-    /// address includes all addresses of this host. Returns the number of deleted entries, which is
-    /// 0 on a kernel without connection tracking.
+    /// Deletes the connections to the claimed ports that are in `scope`, in one pass over the
+    /// table. A claim without a host address covers every address of this host. Returns how many
+    /// connections were deleted; 0 on a kernel without connection tracking.
     ///
     /// # Errors
-    /// The table cannot be read, or the first deletion that failed, after all others were tried.
+    /// The table could not be read, or an entry not be deleted. In the second case the first such
+    /// error is returned after all other entries have been tried.
     pub fn forget(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
-        let tracked = count();
+        let tracked = tracked_connections();
         if claims.is_empty() || tracked == Some(0) {
             return Ok(0);
         }
         let selection = Selection::of(claims);
-        let from_text = if tracked.is_some_and(text::is_cheaper) { text::entries(&selection) } else { None };
+        let mut from_text = None;
+        if tracked.is_some_and(text::is_cheaper) {
+            from_text = text::entries(&selection);
+        }
         let entries = match from_text {
             Some(entries) => entries,
             None => match self.entries(&selection) {
@@ -118,45 +121,51 @@ impl Conntrack {
         let mut host_addresses = HostAddresses::default();
         let (mut deleted, mut first_error) = (0, None);
         for entry in entries {
-            let outcome = match is_selected(&entry, claims, scope, &mut host_addresses) {
+            let result = match is_selected(&entry, claims, scope, &mut host_addresses) {
                 Ok(true) => self.delete(&entry),
-                Ok(false) => Ok(false),
-                Err(error) => Err(error),
+                other => other,
             };
-            match outcome {
-                Ok(was_deleted) => deleted += usize::from(was_deleted),
+            match result {
+                Ok(is_deleted) => deleted += usize::from(is_deleted),
                 Err(error) => first_error = first_error.or(Some(error)),
             }
         }
-        first_error.map_or(Ok(deleted), Err)
+        match first_error {
+            Some(error) => Err(error),
+            None => Ok(deleted),
+        }
     }
 
-    /// Reads the selected entries over netlink, and lets the kernel filter them if it can.
+    /// Returns the entries with one of the selected ports, read over netlink.
     fn entries(&mut self, selection: &Selection) -> Result<Vec<Entry>> {
-        match self.dump(selection, &selection.request()) {
-            // The kernel does not support the filter.
-            Err(error) if error.is_unsupported() => self.dump(selection, &[0; NFGENMSG]),
+        match self.entries_by(selection, &selection.request()) {
+            // This kernel does not support the filter in the request: list everything.
+            Err(error) if error.is_unsupported() => self.entries_by(selection, &[0; NFGENMSG]),
             entries => entries,
         }
     }
 
-    /// Reads the table over netlink with `request`, and returns the selected entries.
+    /// Returns the entries with one of the selected ports from the answer to `request`, the body of
+    /// a list request. Repeats the request if the table changed during the answer.
     ///
     /// # Errors
-    /// The table changed during each of [`DUMPS`] attempts; [`Error::is_unsupported`] without
-    /// ctnetlink.
-    fn dump(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
+    /// [`Error::is_unsupported`] if the kernel has no connection tracking over netlink, or does not
+    /// support a filter in `request`.
+    fn entries_by(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
         const WHAT: &str = "failed to list the tracked connections";
         for _ in 0..DUMPS {
             let mut entries = Vec::new();
-            let has_port = |entry: &Entry| selection.ports.contains(&(entry.protocol, entry.destination.port()));
-            let read = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
-                entries.extend(entry(message).filter(has_port));
+            let is_complete = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
+                if let Some(entry) = entry(message)
+                    && selection.ports.contains(&(entry.protocol, entry.destination.port()))
+                {
+                    entries.push(entry);
+                }
             });
-            match read.map_err(|cause| Error::new(WHAT, cause)) {
+            match is_complete.map_err(|cause| Error::new(WHAT, cause)) {
                 Ok(true) => return Ok(entries),
                 Ok(false) => {}
-                // The kernel's answer if it has no ctnetlink.
+                // The kernel answers EINVAL if it has no connection tracking over netlink.
                 Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(WHAT, Errno::EOPNOTSUPP)),
                 Err(error) => return Err(error),
             }
@@ -164,7 +173,7 @@ impl Conntrack {
         Err(Error::new(WHAT, Cause::text(format!("the table changed during each of {DUMPS} attempts to read it"))))
     }
 
-    /// Deletes an entry. Returns `false` if it does not exist any more.
+    /// Deletes an entry. Returns `false` if it no longer exists.
     fn delete(&mut self, entry: &Entry) -> Result<bool> {
         let what = format!(
             "failed to delete the tracked {} connection to {} that {} answers",
@@ -178,28 +187,30 @@ impl Conntrack {
         }
     }
 }
-/// Returns the number of connections that are tracked in the calling thread's namespace, or `None`
-/// if the kernel does not report it. Reading the table is expensive even if it has no entries,
-/// because the kernel walks all buckets, which all namespaces share.
-fn count() -> Option<u64> {
+
+/// Returns how many connections are tracked in the calling thread's namespace; `None` if the kernel
+/// does not report it. 0 saves a pass over the table, in which the kernel visits every hash bucket
+/// of all namespaces.
+fn tracked_connections() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
-/// Whether `scope` selects the entry for deletion.
+/// Whether an entry is to be deleted: it is about one of the claims, is in `scope`, and, if the
+/// claim has no host address, its destination is an address of this host. Fails if those addresses
+/// cannot be listed.
 fn is_selected(
     entry: &Entry,
     claims: &[ClaimedPort],
     scope: FlushScope,
     host_addresses: &mut HostAddresses,
 ) -> Result<bool> {
-    for claim in claims.iter().filter(|claim| matches_claim(entry, claim)) {
+    for claim in claims.iter().filter(|claim| is_about(entry, claim)) {
         let is_in_scope = match scope {
-            // Any claim may name the container that answers: the same port may be claimed at two
-            // addresses of the host.
-            FlushScope::Others => !claims.iter().any(|other| is_answered_by_container(entry, other)),
-            FlushScope::Own => is_answered_by_container(entry, claim),
+            // Compared with all claims, because a container may claim the same port on several
+            // addresses of the host: a connection that another of its claims answers must stay.
+            FlushScope::Others => !claims.iter().any(|other| is_served(entry, other)),
+            FlushScope::Own => is_served(entry, claim),
         };
-        // Without a host address in the claim, the entry may be about a port of another host.
         if is_in_scope && (claim.host_ip.is_some() || host_addresses.contains(entry.destination.ip())?) {
             return Ok(true);
         }
@@ -207,47 +218,49 @@ fn is_selected(
     Ok(false)
 }
 
-/// Whether the first packet of the entry had the protocol, port and host address of the claim.
-fn matches_claim(entry: &Entry, claim: &ClaimedPort) -> bool {
+/// Whether the entry's first packet was sent to the claimed port.
+fn is_about(entry: &Entry, claim: &ClaimedPort) -> bool {
     (entry.protocol, entry.destination.port()) == (claim.protocol, claim.host_port)
         && entry.destination.is_ipv4() == claim.container.is_ipv4()
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
-/// Whether the entry matches the claim and the claim's container answers.
-fn is_answered_by_container(entry: &Entry, claim: &ClaimedPort) -> bool {
-    matches_claim(entry, claim) && entry.answered_by == claim.container.ip()
+/// Whether the entry is about the claim and the claim's container answers.
+fn is_served(entry: &Entry, claim: &ClaimedPort) -> bool {
+    is_about(entry, claim) && entry.answered_by == claim.container.ip()
 }
 
-/// The host's addresses, which are read at the first use.
+/// The addresses of this host, listed at the first use.
 #[derive(Default)]
 struct HostAddresses(Option<BTreeSet<IpAddr>>);
 
 impl HostAddresses {
-    /// Whether this host has the address.
+    /// Whether this host has the address. Fails if the addresses cannot be listed.
     fn contains(&mut self, address: IpAddr) -> Result<bool> {
         if address.is_loopback() {
             return Ok(true);
         }
-        if let Some(addresses) = &self.0 {
-            return Ok(addresses.contains(&address));
-        }
-        let listed = Netlink::open()?.list_all_addresses()?;
-        let addresses: BTreeSet<IpAddr> = listed.iter().map(|addr| addr.cidr.address()).collect();
-        Ok(self.0.insert(addresses).contains(&address))
+        let addresses = match &mut self.0 {
+            Some(addresses) => addresses,
+            empty => {
+                let listed = Netlink::open()?.list_all_addresses()?;
+                empty.insert(listed.into_iter().map(|addr| addr.cidr.address()).collect())
+            }
+        };
+        Ok(addresses.contains(&address))
     }
 }
 
-/// Selects the entries to read from the table.
+/// Which entries are read from the table.
 struct Selection {
-    /// The protocols and ports of the claims. Entries with another destination are not read.
+    /// The protocol and the original destination port: an entry must have one of these pairs.
     ports: BTreeSet<(Protocol, u16)>,
-    /// `AF_INET` or `AF_INET6`, or 0 for both.
+    /// The family (`AF_*`) of all selected entries, or 0 for both.
     family: u8,
 }
 
 impl Selection {
-    /// Returns the selection of all entries that may match one of the claims.
+    /// Selects the entries of the claimed ports.
     fn of(claims: &[ClaimedPort]) -> Selection {
         const AF_INET: u8 = 2;
         const AF_INET6: u8 = 10;
@@ -261,9 +274,9 @@ impl Selection {
         Selection { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
-    /// Returns the body of the request for the table. If the selected entries have the same family
-    /// and protocol, it has a filter for these, and if they also have the same port, for that too.
-    /// Kernels before 5.8 ignore the filter and send all entries, so the caller selects again.
+    /// Returns the body of the list request. If all entries have one family and one protocol, the
+    /// body asks the kernel to filter by them, and by the port if there is only one. Kernels before
+    /// 5.8 ignore the filter, so the caller filters the answer again.
     fn request(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;
@@ -272,26 +285,28 @@ impl Selection {
         const CTA_PROTO_NUM: u16 = 1;
         const CTA_PROTO_DST_PORT: u16 = 3;
         let mut body = vec![self.family, 0, 0, 0];
-        let protocols: BTreeSet<Protocol> = self.ports.iter().map(|(protocol, _)| *protocol).collect();
-        let (Some(protocol), 1, true) = (protocols.first(), protocols.len(), self.family != 0) else { return body };
-        let mut proto = new_attribute(CTA_PROTO_NUM, &[protocol.number()]);
+        let Some((protocol, port)) = self.ports.first() else { return body };
+        let is_one_protocol = self.ports.iter().all(|(other, _)| other == protocol);
+        if self.family == 0 || !is_one_protocol {
+            return body;
+        }
+        // The tuple has the values to compare; the flags say which fields of the tuple count.
+        let mut tuple_fields = new_attribute(CTA_PROTO_NUM, &[protocol.number()]);
         let mut flags = F_PROTO_NUM;
-        if let (1, Some((_, port))) = (self.ports.len(), self.ports.first()) {
-            proto.extend(new_attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()));
+        if self.ports.len() == 1 {
+            tuple_fields.extend(new_attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()));
             flags |= F_PROTO_DST_PORT;
         }
-        let tuple = new_nest(CTA_TUPLE_PROTO, &proto);
-        body.extend(new_nest(CTA_TUPLE_ORIG, &tuple));
-        // Which of the tuple's attributes the kernel compares.
-        let mut compared = new_attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
-        compared.extend(new_attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
-        body.extend(new_nest(CTA_FILTER, &compared));
+        body.extend(new_nest(CTA_TUPLE_ORIG, &new_nest(CTA_TUPLE_PROTO, &tuple_fields)));
+        let mut filter = new_attribute(CTA_FILTER_ORIG_FLAGS, &flags.to_ne_bytes());
+        filter.extend(new_attribute(CTA_FILTER_REPLY_FLAGS, &0_u32.to_ne_bytes()));
+        body.extend(new_nest(CTA_FILTER, &filter));
         body
     }
 }
 
-/// Decodes one message of the table. Returns `None` if it is malformed or the protocol has no
-/// ports.
+/// Decodes one message of a list. Returns `None` for a connection of a protocol without ports, and
+/// for a malformed or other message.
 pub fn entry(message: &Message<'_>) -> Option<Entry> {
     if message.kind != IPCTNL_MSG_CT_NEW {
         return None;
@@ -300,23 +315,27 @@ pub fn entry(message: &Message<'_>) -> Option<Entry> {
     let original = attribute(body, CTA_TUPLE_ORIG)?;
     let (protocol, destination) = tuple(original)?;
     let answered_by = address(attribute(body, CTA_TUPLE_REPLY)?, Side::Source)?;
-    // `struct nfgenmsg` with the family, then the attributes that identify the entry.
+    // The header's family, then the attributes that identify the entry: its first packet, its ID (a
+    // later connection with the same addresses has another), and its zone.
     let mut key = vec![*header.first()?, 0, 0, 0];
     key.extend(new_nest(CTA_TUPLE_ORIG, original));
     for kind in [CTA_ID, CTA_ZONE] {
-        key.extend(attribute(body, kind).map(|value| new_attribute(kind, value)).unwrap_or_default());
+        if let Some(value) = attribute(body, kind) {
+            key.extend(new_attribute(kind, value));
+        }
     }
     Some(Entry { protocol, destination, answered_by, key })
 }
 
-/// An end of a connection.
+/// One of the two addresses of a packet.
 #[derive(Clone, Copy)]
 enum Side {
     Source,
     Destination,
 }
 
-/// Decodes the protocol and the destination of a tuple (CTA_TUPLE_ORIG).
+/// Decodes the protocol and the destination of a tuple: the packet that an entry expects in one
+/// direction. Returns `None` if the protocol has no ports, or the tuple is malformed.
 fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     const CTA_PROTO_NUM: u16 = 1;
     const CTA_PROTO_DST_PORT: u16 = 3;
@@ -326,19 +345,29 @@ fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     Some((Protocol::by_number(*number)?, SocketAddr::new(address(tuple, Side::Destination)?, port)))
 }
 
-/// Decodes an address of a tuple (CTA_TUPLE_ORIG or CTA_TUPLE_REPLY).
+/// Decodes the source or destination address of a tuple. Returns `None` if the tuple is malformed.
 fn address(tuple: &[u8], side: Side) -> Option<IpAddr> {
-    let ip = attribute(tuple, CTA_TUPLE_IP)?;
-    // The attributes of source and destination have the numbers 1 and 2 for IPv4, 3 and 4 for IPv6.
-    let offset = match side {
-        Side::Source => 0,
-        Side::Destination => 1,
+    const CTA_IP_V4_SRC: u16 = 1;
+    const CTA_IP_V4_DST: u16 = 2;
+    const CTA_IP_V6_SRC: u16 = 3;
+    const CTA_IP_V6_DST: u16 = 4;
+    let (ipv4, ipv6) = match side {
+        Side::Source => (CTA_IP_V4_SRC, CTA_IP_V6_SRC),
+        Side::Destination => (CTA_IP_V4_DST, CTA_IP_V6_DST),
     };
-    attributes(ip).find_map(|(kind, value)| match kind.checked_sub(offset)? {
-        1 => <[u8; 4]>::try_from(value).ok().map(IpAddr::from),
-        3 => <[u8; 16]>::try_from(value).ok().map(IpAddr::from),
-        _ => None,
-    })
+    for (kind, value) in attributes(attribute(tuple, CTA_TUPLE_IP)?) {
+        if kind == ipv4
+            && let Ok(octets) = <[u8; 4]>::try_from(value)
+        {
+            return Some(octets.into());
+        }
+        if kind == ipv6
+            && let Ok(octets) = <[u8; 16]>::try_from(value)
+        {
+            return Some(octets.into());
+        }
+    }
+    None
 }
 
 #[cfg(test)]

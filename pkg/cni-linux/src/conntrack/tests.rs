@@ -96,7 +96,7 @@ fn text_and_list_agree() {
         let listener = std::net::TcpListener::bind("127.0.0.1:80").unwrap();
         let _stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let ports = [(Protocol::Udp, 53), (Protocol::Udp, 54), (Protocol::Tcp, 80), (Protocol::Tcp, 53)];
-        let wanted = Selection { ports: ports.into_iter().collect(), family: 0 };
+        let selection = Selection { ports: ports.into_iter().collect(), family: 0 };
         let plain = |entries: Vec<Entry>| {
             let mut all: Vec<String> = entries
                 .iter()
@@ -105,12 +105,12 @@ fn text_and_list_agree() {
             all.sort();
             all
         };
-        let Some(text) = text::entries(&wanted) else {
+        let Some(text) = text::entries(&selection) else {
             crate::testing::skip("this kernel has no /proc/net/nf_conntrack");
             return;
         };
         let text = plain(text);
-        assert_eq!(text, plain(Conntrack::open().unwrap().entries(&wanted).unwrap()));
+        assert_eq!(text, plain(Conntrack::open().unwrap().entries(&selection).unwrap()));
         let expected = ["tcp 127.0.0.1:80 127.0.0.1", "udp 127.0.0.1:54 127.0.0.1", "udp 192.0.2.1:53 127.0.0.9"];
         assert!(expected.iter().all(|line| text.iter().any(|found| found == line)), "{text:?}");
         // What the text names is what is deleted.
@@ -118,7 +118,10 @@ fn text_and_list_agree() {
         let tcp = ClaimedPort { protocol: Protocol::Tcp, ..claim(None, 80, "10.0.0.2:80") };
         assert_eq!(conntrack.forget(&[tcp], FlushScope::Others).unwrap(), 1);
         assert_eq!(conntrack.forget(&[claim(None, 53, "127.0.0.9:5353")], FlushScope::Own).unwrap(), 1);
-        assert_eq!(plain(conntrack.entries(&wanted).unwrap()).iter().filter(|line| !line.contains("::1")).count(), 1);
+        assert_eq!(
+            plain(conntrack.entries(&selection).unwrap()).iter().filter(|line| !line.contains("::1")).count(),
+            1
+        );
     });
 }
 
@@ -131,7 +134,7 @@ fn in_a_long_table_too_those_to_the_port_are_forgotten() {
             let host = format!("127.1.{}.{}:99", number / 250, 1 + number % 250);
             let _ = socket.send_to(b"x", host);
         }
-        assert!(!text::is_cheaper(count().unwrap()), "{:?} entries", count());
+        assert!(!text::is_cheaper(tracked_connections().unwrap()), "{:?} entries", tracked_connections());
         let mut conntrack = Conntrack::open().unwrap();
         assert_eq!(conntrack.forget(&[claim(None, 53, "10.0.0.2:53")], FlushScope::Others).unwrap(), 1);
         assert_eq!(tracked(&[53]), Vec::<String>::new());
@@ -140,13 +143,13 @@ fn in_a_long_table_too_those_to_the_port_are_forgotten() {
 
 #[test]
 fn text_that_is_not_understood_is_left_to_the_list() {
-    let wanted = Selection { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 };
+    let selection = Selection { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 };
     let line = |tail: &str| {
         format!(
             "ipv4     2 udp      17 29 src=10.0.0.9 dst=192.0.2.1 sport=4000 dport=53 [UNREPLIED] src=10.0.0.2 {tail}\n"
         )
     };
-    let read = |text: &str| text::parse(text, &wanted).map(|entries| entries.len());
+    let read = |text: &str| text::parse(text, &selection).map(|entries| entries.len());
     assert_eq!(read(&line("dst=10.0.0.9 sport=53 dport=4000 mark=0 zone=0 use=2")), Some(1));
     let icmp =
         "ipv4     2 icmp     1 29 src=10.0.0.9 dst=192.0.2.1 type=8 code=0 id=1 src=192.0.2.1 dst=10.0.0.9 use=2\n";
@@ -155,7 +158,7 @@ fn text_that_is_not_understood_is_left_to_the_list() {
     assert_eq!(read("ipv4 2 udp 17 29 src=10.0.0.9 dst=192.0.2.1"), None);
     assert_eq!(read("udp"), None);
     // The same entry by either way has the same name, but for its number.
-    let by_text = text::parse(&line("use=2"), &wanted).unwrap().remove(0);
+    let by_text = text::parse(&line("use=2"), &selection).unwrap().remove(0);
     let found = self::read(&a_message()).unwrap();
     assert_eq!(found.key[..by_text.key.len()], by_text.key);
 }
@@ -186,9 +189,9 @@ fn an_entry_is_read() {
     assert_eq!((found.protocol, found.destination), (Protocol::Udp, "192.0.2.1:53".parse().unwrap()));
     assert_eq!(found.answered_by, "10.0.0.2".parse::<IpAddr>().unwrap());
     assert_eq!(found.key[0], 2);
-    assert!(matches_claim(&found, &claim(None, 53, "10.0.0.2:5353")));
-    assert!(!matches_claim(&found, &claim(None, 53, "[fd00::2]:5353")));
-    assert!(!matches_claim(&found, &claim(Some("192.0.2.9"), 53, "10.0.0.2:5353")));
+    assert!(is_about(&found, &claim(None, 53, "10.0.0.2:5353")));
+    assert!(!is_about(&found, &claim(None, 53, "[fd00::2]:5353")));
+    assert!(!is_about(&found, &claim(Some("192.0.2.9"), 53, "10.0.0.2:5353")));
 }
 
 proptest! {

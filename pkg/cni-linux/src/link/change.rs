@@ -1,7 +1,7 @@
 //! Changes and deletes interfaces.
 //!
-//! Each function sends one request. Only if it fails, the interface's name is looked up for the
-//! error message. All functions fail with the kernel's error.
+//! Each method sends one request. Its error names the interface, which is looked up only after a
+//! failure.
 
 use super::LinkRequest;
 use crate::error::{Error, Result};
@@ -9,21 +9,21 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 
-/// A flag of an interface: promiscuous or all-multicast mode.
+/// The setting of an interface flag: promiscuous, all-multicast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkFlag {
-    /// Set.
+    /// The flag is set.
     On,
-    /// Not set by the administrator. Other users, such as a packet capture, may still need the
-    /// mode.
+    /// The administrator does not set the flag. Other users of the interface, such as a packet
+    /// capture, may still keep the mode on.
     Off,
 }
 
 impl Netlink {
-    /// Deletes an interface; of a veth pair both ends. The kernel takes 15 to 30 ms.
+    /// Deletes an interface; of a veth pair, both ends. Takes 15 to 30 ms in the kernel.
     ///
     /// # Errors
-    /// [`Error::is_not_found`] if it does not exist.
+    /// [`Error::is_not_found`] if the interface does not exist.
     pub fn delete_link(&self, index: u32) -> Result<()> {
         match self.request(Kind::DelLink, &LinkRequest::new(index), 0) {
             Ok(_) => Ok(()),
@@ -40,25 +40,25 @@ impl Netlink {
         }
     }
 
-    /// Sets an interface up.
+    /// Sets an interface administratively up.
     pub fn set_up(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).up(), |link| format!("failed to set {link} up"))
     }
 
-    /// Sets an interface down.
+    /// Sets an interface administratively down.
     pub fn set_down(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).flag(libc::IFF_UP, false), |link| format!("failed to set {link} down"))
     }
 
-    /// Switches promiscuous mode on or off.
+    /// Switches promiscuous mode on or off for the administrator.
     pub fn set_promisc(&self, index: u32, promisc: LinkFlag) -> Result<()> {
         let request = LinkRequest::new(index).flag(libc::IFF_PROMISC, promisc == LinkFlag::On);
         self.set_link(request, |link| format!("failed to set promiscuous mode of {link}"))
     }
 
-    /// Switches all-multicast mode on or off.
-    pub fn set_allmulti(&self, index: u32, all: LinkFlag) -> Result<()> {
-        let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, all == LinkFlag::On);
+    /// Switches the reception of all multicast frames on or off for the administrator.
+    pub fn set_allmulti(&self, index: u32, allmulti: LinkFlag) -> Result<()> {
+        let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, allmulti == LinkFlag::On);
         self.set_link(request, |link| format!("failed to set all-multicast of {link}"))
     }
 
@@ -67,19 +67,20 @@ impl Netlink {
         self.set_link(LinkRequest::new(index).mtu(mtu), |link| format!("failed to set the MTU of {link} to {mtu}"))
     }
 
-    /// Sets the hardware address. The address of a bridge no longer follows its ports after that.
+    /// Sets the hardware address. A bridge then no longer takes its address from its ports.
     pub fn set_mac(&self, index: u32, mac: Mac) -> Result<()> {
         self.set_link(LinkRequest::new(index).mac(mac), |link| format!("failed to set the MAC of {link} to {mac}"))
     }
 
-    /// Sets the alias, of at most 255 bytes. An empty alias removes it.
+    /// Sets the alias, up to 255 bytes; an empty one removes it.
     pub fn set_alias(&self, index: u32, alias: &str) -> Result<()> {
         self.set_link(LinkRequest::new(index).alias(alias), |link| {
             format!("failed to set the alias of {link} to {alias:?}")
         })
     }
 
-    /// Sets the alias and the group 0 with one request.
+    /// Sets the alias and resets the group to 0, in one request: the group marks a link that these
+    /// plugins created until it has its alias (see [`veth`](crate::veth)).
     pub(crate) fn set_first_alias(&self, index: u32, alias: &str) -> Result<()> {
         let request = LinkRequest::new(index).alias(alias).group(0);
         self.set_link(request, |link| format!("failed to set the alias of {link} to {alias:?}"))
@@ -90,12 +91,12 @@ impl Netlink {
         self.set_link(LinkRequest::new(index).name(name), |link| format!("failed to rename {link} to {name}"))
     }
 
-    /// Moves an interface into another namespace and gives it this name and alias there. It is down
-    /// then, has no addresses and routes, and may have another index.
+    /// Moves an interface into another namespace and gives it this name and alias. After the move
+    /// it is down, has no addresses and routes, and may have another index.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken there. The interface may have been moved even so,
-    /// with its old name and alias.
+    /// [`Error::is_exists`] if the name is taken in the other namespace. The interface may
+    /// nevertheless have been moved, with its former name and alias.
     pub fn move_link(&self, index: u32, to: &Netns, name: &str, alias: &str) -> Result<()> {
         let request = LinkRequest::new(index).netns(to).name(name).alias(alias);
         self.set_link(request, |link| format!("failed to move {link} to {} as {name}", to.path().display()))
@@ -107,24 +108,26 @@ impl Netlink {
         self.set_link(request, |link| format!("failed to set the transmit queue of {link} to {packets}"))
     }
 
-    /// Attaches an interface to a bridge or VRF. For a VRF, the kernel sets the interface down and
-    /// up again, which removes its IPv6 addresses and its routes.
+    /// Makes an interface a port of a bridge or VRF. With a VRF, the kernel sets the interface down
+    /// and up again, which removes its IPv6 addresses and its routes.
     pub fn set_master(&self, index: u32, master_index: u32) -> Result<()> {
         let request = LinkRequest::new(index).master(master_index);
-        self.set_link(request, |link| format!("failed to connect {link} to {}", self.label(master_index)))
+        self.set_link(request, |link| format!("failed to attach {link} to {}", self.label(master_index)))
     }
 
-    /// Detaches an interface from its bridge or VRF, if it is attached to one.
+    /// Detaches an interface from its bridge or VRF. Does nothing if it is not attached to one.
     pub fn unset_master(&self, index: u32) -> Result<()> {
-        self.set_link(LinkRequest::new(index).master(0), |link| format!("failed to take {link} off its master"))
+        self.set_link(LinkRequest::new(index).master(0), |link| {
+            format!("failed to detach {link} from its bridge or VRF")
+        })
     }
 
-    /// Sends RTM_SETLINK. On failure, `doing` returns the beginning of the error message for the
-    /// interface's name.
-    pub(crate) fn set_link(&self, request: LinkRequest, doing: impl FnOnce(&str) -> String) -> Result<()> {
+    /// Sends a request that changes an existing link (RTM_SETLINK). `describe_failure` gets the
+    /// link's name and returns the beginning of the error message.
+    pub(crate) fn set_link(&self, request: LinkRequest, describe_failure: impl FnOnce(&str) -> String) -> Result<()> {
         match self.request(Kind::SetLink, &request, 0) {
             Ok(_) => Ok(()),
-            Err(cause) => Err(Error::new(doing(&self.label(request.index())), cause)),
+            Err(cause) => Err(Error::new(describe_failure(&self.label(request.index())), cause)),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Creates interfaces and waits for their carrier.
+//! Creates interfaces, and waits until they have a carrier.
 
 use std::time::Instant;
 
@@ -16,29 +16,30 @@ use cni::AttachmentId;
 
 /// Whether the interface has a carrier, as far as the kernel has noticed.
 ///
-/// The state "unknown" counts as a carrier, because a bridge stays in it until it first loses its
-/// carrier. But a new veth is in that state until the kernel has noticed that it has no carrier.
+/// State "unknown" means different things: a bridge stays in it until it first loses its carrier,
+/// and works. A veth is in it for a moment after its creation, before the kernel notices that it
+/// has no carrier yet.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
 
 impl Netlink {
-    /// Creates a dummy interface, down, in this socket's namespace, and returns it.
+    /// Creates a dummy interface, down, in this connection's namespace.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if an interface has this name; [`Error::is_unsupported`] if the kernel
-    /// has no dummy interfaces.
+    /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if the kernel
+    /// does not support dummy interfaces.
     pub fn create_dummy(&self, name: &str, mac: Mac) -> Result<Link> {
         self.create_link(&LinkRequest::new(0).name(name).mac(mac).kind("dummy", &[]), name)
             .map_err(|cause| Error::new(format_args!("failed to create dummy interface {name}"), cause))
     }
 
-    /// Creates a VRF, up, with this routing table, and returns it. For the first VRF, the kernel
-    /// adds a rule that serves all VRFs.
+    /// Creates a VRF, up, with this routing table. With the first VRF the kernel adds the routing
+    /// rule that all VRFs share.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if an interface has this name; [`Error::is_unsupported`] if the kernel
-    /// has no VRFs.
+    /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if the kernel
+    /// does not support VRFs.
     pub fn create_vrf(&self, name: &str, table: u32) -> Result<Link> {
         let options = new_attribute(IFLA_VRF_TABLE, &table.to_ne_bytes());
         let request = LinkRequest::new(0).up().name(name).kind("vrf", &options);
@@ -46,48 +47,47 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to create VRF {name} with table {table}"), cause))
     }
 
-    /// Creates an ifb (intermediate functional block), up and with the alias of the attachment, and
-    /// returns it. Packets that a filter redirects to an ifb pass its queue, which can limit their
-    /// rate, and are then received on the interface that they came from.
+    /// Creates an ifb (intermediate functional block), up, with the alias of this attachment.
+    /// Packets that a filter redirects to an ifb wait in its queue, and then continue as if just
+    /// received by the interface that they came from.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if an interface has this name. The ifb does not exist then, unless the
-    /// kernel's answer was lost.
+    /// [`Error::is_exists`] if any interface has this name. After an error no interface is left
+    /// behind, unless the kernel's answer was lost.
     pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, attachment: &AttachmentId) -> Result<Link> {
         let request = LinkRequest::new(0).up().name(name).mac(mac).mtu(mtu).txqlen(0);
+        // The kernel ignores an alias at creation. Until it is set, the group names the network.
         let request = request.group(AttachmentId::group(&attachment.network)).kind("ifb", &[]);
         let link = self
             .create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create ifb {name}"), cause))?;
-        match self.set_first_alias(link.index, &attachment.alias()) {
-            Ok(()) => Ok(link),
-            Err(error) => {
-                // An error of this is not reported, because the first one says more.
-                let _ = self.purge_link(link.index);
-                Err(error)
-            }
+        if let Err(error) = self.set_first_alias(link.index, &attachment.alias()) {
+            // Only the first error is returned.
+            let _ = self.purge_link(link.index);
+            return Err(error);
         }
+        Ok(link)
     }
 
-    /// Sends RTM_NEWLINK for a link that must not exist yet, and returns the new link.
+    /// Creates a link (RTM_NEWLINK) and returns it. Fails with EEXIST if the name is in use.
     pub(crate) fn create_link(&self, request: &LinkRequest, name: &str) -> Result<Link, Cause> {
         let answer = self.request(Kind::NewLink, request, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
-        // Kernels since 6.2 answer with the new link. With older ones it is looked up.
+        // Kernels since 6.2 answer with the created link; older ones are asked for it.
         match answer.iter().find_map(super::decode) {
             Some(link) => Ok(link),
             None => self.get_link(0, Some(name))?.ok_or_else(|| Reason::LinkNotFound.into()),
         }
     }
 
-    /// Waits until an interface has a carrier. `watch` must have been opened in this socket's
-    /// namespace before the change that gives the interface its carrier.
+    /// Waits until an interface has a carrier, so that it accepts frames. `watch` must have been
+    /// opened in this connection's namespace before the change that brings the carrier.
     ///
-    /// A bridge without ports has no carrier. When it gets its first port, the kernel drops all
-    /// packets that the host sends through the bridge until a kernel worker has noticed the
-    /// carrier.
+    /// A bridge needs this wait too: its carrier comes with its first port, but until a worker of
+    /// the kernel has noticed that, the bridge drops everything that the host sends through it.
     ///
     /// # Errors
-    /// [`Error::is_deadline`], [`Error::is_terminated`], or the interface does not exist.
+    /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
+    /// [`Error::is_not_found`] if the interface does not exist.
     pub fn wait_carrier(&self, watch: &Watch, index: u32, deadline: Instant, machine: &dyn Machine) -> Result<()> {
         watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
             Some(link) => Ok(has_carrier(&link).then_some(())),
@@ -95,8 +95,8 @@ impl Netlink {
         })
     }
 
-    /// Waits for the carrier of an interface in `netns`, which is this socket's namespace. Opens a
-    /// watch there only if the interface has no carrier yet.
+    /// Waits until an interface has a carrier. `netns` is this connection's namespace; the calling
+    /// thread enters it, to open a watch, only if the interface has no carrier yet.
     ///
     /// # Errors
     /// Those of [`wait_carrier`](Netlink::wait_carrier).

@@ -1,10 +1,9 @@
-//! Interfaces: their properties (here), creation (`create`) and changes (`change`); `stacked` is
-//! about interfaces on top of another one.
+//! Looks up interfaces; the modules below it create and change them.
 //!
-//! A [`Link`] is a copy of the properties at one moment, not a handle. Functions take the index of
-//! a link, because a name can be given to another link and an index is practically not used again
-//! before the next boot. [`Link::up`] is the administrator's setting. Whether the link works is
-//! [`Link::running`] and, for a bridge's port, [`PortState::Forwarding`].
+//! A [`Link`] is a snapshot, not a handle. Methods that change an interface take its index: a name
+//! can be given to another interface, an index is practically not used again before a reboot.
+//! [`Link::up`] is the administrator's setting; whether the link works is [`Link::running`] and,
+//! for a bridge's port, [`PortState::Forwarding`].
 
 mod change;
 mod create;
@@ -22,27 +21,28 @@ pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
+use crate::netlink::wire::attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes, text};
 
-/// The option of a bridge for VLAN filtering.
+/// The attribute of a bridge that switches VLAN filtering on.
 pub(crate) const IFLA_BR_VLAN_FILTERING: u16 = 7;
 
-/// The option of a bridge's port for hairpin mode.
+/// The attribute of a bridge's port for hairpin mode.
 pub(crate) const IFLA_BRPORT_MODE: u16 = 4;
 
-/// The option of a bridge's port for isolation.
+/// The attribute of a bridge's port for isolation.
 pub(crate) const IFLA_BRPORT_ISOLATED: u16 = 33;
 
-/// The option of a VRF for its routing table.
+/// The attribute of a VRF for its routing table.
 const IFLA_VRF_TABLE: u16 = 1;
 
 /// The longest name of an interface, in bytes.
 pub const NAME_MAX: usize = 15;
 
-/// The properties of an interface when the kernel reported them.
+/// An interface, as it was when the kernel was asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// The index, from 1; unique in its namespace.
+    /// The index, at least 1, unique in the namespace.
     pub index: u32,
     /// The name.
     pub name: String,
@@ -50,61 +50,62 @@ pub struct Link {
     pub kind: LinkKind,
     /// The hardware address, if it is an Ethernet one.
     pub mac: Option<Mac>,
-    /// The MTU in bytes.
+    /// The largest packet in bytes.
     pub mtu: u32,
     /// Whether it is administratively up.
     pub up: bool,
-    /// The operational state: whether the kernel considers it as working.
+    /// Whether it works, according to the kernel.
     pub oper_state: OperState,
-    /// Whether it works. If the operational state is unknown, as of `lo` and of a new link, whether
-    /// it is up and has the flag `IFF_RUNNING`.
+    /// Whether it works or, if the kernel does not report that (`lo`, and any link just created),
+    /// whether it is up.
     pub running: bool,
-    /// The number of users that want all frames: the administrator, packet captures, the bridge.
+    /// How many users want all frames: the administrator, a bridge that it is a port of, each
+    /// packet capture.
     pub promiscuity: u32,
     /// Whether the administrator has switched promiscuous mode on.
     pub promisc: bool,
-    /// Whether the administrator has switched all-multicast mode on.
+    /// Whether the administrator has switched the reception of all multicast frames on.
     pub allmulti: bool,
     /// The length of the transmit queue in packets.
     pub txqlen: u32,
     /// The group, 0 by default.
     pub group: u32,
-    /// The alias, which names the [attachment](cni::attachment) if these plugins created the link.
+    /// The alias. For a link that these plugins created it names the [attachment](cni::attachment).
     pub alias: Option<String>,
     /// The index of the bridge or VRF that it is attached to.
     pub master: Option<u32>,
-    /// The index of a veth's other end, or of the interface below, **in the namespace of that
-    /// one**.
+    /// The index of a veth's other end or of the interface below, **in the namespace of that
+    /// interface**.
     pub peer_index: Option<u32>,
-    /// The ID that the namespace of `peer_index` has in this namespace, or `None` if it is this
-    /// one.
+    /// The ID that the namespace of `peer_index` has in this namespace; `None` if it is this one.
     pub peer_netnsid: Option<i32>,
-    /// The properties of a bridge's port, if it is one.
+    /// The state and flags of a bridge's port, if it is one.
     pub port: Option<Port>,
-    /// The properties of a bridge, if it is one.
+    /// The settings of a bridge, if it is one.
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
     pub vrf_table: Option<u32>,
-    /// The kind and mode of an interface on top of a master, if it is one.
+    /// The mode or VLAN ID, if it is a macvlan, ipvlan or vlan.
     pub stacked: Option<Stacked>,
 }
 
-/// The kind of an interface.
+/// The kind of an interface, by its driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkKind {
     /// `lo`.
     Loopback,
-    /// A hardware device, or a driver that reports no kind.
+    /// Hardware, or a driver that does not report a kind.
     Device,
     /// A software bridge.
     Bridge,
-    /// One end of a pair.
+    /// One end of a veth pair.
     Veth,
-    /// Any other kind, with the kernel's name for it: `macvlan`, `vlan`, `dummy`, …
+    /// Another kind, by the kernel's name: `macvlan`, `vlan`, `dummy`, …
     Other(String),
 }
 
 impl fmt::Display for LinkKind {
+    /// Writes the kind, mostly by the kernel's name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             LinkKind::Loopback => "loopback",
@@ -116,52 +117,53 @@ impl fmt::Display for LinkKind {
     }
 }
 
-/// The operational state of an interface (RFC 2863).
+/// Whether an interface works, according to the kernel (RFC 2863).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperState {
-    /// Not known: the driver never sets it (`lo`), or the interface is new.
+    /// Unknown: some drivers never report it (`lo`), and every interface just created is in this
+    /// state for a moment.
     Unknown,
-    /// The interface does not work: it is down, has no carrier, or the interface below does not
-    /// work.
+    /// It does not work: it is down, has no carrier, or the interface below it does not work.
     Down,
-    /// The interface waits for an external event, for example an authentication.
+    /// It waits for an external event, such as an authentication.
     Dormant,
-    /// The interface works.
+    /// It works.
     Up,
 }
 
-/// The properties of a bridge's port.
+/// The state and flags of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Port {
-    /// The state, which decides whether frames pass.
+    /// Whether the bridge lets frames pass.
     pub state: PortState,
     /// Hairpin mode: whether a frame may leave through the port on which it arrived.
     pub hairpin: bool,
-    /// Port isolation: whether the port exchanges no frames with other isolated ports. Always false
-    /// on a kernel without the feature.
+    /// Port isolation: whether the port exchanges no frames with other isolated ports. Always
+    /// `false` on a kernel without the feature.
     pub isolated: bool,
 }
 
-/// The state of a bridge's port.
+/// Whether a bridge's port lets frames pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortState {
-    /// The port or the bridge is down, or the port has no carrier.
+    /// Frames do not pass: the port or the bridge is down, or the port has no carrier.
     Disabled,
     /// Frames pass.
     Forwarding,
-    /// The spanning tree protocol does not let frames pass yet: listening, learning or blocking.
+    /// Frames do not pass yet, because of the spanning tree protocol: listening, learning or
+    /// blocking.
     HeldBack,
 }
 
-/// The settings of a bridge.
+/// A bridge's own settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BridgeInfo {
-    /// Whether it filters frames by VLAN. Always false on a kernel without the feature.
+    /// Whether it filters frames by VLAN. Always `false` on a kernel without the feature.
     pub vlan_filtering: bool,
-    /// The ID of the VLAN that every new port belongs to, untagged; 0 for none.
+    /// The VLAN that every new port is put into, untagged; 0 for none.
     pub default_pvid: u16,
-    /// Whether it runs the spanning tree protocol. Then a new port forwards only after twice the
-    /// forward delay.
+    /// Whether it runs the spanning tree protocol, which blocks a new port for twice the forward
+    /// delay.
     pub spanning_tree: bool,
 }
 
@@ -171,7 +173,7 @@ impl Link {
         self.kind == LinkKind::Bridge
     }
 
-    /// Whether it is an ifb (intermediate functional block).
+    /// Whether it is an intermediate functional block.
     pub fn is_ifb(&self) -> bool {
         self.kind == LinkKind::Other("ifb".to_owned())
     }
@@ -183,23 +185,17 @@ impl Link {
 }
 
 impl Netlink {
-    /// Returns the interface with this name or alternative name in this socket's namespace, or
+    /// Returns the interface with this name or alternative name in this connection's namespace;
     /// `None` if there is none.
-    ///
-    /// # Errors
-    /// Those of the kernel.
     pub fn find_link(&self, name: &str) -> Result<Option<Link>> {
-        // The kernel would refuse the request, because no interface can have such a name.
+        // No interface can have such a name. The kernel would refuse the request as malformed.
         if name.is_empty() || name.len() > NAME_MAX {
             return Ok(None);
         }
         self.get_link(0, Some(name)).map_err(|cause| Error::new(format_args!("failed to look up {name}"), cause))
     }
 
-    /// Returns the interface with this index, or `None` if there is none.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Returns the interface with this index; `None` if there is none.
     pub fn find_link_by_index(&self, index: u32) -> Result<Option<Link>> {
         self.get_link(index, None)
             .map_err(|cause| Error::new(format_args!("failed to look up interface {index}"), cause))
@@ -213,72 +209,63 @@ impl Netlink {
         self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Reason::LinkNotFound))
     }
 
-    /// Whether the namespace of a veth's other end is being deleted. The kernel then deletes the
-    /// link itself soon, on a busy machine after a second.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Whether the namespace of a veth's other end is being torn down, or the veth itself no longer
+    /// exists. The kernel removes such a veth soon; on a busy machine that takes up to a second.
+    /// `false` if `link` has no other end in another namespace.
     pub fn peer_is_gone(&self, link: &Link) -> Result<bool> {
-        let (Some(number), Some(index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
-        // NETNSA_NSID_NOT_ASSIGNED: a namespace that is being deleted loses its ID.
-        if number < 0 {
+        let (Some(netns_id), Some(peer_index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
+        // NETNSA_NSID_NOT_ASSIGNED: a namespace that is being torn down has lost its ID.
+        if netns_id < 0 {
             return Ok(true);
         }
-        let request = LinkRequest::new(index).netns_id(number).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
+        let request = LinkRequest::new(peer_index).netns_id(netns_id).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
         match self.get(Kind::GetLink, &request) {
-            // The kernel's answer for an ID whose namespace is being deleted.
+            Ok(_) => Ok(false),
+            // No process and no file keeps the namespace with this ID any more.
             Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
-            // The other end was deleted since this end was read, and this end with it, or was moved
-            // to another namespace.
+            // The other end was deleted after `link` was read, and this end with it, or was moved.
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(self.find_link_by_index(link.index)?.is_none()),
             Err(cause) => Err(Error::new(format_args!("failed to look up the other end of {}", link.name), cause)),
-            Ok(_) => Ok(false),
         }
     }
 
-    /// Returns all interfaces of the namespace.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Returns every interface of the namespace.
     pub fn list_links(&self) -> Result<Vec<Link>> {
         self.list(None).map_err(|cause| Error::new("failed to list the interfaces", cause))
     }
 
-    /// Returns the interfaces that are attached to a bridge or VRF.
-    ///
-    /// # Errors
-    /// Those of the kernel.
+    /// Returns the ports of a bridge or other master.
     pub fn list_ports(&self, bridge_index: u32) -> Result<Vec<Link>> {
         self.list(Some(bridge_index)).map_err(|cause| {
             Error::new(format_args!("failed to list the ports of {}", self.label(bridge_index)), cause)
         })
     }
 
-    /// Returns the link with this index, or with this name if the index is 0. Returns `None` if
-    /// there is none.
+    /// Returns the link with this name or, without a name, with this index; `None` if there is
+    /// none.
     pub(crate) fn get_link(&self, index: u32, name: Option<&str>) -> Result<Option<Link>, Cause> {
         let request = LinkRequest::new(index).optional(name, LinkRequest::name);
         match self.get(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS)) {
             Ok(answer) => match answer.as_ref().and_then(decode) {
                 Some(link) => Ok(Some(link)),
-                None => Err(Cause::text("the kernel's answer could not be understood")),
+                None => Err(Cause::text("the kernel's answer cannot be decoded")),
             },
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(None),
             Err(cause) => Err(cause),
         }
     }
 
-    /// Returns all interfaces, or those that are attached to `master`.
+    /// Returns all links, or those that are ports of `master`. Filters again, because an old kernel
+    /// ignores the filter in the request.
     fn list(&self, master: Option<u32>) -> Result<Vec<Link>, Cause> {
         let request = LinkRequest::new(0).optional(master, LinkRequest::master);
         let links = self.dump(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS))?;
-        // Old kernels ignore the master in the request and send all links.
         let links = links.iter().filter_map(decode);
         Ok(links.filter(|link| master.is_none() || link.master == master).collect())
     }
 
-    /// Returns the name of an interface for an error message, or `interface INDEX` if it is not
-    /// known.
+    /// Returns the name of an interface for an error message, or `interface INDEX` if it cannot be
+    /// found. Asks the kernel, so callers call it only after a failure.
     pub(crate) fn label(&self, index: u32) -> String {
         match self.get_link(index, None) {
             Ok(Some(link)) => link.name,
@@ -287,7 +274,7 @@ impl Netlink {
     }
 }
 
-/// Returns the header and the attributes of an answer about a link, or `None` for another message.
+/// Splits a message about a link into header and encoded attributes. `None` for other messages.
 pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     let body = reply.body(Kind::NewLink)?;
     let header = LinkHeader::parse(body).ok()?;
@@ -295,10 +282,10 @@ pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     Some((header, attributes))
 }
 
-/// Decodes an answer about a link. Returns `None` for another or a malformed message.
+/// Decodes a link. Returns `None` for other messages, and for malformed attributes.
 ///
-/// The packet crate's decoder is not used: it fails if a single attribute of any kind of link is
-/// not as it expects, and it makes each binary larger. See ARCHITECTURE.md, "Dependencies".
+/// The packet crate's decoder is not used: it decodes every attribute of every kind of link, and
+/// fails if one of them is not as it expects. See ARCHITECTURE.md, "Dependencies".
 pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     let (header, all) = parts(reply)?;
     let mut link = Link {
@@ -363,7 +350,7 @@ fn oper_state(state: State) -> OperState {
     }
 }
 
-/// Decodes a 32-bit number.
+/// Decodes a native-endian number; `None` if there are fewer than 4 bytes.
 fn number(value: &[u8]) -> Option<u32> {
     value.first_chunk().copied().map(u32::from_ne_bytes)
 }
@@ -385,8 +372,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
             libc::IFLA_INFO_DATA => match &link.kind {
                 LinkKind::Bridge => link.bridge = Some(decode_bridge(value)),
                 LinkKind::Other(kind) if kind == "vrf" => {
-                    link.vrf_table =
-                        attributes(value).find(|(kind, _)| *kind == IFLA_VRF_TABLE).and_then(|(_, id)| number(id));
+                    link.vrf_table = attribute(value, IFLA_VRF_TABLE).and_then(number);
                 }
                 LinkKind::Other(kind) => link.stacked = Stacked::decode(kind, value),
                 _ => {}
@@ -398,7 +384,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
     }
 }
 
-/// Decodes the options of a bridge.
+/// Decodes the options of a bridge (`IFLA_INFO_DATA`). A missing option is off or 0.
 fn decode_bridge(options: &[u8]) -> BridgeInfo {
     const IFLA_BR_STP_STATE: u16 = 5;
     const IFLA_BR_VLAN_DEFAULT_PVID: u16 = 39;
@@ -416,7 +402,7 @@ fn decode_bridge(options: &[u8]) -> BridgeInfo {
     bridge
 }
 
-/// Decodes the options of a bridge's port.
+/// Decodes the options of a bridge's port (`IFLA_INFO_SLAVE_DATA`). A missing option is off.
 fn decode_port(options: &[u8]) -> Port {
     const IFLA_BRPORT_STATE: u16 = 1;
     let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false };
@@ -437,7 +423,8 @@ fn decode_port(options: &[u8]) -> Port {
     port
 }
 
-/// Whether a switch is on, whose value has one byte, or four for the spanning tree protocol.
+/// Whether an option is on: any byte is not 0. Options have one byte, only the spanning tree's has
+/// four.
 fn is_on(value: &[u8]) -> bool {
     value.iter().any(|byte| *byte != 0)
 }

@@ -1,8 +1,7 @@
-//! Requests about links: `struct ifinfomsg` and its attributes.
+//! Encodes requests about links: `struct ifinfomsg` and its attributes.
 //!
-//! This module replaces the packet crate's `LinkMessage` in requests. That type can contain every
-//! option of every kind of link, so each binary that writes one contains the code for all of them:
-//! 120 KB.
+//! The packet crate's `LinkMessage` is not used: it supports every option of every kind of link,
+//! and adds the code for all of them, 120 KB, to each binary.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 
@@ -17,22 +16,22 @@ use crate::netns::Netns;
 /// The length of `struct ifinfomsg` in bytes.
 const HEADER: usize = 16;
 
-/// `AF_BRIDGE` of the kernel, as the byte of the header for the address family.
+/// `AF_BRIDGE`, as the one byte that the header has for a family.
 const AF_BRIDGE: u8 = 7;
 
-/// The option of a veth for its other end, whose value has the form of a request about that link.
+/// The attribute of a new veth that describes the other end, as a complete request.
 const VETH_INFO_PEER: u16 = 1;
 
-/// The attribute in `IFLA_AF_SPEC` for a VLAN of a bridge's port, as `struct bridge_vlan_info`.
+/// The attribute, in `IFLA_AF_SPEC`, of a bridge's VLAN: `struct bridge_vlan_info`.
 pub(crate) const IFLA_BRIDGE_VLAN_INFO: u16 = 2;
 
-/// A request about one link. Each method adds one property to the request and returns it.
+/// A request about one link. The methods add to the request and return it.
 #[derive(Clone, Debug)]
 pub(crate) struct LinkRequest {
     family: u8,
     index: u32,
     flags: u32,
-    /// The flags that the request changes.
+    /// The mask of the flags that the request sets or clears.
     change: u32,
     attributes: Vec<u8>,
 }
@@ -49,7 +48,7 @@ impl LinkRequest {
         self.index
     }
 
-    /// Sets the address family `AF_BRIDGE`: the request is about a port of a bridge.
+    /// Addresses the request to the kernel's bridge code (`AF_BRIDGE`), for VLANs.
     pub(crate) fn of_bridge(mut self) -> LinkRequest {
         self.family = AF_BRIDGE;
         self
@@ -69,7 +68,7 @@ impl LinkRequest {
         self
     }
 
-    /// Calls `add` with the value, if there is one.
+    /// Calls `add`, a method of this type, with the value if there is one.
     pub(crate) fn optional<T>(self, value: Option<T>, add: fn(LinkRequest, T) -> LinkRequest) -> LinkRequest {
         match value {
             Some(value) => add(self, value),
@@ -83,45 +82,41 @@ impl LinkRequest {
         self
     }
 
+    /// Adds an attribute with a native-endian number.
     fn with_number(self, kind: u16, number: u32) -> LinkRequest {
         self.with(kind, &number.to_ne_bytes())
     }
 
+    /// Adds an attribute with a zero-terminated text.
     fn with_text(self, kind: u16, value: &str) -> LinkRequest {
         self.with(kind, &terminated(value))
     }
 
-    /// Sets the name.
     pub(crate) fn name(self, name: &str) -> LinkRequest {
         self.with_text(libc::IFLA_IFNAME, name)
     }
 
-    /// Sets the alias.
     pub(crate) fn alias(self, alias: &str) -> LinkRequest {
         self.with_text(libc::IFLA_IFALIAS, alias)
     }
 
-    /// Sets the hardware address.
     pub(crate) fn mac(self, mac: Mac) -> LinkRequest {
         self.with(libc::IFLA_ADDRESS, &mac.0)
     }
 
-    /// Sets the MTU in bytes.
     pub(crate) fn mtu(self, mtu: u32) -> LinkRequest {
         self.with_number(libc::IFLA_MTU, mtu)
     }
 
-    /// Sets the length of the transmit queue in packets.
     pub(crate) fn txqlen(self, packets: u32) -> LinkRequest {
         self.with_number(libc::IFLA_TXQLEN, packets)
     }
 
-    /// Sets the link group.
     pub(crate) fn group(self, group: u32) -> LinkRequest {
         self.with_number(libc::IFLA_GROUP, group)
     }
 
-    /// Sets the index of the bridge or VRF that the link is attached to; 0 detaches it.
+    /// Sets the index of the bridge or VRF that the link becomes a port of; 0 detaches the link.
     pub(crate) fn master(self, index: u32) -> LinkRequest {
         self.with_number(libc::IFLA_MASTER, index)
     }
@@ -131,12 +126,12 @@ impl LinkRequest {
         self.with_number(libc::IFLA_LINK, index)
     }
 
-    /// Sets the namespace in which the link is created, or to which it is moved.
+    /// Sets the namespace that the link is created in or moved to.
     pub(crate) fn netns(self, netns: &Netns) -> LinkRequest {
         self.with(libc::IFLA_NET_NS_FD, &netns.as_fd().as_raw_fd().to_ne_bytes())
     }
 
-    /// Makes the request about the link in the namespace with this ID.
+    /// Looks the link up in the namespace that has this ID in the connection's namespace.
     pub(crate) fn netns_id(self, id: i32) -> LinkRequest {
         self.with(libc::IFLA_IF_NETNSID, &id.to_ne_bytes())
     }
@@ -156,22 +151,22 @@ impl LinkRequest {
         self.info((libc::IFLA_INFO_SLAVE_KIND, master_kind), (libc::IFLA_INFO_SLAVE_DATA, options))
     }
 
-    /// Adds `IFLA_LINKINFO` with two attributes: the kind and, if there are any, the options. Each
-    /// is given with its attribute's number.
-    fn info(self, (name, kind): (u16, &str), (data, options): (u16, &[u8])) -> LinkRequest {
-        let mut info = new_attribute(name, &terminated(kind));
+    /// Adds `IFLA_LINKINFO` with two attributes, each a pair of type and value: the kind and,
+    /// unless they are empty, the options.
+    fn info(self, (kind_type, kind): (u16, &str), (options_type, options): (u16, &[u8])) -> LinkRequest {
+        let mut info = new_attribute(kind_type, &terminated(kind));
         if !options.is_empty() {
-            info.extend(new_attribute(data, options));
+            info.extend(new_attribute(options_type, options));
         }
         self.with(libc::IFLA_LINKINFO, &info)
     }
 
-    /// Sets the kind to veth, with this other end.
+    /// Sets the kind to veth, with this description of the other end.
     pub(crate) fn veth(self, peer: &LinkRequest) -> LinkRequest {
         self.kind("veth", &new_attribute(VETH_INFO_PEER, &peer.bytes()))
     }
 
-    /// Returns the message as the kernel reads it.
+    /// Returns the encoded request, without the netlink header.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.buffer_len()];
         self.emit(&mut bytes);
@@ -184,7 +179,9 @@ impl Emitable for LinkRequest {
         HEADER + self.attributes.len()
     }
 
+    /// Writes `struct ifinfomsg` and the attributes.
     fn emit(&self, buffer: &mut [u8]) {
+        // The family is the first byte; three unused ones follow.
         let header = [u32::from(self.family).to_le_bytes(), self.index.to_ne_bytes()];
         let flags = [self.flags.to_ne_bytes(), self.change.to_ne_bytes()];
         let bytes = [header.concat(), flags.concat(), self.attributes.clone()].concat();
@@ -203,7 +200,8 @@ fn terminated(text: &str) -> Vec<u8> {
     [text.as_bytes(), &[0]].concat()
 }
 
-/// Returns a request's content in words, as the arguments of `ip link` would name it.
+/// Describes a request in the words of `ip link`, for the log. `change` is the mask of the flags
+/// that the request sets or clears, `all` has its encoded attributes.
 fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
     let mut words = Vec::new();
     if index != 0 {
@@ -245,15 +243,15 @@ fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
     words
 }
 
-/// Returns the content of `IFLA_LINKINFO` in words.
+/// Describes the content of `IFLA_LINKINFO`, as [`words`] does; for a veth with its other end.
 fn info_words(info: &[u8]) -> Vec<String> {
     let mut words = Vec::new();
     let kind = attribute(info, libc::IFLA_INFO_KIND).map(text);
     words.extend(kind.as_ref().map(|kind| format!("type {kind}")));
     if let Some(options) = attribute(info, libc::IFLA_INFO_DATA) {
-        let peer = attribute(options, VETH_INFO_PEER).filter(|_| kind.as_deref() == Some("veth"));
-        words.push(match peer.and_then(|peer| peer.split_at_checked(HEADER)) {
-            Some((_, peer)) => format!("peer ( {} )", self::words(0, (0, 0), peer).join(" ")),
+        let peer = if kind.as_deref() == Some("veth") { attribute(options, VETH_INFO_PEER) } else { None };
+        words.push(match peer.and_then(|peer| peer.get(HEADER..)) {
+            Some(peer) => format!("peer ( {} )", self::words(0, (0, 0), peer).join(" ")),
             None => "with options".to_owned(),
         });
     }

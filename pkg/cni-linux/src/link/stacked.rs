@@ -1,8 +1,9 @@
-//! Interfaces on top of another one, their master: macvlan, ipvlan and vlan.
+//! Creates interfaces on top of another one, their master: macvlan, ipvlan and vlan.
 //!
-//! The kernel (6.1) requires that the name of a new interface is free in the socket's namespace and
-//! in the namespace in which the interface is created. So an interface gets its final name, which
-//! need only be free in the container, afterwards: [`Netlink::set_first_name`].
+//! At creation, the kernel (6.1) requires that the name is free both in the connection's namespace
+//! and in the one that the interface is created in. So an interface is created with a unique name,
+//! and gets its final name, which need only be free in the container, by
+//! [`Netlink::set_first_name`].
 
 use std::fmt;
 
@@ -15,7 +16,8 @@ use crate::netlink::wire::{attribute, new_attribute};
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 
-/// The number of `IFLA_MACVLAN_MODE` (32 bits), `IFLA_IPVLAN_MODE` and `IFLA_VLAN_ID` (16 bits).
+/// The attribute `IFLA_MACVLAN_MODE` (32 bits), `IFLA_IPVLAN_MODE` or `IFLA_VLAN_ID` (16 bits): all
+/// three have this number.
 const MODE_OR_ID: u16 = 1;
 
 const IFLA_MACVLAN_BC_QUEUE_LEN: u16 = 7;
@@ -25,31 +27,31 @@ const IFLA_MACVLAN_BC_QUEUE_LEN: u16 = 7;
 pub enum Stacked {
     /// A macvlan, which has a hardware address of its own.
     Macvlan(MacvlanMode),
-    /// An ipvlan, which has the master's hardware address. All ipvlans of a master have the same
-    /// mode, the one that was set last.
+    /// An ipvlan, which has the master's hardware address. All ipvlans of a master share one mode:
+    /// the last one set.
     Ipvlan(IpvlanMode),
-    /// A vlan, which has the master's frames with this VLAN ID.
+    /// A vlan, which gets the master's frames with this VLAN ID.
     Vlan(u16),
 }
 
-/// The mode of a macvlan: how the macvlans of one master reach each other.
+/// How macvlan interfaces of one master reach each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MacvlanMode {
     /// Not at all.
     Private = 1,
-    /// Through the switch that the master is connected to, if that sends frames back.
+    /// Over the switch behind the master, if it sends frames back.
     Vepa = 2,
     /// Directly.
     #[default]
     Bridge = 4,
-    /// The master has only one macvlan, which has the master's hardware address.
+    /// There is only one interface on the master, and it has the master's hardware address.
     Passthru = 8,
 }
 
-/// The mode of an ipvlan: the part of the host's network stack that its packets pass.
+/// Which part of the host's network stack handles the packets of ipvlan interfaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IpvlanMode {
-    /// None.
+    /// No part: frames are switched at the master.
     #[default]
     L2,
     /// Routing.
@@ -61,11 +63,12 @@ pub enum IpvlanMode {
 impl MacvlanMode {
     const ALL: [MacvlanMode; 4] = [MacvlanMode::Private, MacvlanMode::Vepa, MacvlanMode::Bridge, MacvlanMode::Passthru];
 
-    /// Returns the mode of that name.
+    /// Returns the mode with this name in a configuration; `None` for an unknown name.
     pub fn by_name(name: &str) -> Option<MacvlanMode> {
         MacvlanMode::ALL.into_iter().find(|mode| mode.name() == name)
     }
 
+    /// Returns the mode's name in a configuration.
     fn name(self) -> &'static str {
         match self {
             MacvlanMode::Private => "private",
@@ -79,11 +82,12 @@ impl MacvlanMode {
 impl IpvlanMode {
     const ALL: [IpvlanMode; 3] = [IpvlanMode::L2, IpvlanMode::L3, IpvlanMode::L3s];
 
-    /// Returns the mode of that name.
+    /// Returns the mode with this name in a configuration; `None` for an unknown name.
     pub fn by_name(name: &str) -> Option<IpvlanMode> {
         IpvlanMode::ALL.into_iter().find(|mode| mode.name() == name)
     }
 
+    /// Returns the mode's name in a configuration.
     fn name(self) -> &'static str {
         match self {
             IpvlanMode::L2 => "l2",
@@ -94,7 +98,7 @@ impl IpvlanMode {
 }
 
 impl Stacked {
-    /// The kind, as the kernel names it.
+    /// Returns the kernel's name of the kind.
     pub fn kind(self) -> &'static str {
         match self {
             Stacked::Macvlan(_) => "macvlan",
@@ -103,25 +107,25 @@ impl Stacked {
         }
     }
 
-    /// Decodes the options of a link of this kind. Returns `None` for another kind or an unknown
-    /// mode.
+    /// Decodes the options of a link of this kind. Returns `None` for other kinds, unknown modes,
+    /// and malformed options.
     pub(super) fn decode(kind: &str, options: &[u8]) -> Option<Stacked> {
         let value = attribute(options, MODE_OR_ID)?;
-        let number16 = || value.first_chunk().copied().map(u16::from_ne_bytes);
+        let u16_value = || value.first_chunk().copied().map(u16::from_ne_bytes);
         match kind {
             "macvlan" => {
                 let number = u32::from_ne_bytes(*value.first_chunk()?);
                 MacvlanMode::ALL.into_iter().find(|mode| *mode as u32 == number).map(Stacked::Macvlan)
             }
-            "ipvlan" => IpvlanMode::ALL.get(usize::from(number16()?)).copied().map(Stacked::Ipvlan),
-            "vlan" => number16().map(Stacked::Vlan),
+            "ipvlan" => IpvlanMode::ALL.get(usize::from(u16_value()?)).copied().map(Stacked::Ipvlan),
+            "vlan" => u16_value().map(Stacked::Vlan),
             _ => None,
         }
     }
 }
 
 impl fmt::Display for Stacked {
-    /// Formats the mode, or the VLAN ID.
+    /// Writes the mode or the VLAN ID.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Stacked::Macvlan(mode) => f.write_str(mode.name()),
@@ -131,43 +135,42 @@ impl fmt::Display for Stacked {
     }
 }
 
-/// The properties of an interface to create on top of a master.
+/// An interface that is to be created on top of a master.
 #[derive(Clone, Copy, Debug)]
 pub struct StackedSpec<'a> {
-    /// The name at the creation.
+    /// The name at creation, free in both namespaces.
     pub name: &'a str,
-    /// The index of the master in the socket's namespace.
+    /// The index of the master, in the connection's namespace.
     pub master: u32,
-    /// The kind, with the mode or VLAN ID.
+    /// The kind and mode.
     pub stacked: Stacked,
-    /// The MTU in bytes, or `None` for the master's.
+    /// The MTU in bytes, or the master's.
     pub mtu: Option<u32>,
-    /// The hardware address, or `None` for one that the kernel chooses.
+    /// The hardware address, or one that the kernel chooses.
     pub mac: Option<Mac>,
-    /// How many broadcast frames the master of a macvlan may queue, or `None` for the kernel's
-    /// default.
+    /// How many broadcast frames a macvlan's master queues, or the kernel's default.
     pub broadcast_queue: Option<u32>,
-    /// The namespace in which it is created.
+    /// The namespace to create it in.
     pub netns: &'a Netns,
 }
 
 impl Netlink {
-    /// Creates an interface, down, on top of a master in this socket's namespace.
+    /// Creates an interface, down, on top of a master in this connection's namespace.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken, or if the master has a vlan with this ID already;
-    /// [`Error::is_unsupported`] if the kernel has no such interfaces.
+    /// [`Error::is_exists`] if the name is taken or, for a vlan, the master has a vlan with this
+    /// ID; [`Error::is_unsupported`] if the kernel does not support this kind.
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
-        // Without NLM_F_ECHO: the kernel would send the new link to the socket with the same port
-        // number in the other namespace.
+        // Without NLM_F_ECHO: the kernel would send the echo to the socket with this port ID in the
+        // other namespace, which is another connection.
         let created = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
         created.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }
 
-    /// Sets the name and the alias of a new interface with one request.
+    /// Gives a new interface its name and its alias, in one request.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken. The alias has not been set then.
+    /// [`Error::is_exists`] if the name is taken; the alias is not set then.
     pub fn set_first_name(&self, index: u32, name: &str, alias: &str) -> Result<()> {
         self.set_link(LinkRequest::new(index).name(name).alias(alias), |link| {
             format!("failed to rename {link} to {name:?}")

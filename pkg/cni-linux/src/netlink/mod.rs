@@ -1,11 +1,10 @@
-//! A netlink socket for links, addresses, routes, rules, neighbours and traffic control.
+//! A connection to the kernel's network configuration (rtnetlink), and the requests sent over it.
 //!
-//! There is one [socket](socket::Socket) and no async runtime, because nothing here waits for an
-//! event. This module knows requests, answers and errors. The modules `link`, `addr`, `route` and
-//! so on know the objects.
+//! This module handles requests, replies and errors; the modules for links, addresses, routes and
+//! so on add methods to [`Netlink`].
 //!
-//! A socket belongs to the network namespace in which it was opened, also when the thread enters
-//! another namespace later. So there is one socket for each namespace, from [`Netlink::open_in`].
+//! A connection always belongs to the network namespace in which it was opened, even if the thread
+//! enters another one later. Open one per namespace, with [`Netlink::open_in`].
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,28 +22,23 @@ pub mod wire;
 use socket::{Protocol, Socket};
 pub(crate) use wire::{attributes, text};
 
-/// How often a table is read if it changes meanwhile.
+/// How often a dump is made at most, if the kernel reports that the table changed meanwhile.
 const DUMP_ATTEMPTS: usize = 20;
 
-/// A netlink socket in one network namespace. Clones share the socket.
+/// A connection to the network configuration of one network namespace. Clones share one socket.
 #[derive(Clone, Debug)]
 pub struct Netlink {
     connection: Arc<Mutex<Socket>>,
 }
 
 impl Netlink {
-    /// Opens a socket in the calling thread's namespace.
-    ///
-    /// # Errors
-    /// The kernel refuses the socket.
+    /// Opens a connection to the calling thread's namespace.
     pub fn open() -> Result<Netlink> {
         open().map(Netlink::new).map_err(|error| Error::new("failed to open a netlink socket", error))
     }
 
-    /// Opens a socket in another namespace, for which the thread enters that namespace briefly.
-    ///
-    /// # Errors
-    /// The namespace cannot be entered, or the kernel refuses the socket.
+    /// Opens a connection to another namespace. The calling thread enters that namespace for a
+    /// moment.
     pub fn open_in(&self, netns: &Netns) -> Result<Netlink> {
         netns.run(open)?.map(Netlink::new).map_err(|error| {
             Error::new(format_args!("failed to open a netlink socket in {}", netns.path().display()), error)
@@ -55,35 +49,40 @@ impl Netlink {
         Netlink { connection: Arc::new(Mutex::new(connection)) }
     }
 
-    /// Sends a request that changes something, and returns the messages before its acknowledgement.
-    /// NLM_F_REQUEST and NLM_F_ACK are added to `flags`.
+    /// Sends a request that changes something, with `flags` in addition to `NLM_F_REQUEST` and
+    /// `NLM_F_ACK`. Returns the messages before the acknowledgement: with `NLM_F_ECHO`, a
+    /// description of the changed object.
     pub(crate) fn request(&self, kind: Kind, body: &dyn Body, flags: u16) -> Result<Vec<Reply>, Cause> {
         let request = Request { kind, body };
         self.exchange(request, flags | NLM_F_ACK).map(|answer| answer.messages)
     }
 
-    /// Requests one object. Returns `None` if the answer is empty.
+    /// Asks for one object. Returns `None` if the answer is only an acknowledgement; a missing
+    /// object is an error with the kernel's errno.
     pub(crate) fn get(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, 0).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Requests one object of traffic control. Kernels before 6.8 send such an answer as a
-    /// multicast message, and to this socket only with NLM_F_ECHO.
+    /// Asks for one qdisc or filter, as [`get`](Netlink::get) does for other objects. Before 6.8
+    /// the kernel sends such an answer as a notification, which the asking socket gets only with
+    /// `NLM_F_ECHO`.
     pub(crate) fn get_echoed(&self, kind: Kind, body: &dyn Body) -> Result<Option<Reply>, Cause> {
         self.exchange(Request { kind, body }, NLM_F_ECHO).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Requests a whole table, or the objects in it that match `body`.
+    /// Asks for a whole table, or the part of it that matches `body`; older kernels ignore some
+    /// such filters, so callers filter again. Repeats the request if the table changed meanwhile.
     pub(crate) fn dump(&self, kind: Kind, body: &dyn Body) -> Result<Vec<Reply>, Cause> {
         until_consistent(|| self.exchange(Request { kind, body }, NLM_F_DUMP))
     }
 
-    /// Sends a request, collects the messages of its answer, and logs both.
+    /// Sends a request with these `NLM_F_*` flags and returns the messages of the answer. Logs the
+    /// request and its outcome if steps are logged. Fails with the kernel's error.
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
         let what = if step.is_logged() { request.name(flags) } else { String::new() };
-        // After a panic of another user the socket can still be used: the rest of its answer has
-        // another sequence number and is skipped.
+        // A thread that panicked with the lock may have left part of an answer unread. `ask` skips
+        // it, because it has another sequence number.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let mut messages = Vec::new();
         let answer = connection
@@ -94,19 +93,19 @@ impl Netlink {
         if flags & NLM_F_ACK != 0 {
             step.end_request(what, &answer, || request.bytes());
         } else {
-            // That an object does not exist is not a failure, so the request is not logged.
+            // An error here often only means that the object does not exist.
             step.end(what, &answer);
         }
         answer
     }
 }
 
-/// Opens a socket for routing in the calling thread's namespace.
+/// Opens a socket in the calling thread's network namespace.
 fn open() -> io::Result<Socket> {
     Socket::open(Protocol::Route)
 }
 
-/// The type of a message: its `RTM_…` number.
+/// The type of a message to or from the kernel (`RTM_…`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub(crate) enum Kind {
@@ -133,12 +132,12 @@ pub(crate) enum Kind {
 
 /// The body of a request.
 pub(crate) trait Body: Emitable {
-    /// Returns the content in words, for the log.
+    /// Returns the content as words, like the arguments of ip(8), for the log.
     fn words(&self) -> Vec<String>;
 }
 
-/// A request. The packet crate's enum of all requests is not used, because it links the code of
-/// every message into the binary.
+/// A request. The packet crate's enum of all requests is not used, because it links the code for
+/// every type of message into the program.
 #[derive(Clone, Copy)]
 struct Request<'a> {
     kind: Kind,
@@ -146,9 +145,9 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Returns the name of the request in the log.
+    /// Returns the request as the log names it: its type and words.
     fn name(self, flags: u16) -> String {
-        // For a whole table, the filter is not part of the name.
+        // A dump is logged without the filter in its body.
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);
         }
@@ -156,13 +155,13 @@ impl Request<'_> {
         format!("netlink {:?}{words}", self.kind)
     }
 
-    /// Returns the type and the body as hex digits, for the log.
+    /// Returns the type and the body in hexadecimal, for the log.
     fn bytes(self) -> String {
         format!("type {}: {}", self.kind as u16, hex(&wire::emitted(self.body)))
     }
 }
 
-/// A message of an answer, which the calling module decodes.
+/// A message from the kernel, decoded by the module that asked for it.
 #[derive(Clone, Debug)]
 pub(crate) struct Reply {
     kind: u16,
@@ -175,23 +174,21 @@ impl Reply {
         Reply { kind: kind as u16, body: body.to_vec() }
     }
 
-    /// Returns the body if the message has this type, else `None`.
+    /// Returns the body if the message is of this type.
     pub(crate) fn body(&self, kind: Kind) -> Option<&[u8]> {
-        if self.kind == kind as u16 { Some(&self.body) } else { None }
+        (self.kind == kind as u16).then_some(&*self.body)
     }
 }
 
-/// The answer to a request.
+/// The messages of an answer.
 struct Answer {
     messages: Vec<Reply>,
-    /// Whether the table changed while the kernel listed it.
+    /// Whether the table changed during a dump, so that messages may be missing or outdated.
     interrupted: bool,
 }
 
-/// Calls `read` until its answer was not interrupted.
-///
-/// # Errors
-/// All of [`DUMP_ATTEMPTS`] answers were interrupted.
+/// Calls `read` until an answer is not interrupted, at most [`DUMP_ATTEMPTS`] times, and returns
+/// its messages. Fails with the first error of `read`, or after the last attempt.
 fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<Reply>, Cause> {
     for _ in 0..DUMP_ATTEMPTS {
         let answer = read()?;

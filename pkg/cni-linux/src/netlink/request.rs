@@ -1,7 +1,7 @@
-//! The content of requests in words, as the arguments of ip(8), for the log.
+//! Describes requests for the log, in the words of ip(8).
 //!
-//! The messages' `Debug` is not used, because it makes each binary half a megabyte larger.
-//! Attributes that have no words here are only visible in the logged bytes.
+//! `Debug` is not used: the texts for all types of messages would make each binary half a megabyte
+//! larger. An attribute that is not described here is in the bytes, which the log has too.
 
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
@@ -12,12 +12,13 @@ use super::Body;
 use crate::mac::Mac;
 use crate::route;
 
-/// Formats the index of an interface.
+/// Names an interface, whose name is not known here, by its index.
 fn index(index: u32) -> String {
     format!("index {index}")
 }
 
 impl Body for AddressMessage {
+    /// Describes an address: `10.1.2.3/24 dev index 5 broadcast 10.1.2.255`.
     fn words(&self) -> Vec<String> {
         let address = self;
         let mut words = vec![format!("dev {}", index(address.header.index))];
@@ -33,6 +34,7 @@ impl Body for AddressMessage {
 }
 
 impl Body for RouteMessage {
+    /// Describes a route: `10.1.0.0/16 via 10.1.2.1 dev index 5`.
     fn words(&self) -> Vec<String> {
         let route = self;
         let (mut to, mut words) = ("default".to_owned(), Vec::new());
@@ -57,6 +59,7 @@ impl Body for RouteMessage {
 }
 
 impl Body for RuleMessage {
+    /// Describes a rule: `from 10.1.2.3/32 lookup 100`.
     fn words(&self) -> Vec<String> {
         let rule = self;
         let mut words = Vec::new();
@@ -73,6 +76,7 @@ impl Body for RuleMessage {
 }
 
 impl Body for NeighbourMessage {
+    /// Describes a neighbour entry: `10.1.2.3 dev index 5 lladdr 02:00:00:00:00:01`.
     fn words(&self) -> Vec<String> {
         let neighbour = self;
         let mut words = vec![format!("dev {}", index(neighbour.header.ifindex))];

@@ -1,9 +1,9 @@
-//! The netlink socket for routing, nf_tables and connection tracking: sends requests, reads
-//! answers.
+//! A netlink socket: sends a request and reads its answer. Routing, nf_tables and connection
+//! tracking use it.
 //!
-//! The kernel handles a request during `send`, so the answer is in the queue when `send` returns,
-//! and each `recv` of a table queues the next part. So nothing here waits: an answer that is not in
-//! the queue will not come.
+//! The kernel handles a request during the `send` call, so the answer is in the queue when `send`
+//! returns; each `recv` of a dump queues the next part. So nothing here waits: if the queue is
+//! empty, no answer will come.
 
 use std::fmt;
 use std::io;
@@ -19,21 +19,21 @@ use super::wire::{self, Message, NLMSG_DONE, NLMSG_ERROR};
 use crate::error::Cause;
 use crate::patience;
 
-/// The size of the receive buffer in bytes. The kernel sends a table in parts of at most 32 KiB,
-/// and a little more for a link with hundreds of virtual functions.
-const RECEIVE_BUFFER: usize = 64 << 10;
+/// The size of the receive buffer. A part of a dump has at most 32 KiB (the kernel's limit), the
+/// answer about one link with hundreds of virtual functions a little more.
+const RECEIVE: usize = 64 << 10;
 
-/// The netlink protocol: the part of the kernel that handles the requests.
+/// Which part of the kernel a socket talks to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// Links, addresses, routes, rules, neighbours, traffic control.
+    /// Links, addresses, routes, neighbours.
     Route,
     /// nf_tables and connection tracking.
     Netfilter,
 }
 
 impl Protocol {
-    /// Creates a socket of this protocol.
+    /// Creates a socket in the calling thread's network namespace.
     fn socket(self) -> io::Result<netlink_sys::Socket> {
         netlink_sys::Socket::new(match self {
             Protocol::Route => NETLINK_ROUTE,
@@ -42,14 +42,14 @@ impl Protocol {
     }
 }
 
-/// A netlink socket in the network namespace in which it was opened.
+/// A connection to one part of the kernel, in the network namespace it was opened in.
 pub struct Socket {
     socket: netlink_sys::Socket,
     /// The sequence number of the last request.
     sequence: u32,
-    /// The last datagram. Its unused capacity is not initialised, so the pages stay untouched.
+    /// The last datagram. Only its capacity is reserved; it is not zeroed before a read.
     buffer: Vec<u8>,
-    /// Whether the queue may still have parts of the last answer.
+    /// Whether unread parts of an earlier answer may be in the queue.
     pending: bool,
 }
 
@@ -61,15 +61,13 @@ impl fmt::Debug for Socket {
 
 impl Socket {
     /// Opens a socket in the calling thread's network namespace.
-    ///
-    /// # Errors
-    /// The kernel refuses the socket.
     pub fn open(protocol: Protocol) -> io::Result<Socket> {
         let socket = protocol.socket()?;
-        // A socket that is connected to the kernel (port 0) receives nothing from other processes.
+        // Connected to the kernel, the socket receives from no other process.
         socket.connect(&SocketAddr::new(0, 0))?;
-        // Available since Linux 4.12, 4.2 and 4.20. Older kernels send no explanation of errors and
-        // do not filter tables; callers filter every table again.
+        // Options since Linux 4.12, 4.2 and 4.20: explanations in errors, errors without the
+        // request's body, and dumps filtered by the request. Without the last, callers filter the
+        // dumps.
         let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
         if protocol == Protocol::Route {
             let _ = socket.set_netlink_get_strict_chk(true);
@@ -77,52 +75,47 @@ impl Socket {
         Ok(Socket { socket, sequence: 0, buffer: Vec::new(), pending: false })
     }
 
-    /// Returns the next sequence number.
+    /// Returns the sequence number for the next request.
     pub fn next_sequence(&mut self) -> u32 {
         self.sequence = self.sequence.wrapping_add(1);
         self.sequence
     }
 
-    /// Sends one request of the type `kind`, with NLM_F_REQUEST added to `flags`, and calls `each`
-    /// for each message of the answer.
-    ///
-    /// The answer ends with the acknowledgement (NLM_F_ACK), with the end of the table
-    /// (NLM_F_DUMP), or, without both flags, after one message. Returns `false` if the kernel
-    /// reports that the table changed while it was read.
+    /// Sends one request, with `flags` in addition to `NLM_F_REQUEST`, and calls `handle` for each
+    /// message of the answer: those before the acknowledgement (`NLM_F_ACK`), all of a list
+    /// (`NLM_F_DUMP`), or, with neither flag, a single message. Returns `false` if the kernel
+    /// reports that the list changed meanwhile and is not consistent.
     ///
     /// # Errors
-    /// The kernel's errno, with its explanation; the answer ends early.
+    /// The kernel's error for the request, or a failure to send or receive.
     pub fn ask(
         &mut self,
         kind: u16,
         flags: u16,
         body: &[u8],
-        each: &mut dyn FnMut(&Message<'_>),
+        handle: &mut dyn FnMut(&Message<'_>),
     ) -> Result<bool, Cause> {
         let sequence = self.next_sequence();
         let mut bytes = Vec::with_capacity(wire::HEADER + body.len());
         Message { kind, flags: NLM_F_REQUEST | flags, sequence, payload: body }.write(&mut bytes);
-        log::trace!("request without its length field: {:02x?}", bytes.get(4..).unwrap_or_default());
+        log::trace!("request, bytes from type and flags on: {:02x?}", bytes.get(4..).unwrap_or_default());
         self.send(&bytes)?;
 
         let expects_one_message = flags & NLM_F_ACK == 0 && flags & NLM_F_DUMP != NLM_F_DUMP;
         let mut is_consistent = true;
         while self.fill()? {
-            for message in wire::messages(&self.buffer) {
-                // Part of the answer to an earlier request that was not read to its end.
-                if message.sequence != sequence {
-                    continue;
-                }
-                if message.flags & NLM_F_DUMP_INTR != 0 {
-                    is_consistent = false;
-                }
+            // Messages with another sequence number belong to an earlier answer that was not read
+            // to its end.
+            for message in wire::messages(&self.buffer).filter(|message| message.sequence == sequence) {
+                is_consistent &= message.flags & NLM_F_DUMP_INTR == 0;
                 let is_end = matches!(message.kind, NLMSG_DONE | NLMSG_ERROR);
-                if is_end && let Some((errno, explanation)) = wire::outcome(&message).filter(|(errno, _)| *errno != 0) {
+                if !is_end {
+                    handle(&message);
+                } else if let Some((errno, explanation)) = wire::outcome(&message)
+                    && errno != 0
+                {
                     self.pending = false;
                     return Err(Cause::kernel(errno, explanation));
-                }
-                if !is_end {
-                    each(&message);
                 }
                 if is_end || expects_one_message {
                     self.pending = false;
@@ -130,50 +123,49 @@ impl Socket {
                 }
             }
         }
-        Err(Cause::text("the kernel ended its answer early"))
+        Err(Cause::text("the kernel's answer is incomplete: its end is missing"))
     }
 
-    /// Sends encoded messages, after dropping what the queue still has of an earlier answer.
+    /// Sends encoded messages unchanged. Read the answers with [`receive`](Socket::receive).
     ///
     /// # Errors
-    /// The kernel does not accept the messages.
+    /// The kernel refuses the datagram, for example because it is too large. An error about one of
+    /// the messages is an answer instead.
     pub fn send(&mut self, bytes: &[u8]) -> Result<(), Cause> {
         if self.pending {
+            // Discard the unread parts of the earlier answer.
             while let Ok(true) = self.fill() {}
         }
         self.pending = true;
-        let mut is_buffer_grown = false;
+        let mut has_grown = false;
         patience::retry(|| match self.socket.send(bytes, 0) {
-            // By default, a socket accepts as much at once as the deletion of some 2,000 rules
-            // takes. Root may set a larger buffer. Without that privilege the second attempt fails
-            // too.
-            Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !is_buffer_grown => {
-                is_buffer_grown = true;
+            // The default send buffer is too small for the deletion of some 2,000 rules. Enlarge it
+            // once, which needs CAP_NET_ADMIN; without it the second send fails like the first.
+            Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !has_grown => {
+                has_grown = true;
                 let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
                 self.socket.send(bytes, 0)
             }
-            sent => sent,
+            result => result,
         })?;
         Ok(())
     }
 
-    /// Returns the next datagram, or `None` if the queue is empty.
-    ///
-    /// # Errors
-    /// The kernel's; ENOBUFS if it has dropped messages.
+    /// Returns the next datagram in the queue; `None` if the queue is empty. Does not wait.
     pub fn receive(&mut self) -> Result<Option<&[u8]>, Cause> {
-        Ok(if self.fill()? { Some(&self.buffer) } else { None })
+        Ok(self.fill()?.then_some(&*self.buffer))
     }
 
-    /// Reads the next datagram into the buffer. Returns `false` if the queue is empty.
+    /// Reads the next datagram into the buffer. Returns `false` if the queue is empty; fails if the
+    /// datagram is larger than the buffer.
     fn fill(&mut self) -> Result<bool, Cause> {
         self.buffer.clear();
-        self.buffer.reserve_exact(RECEIVE_BUFFER);
+        self.buffer.reserve_exact(RECEIVE);
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
         match patience::retry(|| self.socket.recv(&mut self.buffer, flags)) {
-            Ok(length) if length > self.buffer.len() => {
-                Err(Cause::text(format!("the kernel's answer is too large: {length} bytes")))
-            }
+            Ok(length) if length > self.buffer.len() => Err(Cause::text(format!(
+                "the kernel's answer of {length} bytes does not fit into the buffer of {RECEIVE} bytes"
+            ))),
             Ok(_) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.pending = false;
@@ -184,7 +176,7 @@ impl Socket {
     }
 }
 
-/// A socket that receives the kernel's events about changes, for [`Watch`](crate::Watch).
+/// A socket that receives the kernel's notifications about changes, for [`Watch`](crate::Watch).
 #[derive(Debug)]
 pub(crate) struct Events(netlink_sys::Socket);
 
@@ -196,8 +188,8 @@ impl Events {
         Ok(Events(socket))
     }
 
-    /// Subscribes to the links of all namespaces that have an ID in the calling thread's namespace,
-    /// and to these IDs.
+    /// Subscribes to changes of links in all namespaces that have an ID in the calling thread's
+    /// namespace, and to changes of these IDs.
     pub(crate) fn open_everywhere() -> io::Result<Events> {
         const RTMGRP_LINK: u32 = 1;
         const RTNLGRP_NSID: u32 = 28;
@@ -208,21 +200,20 @@ impl Events {
         Ok(Events(socket))
     }
 
-    /// Removes all events from the queue. Returns whether one of them reported the deletion of a
-    /// link or of a namespace's ID, or whether the kernel has dropped events, which may have been
-    /// such.
+    /// Discards all queued events. Returns whether one of them reported the removal of a link or of
+    /// a namespace's ID, or events were lost.
     pub(crate) fn drain(&self) -> bool {
-        const DELETIONS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
+        const REMOVALS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
-        let mut is_deletion = false;
-        // The length and the type of a message; the rest is truncated.
-        let mut header = [0; 8];
+        let mut has_removal = false;
+        // The message's length (32 bits) and type (16 bits); the rest of each event is cut off.
+        let mut head = [0; 8];
         loop {
-            match self.0.recv(&mut &mut header[..], flags) {
-                Ok(_) => is_deletion |= DELETIONS.contains(&u16::from_ne_bytes([header[4], header[5]])),
-                // The kernel has dropped events.
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => is_deletion = true,
-                Err(_) => return is_deletion,
+            match self.0.recv(&mut &mut head[..], flags) {
+                Ok(_) => has_removal |= REMOVALS.contains(&u16::from_ne_bytes([head[4], head[5]])),
+                // The kernel dropped events, among which a removal may have been.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => has_removal = true,
+                Err(_) => return has_removal,
             }
         }
     }

@@ -1,55 +1,56 @@
 //! Encodes and decodes netlink messages and attributes.
 //!
-//! The decoders skip what they do not know, and do not panic on any input.
+//! No input makes a decoder panic; it skips unknown attributes and stops at malformed ones.
 
 use netlink_packet_core::Emitable;
 
-/// A netlink message.
+/// A netlink message: the fields of its header, and its payload.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
     /// The type.
     pub kind: u16,
     /// `NLM_F_*`.
     pub flags: u16,
-    /// The sequence number of the request that it answers.
+    /// The sequence number; an answer has that of its request.
     pub sequence: u32,
     /// The bytes after the header.
     pub payload: &'a [u8],
 }
 
-/// The type of an acknowledgement: an errno, then the request.
+/// The type of an acknowledgement: an errno, 0 for success, then the request.
 pub const NLMSG_ERROR: u16 = 2;
-/// The type of the message that ends a table.
+/// The type of the message that ends a dump.
 pub(crate) const NLMSG_DONE: u16 = 3;
 
 /// The length of a message's header.
 pub(crate) const HEADER: usize = 16;
-/// The flag of an attribute whose value consists of attributes.
+/// The flag of an attribute whose value is attributes.
 const NLA_F_NESTED: u16 = 1 << 15;
 
 impl Message<'_> {
-    /// Appends the encoded message to `bytes`.
+    /// Appends the encoded message to `bytes`: `struct nlmsghdr`, whose length field excludes the
+    /// padding, the payload, and padding to 4 bytes.
     pub fn write(&self, bytes: &mut Vec<u8>) {
         let begin = bytes.len();
         bytes.extend(u32::try_from(HEADER + self.payload.len()).unwrap_or(u32::MAX).to_ne_bytes());
         bytes.extend(self.kind.to_ne_bytes());
         bytes.extend(self.flags.to_ne_bytes());
         bytes.extend(self.sequence.to_ne_bytes());
-        // The sender's port, which the kernel fills in.
+        // The sender's port ID, which the kernel fills in.
         bytes.extend([0; 4]);
         bytes.extend(self.payload);
         bytes.resize(begin + align(bytes.len() - begin), 0);
     }
 }
 
-/// Encodes an object of the packet crates.
+/// Returns the encoded form of a message body of the packet crates.
 pub fn emitted(object: &(impl Emitable + ?Sized)) -> Vec<u8> {
     let mut bytes = vec![0; object.buffer_len()];
     object.emit(&mut bytes);
     bytes
 }
 
-/// Encodes an attribute, with padding.
+/// Returns an encoded attribute, padded to 4 bytes.
 pub fn new_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let len = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
     let mut bytes = [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat();
@@ -57,37 +58,37 @@ pub fn new_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Encodes an attribute whose value consists of attributes.
+/// Returns an encoded attribute whose value is a list of encoded attributes.
 pub fn new_nest(kind: u16, attributes: &[u8]) -> Vec<u8> {
     new_attribute(kind | NLA_F_NESTED, attributes)
 }
 
-/// Rounds a length up to a multiple of 4, as the lengths of attributes and messages are padded.
+/// Rounds a length up to a multiple of 4, as the lengths of attributes and messages are.
 fn align(len: usize) -> usize {
     len.saturating_add(3) & !3
 }
 
-/// Returns the number in the machine's byte order at this position.
-fn u16_ne(bytes: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+/// Returns the native-endian number at an offset; `None` if the bytes end before.
+fn u16_ne(bytes: &[u8], offset: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(bytes.get(offset..offset + 2)?.try_into().ok()?))
 }
 
-/// Returns the number in the machine's byte order at this position.
-fn u32_ne(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+/// Returns the native-endian number at an offset; `None` if the bytes end before.
+fn u32_ne(bytes: &[u8], offset: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(bytes.get(offset..offset + 4)?.try_into().ok()?))
 }
 
-/// Decodes a number in network byte order. Returns `None` if there are not four bytes.
+/// Decodes a number in network byte order; `None` if it does not have 4 bytes.
 fn u32_be(bytes: &[u8]) -> Option<u32> {
     Some(u32::from_be_bytes(bytes.try_into().ok()?))
 }
 
-/// Decodes a number in network byte order. Returns `None` if there are not eight bytes.
+/// Decodes a number in network byte order; `None` if it does not have 8 bytes.
 pub fn u64_be(bytes: &[u8]) -> Option<u64> {
     Some(u64::from_be_bytes(bytes.try_into().ok()?))
 }
 
-/// Decodes a text of the kernel, up to its terminating zero.
+/// Decodes a text, which ends at the first zero byte or with the bytes.
 pub fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
@@ -120,40 +121,39 @@ pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// Returns the value of the first attribute of the type `wanted`.
-pub fn attribute(bytes: &[u8], wanted: u16) -> Option<&[u8]> {
-    attributes(bytes).find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
+/// Returns the value of the first attribute of this type.
+pub fn attribute(bytes: &[u8], kind: u16) -> Option<&[u8]> {
+    attributes(bytes).find(|(other, _)| *other == kind).map(|(_, value)| value)
 }
 
-/// Returns the value of the first attribute of the type `wanted`, as a number in network byte
-/// order.
-pub fn number(bytes: &[u8], wanted: u16) -> Option<u32> {
-    attribute(bytes, wanted).and_then(u32_be)
+/// Returns the first attribute of this type as a number in network byte order; `None` if there is
+/// none, or it does not have 4 bytes.
+pub fn number(bytes: &[u8], kind: u16) -> Option<u32> {
+    attribute(bytes, kind).and_then(u32_be)
 }
 
-/// Decodes an acknowledgement or the end of a table. Returns the errno, which is 0 on success, and
-/// the kernel's explanation. Returns `None` for a malformed message.
+/// Decodes an acknowledgement or the end of a dump: returns the errno, 0 for success, and the
+/// kernel's explanation, if there is one. `None` if the message is malformed.
 pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     const NLM_F_CAPPED: u16 = 0x100;
     const NLM_F_ACK_TLVS: u16 = 0x200;
     const NLMSGERR_ATTR_MSG: u16 = 1;
-    let code = i32::from_ne_bytes(message.payload.get(..4)?.try_into().ok()?);
-    // The kernel sends the negative errno.
-    let errno = code.saturating_neg().max(0);
-    if message.flags & NLM_F_ACK_TLVS == 0 {
-        return Some((errno, None));
+    let negative_errno = i32::from_ne_bytes(message.payload.get(..4)?.try_into().ok()?);
+    let mut explanation = None;
+    if message.flags & NLM_F_ACK_TLVS != 0 {
+        // Between the errno and the attributes is the request: nothing at the end of a dump, only
+        // its header in a capped answer, else all of it.
+        let request_len = if message.kind == NLMSG_DONE {
+            0
+        } else if message.flags & NLM_F_CAPPED != 0 {
+            HEADER
+        } else {
+            usize::try_from(u32_ne(message.payload, 4)?).ok()?
+        };
+        let attributes = message.payload.get(align(request_len).saturating_add(4)..).unwrap_or_default();
+        explanation = attribute(attributes, NLMSGERR_ATTR_MSG).map(text);
     }
-    // An acknowledgement contains the request between the errno and the attributes: only its header
-    // if the flag says so. The end of a table contains no request.
-    let request_len = if message.kind == NLMSG_DONE {
-        0
-    } else if message.flags & NLM_F_CAPPED != 0 {
-        HEADER
-    } else {
-        usize::try_from(u32_ne(message.payload, 4)?).ok()?
-    };
-    let attributes = message.payload.get(align(request_len).saturating_add(4)..).unwrap_or_default();
-    Some((errno, attribute(attributes, NLMSGERR_ATTR_MSG).map(text)))
+    Some((negative_errno.saturating_neg().max(0), explanation))
 }
 
 #[cfg(test)]

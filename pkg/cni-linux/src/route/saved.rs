@@ -1,8 +1,8 @@
-//! Routes with everything that the kernel reported of them: to be moved to another table, or put
-//! back as they were.
+//! Saves routes with all their attributes, to move them to another table or to restore them.
 //!
-//! A route is written with `NLM_F_APPEND`. Exclusively, the second of two IPv4 routes to one
-//! destination would not come back. A kernel that has the very same route answers EEXIST.
+//! A saved route is added with `NLM_F_APPEND`, because of several IPv4 routes to one destination an
+//! exclusive addition would restore only the first. The kernel still answers EEXIST to an identical
+//! route.
 
 use std::net::IpAddr;
 
@@ -26,7 +26,7 @@ impl From<&Route> for SavedRoute {
 }
 
 impl SavedRoute {
-    /// The same route in another table.
+    /// Returns the same route in another table.
     #[must_use]
     pub fn in_table(&self, table: u32) -> SavedRoute {
         let mut message = self.0.clone();
@@ -36,22 +36,22 @@ impl SavedRoute {
         SavedRoute(message)
     }
 
-    /// The family of its destination.
+    /// Returns the family of the destination.
     pub fn family(&self) -> Family {
         if self.0.header.address_family == Family::V4.number() { Family::V4 } else { Family::V6 }
     }
 
-    /// The number of its table.
+    /// Returns the number of the table.
     pub fn table_id(&self) -> u32 {
-        let long = self.0.attributes.iter().find_map(|attribute| match attribute {
+        let from_attribute = self.0.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::Table(table) => Some(*table),
             _ => None,
         });
-        long.unwrap_or(self.0.header.table.into())
+        from_attribute.unwrap_or(self.0.header.table.into())
     }
 
-    /// Returns a route for each of its gateways, if it is a unicast route. Each has the route's
-    /// source address.
+    /// Returns a unicast route as one [`Route`] for each gateway, with the source address; none for
+    /// a route of another type.
     pub fn routes(&self) -> Vec<Route> {
         let source = self.0.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::PrefSource(address) => ip(address),
@@ -60,59 +60,63 @@ impl SavedRoute {
         routes(self.0.clone()).into_iter().map(|route| Route { source, ..route }).collect()
     }
 
-    /// Whether it is a unicast route and all packets along it leave by this interface.
+    /// Whether this is a unicast route with the interface `index` as its only outgoing interface.
     pub fn leaves_by(&self, index: u32) -> bool {
         let routes = self.routes();
         !routes.is_empty() && routes.iter().all(|route| route.oif == index)
     }
 
-    /// Whether packets along it have this address, or one of its network, as their source or next
-    /// station.
+    /// Whether the route's source address or one of its gateways is in `network`.
     pub fn belongs_to(&self, network: cni::Cidr) -> bool {
         let is_in = |address: Option<IpAddr>| address.is_some_and(|address| network.contains(address));
         self.routes().iter().any(|route| is_in(route.gw) || is_in(route.source))
     }
 
+    /// Describes the route for an error message.
     fn label(&self) -> String {
         self.routes().first().map_or_else(|| "of another type".to_owned(), Route::to_string)
     }
 }
 
 impl Netlink {
-    /// Every route of one family in every table, in the kernel's order. Leaves out what the kernel
-    /// remembers by itself of a single destination.
+    /// Returns the routes of one family in all tables, in the kernel's order, without those that
+    /// the kernel caches for a single destination.
     pub fn save_routes(&self, family: Family) -> Result<Vec<SavedRoute>> {
-        let mut ask = RouteMessage::default();
-        ask.header.address_family = family.number();
-        let answer = self.dump(Kind::GetRoute, &ask).map_err(|cause| Error::new("failed to list the routes", cause))?;
+        let mut request = RouteMessage::default();
+        request.header.address_family = family.number();
+        let answer =
+            self.dump(Kind::GetRoute, &request).map_err(|cause| Error::new("failed to list the routes", cause))?;
         let saved =
             answer.iter().filter_map(parse).filter(|message| !message.header.flags.contains(RouteFlags::Cloned));
-        Ok(saved.map(|message| SavedRoute(settable(message))).collect())
+        Ok(saved.map(|message| SavedRoute(to_request(message))).collect())
     }
 
-    /// Adds a route behind its [rivals](Route::conflicts_with); IPv6 makes one route over several
-    /// gateways of them. Does nothing if the very same route is there.
+    /// Adds a route after the [conflicting](Route::conflicts_with) ones; for IPv6, the kernel
+    /// merges these into one route over several gateways. Does nothing if an identical route
+    /// exists.
     pub fn append_route(&self, route: &SavedRoute) -> Result<()> {
         let added = self.request(Kind::NewRoute, &route.0, NLM_F_CREATE | NLM_F_APPEND);
         let added = added.map(drop).map_err(|cause| self.failed("add", route, cause));
         added.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) })
     }
 
-    /// Deletes a route unless it is gone already.
+    /// Deletes a route if it exists.
     pub fn purge_route(&self, route: &SavedRoute) -> Result<()> {
         let deleted = self.request(Kind::DelRoute, &route.0, 0);
         let deleted = deleted.map(drop).map_err(|cause| self.failed("delete", route, cause));
         deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
+    /// Returns the error for a route that could not be added or deleted (`verb`).
     fn failed(&self, verb: &str, route: &SavedRoute, cause: crate::error::Cause) -> Error {
         let device = route.routes().first().map(|route| format!(" dev {}", self.label(route.oif))).unwrap_or_default();
         Error::new(format_args!("failed to {verb} route {}{device}", route.label()), cause)
     }
 }
 
-/// Removes the attributes that the kernel reports but refuses in a request.
-fn settable(mut message: RouteMessage) -> RouteMessage {
+/// Turns a route as the kernel reports it into a request that adds it: removes the attributes and
+/// the flags (state of the link, hardware offload) that the kernel does not accept in a request.
+fn to_request(mut message: RouteMessage) -> RouteMessage {
     if message.header.kind == RouteType::Unicast {
         message.header.flags &= RouteFlags::Onlink;
     } else {
@@ -121,7 +125,9 @@ fn settable(mut message: RouteMessage) -> RouteMessage {
     message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::CacheInfo(_)));
     for attribute in &mut message.attributes {
         if let RouteAttribute::MultiPath(hops) = attribute {
-            hops.iter_mut().for_each(|hop| hop.flags &= RouteNextHopFlags::Onlink);
+            for hop in hops {
+                hop.flags &= RouteNextHopFlags::Onlink;
+            }
         }
     }
     message

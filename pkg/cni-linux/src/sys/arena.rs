@@ -1,6 +1,6 @@
-//! The plugins' allocator.
+//! The plugins' memory allocator.
 //!
-//! This file needs nothing but std, so that `scripts/test --soak` can build it alone, for Miri and
+//! This file uses only std, so that `scripts/test --soak` can build it alone, for Miri and
 //! ThreadSanitizer.
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -8,32 +8,34 @@ use std::cell::UnsafeCell;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// An allocator for a program of a few milliseconds: it hands out memory from the front of one
-/// block, and takes back only what was handed out last. Large memory, and all memory once the block
-/// is full, is the C library's.
+/// An allocator for a program that runs for a few milliseconds. It allocates consecutive ranges of
+/// one block, and reuses a freed range only if it is the last one. Large ranges, and all ranges
+/// once the block is full, come from the C library.
 ///
-/// musl maps and unmaps memory page by page: with it alone a bridge + host-local ADD makes 12 %
-/// more system calls, and takes 8 % more CPU time, a DEL 17 %. Never taking memory back would be
-/// simpler, and costs up to 8 %: more pages are touched.
+/// musl maps and unmaps memory page by page: without this allocator a bridge + host-local ADD makes
+/// 12 % more system calls and takes 8 % more CPU time, a DEL 17 %. Not reusing the last range would
+/// be simpler, but takes up to 8 % more CPU time, because more pages are touched.
 #[derive(Debug)]
 pub struct Arena {
+    /// The offset of the block's unused part.
     used: AtomicUsize,
     block: UnsafeCell<Block>,
 }
 
-/// So many bytes serve any ordinary call; what is not touched takes no memory.
+/// The size of the block: enough for an ordinary call. Untouched pages take no memory.
 const BLOCK: usize = 512 << 10;
 
-/// The size from which on freed memory is given back to the kernel, which also returns it zeroed.
+/// Allocations of this size and more come from the C library, which returns them to the kernel when
+/// they are freed, and gets zeroed memory from it.
 const LARGE: usize = 16 << 10;
 
-/// The alignment serves every type there is; who asks for more gets the C library's.
+/// The memory to allocate from. Allocations with an alignment above 16 come from the C library.
 #[derive(Debug)]
 #[repr(C, align(16))]
 struct Block([u8; BLOCK]);
 
-// SAFETY: the bytes of the block are only reached through pointers that `alloc` has handed out,
-// each range to one owner.
+// SAFETY: the bytes of the block are accessed only through pointers that `alloc` returned, each
+// range by one owner.
 unsafe impl Sync for Arena {}
 
 impl Default for Arena {
@@ -43,39 +45,43 @@ impl Default for Arena {
 }
 
 impl Arena {
-    /// One of which nothing is used.
+    /// Returns an arena without allocations.
     pub const fn new() -> Arena {
         Arena { used: AtomicUsize::new(0), block: UnsafeCell::new(Block([0; BLOCK])) }
     }
 
-    /// Where in the block a pointer lies.
-    fn place(&self, ptr: *const u8) -> Option<usize> {
-        let place = ptr.addr().wrapping_sub(self.block.get().addr());
-        (place < BLOCK).then_some(place)
+    /// Returns the offset in the block that a pointer points to; `None` if it points elsewhere.
+    fn offset(&self, ptr: *const u8) -> Option<usize> {
+        let offset = ptr.addr().wrapping_sub(self.block.get().addr());
+        if offset < BLOCK { Some(offset) } else { None }
     }
 
-    /// Returns the pointer to a place of the block, usable for all that follows it: the block's
-    /// own, never a caller's.
-    fn at(&self, place: usize) -> *mut u8 {
-        self.block.get().cast::<u8>().wrapping_add(place)
+    /// Returns a pointer to an offset in the block. It is derived from the block's own pointer, so
+    /// it is valid for all bytes up to the block's end.
+    fn pointer(&self, offset: usize) -> *mut u8 {
+        self.block.get().cast::<u8>().wrapping_add(offset)
     }
 
-    /// Moves the end of the used part from `from` to `to`, if it is at `from`.
+    /// Moves the end of the used part from the offset `from` to the offset `to`. Returns `false`,
+    /// and changes nothing, if the end is not at `from` or `to` is beyond the block.
     ///
-    /// Release: the owner has done with what it gives back. Acquire: what former owners did is done
-    /// before the next one uses the bytes. All changes are read-modify-write, so this holds with
-    /// any number of moves between the two.
+    /// Release: the accesses of an owner that frees its range are finished before. Acquire: the
+    /// next owner's accesses begin after. All changes of `used` are read-modify-write operations,
+    /// so this also holds if there are other moves between the two.
     fn move_end(&self, from: usize, to: usize) -> bool {
         to <= BLOCK && self.used.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 }
 
-// SAFETY: a range is handed out by moving `used` from its beginning to its end, in one atomic step,
-// and never again before its owner has given it back; it lies in the block, whose address does not
-// change while the allocator is in use, and it begins at a multiple of the layout's alignment.
-// Whatever does not lie in the block is, and was, left to `System`.
+// SAFETY: a range is allocated by moving `used` from the range's begin to its end in one atomic
+// step, and not allocated again before its owner frees it. It is inside the block, whose address
+// does not change while the allocator is in use, and begins at a multiple of the layout's
+// alignment. Memory outside the block was allocated by `System`, which also reallocates and frees
+// it.
 unsafe impl GlobalAlloc for Arena {
-    // Inlined into every place that allocates, these few lines were 30 kB of each plugin.
+    /// Returns the next unused range of the block, or memory from the C library if `layout` is
+    /// large or does not fit.
+    // Inlining this function at each allocation would add 30 kB to each plugin.
     #[inline(never)]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() < LARGE && layout.align() <= align_of::<Block>() {
@@ -85,8 +91,9 @@ unsafe impl GlobalAlloc for Arena {
                 && end <= BLOCK
             {
                 if self.move_end(used, end) {
-                    return self.at(begin);
+                    return self.pointer(begin);
                 }
+                // Another thread has moved the end: try again.
                 used = self.used.load(Ordering::Relaxed);
             }
         }
@@ -94,49 +101,53 @@ unsafe impl GlobalAlloc for Arena {
         unsafe { System.alloc(layout) }
     }
 
+    /// Frees memory. A range of the block becomes unused only if it is the last one.
     #[inline(never)]
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        match self.place(ptr) {
-            // Only the last one can be taken back.
+        match self.offset(ptr) {
+            // Only the last range of the used part can be reused. Any other stays used.
             Some(begin) => drop(self.move_end(begin + layout.size(), begin)),
-            // SAFETY: it does not lie in the block, so it came from `System`, with this layout.
+            // SAFETY: memory outside the block was allocated by `System`, with this layout.
             None => unsafe { System.dealloc(ptr, layout) },
         }
     }
 
+    /// Allocates zeroed memory: large ranges from the C library, which need not write the zeros.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         if layout.size() >= LARGE {
-            // SAFETY: the caller keeps the contract. What is so large is `System`'s in `alloc` too.
+            // SAFETY: the caller keeps the contract. `alloc` would use `System` for this size, too.
             return unsafe { System.alloc_zeroed(layout) };
         }
         // SAFETY: the caller keeps the contract.
         let ptr = unsafe { self.alloc(layout) };
         if !ptr.is_null() {
-            // SAFETY: so many bytes have just been allocated, and only for this caller.
+            // SAFETY: `alloc` has just returned a range of this size.
             unsafe { ptr.write_bytes(0, layout.size()) };
         }
         ptr
     }
 
+    /// Changes the size of a range: in place if it is the last one of the block, else by a copy.
+    /// Returns null, and leaves the old range, if there is no memory.
     #[inline(never)]
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        match self.place(ptr) {
-            // The last one grows and shrinks where it is.
-            Some(begin) if self.move_end(begin + layout.size(), begin + size) => return self.at(begin),
+        match self.offset(ptr) {
+            // The last range grows and shrinks in place.
+            Some(begin) if self.move_end(begin + layout.size(), begin + size) => return self.pointer(begin),
             Some(_) => {}
-            // SAFETY: it does not lie in the block, so it came from `System`, with this layout.
+            // SAFETY: memory outside the block was allocated by `System`, with this layout.
             None => return unsafe { System.realloc(ptr, layout, size) },
         }
-        // SAFETY: the caller vouches that `size` is not 0 and, rounded up to the alignment, fits an
-        // `isize`.
-        let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        // SAFETY: by the contract of `realloc`, `size` is not 0 and, rounded up to the alignment,
+        // fits into an `isize`.
+        let new_layout = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         // SAFETY: its size is not 0.
-        let new = unsafe { self.alloc(wanted) };
+        let new = unsafe { self.alloc(new_layout) };
         if !new.is_null() {
-            // SAFETY: both have at least so many bytes, and a range just handed out overlaps with
-            // none in use.
+            // SAFETY: both ranges have at least this many bytes, and a new range does not overlap
+            // with one in use.
             unsafe { ptr::copy_nonoverlapping(ptr, new, layout.size().min(size)) };
-            // SAFETY: the caller gives it up, with its layout.
+            // SAFETY: the caller no longer uses the old range, which has this layout.
             unsafe { self.dealloc(ptr, layout) };
         }
         new
@@ -185,7 +196,7 @@ mod tests {
             }
         }
         assert!(arena.used.load(Ordering::Relaxed) > BLOCK - 1024);
-        assert!(owned.iter().any(|(ptr, ..)| arena.place(*ptr).is_none()));
+        assert!(owned.iter().any(|(ptr, ..)| arena.offset(*ptr).is_none()));
         for (ptr, layout, byte) in owned {
             // SAFETY: all its bytes have been written.
             let bytes = unsafe { std::slice::from_raw_parts(ptr, layout.size()) };
@@ -213,7 +224,7 @@ mod tests {
             assert_eq!(arena.realloc(again, small, 200), again);
             arena.dealloc(again, layout(200, 8));
             let large = arena.alloc_zeroed(layout(LARGE, 8));
-            assert_eq!((arena.place(large), arena.used.load(Ordering::Relaxed)), (None, 0));
+            assert_eq!((arena.offset(large), arena.used.load(Ordering::Relaxed)), (None, 0));
             arena.dealloc(large, layout(LARGE, 8));
         }
     }

@@ -1,8 +1,8 @@
-//! The only unsafe code of the workspace: what neither std nor nix offers as a safe function.
+//! Wraps the system calls that neither std nor nix offers as safe functions; [`Arena`] is the
+//! plugins' allocator. No other module of the workspace has unsafe code.
 //!
-//! Each function is a few lines over one system call and has a contract without preconditions, so a
-//! caller cannot use it wrongly. Between fork and exec nothing may allocate: see
-//! [`die_with_parent`]. [`Arena`] is the plugins' allocator.
+//! Each function makes one system call and has no preconditions, so it is safe for every caller.
+//! Code between fork and exec must not allocate: see [`die_with_parent`].
 #![allow(unsafe_code, reason = "the one module of the workspace that has unsafe code")]
 
 mod arena;
@@ -21,15 +21,15 @@ use nix::unistd::getppid;
 
 pub use arena::Arena;
 
-/// Turns a C result into an `io::Result`.
+/// Converts the result of a C function, negative with `errno` set after a failure.
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// The kind of namespace behind a descriptor, as a `CLONE_NEW…` constant. ENOTTY if it is none (or
-/// on a kernel before 4.11).
+/// Returns the type of the namespace that a descriptor is open on, as a `CLONE_NEW…` constant.
+/// Fails with ENOTTY if it is open on something else, and on kernels before 4.11.
 pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
-    // Powerpc numbers its requests differently from all others; nix knows.
+    // nix computes the number of the request, because powerpc numbers requests differently.
     const NS_GET_NSTYPE: libc::Ioctl = nix::request_code_none!(0xb7, 3) as libc::Ioctl;
     // SAFETY: the descriptor is open for as long as it is borrowed, and this request takes no
     // argument, so the kernel touches none of our memory.
@@ -37,28 +37,28 @@ pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
     check(kind.into()).map(|_| kind)
 }
 
-/// The settings of a tun or tap interface that are numbers.
+/// A setting of a tun or tap interface that has a number as its value.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TunSetting {
-    /// The user that may open it.
+    /// The ID of the user that may open it.
     Owner,
-    /// The group that may open it.
+    /// The ID of the group that may open it.
     Group,
-    /// Whether it stays when nothing has it open any more.
+    /// 1 if it stays when no process has it open any more, else 0.
     Persist,
 }
 
-/// Creates a tun or tap interface behind `device`, an open `/dev/net/tun`, in the calling thread's
-/// namespace. EINVAL for a name that does not fit.
+/// Creates a tun or tap interface in the calling thread's network namespace and attaches `device`,
+/// an open `/dev/net/tun`, to it. `flags` are `IFF_*`. Fails with EINVAL if the name is too long.
 pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::Result<()> {
     // SAFETY: all zeroes is an ifreq: an empty name, and a union of plain numbers.
     let mut request: libc::ifreq = unsafe { MaybeUninit::zeroed().assume_init() };
-    // The last byte stays zero: the kernel reads up to it.
+    // The last byte of the field stays zero: it ends the name.
     if name.len() >= request.ifr_name.len() {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
-    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
-        *to = from.cast_signed() as libc::c_char;
+    for (field_byte, name_byte) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *field_byte = name_byte.cast_signed() as libc::c_char;
     }
     let flags = flags as u16;
     request.ifr_ifru.ifru_flags = flags.cast_signed();
@@ -68,7 +68,7 @@ pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::R
     check(unsafe { libc::ioctl(device.as_raw_fd(), libc::TUNSETIFF, &raw mut request) }.into()).map(drop)
 }
 
-/// Changes the tun or tap interface behind `device`.
+/// Changes a setting of the tun or tap interface that `device` is attached to.
 pub(crate) fn set_tun(device: &File, setting: TunSetting, value: u32) -> io::Result<()> {
     let request = match setting {
         TunSetting::Owner => libc::TUNSETOWNER,
@@ -80,7 +80,8 @@ pub(crate) fn set_tun(device: &File, setting: TunSetting, value: u32) -> io::Res
     check(unsafe { libc::ioctl(device.as_raw_fd(), request, libc::c_ulong::from(value)) }.into()).map(drop)
 }
 
-/// A descriptor that becomes readable when the process ends. ENOSYS on a kernel before 5.3.
+/// Returns a descriptor that becomes readable when the process ends. Fails with ENOSYS on kernels
+/// before 5.3.
 pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
     // The variadic `syscall` reads each argument as a `c_long`.
@@ -93,7 +94,7 @@ pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Whether this process ignores the signal, because its parent did (nohup).
+/// Whether this process ignores the signal, for example because nohup started it.
 pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: without a new action nothing changes; the old one is written to our own memory of its
@@ -103,10 +104,13 @@ pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
     Ok(unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN)
 }
 
-/// Returns a copy of a descriptor that this process was started with.
+/// Returns a copy of the descriptor `fd`, which this process was started with (0 to 2, for
+/// example).
+///
+/// # Errors
+/// EBADF if the descriptor is not open.
 pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
-    // SAFETY: the call takes integers and accesses no memory of this process; a number that is not
-    // open is EBADF.
+    // SAFETY: the call takes integers and accesses no memory of this process.
     let copy = check(unsafe { libc::fcntl(fd.into(), libc::F_DUPFD_CLOEXEC, 10) }.into())?;
     let copy = libc::c_int::try_from(copy).map_err(io::Error::other)?;
     // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code has
@@ -114,15 +118,19 @@ pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
-/// Lets a packet socket of whole frames receive nothing but UDP over IPv4 to this port.
+/// Attaches a BPF filter to a packet socket (of type SOCK_RAW): the socket then receives only
+/// unfragmented UDP packets over IPv4 to this port.
+///
+/// In the filter, a `load` reads a big-endian number at an offset of the frame. A `jump` compares
+/// the number, and skips as many instructions as its last argument says for true and for false.
 pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
-    const ACCEPT: u32 = 0xffff;
+    const WHOLE_PACKET: u32 = 0xffff;
     let code = |code: u32| u16::try_from(code).unwrap_or_default();
-    let load = |size: u32, mode: u32, at: u32| libc::sock_filter {
+    let load = |size: u32, mode: u32, offset: u32| libc::sock_filter {
         code: code(libc::BPF_LD | size | mode),
         jt: 0,
         jf: 0,
-        k: at,
+        k: offset,
     };
     let jump = |test: u32, value: u32, [jt, jf]: [u8; 2]| libc::sock_filter {
         code: code(libc::BPF_JMP | test | libc::BPF_K),
@@ -130,20 +138,25 @@ pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
         jf,
         k: value,
     };
-    let end = |length: u32| libc::sock_filter { code: code(libc::BPF_RET | libc::BPF_K), jt: 0, jf: 0, k: length };
+    // Ends the filter: the socket receives `length` bytes of the frame; 0 drops the frame.
+    let deliver = |length: u32| libc::sock_filter { code: code(libc::BPF_RET | libc::BPF_K), jt: 0, jf: 0, k: length };
     let mut program = [
+        // The Ethernet type is IPv4.
         load(libc::BPF_H, libc::BPF_ABS, 12),
         jump(libc::BPF_JEQ, 0x0800, [0, 8]),
+        // The protocol is UDP.
         load(libc::BPF_B, libc::BPF_ABS, 23),
         jump(libc::BPF_JEQ, 17, [0, 6]),
-        // A fragment has no ports.
+        // The packet is not a fragment: neither an offset nor the flag "more fragments".
         load(libc::BPF_H, libc::BPF_ABS, 20),
         jump(libc::BPF_JSET, 0x3fff, [4, 0]),
+        // The index register gets the length of the IP header, which is in the header's first byte.
         libc::sock_filter { code: code(libc::BPF_LDX | libc::BPF_B | libc::BPF_MSH), jt: 0, jf: 0, k: 14 },
+        // The UDP destination port is the right one.
         load(libc::BPF_H, libc::BPF_IND, 16),
         jump(libc::BPF_JEQ, port.into(), [0, 1]),
-        end(ACCEPT),
-        end(0),
+        deliver(WHOLE_PACKET),
+        deliver(0),
     ];
     let length = u16::try_from(program.len()).map_err(io::Error::other)?;
     let program = libc::sock_fprog { len: length, filter: program.as_mut_ptr() };
@@ -159,7 +172,8 @@ pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
     .map(drop)
 }
 
-/// Binds a packet socket to an interface's IPv4 packets.
+/// Binds a packet socket to the interface `index`. From then on it receives the interface's IPv4
+/// packets.
 pub(crate) fn bind_packet(socket: impl AsFd, index: u32) -> io::Result<()> {
     // SAFETY: all zeroes is a sockaddr_ll.
     let mut address = unsafe { MaybeUninit::<libc::sockaddr_ll>::zeroed().assume_init() };
@@ -172,15 +186,16 @@ pub(crate) fn bind_packet(socket: impl AsFd, index: u32) -> io::Result<()> {
     check(unsafe { libc::bind(socket.as_fd().as_raw_fd(), (&raw const address).cast(), size) }.into()).map(drop)
 }
 
-/// Makes the child die by SIGKILL when the thread that starts it dies. std itself gives the child
-/// an empty signal mask and the default action for SIGPIPE; the tests of `child` hold it to that.
+/// Makes the kernel kill the program that `command` starts when the thread that starts it ends.
+///
+/// The child's signal mask and SIGPIPE need no code here: std resets both, which the tests of
+/// `child` check.
 pub(crate) fn die_with_parent(command: &mut Command) {
     let parent = std::process::id();
     let in_child = move || {
         prctl::set_pdeathsig(Signal::SIGKILL)?;
-        // If the parent died before the call above, no signal will come, and this process has
-        // another parent by now. A parent outside this pid namespace reads as 0 and cannot be the
-        // one that forked from inside it.
+        // If the parent died before the call above, no signal will come, but this process has
+        // another parent now.
         if u32::try_from(getppid().as_raw()) != Ok(parent) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }

@@ -1,6 +1,7 @@
-//! The packet filter around the plugins' own rules: policies, variants, the table of connections.
+//! Checks the packet filter outside the plugins' own rules: policies, the two variants of iptables,
+//! and the connection tracking table.
 //!
-//! Rules of other programs can be anything, so they are read through `nft` and
+//! Rules of other programs may have any form, so they are read with `nft` and
 //! `iptables-legacy-save`.
 
 use std::fs;
@@ -15,8 +16,8 @@ use serde_json::Value;
 use super::{CheckOutcome, Context};
 use crate::inspect::result_of;
 
-/// A program's stdout, if it is there and succeeds.
-fn ask(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
+/// Runs a program and returns its stdout. Returns `None` if it is not installed or fails.
+fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
     let program = find(context, program)?;
     let child = Child {
         program,
@@ -27,9 +28,13 @@ fn ask(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String
         on_sigterm: OnSigterm::Kill,
     };
     let output = context.call.machine.run(&child).ok()?;
-    (output.status == Exit::Status(0)).then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+    match output.status {
+        Exit::Status(0) => Some(String::from_utf8_lossy(&output.stdout).into_owned()),
+        _ => None,
+    }
 }
 
+/// Returns the path of a program in PATH or in the system's folders, or `None`.
 fn find(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
     let path = crate::cli::Variables(&context.call.environment).find_os("PATH").unwrap_or_default();
     let system = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
@@ -37,177 +42,198 @@ fn find(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
     folders.map(|folder| folder.join(program)).find(|path| path.is_file())
 }
 
-/// A chain that sees what is forwarded and drops what no rule of its table takes.
-struct Dropping {
+/// A base chain for forwarded packets with the policy drop.
+struct DroppingChain {
     family: String,
     table: String,
     chain: String,
 }
 
-/// The ways in which rules may name a bridge's containers.
-struct Known {
+/// A bridge, and how rules may refer to its containers.
+struct BridgeNames {
     bridge: String,
-    /// Their addresses and networks, as rules write them: Go's plugin `firewall` accepts each
-    /// address by itself.
+    /// The addresses and networks of the containers as rules write them. The Go plugin `firewall`
+    /// has a rule for each address.
     addresses: Vec<String>,
 }
 
-impl Known {
-    fn of(context: &Context<'_, '_>, bridge: &Link) -> Known {
+impl BridgeNames {
+    /// Collects the addresses of the containers that are attached to a bridge.
+    fn of(context: &Context<'_, '_>, bridge: &Link) -> BridgeNames {
         let attached = context.snapshot.attached();
-        let is_on_it = |entry: &&Entry| {
-            let mut its = attached.iter().filter(|(_, link)| link.master == Some(bridge.index));
-            its.any(|(mark, _)| mark.network == entry.network && mark.container_id == entry.attachment.container_id)
+        let is_on_bridge = |entry: &&Entry| {
+            let mut ports = attached.iter().filter(|(_, link)| link.master == Some(bridge.index));
+            ports.any(|(attachment, _)| {
+                attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
+            })
         };
-        let results = context.snapshot.remembered.iter().filter(is_on_it).filter_map(result_of);
+        let results = context.snapshot.remembered.iter().filter(is_on_bridge).filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
             let (cidr, address) = (ip.address.network(), ip.address.address());
             [format!("{address}"), format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 }), format!("{cidr}")]
         });
-        Known { bridge: bridge.name.clone(), addresses: addresses.collect() }
+        BridgeNames { bridge: bridge.name.clone(), addresses: addresses.collect() }
     }
 
-    fn is_spoken_of(&self, rules: &str) -> bool {
-        speaks_of(rules, &self.bridge) || self.addresses.iter().any(|address| speaks_of(rules, address))
+    /// Whether the rules mention the bridge or one of its containers' addresses.
+    fn is_mentioned_in(&self, rules: &str) -> bool {
+        mentions(rules, &self.bridge) || self.addresses.iter().any(|address| mentions(rules, address))
     }
 }
 
-/// Whether a policy drops what containers send, and nothing in its table speaks of their bridge or
-/// network.
+/// Checks that no chain's policy drops packets of containers. A chain is harmless if a rule of
+/// its table mentions the bridge or an address of its containers.
 pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
-    let mut seen = CheckOutcome::new("policy");
-    let bridges: Vec<Known> = context.snapshot.bridges().into_iter().map(|bridge| Known::of(context, bridge)).collect();
+    let mut outcome = CheckOutcome::new("policy");
+    let bridges: Vec<BridgeNames> =
+        context.snapshot.bridges().into_iter().map(|bridge| BridgeNames::of(context, bridge)).collect();
     if bridges.is_empty() {
-        return seen.ok_summary("no bridge has containers");
+        return outcome.ok_summary("no bridge has containers");
     }
-    let mut blind = Vec::new();
-    match ask(context, "nft", &["-j", "list", "chains"]).and_then(|text| serde_json::from_str::<Value>(&text).ok()) {
+    let mut missing_programs = Vec::new();
+    match stdout_of(context, "nft", &["-j", "list", "chains"])
+        .and_then(|text| serde_json::from_str::<Value>(&text).ok())
+    {
         Some(chains) => {
-            for Dropping { family, table, chain } in dropping(&chains) {
-                let rules = ask(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
-                for Known { bridge, .. } in bridges.iter().filter(|known| !known.is_spoken_of(&rules)) {
+            for DroppingChain { family, table, chain } in dropping_chains(&chains) {
+                let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
+                for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
                     let what = format!(
-                        "chain {family} {table} {chain} drops what is forwarded, and no rule of the table speaks of {bridge}: its \
-                         containers reach nothing outside"
+                        "chain {family} {table} {chain} drops forwarded packets, and no rule of the table mentions {bridge}: its \
+                         containers cannot reach other networks"
                     );
                     let insert =
                         |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
                     if ![&family, &table, &chain, bridge].into_iter().all(|word| is_plain(word)) {
-                        seen.problem_without_command(what, ACCEPT);
+                        outcome.problem_without_command(what, ACCEPT);
                         continue;
                     }
-                    // iptables shows, and saves, only what it has made itself.
+                    // For a chain that iptables created, a command of iptables, which lists and
+                    // saves only rules that it can express.
                     let command = match (family.as_str(), chain.as_str()) {
                         ("ip", "FORWARD") => by_iptables("iptables", bridge),
                         ("ip6", "FORWARD") => by_iptables("ip6tables", bridge),
                         _ => format!("{} && {}", insert("iif"), insert("oif")),
                     };
-                    seen.problem(what, command);
+                    outcome.problem(what, command);
                 }
             }
         }
-        None => blind.push("nft"),
+        None => missing_programs.push("nft"),
     }
     for (program, names) in [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")] {
         if !fs::read_to_string(names).unwrap_or_default().lines().any(|table| table == "filter") {
             continue;
         }
-        let Some(saved) = ask(context, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
-            blind.push("iptables-legacy-save");
+        let Some(rules) = stdout_of(context, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
+            missing_programs.push("iptables-legacy-save");
             continue;
         };
-        if saved.lines().any(|line| line.starts_with(":FORWARD DROP")) {
-            for Known { bridge, .. } in bridges.iter().filter(|known| !known.is_spoken_of(&saved)) {
+        if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) {
+            for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
                 let what = format!(
-                    "{program}-legacy's FORWARD drops what is forwarded, and no rule of it speaks of {bridge}: its containers \
-                     reach nothing outside"
+                    "chain FORWARD of {program}-legacy drops forwarded packets, and no rule of it mentions {bridge}: its \
+                     containers cannot reach other networks"
                 );
                 match is_plain(bridge) {
-                    true => seen.problem(what, by_iptables(&format!("{program}-legacy"), bridge)),
-                    false => seen.problem_without_command(what, ACCEPT),
+                    true => outcome.problem(what, by_iptables(&format!("{program}-legacy"), bridge)),
+                    false => outcome.problem_without_command(what, ACCEPT),
                 }
             }
         }
     }
-    match blind.is_empty() {
-        true => seen.ok_summary("no policy drops what containers send"),
-        false => seen.ok_summary(format!("not looked at: {} is not installed or does not work", blind.join(", "))),
+    match missing_programs.is_empty() {
+        true => outcome.ok_summary("no policy drops packets of containers"),
+        false => outcome.ok_summary(format!(
+            "not checked completely: {} is not installed or does not work",
+            missing_programs.join(", ")
+        )),
     }
 }
 
-const ACCEPT: &str = "accept what comes in by this bridge, and what leaves by it";
+/// The advice if a name cannot be part of a command.
+const ACCEPT: &str = "add rules that accept packets that enter or leave through this bridge";
 
-/// Whether a name is nothing but a name to the shell, nft and iptables: to nft `;` ends a rule and
-/// `*` stands for more, as `+` does to iptables.
+/// Whether a name has no special meaning for the shell, nft (`;`, `*`) and iptables (`+`), so that
+/// it can be part of a command.
 fn is_plain(name: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     name.bytes().all(plain) && name.bytes().next().is_some_and(|first| first.is_ascii_alphabetic())
 }
 
+/// Returns the commands that accept packets of a bridge.
 fn by_iptables(program: &str, bridge: &str) -> String {
     format!("{program} -I FORWARD -i {bridge} -j ACCEPT && {program} -I FORWARD -o {bridge} -j ACCEPT")
 }
 
-/// Whether the word stands in the text, not as a part of another.
-fn speaks_of(rules: &str, bridge: &str) -> bool {
-    rules.split(|c: char| c.is_whitespace() || c == '"').any(|word| word == bridge)
+/// Whether a word of the rules is exactly `name`.
+fn mentions(rules: &str, name: &str) -> bool {
+    rules.split(|c: char| c.is_whitespace() || c == '"').any(|word| word == name)
 }
 
-/// Base chains of the hook `forward` with the policy drop, out of `nft -j list chains`.
-fn dropping(chains: &Value) -> Vec<Dropping> {
-    let all = chains["nftables"].as_array().into_iter().flatten().filter_map(|one| one.get("chain"));
-    let drops = all.filter(|chain| chain["hook"] == "forward" && chain["policy"] == "drop");
-    let seen = drops.filter(|chain| matches!(chain["family"].as_str(), Some("ip" | "ip6" | "inet")));
+/// Returns the base chains of the hook forward with the policy drop. `chains` is the output of
+/// `nft -j list chains`.
+fn dropping_chains(chains: &Value) -> Vec<DroppingChain> {
     let text = |chain: &Value, key: &str| chain[key].as_str().unwrap_or_default().to_owned();
-    seen.map(|one| Dropping { family: text(one, "family"), table: text(one, "table"), chain: text(one, "name") })
-        .collect()
+    let mut dropping = Vec::new();
+    for chain in chains["nftables"].as_array().into_iter().flatten().filter_map(|item| item.get("chain")) {
+        let drops = chain["hook"] == "forward" && chain["policy"] == "drop";
+        let is_ip = matches!(chain["family"].as_str(), Some("ip" | "ip6" | "inet"));
+        if drops && is_ip {
+            let (family, table, chain) = (text(chain, "family"), text(chain, "table"), text(chain, "name"));
+            dropping.push(DroppingChain { family, table, chain });
+        }
+    }
+    dropping
 }
 
-/// Whether frames on a bridge go through iptables, which is right for Kubernetes and surprises
-/// everybody else.
+/// Checks whether frames between containers of one bridge pass iptables (br_netfilter), which
+/// Kubernetes needs, and which is a problem if a policy drops them.
 pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
-    let mut seen = CheckOutcome::new("br_netfilter");
+    let mut outcome = CheckOutcome::new("br_netfilter");
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
     let drops = !policy(context).findings.is_empty();
     match value.as_deref() {
-        None => seen.ok_summary("not loaded: frames between containers of one bridge do not pass iptables"),
+        None => outcome.ok_summary("not loaded: frames between containers of one bridge do not pass iptables"),
         Some("1") if drops => {
-            let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above drops what containers of one bridge send each other too";
-            seen.problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
-            seen
+            let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above also drops packets between containers of one bridge";
+            outcome.problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
+            outcome
         }
-        Some("1") => seen.ok_summary("frames between containers of one bridge pass iptables, as Kubernetes needs it"),
-        Some(_) => seen.ok_summary("frames between containers of one bridge do not pass iptables"),
+        Some("1") => {
+            outcome.ok_summary("frames between containers of one bridge pass iptables, which Kubernetes needs")
+        }
+        Some(_) => outcome.ok_summary("frames between containers of one bridge do not pass iptables"),
     }
 }
 
-/// Whether both variants of iptables hold rules: each sees its own alone, and what one accepts the
-/// other may drop.
+/// Checks that only one variant of iptables has rules. Each variant shows only its own rules, and a
+/// packet that one accepts may be dropped by the other.
 pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
-    let mut seen = CheckOutcome::new("iptables");
+    let mut outcome = CheckOutcome::new("iptables");
     let mut variants = Vec::new();
     for program in ["iptables", "ip6tables"] {
         let names = format!("/proc/net/{}_names", if program == "iptables" { "ip_tables" } else { "ip6_tables" });
         let legacy_tables = fs::read_to_string(Path::new(&names)).unwrap_or_default();
         let rules = |variant: &str| -> usize {
-            let saved = ask(context, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
-            saved.lines().filter(|line| line.starts_with("-A ")).count()
+            let rules = stdout_of(context, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
+            rules.lines().filter(|line| line.starts_with("-A ")).count()
         };
-        // Asking iptables-legacy would load its modules.
+        // Without tables it is not run, because it would load its kernel modules.
         let legacy = if legacy_tables.trim().is_empty() { 0 } else { rules("legacy") };
         let nft = rules("nft");
         if legacy > 0 && nft > 0 {
             let what = format!(
-                "{program}-legacy has {legacy} rules and {program}-nft {nft}: each shows its own alone, packets pass both"
+                "{program}-legacy has {legacy} rules and {program}-nft has {nft}: each shows only its own rules, but packets pass both"
             );
-            // Emptying a table leaves its policies: one that drops then drops everything, ssh too.
-            // Which of these rules are still needed is unknown here.
+            // A command would be dangerous: an emptied chain keeps its policy, which may drop
+            // everything, and it is not known which rules are still needed.
             let words = format!(
-                "have one variant alone in use: let whatever made the fewer rules make them by the other one, and remove \
-                 its own; before a chain of {program}-legacy is emptied by hand its policy must be ACCEPT ({program}-legacy -S \
-                 shows it), or the node may be cut off"
+                "use one variant only: configure the program that created the fewer rules to use the other variant, and remove \
+                 its old rules; before you empty a chain of {program}-legacy, set its policy to ACCEPT ({program}-legacy -S \
+                 shows it), or the node may become unreachable"
             );
-            seen.problem_without_command(what, words);
+            outcome.problem_without_command(what, words);
         }
         if legacy > 0 {
             variants.push(format!("{program}-legacy"));
@@ -217,34 +243,35 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
         }
     }
     match variants.is_empty() {
-        true => seen.ok_summary("iptables holds no rules in either variant"),
-        false => seen.ok_summary(format!("rules in {} alone", variants.join(" and "))),
+        true => outcome.ok_summary("iptables has no rules in either variant"),
+        false => outcome.ok_summary(format!("only {} has rules", variants.join(" and "))),
     }
 }
 
-/// Whether the table of connections has room.
+/// Checks that the connection tracking table is less than 80 % full.
 pub(super) fn conntrack() -> CheckOutcome {
     let number = |name: &str| sysctl::read(name).ok()?.trim().parse::<u64>().ok();
     let count = number("net/netfilter/nf_conntrack_count");
     judge_conntrack(count.zip(number("net/netfilter/nf_conntrack_max")))
 }
 
-fn judge_conntrack(fill: Option<(u64, u64)>) -> CheckOutcome {
-    let mut seen = CheckOutcome::new("conntrack");
-    match fill {
-        // No limit.
-        Some((count, 0)) => seen.ok_summary(format!("{count} connections, no limit")),
+/// Judges the number of tracked connections and their limit, of which 0 means none. `None` is a
+/// kernel without connection tracking.
+fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
+    let mut outcome = CheckOutcome::new("conntrack");
+    match count_and_limit {
+        Some((count, 0)) => outcome.ok_summary(format!("{count} connections, no limit")),
         Some((count, max)) => {
             let percent = count.saturating_mul(100) / max;
             if percent >= 80 {
                 let what = format!(
-                    "{count} of {max} connections are tracked ({percent}%): of what comes beyond, packets are dropped"
+                    "{count} of {max} possible connections are tracked ({percent}%): beyond the limit, packets of new connections are dropped"
                 );
-                seen.problem(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
+                outcome.problem(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
             }
-            seen.ok_summary(format!("{count} of {max} connections ({percent}%)"))
+            outcome.ok_summary(format!("{count} of {max} connections ({percent}%)"))
         }
-        None => seen.ok_summary("not in use"),
+        None => outcome.ok_summary("not in use"),
     }
 }
 
@@ -271,7 +298,7 @@ mod tests {
     fn dropping_chains_are_those_that_forward() {
         let chain = |hook: &str, policy: &str| json!({"chain": {"family": "inet", "table": "t", "name": hook, "hook": hook, "policy": policy}});
         let chains = json!({"nftables": [{"metainfo": {}}, chain("forward", "drop"), chain("forward", "accept"), chain("input", "drop")]});
-        let found: Vec<String> = dropping(&chains).into_iter().map(|one| one.chain).collect();
+        let found: Vec<String> = dropping_chains(&chains).into_iter().map(|one| one.chain).collect();
         assert_eq!(found, ["forward"]);
     }
 
@@ -285,7 +312,7 @@ mod tests {
 
     #[test]
     fn a_bridge_is_printed_with_its_full_name() {
-        assert!(speaks_of("iifname \"br0\" accept", "br0") && speaks_of("-A FORWARD -i br0 -j ACCEPT", "br0"));
-        assert!(!speaks_of("-A FORWARD -i br01 -j ACCEPT", "br0"));
+        assert!(mentions("iifname \"br0\" accept", "br0") && mentions("-A FORWARD -i br0 -j ACCEPT", "br0"));
+        assert!(!mentions("-A FORWARD -i br01 -j ACCEPT", "br0"));
     }
 }

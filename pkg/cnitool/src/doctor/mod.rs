@@ -1,9 +1,8 @@
-//! doctor: what on this node keeps networks from working, or soon will, and the command that fixes
-//! it.
+//! doctor: finds what on this node keeps networks from working, or will soon, and prints the
+//! command that fixes it.
 //!
-//! Each check reads a few facts and judges them; it changes nothing and guesses little: what is
-//! found is wrong on this node now. A check reports what it cannot look at. Judgements that need
-//! no kernel are functions of values.
+//! The checks change nothing. They report only what is wrong on this node now, and what they could
+//! not check.
 
 mod firewall;
 mod places;
@@ -23,7 +22,7 @@ use crate::node;
 use crate::report::{Colour, Format, paint, write, write_json};
 use crate::{Call, Exit, Streams};
 
-/// Something wrong.
+/// A problem of the node.
 pub(crate) struct Finding {
     /// The check that found it.
     check: &'static str,
@@ -35,38 +34,42 @@ pub(crate) struct Finding {
 /// The repair.
 #[derive(PartialEq, Eq)]
 pub(crate) enum Fix {
-    /// A command, to be run as it stands.
+    /// A command.
     Command(String),
-    /// In words: where a command that is right everywhere would have to know what the node is for.
+    /// Advice in words, if no command is right for every node.
     Words(String),
 }
 
-/// The findings of one check.
+/// The outcome of one check.
 pub(crate) struct CheckOutcome {
     check: &'static str,
     findings: Vec<Finding>,
-    /// Printed if nothing was found: what is well, or why the check could not look.
+    /// The text if there are no findings: what is in order, or why the check was not possible.
     well: String,
 }
 
 impl CheckOutcome {
+    /// Returns the outcome of a check without findings.
     fn new(check: &'static str) -> CheckOutcome {
         CheckOutcome { check, findings: Vec::new(), well: String::new() }
     }
 
+    /// Adds a finding with the command that fixes it.
     fn problem(&mut self, what: impl Into<String>, command: impl Into<String>) {
         self.push(what.into(), Fix::Command(command.into()));
     }
 
-    /// The same, where no command is safe.
+    /// Adds a finding with advice in words, if no command is safe.
     fn problem_without_command(&mut self, what: impl Into<String>, words: impl Into<String>) {
         self.push(what.into(), Fix::Words(words.into()));
     }
 
+    /// Adds a finding.
     fn push(&mut self, what: String, fix: Fix) {
         self.findings.push(Finding { check: self.check, what, fix });
     }
 
+    /// Sets the text for the case that there are no findings.
     fn ok_summary(mut self, well: impl Into<String>) -> CheckOutcome {
         self.well = well.into();
         self
@@ -83,11 +86,12 @@ struct Context<'a, 'm> {
     notes: Notes,
 }
 
-/// Does what it is there for.
+/// Runs `cnitool doctor`.
 pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     doctor(shared, call, streams).map_err(|error| failed("doctor", error, shared.format()))
 }
 
+/// Runs all checks and prints their outcomes. Fails with exit code 1 if there are findings.
 fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let conf_folder = shared.conf_folder(&Variables(&call.environment));
     let context = Context {
@@ -98,7 +102,7 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         call,
         notes: streams.notes.clone(),
     };
-    let seen = vec![
+    let outcomes = vec![
         places::networks(&context)?,
         places::folders(&context),
         places::status(&context),
@@ -113,32 +117,33 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         firewall::conntrack(),
         left_over(&context)?,
     ];
-    let count = seen.iter().map(|one| one.findings.len()).sum::<usize>();
+    let count = outcomes.iter().map(|outcome| outcome.findings.len()).sum::<usize>();
     match shared.format() {
         Format::Json => {
-            let finding = |one: &Finding| {
-                let (command, advice) = match &one.fix {
+            let as_json = |finding: &Finding| {
+                let (command, advice) = match &finding.fix {
                     Fix::Command(command) => (Some(command), None),
                     Fix::Words(words) => (None, Some(words)),
                 };
-                json!({"check": one.check, "what": one.what, "command": command, "advice": advice})
+                json!({"check": finding.check, "what": finding.what, "command": command, "advice": advice})
             };
-            let findings: Vec<_> = seen.iter().flat_map(|one| &one.findings).map(finding).collect();
-            let well = seen.iter().filter(|one| one.findings.is_empty());
-            let well: Vec<_> = well.map(|one| json!({"check": one.check, "what": one.well})).collect();
+            let findings: Vec<_> = outcomes.iter().flat_map(|outcome| &outcome.findings).map(as_json).collect();
+            let well = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
+            let well: Vec<_> = well.map(|outcome| json!({"check": outcome.check, "what": outcome.well})).collect();
             write_json(streams, &json!({"findings": findings, "well": well}))?;
         }
-        Format::Text => write(streams, &text(&seen, count, streams))?,
+        Format::Text => write(streams, &text(&outcomes, count, streams))?,
     }
     Ok(if count == 0 { Exit::Done } else { Exit::Failed })
 }
 
-fn text(seen: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
+/// Returns the report for people: the checks without findings, then the findings.
+fn text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
     let mut text = String::new();
-    for one in seen.iter().filter(|one| one.findings.is_empty()) {
-        text += &format!("  {:<14} {}\n", one.check, one.well);
+    for outcome in outcomes.iter().filter(|outcome| outcome.findings.is_empty()) {
+        text += &format!("  {:<14} {}\n", outcome.check, outcome.well);
     }
-    for finding in seen.iter().flat_map(|one| &one.findings) {
+    for finding in outcomes.iter().flat_map(|outcome| &outcome.findings) {
         let line = format!("! {:<14} {}", finding.check, finding.what);
         let fix = match &finding.fix {
             Fix::Command(command) => format!("fix: {command}"),
@@ -154,40 +159,41 @@ fn text(seen: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
     text
 }
 
-/// Reports the objects that inspect calls left over.
+/// Reports the leftovers that `inspect` finds.
 fn left_over(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
-    let mut seen = CheckOutcome::new("left over");
+    let mut outcome = CheckOutcome::new("left over");
     for orphan in orphans::find(&context.snapshot, context.call)? {
-        seen.problem(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
+        outcome.problem(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
     }
-    Ok(seen.ok_summary("every link, rule, reservation, backup, lease and cache entry has its container"))
+    Ok(outcome.ok_summary("every link, rule, reservation, backup, lease and cache entry has its container"))
 }
 
 impl Context<'_, '_> {
-    /// Whether some container that is there was attached with this key switched on: by the
-    /// configuration of its ADD where that is remembered, else by that of the network whose bridge
-    /// it is on.
+    /// Whether an existing container was attached with one of these keys set to true: in the
+    /// configuration of its ADD in the result cache, or in that of a network whose bridge has
+    /// containers.
     fn is_in_use(&self, keys: &[&str]) -> bool {
-        let is_on = |config: &[u8]| {
+        let has_key = |config: &[u8]| {
             let config = Json::parse(config).ok();
             let Some(Json::Array(plugins)) = config.as_ref().and_then(|config| config.get("plugins")) else {
                 return false;
             };
-            plugins.iter().any(|one| keys.iter().any(|key| one.get(key) == Some(&Json::Bool(true))))
+            plugins.iter().any(|plugin| keys.iter().any(|key| plugin.get(key) == Some(&Json::Bool(true))))
         };
         let (attached, bridges) = (self.snapshot.attached(), self.snapshot.bridges());
-        let alive = |entry: &&Entry| {
-            let is_its = |mark: &AttachmentId| {
-                mark.network == entry.network && entry.attachment.container_id == mark.container_id
+        let exists = |entry: &&Entry| {
+            let is_entry = |attachment: &AttachmentId| {
+                attachment.network == entry.network && entry.attachment.container_id == attachment.container_id
             };
-            attached.iter().any(|(mark, _)| is_its(mark))
+            attached.iter().any(|(attachment, _)| is_entry(attachment))
         };
         let has_containers =
             |list: &&NetworkList| bridges_of(list).iter().any(|name| bridges.iter().any(|bridge| bridge.name == *name));
-        self.snapshot.remembered.iter().filter(alive).any(|entry| is_on(&entry.config))
-            || self.snapshot.networks.iter().filter(has_containers).any(|list| is_on(list.raw()))
+        self.snapshot.remembered.iter().filter(exists).any(|entry| has_key(&entry.config))
+            || self.snapshot.networks.iter().filter(has_containers).any(|list| has_key(list.raw()))
     }
 
+    /// Returns the files of the networks' folder in the order in which runtimes search them.
     fn conf_files(&self) -> Result<Vec<libcni::ConfFile>, Error> {
         Ok(node::by_precedence(self.shared.conf_folder(&Variables(&self.call.environment)).files()?))
     }

@@ -1,4 +1,4 @@
-//! Links, forwarding, MTUs, reverse path filters: whether packets of containers get through.
+//! Checks links, forwarding, MTUs and reverse path filters.
 
 use std::path::Path;
 
@@ -11,18 +11,17 @@ use super::{CheckOutcome, Context};
 use crate::inspect::orphans::quoted;
 use crate::inspect::result_of;
 
-/// Whether the host forwards, where containers rely on it. A bridge's ADD switches it on, and
-/// nothing switches it back.
+/// Checks that the host forwards packets, if a configured network needs it.
 pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
-    let mut seen = CheckOutcome::new("forwarding");
+    let mut outcome = CheckOutcome::new("forwarding");
     if !context.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
-        return seen.ok_summary("nothing needs it now; bridge switches it on when something does");
+        return outcome.ok_summary("no network needs it; the plugins switch it on when one does");
     }
     let mut require = |name: String| {
         if sysctl::read(&name).is_ok_and(|value| value == "0") {
             let dotted = dotted(&name);
-            seen.problem(
-                format!("{dotted} is 0: containers reach their bridge and nothing behind it"),
+            outcome.problem(
+                format!("{dotted} is 0: containers reach their bridge, but no other network"),
                 format!("sysctl -w {}=1", quoted(&dotted)),
             );
         }
@@ -36,10 +35,10 @@ pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     if has_ipv6 {
         require("net/ipv6/conf/all/forwarding".to_owned());
     }
-    seen.ok_summary("the host forwards for containers")
+    outcome.ok_summary("the host forwards packets of containers")
 }
 
-/// A value's name as sysctl(8) writes it.
+/// Returns the name of a sysctl as sysctl(8) writes it, with `.` and `/` swapped.
 fn dotted(name: &str) -> String {
     let swapped = name.chars().map(|c| match c {
         '/' => '.',
@@ -49,104 +48,111 @@ fn dotted(name: &str) -> String {
     swapped.collect()
 }
 
-/// Reports bridges, host links and unattributed bridge ports that are down, each with the command
-/// that sets it up.
+/// Checks that the bridges, the host's ends of attachments and other ports of the bridges are up.
+///
+/// # Errors
+/// Those of the kernel.
 pub(super) fn links(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
-    let mut seen = CheckOutcome::new("links");
+    let mut outcome = CheckOutcome::new("links");
     let bridges = context.snapshot.bridges();
     for bridge in bridges.iter().filter(|bridge| !bridge.up) {
-        let what = format!("bridge {} is down: nothing passes between its containers", bridge.name);
-        seen.problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
+        let what = format!("bridge {} is down: its containers cannot communicate", bridge.name);
+        outcome.problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
     let attached = context.snapshot.attached();
-    for (mark, link) in &attached {
-        let whose = format!("{} ({} {} {})", link.name, mark.network, mark.container_id, mark.ifname);
+    for (attachment, link) in &attached {
+        let AttachmentId { network, container_id, ifname } = attachment;
+        let name = format!("{} ({network} {container_id} {ifname})", link.name);
         if !link.up {
-            seen.problem(format!("host link {whose} is down"), format!("ip link set dev {} up", quoted(&link.name)));
-        } else if link.oper_state == OperState::Down && is_container_up(context, mark) == Some(false) {
-            let what = format!("host link {whose} has no carrier: the container's end is down");
-            let netns = netns_of(context, mark).unwrap_or_default();
-            let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(&mark.ifname));
-            seen.problem(what, command);
+            outcome.problem(format!("host link {name} is down"), format!("ip link set dev {} up", quoted(&link.name)));
+        } else if link.oper_state == OperState::Down && is_container_end_up(context, attachment) == Some(false) {
+            let what = format!("host link {name} has no carrier: the container's end is down");
+            let netns = netns_of(context, attachment).unwrap_or_default();
+            let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(ifname));
+            outcome.problem(what, command);
         }
     }
-    // The attachment of these ports is unknown, but the bridge belongs to a network.
+    // Ports whose attachments are not known.
     for bridge in bridges {
-        let is_unknown = |link: &&Link| {
-            link.master == Some(bridge.index) && !attached.iter().any(|(_, one)| one.index == link.index)
+        let is_unknown_port = |link: &&Link| {
+            link.master == Some(bridge.index) && !attached.iter().any(|(_, known)| known.index == link.index)
         };
-        for link in context.snapshot.links.iter().filter(is_unknown).filter(|link| !link.up) {
+        for link in context.snapshot.links.iter().filter(is_unknown_port).filter(|link| !link.up) {
             let what = format!("{}, a port of {}, is down", link.name, bridge.name);
-            seen.problem(what, format!("ip link set dev {} up", quoted(&link.name)));
+            outcome.problem(what, format!("ip link set dev {} up", quoted(&link.name)));
         }
     }
-    Ok(seen.ok_summary(match attached.len() {
+    Ok(outcome.ok_summary(match attached.len() {
         1 => "1 host link, up".to_owned(),
         count => format!("{count} host links, all up"),
     }))
 }
 
-fn netns_of(context: &Context<'_, '_>, mark: &AttachmentId) -> Option<String> {
-    let entry = context.snapshot.remembered.iter().find(|entry| {
-        let attachment = &entry.attachment;
-        AttachmentId::new(&entry.network, &attachment.container_id, &attachment.ifname) == *mark
-    })?;
+/// Returns the path of an attachment's namespace in the result cache, or `None`.
+fn netns_of(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<String> {
+    let entry = context.snapshot.remembered.iter().find(|entry| entry.id() == *attachment)?;
     Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
 }
 
-/// The container's end, if its namespace can be found.
-fn inside(context: &Context<'_, '_>, mark: &AttachmentId) -> Option<Link> {
-    let netns = Netns::open(Path::new(&netns_of(context, mark)?)).ok()?;
-    Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&mark.ifname).ok()?
+/// Returns the link of an attachment in the container, or `None` if it cannot be found.
+fn container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<Link> {
+    let netns = Netns::open(Path::new(&netns_of(context, attachment)?)).ok()?;
+    Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
 }
 
-fn is_container_up(context: &Context<'_, '_>, mark: &AttachmentId) -> Option<bool> {
-    inside(context, mark).map(|link| link.up)
+/// Whether the link of an attachment in the container is up. Returns `None` if it cannot be found.
+fn is_container_end_up(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<bool> {
+    container_end(context, attachment).map(|link| link.up)
 }
 
-/// Whether both ends of each pair agree, and whether what leaves the host fits through its way out.
+/// Checks that both ends of each attachment's link have the same MTU, and that the MTUs of the
+/// bridge and of the host's uplink are not smaller.
+///
+/// # Errors
+/// Those of the kernel.
 pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
-    let mut seen = CheckOutcome::new("mtu");
+    let mut outcome = CheckOutcome::new("mtu");
     let uplink = uplink(&context.snapshot.links)?;
-    let mut told: Vec<String> = Vec::new();
-    for (mark, link) in &context.snapshot.attached() {
-        let Some(inside) = inside(context, mark) else { continue };
-        let whose = format!("{} {} {}", mark.network, mark.container_id, mark.ifname);
-        if inside.mtu != link.mtu {
+    // The bridges and networks with a problem, each of which is reported once.
+    let mut reported: Vec<String> = Vec::new();
+    for (attachment, link) in &context.snapshot.attached() {
+        let Some(inner) = container_end(context, attachment) else { continue };
+        let AttachmentId { network, container_id, ifname } = attachment;
+        if inner.mtu != link.mtu {
             let what = format!(
-                "{whose}: {} in the container has an MTU of {}, its host end {} one of {}: larger packets are lost",
-                mark.ifname, inside.mtu, link.name, link.mtu
+                "{network} {container_id} {ifname}: {ifname} in the container has the MTU {}, but its host end {} has {}: \
+                 larger packets are lost",
+                inner.mtu, link.name, link.mtu
             );
-            seen.problem(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inside.mtu));
+            outcome.problem(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inner.mtu));
         }
         let bridge = context.snapshot.links.iter().find(|other| Some(other.index) == link.master);
-        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu && !told.contains(&bridge.name)) {
-            told.push(bridge.name.clone());
+        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu && !reported.contains(&bridge.name)) {
+            reported.push(bridge.name.clone());
             let what = format!(
-                "bridge {} has an MTU of {}, its port {} one of {}: larger packets are lost",
+                "bridge {} has the MTU {}, but its port {} has {}: larger packets are lost",
                 bridge.name, bridge.mtu, link.name, link.mtu
             );
-            seen.problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
+            outcome.problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
         }
-        if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inside.mtu)
-            && !told.contains(&mark.network)
+        if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inner.mtu)
+            && !reported.contains(network)
         {
-            told.push(mark.network.clone());
+            reported.push(network.clone());
             let what = format!(
-                "network {}: containers have an MTU of {}, but {}, the way out, has {}: what forbids fragmenting gets lost where \
-                 ICMP is filtered; set \"mtu\": {} in the network for new containers",
-                mark.network, inside.mtu, uplink.name, uplink.mtu, uplink.mtu
+                "network {network}: containers have the MTU {}, but {}, the interface of the default route, has {}: packets that must \
+                 not be fragmented are lost where ICMP is filtered; set \"mtu\": {} in the network for new containers",
+                inner.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
-            let netns = netns_of(context, mark).unwrap_or_default();
-            let set =
-                format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(&mark.ifname), uplink.mtu);
-            seen.problem(what, format!("{set} && ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu));
+            let netns = netns_of(context, attachment).unwrap_or_default();
+            let set = format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
+            outcome.problem(what, format!("{set} && ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu));
         }
     }
-    Ok(seen.ok_summary("both ends of every pair agree, and fit through the way out"))
+    Ok(outcome.ok_summary("the MTUs of both ends, the bridges and the uplink fit together"))
 }
 
-/// The interface of the default route.
+/// Returns the interface of the default route, IPv4 before IPv6, or `None`.
 fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
     let netlink = Netlink::open()?;
     for family in [Family::V4, Family::V6] {
@@ -160,37 +166,40 @@ fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
     Ok(None)
 }
 
-/// Whether a strict filter drops what containers send: the answer would leave by another interface
-/// than the packet came in by.
+/// Checks that the strict reverse path filter does not drop packets of containers. It drops a
+/// packet if the route back to its source uses another interface than the one on which it arrived.
+///
+/// # Errors
+/// Those of the kernel.
 pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
-    let mut seen = CheckOutcome::new("rp_filter");
+    let mut outcome = CheckOutcome::new("rp_filter");
     let (netlink, attached) = (Netlink::open()?, context.snapshot.attached());
     for bridge in context.snapshot.bridges() {
         let read = |name: &str| -> u8 {
             let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
             value.ok().and_then(|value| value.parse().ok()).unwrap_or_default()
         };
-        // The kernel takes the larger of both.
+        // The larger value counts; 1 is the strict mode.
         if read("all").max(read(&bridge.name)) != 1 {
             continue;
         }
         for entry in &context.snapshot.remembered {
             let Some(result) = result_of(entry) else { continue };
-            let is_port = attached.iter().any(|(mark, link)| {
-                mark.network == entry.network
-                    && mark.container_id == entry.attachment.container_id
+            let is_on_bridge = attached.iter().any(|(attachment, link)| {
+                attachment.network == entry.network
+                    && attachment.container_id == entry.attachment.container_id
                     && link.master == Some(bridge.index)
             });
-            for ip in result.ips.iter().filter(|ip| is_port && ip.address.is_ipv4()) {
+            for ip in result.ips.iter().filter(|ip| is_on_bridge && ip.address.is_ipv4()) {
                 let address = ip.address.address();
                 if netlink.outgoing_interface(address).ok() != Some(bridge.index) {
                     let what = format!(
-                        "{address} of network {} is behind {}, but the host's way to it leads elsewhere: the strict rp_filter \
-                         drops what it sends to the host or through it",
+                        "{address} of network {} is on {}, but the host's route to it uses another interface: the strict rp_filter \
+                         drops packets that it sends to the host or through it",
                         entry.network, bridge.name
                     );
-                    // 2 is the larger one whatever `all` says.
-                    seen.problem(
+                    // 2, the loose mode, is larger than any value of `all` but 2.
+                    outcome.problem(
                         what,
                         format!("sysctl -w {}=2", quoted(&dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name)))),
                     );
@@ -199,6 +208,6 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
             }
         }
     }
-    seen.findings.dedup_by(|one, other| one.fix == other.fix);
-    Ok(seen.ok_summary("no container's packets come in by another way than they are answered"))
+    outcome.findings.dedup_by(|one, other| one.fix == other.fix);
+    Ok(outcome.ok_summary("packets of all containers arrive on the interface of the route back"))
 }

@@ -1,7 +1,8 @@
-//! inspect: what the kernel and the disk hold for attachments, beside their results, and leftovers.
+//! inspect: prints what exists of each attachment in the kernel and on the disk, compared with its
+//! result, and all leftovers.
 //!
-//! It reads, and changes nothing. It compares facts that only the plugin may change. CHECK knows
-//! better whether everything is as the plugins want it.
+//! It changes nothing. It compares only properties that nothing but the plugins may change; CHECK
+//! compares more.
 
 mod attachment;
 pub(crate) mod orphans;
@@ -22,39 +23,42 @@ pub(crate) use snapshot::{Snapshot, bridges_of, result_of};
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]
 pub(crate) struct Inspect {
-    /// This network alone
+    /// Only this network
     network: Option<String>,
-    /// This container alone; the beginning of its ID will do
+    /// Only this container; the beginning of its ID is enough
     container: Option<String>,
 }
 
-/// Something found, and whether it is as it should be.
+/// A fact about an attachment, and whether it is as expected.
 pub(crate) struct Fact {
+    /// The kind of fact, which is the first column: `address`, `route`, …
     pub(crate) what: &'static str,
     pub(crate) text: String,
     pub(crate) verdict: Verdict,
 }
 
-/// Whether a fact is as the result says.
+/// Whether a fact is as the attachment's result says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It is, or the result says nothing about it.
+    /// Yes, or the result does not mention it.
     Fine,
-    /// It is not.
+    /// No.
     Differs,
 }
 
 impl Fact {
+    /// Returns a fact that is as expected.
     pub(crate) fn fine(what: &'static str, text: impl Into<String>) -> Fact {
         Fact { what, text: text.into(), verdict: Verdict::Fine }
     }
 
+    /// Returns a fact that is not as expected.
     pub(crate) fn differs(what: &'static str, text: impl Into<String>) -> Fact {
         Fact { what, text: text.into(), verdict: Verdict::Differs }
     }
 }
 
-/// Does what the arguments ask for.
+/// Runs `cnitool inspect`.
 pub(crate) fn run(
     args: &Inspect,
     shared: &Shared,
@@ -64,30 +68,39 @@ pub(crate) fn run(
     inspect(args, shared, call, streams).map_err(|error| failed("inspect", error, shared.format()))
 }
 
+/// Prints the attachments and leftovers that the arguments select. Fails with exit code 1 if
+/// something differs or is left over.
 fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let snapshot = Snapshot::take(shared, call, &streams.notes)?;
-    let is_meant = |network: &str, container: Option<&str>| {
-        args.network.as_ref().is_none_or(|wanted| wanted == network)
-            && args.container.as_ref().is_none_or(|wanted| container.is_some_and(|id| id.starts_with(wanted.as_str())))
+    let is_selected = |network: &str, container: Option<&str>| {
+        let is_network = match &args.network {
+            Some(selected) => selected == network,
+            None => true,
+        };
+        let is_container = match &args.container {
+            Some(beginning) => container.is_some_and(|id| id.starts_with(beginning.as_str())),
+            None => true,
+        };
+        is_network && is_container
     };
     let attached: Vec<Attached> = snapshot
         .remembered
         .iter()
-        .filter(|entry| is_meant(&entry.network, Some(&entry.attachment.container_id)))
-        .map(|entry| Attached::look(&snapshot, entry, call))
+        .filter(|entry| is_selected(&entry.network, Some(&entry.attachment.container_id)))
+        .map(|entry| Attached::inspect(&snapshot, entry, call))
         .collect();
     let mut orphans = orphans::find(&snapshot, call)?;
     orphans.retain(|orphan| {
-        let nobody_named = args.network.is_none() && args.container.is_none();
-        nobody_named || is_meant(orphan.network.as_deref().unwrap_or_default(), orphan.container.as_deref())
+        let selects_all = args.network.is_none() && args.container.is_none();
+        selects_all || is_selected(orphan.network.as_deref().unwrap_or_default(), orphan.container.as_deref())
     });
     if attached.is_empty() && orphans.is_empty() && args.network.is_some() {
-        let whom = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
+        let of_container = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
         let network = args.network.as_deref().unwrap_or_default();
-        let msg = format!("nothing{whom} is attached to network {network:?}, and nothing of it is left over");
+        let msg = format!("nothing{of_container} is attached to network {network:?}, and there are no leftovers");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
     }
-    let wrong = attached.iter().flat_map(|one| &one.facts).any(|fact| fact.verdict == Verdict::Differs);
+    let has_difference = attached.iter().flat_map(|one| &one.facts).any(|fact| fact.verdict == Verdict::Differs);
     match shared.format() {
         Format::Json => write_json(streams, &as_json(&attached, &orphans))?,
         Format::Text => {
@@ -95,9 +108,10 @@ fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Strea
             write(streams, &text)?;
         }
     }
-    Ok(if wrong || !orphans.is_empty() { Exit::Failed } else { Exit::Done })
+    Ok(if has_difference || !orphans.is_empty() { Exit::Failed } else { Exit::Done })
 }
 
+/// Returns the report for people.
 fn as_text(attached: &[Attached], orphans: &[Orphan], streams: &Streams<'_>) -> String {
     let mut text = String::new();
     for one in attached {
@@ -128,6 +142,7 @@ fn as_text(attached: &[Attached], orphans: &[Orphan], streams: &Streams<'_>) -> 
     text
 }
 
+/// Returns the report for `--json`.
 fn as_json(attached: &[Attached], orphans: &[Orphan]) -> Value {
     let fact = |fact: &Fact| json!({"what": fact.what, "text": fact.text, "ok": fact.verdict == Verdict::Fine});
     let attachment = |one: &Attached| {

@@ -1,4 +1,4 @@
-//! All that is looked at, read once.
+//! Reads everything about a node's networks once, for `inspect` and `doctor`.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -23,64 +23,77 @@ use crate::cli::{Shared, Variables};
 use crate::ipam::{IpamContext, StoreLocation, sockets};
 use crate::node;
 
-/// A node at one moment.
+/// The state of a node at one moment.
 pub(crate) struct Snapshot {
+    /// The configured networks.
     pub(crate) networks: Vec<NetworkList>,
+    /// The entries of the result cache.
     pub(crate) remembered: Vec<Entry>,
-    /// The links of the namespace of this process, which is taken for the host's.
+    /// The links in the namespace of this process, which is the host's.
     pub(crate) links: Vec<Link>,
-    /// The links with an attachment's mark that go with the container.
+    /// The links whose alias names an attachment, without ifbs. They disappear with the container.
     pub(crate) marked: Vec<(AttachmentId, Link)>,
-    /// bandwidth's ifbs, which stay when the container has gone; the Go plugin's have no mark.
+    /// bandwidth's ifbs, which remain when the container disappears. Those of the Go plugin have no
+    /// alias.
     pub(crate) ifbs: Vec<(Option<AttachmentId>, Link)>,
+    /// The packet filter rules of containers.
     pub(crate) rules: Vec<ContainerRule>,
+    /// tuning's backups.
     pub(crate) saved: Vec<Saved>,
-    /// The reservations, by network and folder.
+    /// The reservations of each network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
-    /// The addresses with an unusual file: the network, the file, what the file is.
+    /// The files with an address as their name that are not usual reservations: the network, the
+    /// file, and what is unusual.
     pub(crate) unusual: Vec<(String, PathBuf, String)>,
     /// The leases that dhcp's daemons have recorded, each with the socket of its daemon.
     pub(crate) leases: Vec<(PathBuf, Lease)>,
 }
 
 impl Snapshot {
+    /// Reads the state of this node. Problems with single files are written to `notes`.
+    ///
+    /// # Errors
+    /// Something cannot be read as a whole: the network configurations, the links, a folder.
     pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
         let networks = node::networks(&shared.conf_folder(&Variables(&call.environment)))?;
         let listing = shared.cache().list_all()?;
         listing.problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
         let (ifbs, others): (Vec<&Link>, Vec<&Link>) = links.iter().partition(|link| link.is_ifb());
-        let marked = others.into_iter().filter_map(|link| Some((bearer(link)?, link.clone()))).collect();
+        let marked = others.into_iter().filter_map(|link| Some((attachment_of(link)?, link.clone()))).collect();
         let ifbs = ifbs.into_iter().filter(|ifb| AttachmentId::is_ifb_name(&ifb.name));
-        let ifbs = ifbs.map(|ifb| (bearer(ifb), ifb.clone())).collect();
-        let mut folders: Vec<NetConf> = Vec::new();
+        let ifbs = ifbs.map(|ifb| (attachment_of(ifb), ifb.clone())).collect();
+        // tuning's configurations, which name the folders of its backups.
+        let mut tuning_confs: Vec<NetConf> = Vec::new();
         for list in &networks {
             for plugin in list.plugins().iter().filter(|plugin| plugin.kind() == "tuning") {
-                folders.extend(list.request(plugin, None).and_then(NetConf::parse));
+                tuning_confs.extend(list.request(plugin, None).and_then(NetConf::parse));
             }
         }
-        // The usual folder too: its network may have left the configuration.
-        folders.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
+        // The default folder too, because its network may have been removed from the configuration.
+        tuning_confs.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
         let mut backups: Vec<Saved> = Vec::new();
-        for conf in folders {
-            for one in saved(&conf, notes)? {
-                if !backups.iter().any(|known| known.path == one.path) {
-                    backups.push(one);
+        for conf in tuning_confs {
+            for backup in saved(&conf, notes)? {
+                if !backups.iter().any(|known| known.path == backup.path) {
+                    backups.push(backup);
                 }
             }
         }
-        let place = StoreLocation::default();
-        let desk = IpamContext::new(shared, call, &place, notes);
+        let location = StoreLocation::default();
+        let ipam = IpamContext::new(shared, call, &location, notes);
         let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
-        for addresses in desk.all()? {
-            let (held, odd) = match desk.lock(&addresses)? {
-                Some(mut locked) => desk.note_unread(locked.list()?),
+        for addresses in ipam.all()? {
+            let (listed, unusual_files) = match ipam.lock(&addresses)? {
+                Some(mut locked) => ipam.note_unread(locked.list()?),
                 None => Default::default(),
             };
             let folder = addresses.data_dir.clone();
             let file = |address: IpAddr| folder.join(&addresses.network).join(address.to_string());
-            unusual.extend(odd.into_iter().map(|(address, what)| (addresses.network.clone(), file(address), what)));
-            reservations.push((addresses.network, folder, held));
+            for (address, what) in unusual_files {
+                unusual.push((addresses.network.clone(), file(address), what));
+            }
+            reservations.push((addresses.network, folder, listed));
         }
         let mut leases = Vec::new();
         for socket in sockets(&networks) {
@@ -91,31 +104,32 @@ impl Snapshot {
         Ok(Snapshot { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual, leases })
     }
 
-    /// The host's end of each attachment that is known of: by our mark, else by the cached result,
-    /// which is how those that a Go plugin made are found. A name alone may be
-    /// another's by now; the MAC is not.
+    /// Returns the known attachments with their host ends. An end is found by its alias or, if the
+    /// Go plugin created it, by its name and MAC in the cached result. The name alone may belong to
+    /// another link by now.
     pub(crate) fn attached(&self) -> Vec<(AttachmentId, &Link)> {
         let mut attached: Vec<(AttachmentId, &Link)> =
-            self.marked.iter().map(|(mark, link)| (mark.clone(), link)).collect();
+            self.marked.iter().map(|(attachment, link)| (attachment.clone(), link)).collect();
         for entry in &self.remembered {
-            let mark = entry.id();
-            if attached.iter().any(|(known, _)| *known == mark) {
+            let attachment = entry.id();
+            if attached.iter().any(|(known, _)| *known == attachment) {
                 continue;
             }
-            let named = result_of(entry).map(|result| result.interfaces).unwrap_or_default();
-            let is_it = |link: &&Link| {
+            let interfaces = result_of(entry).map(|result| result.interfaces).unwrap_or_default();
+            let is_in_result = |link: &&Link| {
                 let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
-                let mut hosts = named.iter().filter(|interface| interface.sandbox.is_empty());
+                let mut on_host = interfaces.iter().filter(|interface| interface.sandbox.is_empty());
                 link.kind == LinkKind::Veth
-                    && hosts.any(|one| one.name == link.name && one.mac.eq_ignore_ascii_case(&mac))
+                    && on_host.any(|listed| listed.name == link.name && listed.mac.eq_ignore_ascii_case(&mac))
             };
-            attached.extend(self.links.iter().find(is_it).map(|link| (mark, link)));
+            attached.extend(self.links.iter().find(is_in_result).map(|link| (attachment, link)));
         }
         attached
     }
 
-    /// The bridges that containers are on: those of attachments, and those that a configured
-    /// network names and that have ports, because what put them there may have left no cache entry.
+    /// Returns the bridges that containers are attached to: those of known attachments, and those
+    /// that a configured network names and that have ports, whose attachments the result cache may
+    /// not have.
     pub(crate) fn bridges(&self) -> Vec<&Link> {
         let masters: Vec<u32> = self.attached().iter().filter_map(|(_, link)| link.master).collect();
         let named: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
@@ -129,13 +143,15 @@ impl Snapshot {
         self.networks.iter().any(|list| list.name() == network)
     }
 
-    /// Whether the result cache has it, or a link of the host has its mark.
-    pub(crate) fn is_known(&self, mark: &AttachmentId) -> bool {
-        self.remembered.iter().any(|entry| entry.id() == *mark) || self.marked.iter().any(|(known, _)| known == mark)
+    /// Whether the result cache has the attachment, or a link of the host has its alias.
+    pub(crate) fn is_known(&self, attachment: &AttachmentId) -> bool {
+        self.remembered.iter().any(|entry| entry.id() == *attachment)
+            || self.marked.iter().any(|(known, _)| known == attachment)
     }
 }
 
-/// The bridges that a network's plugins name; the default where they name none.
+/// Returns the bridges of a network's bridge plugins; the default bridge for a plugin that names
+/// none.
 pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
     let plugins = list.plugins().iter().filter(|plugin| plugin.kind() == "bridge");
     let confs = plugins.filter_map(|plugin| list.request(plugin, None).and_then(NetConf::parse).ok());
@@ -146,24 +162,25 @@ pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
     confs.map(name).collect()
 }
 
-/// The keys of each plugin of this type in a configuration.
+/// Returns the objects of all plugins of this type in a configuration.
 pub(crate) fn plugins_of(config: &[u8], kind: &str) -> Vec<Json> {
     let plugins = Json::parse(config).ok().and_then(|config| match config.get("plugins") {
         Some(Json::Array(plugins)) => Some(plugins.clone()),
         _ => None,
     });
-    let is_it = |plugin: &Json| plugin.get("type").and_then(Json::as_str) == Some(kind);
-    plugins.unwrap_or_default().into_iter().filter(is_it).collect()
+    let has_kind = |plugin: &Json| plugin.get("type").and_then(Json::as_str) == Some(kind);
+    plugins.unwrap_or_default().into_iter().filter(has_kind).collect()
 }
 
-/// Returns the result of an ADD, if the result cache has it and it can be read.
+/// Returns the result in a cache entry, or `None` if there is none or it cannot be decoded.
 pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     AddResult::decode(&json, Version::NEWEST).ok()
 }
 
-/// The attachment whose mark a link has. A hash replaces an ID that is too long for an alias.
-fn bearer(link: &Link) -> Option<AttachmentId> {
+/// Returns the attachment that a link's alias names, or `None`. If the alias has the hash of a long
+/// container ID, the attachment's ID is that hash, with its `#`.
+fn attachment_of(link: &Link) -> Option<AttachmentId> {
     let marked = AttachmentId::parse(&node::mark_in(link.alias.as_deref()?))?;
     let alias = node::mark_in(link.alias.as_deref()?);
     let hashed = alias.split('/').nth(1).unwrap_or_default().to_owned();

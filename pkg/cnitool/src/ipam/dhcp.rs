@@ -1,4 +1,4 @@
-//! dhcp: the leases that the daemon of the plugin dhcp has recorded.
+//! dhcp: lists the leases that the daemon of the plugin dhcp has recorded.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -27,6 +27,10 @@ pub(super) struct Dhcp {
 }
 
 impl IpamContext<'_, '_> {
+    /// Prints the leases, of one network if the arguments name one.
+    ///
+    /// # Errors
+    /// The leases of a daemon cannot be read.
     pub(super) fn dhcp(&self, args: &Dhcp, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut found: Vec<Lease> = Vec::new();
         for socket in self.sockets(args)? {
@@ -52,6 +56,7 @@ impl IpamContext<'_, '_> {
         }
     }
 
+    /// Returns the sockets of the daemons whose leases are listed.
     fn sockets(&self, args: &Dhcp) -> Result<Vec<PathBuf>, Error> {
         match &args.socket {
             Some(socket) => Ok(vec![socket.clone()]),
@@ -60,12 +65,12 @@ impl IpamContext<'_, '_> {
     }
 }
 
-/// The usual socket of the daemon, and those that networks name.
+/// Returns the daemon's default socket and the sockets in the networks' configurations.
 pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
     let mut sockets = vec![leases::default_socket()];
     for list in networks {
         let requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, None));
-        // `networks` reports errors of configurations.
+        // `cnitool networks` reports errors in configurations.
         sockets.extend(requests.filter_map(|request| leases::socket(&NetConf::parse(request).ok()?).ok()?));
     }
     sockets.sort();
@@ -73,6 +78,7 @@ pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
     sockets
 }
 
+/// Returns a lease for `--json`.
 fn document(lease: &Lease) -> Value {
     let seconds = |time: fn(&Times) -> Option<Duration>| lease.times.as_ref().and_then(time).map(|left| left.as_secs());
     json!({
@@ -89,6 +95,7 @@ fn document(lease: &Lease) -> Value {
     })
 }
 
+/// Returns a lease as a row of the table.
 fn row(lease: &Lease) -> Vec<String> {
     let time = |time: fn(&Times) -> Option<Duration>| match &lease.times {
         None => "?".to_owned(),

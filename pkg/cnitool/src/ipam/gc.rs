@@ -1,8 +1,7 @@
-//! gc: what becomes of each reservation, decided and carried out under one lock.
+//! gc: removes reservations that are not in use, under one lock.
 //!
-//! Reservations that are or may be in use stay. One of an unknown container may belong to an ADD
-//! that is still running: it goes only with `--unknown`, and only if it is older than any ADD
-//! takes.
+//! Reservations that are or may be in use stay. A reservation of an unknown container may belong to
+//! an ADD that is still running, so it is only removed with `--unknown`, and if it is old enough.
 
 use std::net::IpAddr;
 
@@ -21,110 +20,122 @@ use crate::report::{Colour, Format, paint, write, write_json};
 pub(super) struct Collect {
     /// The network's name
     network: String,
-    /// Print what would go and why, and change nothing
+    /// Print what would be removed and why, and change nothing
     #[arg(long)]
     dry_run: bool,
     /// Also remove reservations of unknown containers
     #[arg(long)]
     unknown: bool,
-    /// With --unknown: only what is older; an ADD that is under way is not known yet
+    /// With --unknown: only reservations that are older, because a running ADD is not known yet
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     min_age: u64,
-    /// Keep what this container has; can be repeated
+    /// Keep the reservations of this container; can be repeated
     #[arg(long, value_name = "ID")]
     keep: Vec<String>,
 }
 
-/// A reservation and what becomes of it.
-struct Decided {
+/// A reservation, and whether it is removed.
+struct Decision {
     reservation: Reservation,
-    goes: bool,
+    removes: bool,
     why: String,
 }
 
 impl IpamContext<'_, '_> {
+    /// Removes the reservations that are not in use, and prints the decision about each.
+    ///
+    /// # Errors
+    /// Those of the store and of the result cache; a file cannot be read.
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
         let Listed { reservations, unread, .. } = locked.list()?;
         let unread = Error::join(unread.into_iter().map(|(_, error)| error)).err();
-        let judged = self.judged(&addresses.network, reservations)?;
-        let mut decided: Vec<Decided> = judged.into_iter().map(|held| decide(args, held)).collect();
-        // Text is printed first, so that it is complete even if the removal fails half-way. A JSON
-        // document says what has happened.
-        let text_first = self.shared.format() == Format::Text;
-        if text_first {
-            self.gc_report(args, &decided, streams)?;
+        let judged = self.judge_all(&addresses.network, reservations)?;
+        let mut decisions: Vec<Decision> = judged.into_iter().map(|checked| decide(args, checked)).collect();
+        // The text is printed before anything is removed, so that it is complete even if that
+        // fails. The JSON document reports what was removed.
+        let is_text = self.shared.format() == Format::Text;
+        if is_text {
+            self.gc_report(args, &decisions, streams)?;
         }
         if !args.dry_run {
-            let going = decided.iter().filter(|one| one.goes);
-            let doomed: Vec<Reservation> = going.map(|one| one.reservation.clone()).collect();
-            let removed = locked.release_chosen(&doomed)?;
-            for spared in spare(&mut decided, &removed) {
-                self.notes.note(format_args!("{spared} was changed meanwhile and stays"));
+            let to_remove = decisions.iter().filter(|decision| decision.removes);
+            let to_remove: Vec<Reservation> = to_remove.map(|decision| decision.reservation.clone()).collect();
+            let removed = locked.release_chosen(&to_remove)?;
+            for kept in keep_changed(&mut decisions, &removed) {
+                self.notes.note(format_args!("{kept} was not removed, because it has changed meanwhile"));
             }
         }
-        if !text_first {
-            self.gc_report(args, &decided, streams)?;
+        if !is_text {
+            self.gc_report(args, &decisions, streams)?;
         }
         unread.map_or(Ok(()), Err)
     }
 
-    fn gc_report(&self, args: &Collect, decided: &[Decided], streams: &mut Streams<'_>) -> Result<(), Error> {
-        let going = decided.iter().filter(|one| one.goes).count();
+    /// Prints the decisions.
+    fn gc_report(&self, args: &Collect, decisions: &[Decision], streams: &mut Streams<'_>) -> Result<(), Error> {
+        let removed = decisions.iter().filter(|decision| decision.removes).count();
         if self.shared.format() == Format::Json {
-            let row = |one: &Decided| -> Value {
-                let Reservation { address, id, ifname, .. } = &one.reservation;
-                json!({"address": address, "containerID": id, "ifname": ifname, "reason": one.why})
+            let row = |decision: &Decision| -> Value {
+                let Reservation { address, id, ifname, .. } = &decision.reservation;
+                json!({"address": address, "containerID": id, "ifname": ifname, "reason": decision.why})
             };
-            let of = |goes: bool| decided.iter().filter(|one| one.goes == goes).map(row).collect::<Vec<_>>();
+            let rows = |removes: bool| -> Vec<Value> {
+                decisions.iter().filter(|decision| decision.removes == removes).map(row).collect()
+            };
             let report =
-                json!({"network": args.network, "changed": !args.dry_run, "removed": of(true), "kept": of(false)});
+                json!({"network": args.network, "changed": !args.dry_run, "removed": rows(true), "kept": rows(false)});
             return write_json(streams, &report);
         }
         let mut text = String::new();
-        for one in decided {
-            let verb = if one.goes { "remove" } else { "keep" };
-            let (id, ifname) = owner(&one.reservation);
-            let line =
-                format!("{verb:<6}  {}  {}  ({})", one.reservation.address, format!("{id} {ifname}").trim(), one.why);
-            text += &if one.goes { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+        for Decision { reservation, removes, why } in decisions {
+            let verb = if *removes { "remove" } else { "keep" };
+            let (id, ifname) = owner(reservation);
+            let line = format!("{verb:<6}  {}  {}  ({why})", reservation.address, format!("{id} {ifname}").trim());
+            text += &if *removes { paint(streams.stdout_style, Colour::Red, &line) } else { line };
             text.push('\n');
         }
-        text += &match (args.dry_run, going) {
-            (true, _) => format!("{going} of {} would go. Nothing was changed.\n", decided.len()),
-            (false, _) => format!("{going} of {} go.\n", decided.len()),
+        let count = decisions.len();
+        text += &match args.dry_run {
+            true => format!("{removed} of {count} would be removed. Nothing was changed.\n"),
+            false => format!("{removed} of {count} are removed.\n"),
         };
         write(streams, &text)
     }
 }
 
-/// Whatever was to go and has not, stays: its address.
-fn spare(decided: &mut [Decided], removed: &[IpAddr]) -> Vec<IpAddr> {
-    let mut spared = Vec::new();
-    for one in decided.iter_mut().filter(|one| one.goes && !removed.contains(&one.reservation.address)) {
-        one.goes = false;
-        "it was changed meanwhile".clone_into(&mut one.why);
-        spared.push(one.reservation.address);
+/// Changes the decisions about reservations that should be removed, but are not in `removed`,
+/// because they changed meanwhile. Returns their addresses.
+fn keep_changed(decisions: &mut [Decision], removed: &[IpAddr]) -> Vec<IpAddr> {
+    let mut kept = Vec::new();
+    for decision in decisions {
+        let address = decision.reservation.address;
+        if decision.removes && !removed.contains(&address) {
+            decision.removes = false;
+            "it has changed meanwhile".clone_into(&mut decision.why);
+            kept.push(address);
+        }
     }
-    spared
+    kept
 }
 
-fn decide(args: &Collect, CheckedReservation { reservation, life }: CheckedReservation) -> Decided {
+/// Decides whether a reservation is removed.
+fn decide(args: &Collect, CheckedReservation { reservation, liveness }: CheckedReservation) -> Decision {
     if args.keep.contains(&reservation.id) {
-        return Decided { reservation, goes: false, why: "named with --keep".to_owned() };
+        return Decision { reservation, removes: false, why: "named with --keep".to_owned() };
     }
-    let (goes, why) = match life {
+    let (removes, why) = match liveness {
         Liveness::InUse(why) => (false, why),
         Liveness::Over(why) => (true, why),
         Liveness::Unknown(why) => match seconds(reservation.since) {
             _ if !args.unknown => (false, format!("{why}; --unknown removes it")),
             Some(age) if age >= args.min_age => (true, why),
-            Some(age) => (false, format!("{why}, but it is only {age} s old: an ADD may be under way")),
+            Some(age) => (false, format!("{why}, but it is only {age} s old: its ADD may still be running")),
             None => (false, format!("{why}, and its age is unknown")),
         },
     };
-    Decided { reservation, goes, why }
+    Decision { reservation, removes, why }
 }
 
 #[cfg(test)]
@@ -132,12 +143,12 @@ mod tests {
     use super::*;
     use std::time::{Duration, SystemTime};
 
-    fn decided(args: &Collect, life: Liveness, age: u64) -> (bool, String) {
+    fn decided(args: &Collect, liveness: Liveness, age: u64) -> (bool, String) {
         let since = SystemTime::now().checked_sub(Duration::from_secs(age));
         let address = "10.0.0.2".parse().unwrap();
         let reservation = Reservation { address, id: "c".into(), ifname: Some("eth0".into()), since };
-        let Decided { goes, why, .. } = decide(args, CheckedReservation { reservation, life });
-        (goes, why)
+        let Decision { removes, why, .. } = decide(args, CheckedReservation { reservation, liveness });
+        (removes, why)
     }
 
     #[test]
@@ -157,15 +168,15 @@ mod tests {
 
     #[test]
     fn what_was_to_go_and_was_not_removed_is_reported_as_kept() {
-        let one = |address: &str, goes| {
+        let one = |address: &str, removes| {
             let (id, ifname) = ("c".to_owned(), Some("eth0".to_owned()));
             let reservation = Reservation { address: address.parse().unwrap(), id, ifname, since: None };
-            Decided { reservation, goes, why: "because".to_owned() }
+            Decision { reservation, removes, why: "because".to_owned() }
         };
         let mut decided = [one("10.0.0.2", true), one("10.0.0.3", true), one("10.0.0.4", false)];
         let removed = [decided[0].reservation.address];
-        assert_eq!(spare(&mut decided, &removed), [decided[1].reservation.address]);
-        let told: Vec<(bool, &str)> = decided.iter().map(|one| (one.goes, one.why.as_str())).collect();
-        assert_eq!(told, [(true, "because"), (false, "it was changed meanwhile"), (false, "because")]);
+        assert_eq!(keep_changed(&mut decided, &removed), [decided[1].reservation.address]);
+        let told: Vec<(bool, &str)> = decided.iter().map(|one| (one.removes, one.why.as_str())).collect();
+        assert_eq!(told, [(true, "because"), (false, "it has changed meanwhile"), (false, "because")]);
     }
 }

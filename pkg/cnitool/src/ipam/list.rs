@@ -1,5 +1,5 @@
-//! list: each network's ranges and how full they are. No lock, no file opened: cheap on a busy
-//! node.
+//! list: lists each network's ranges and how full they are. Takes no lock and opens no reservation,
+//! so it is fast on a busy node.
 
 use cni::Error;
 use serde_json::{Value, json};
@@ -9,6 +9,10 @@ use crate::Streams;
 use crate::report::{Colour, Format, paint, table, write, write_json};
 
 impl IpamContext<'_, '_> {
+    /// Prints a line for each range set.
+    ///
+    /// # Errors
+    /// A folder cannot be read.
     pub(super) fn list(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let header = ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"];
         let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
@@ -47,7 +51,10 @@ impl IpamContext<'_, '_> {
             let inside: u128 = usage.iter().map(|set| set.used).sum();
             let outside = (count as u128).saturating_sub(inside);
             if !usage.is_empty() && outside > 0 {
-                notes.push(format!("{}: {outside} reserved that no range has (any more)", addresses.network));
+                notes.push(format!(
+                    "{}: {outside} reserved addresses are outside of the configured ranges",
+                    addresses.network
+                ));
             }
             let sets = usage.iter().map(|set| json!({"ranges": set.set, "used": set.used, "total": set.total}));
             networks.push(json!({

@@ -1,9 +1,7 @@
-//! The reservations of host-local: who has which address, how full the ranges are, what can go. And
-//! the leases of dhcp.
+//! ipam: shows and releases the reservations of host-local, and shows the leases of dhcp.
 //!
-//! Everything that changes something, and whatever reads single reservations, holds the store's own
-//! lock, the one that the plugins take; so none of it is seen half done, and no running plugin is
-//! disturbed longer than by another one.
+//! Everything that changes or reads single reservations holds the store's lock, as the plugins do.
+//! So it sees no unfinished change, and a running plugin waits no longer than for another plugin.
 
 mod dhcp;
 mod gc;
@@ -39,26 +37,26 @@ pub(crate) struct Ipam {
     #[command(subcommand)]
     verb: Verb,
     #[command(flatten)]
-    place: StoreLocation,
+    location: StoreLocation,
 }
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Every network: its ranges and how full they are
+    /// List each network's ranges and how full they are
     List,
-    /// The reservations of a network: address, owner, age, whether it is in use
+    /// List a network's reservations: address, owner, age, whether it is in use
     Show(show::Show),
-    /// Remove the reservations whose container is gone
+    /// Remove the reservations of containers that do not exist any more
     #[command(before_help = help::IPAM_GC, after_help = help::AFTER_IPAM_GC)]
     Gc(gc::Collect),
-    /// Remove one reservation, or all of one container
+    /// Remove one reservation, or all reservations of one container
     #[command(before_help = help::IPAM_RELEASE, after_help = help::AFTER_IPAM_RELEASE)]
     Release(release::Release),
-    /// The leases that the daemon of dhcp has recorded: address, server, times, last error
+    /// List the leases of the dhcp daemon: address, server, times, last error
     Dhcp(dhcp::Dhcp),
 }
 
-/// Where the reservations are.
+/// The location of the reservations.
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Options of every ipam verb")]
 pub(crate) struct StoreLocation {
@@ -67,20 +65,20 @@ pub(crate) struct StoreLocation {
     data_dir: Option<PathBuf>,
 }
 
-/// Does what the arguments ask for.
+/// Runs `cnitool ipam`.
 pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let desk = IpamContext::new(shared, call, &args.place, &streams.notes);
+    let context = IpamContext::new(shared, call, &args.location, &streams.notes);
     let (doing, outcome) = match &args.verb {
-        Verb::List => ("ipam list", desk.list(streams)),
-        Verb::Show(args) => ("ipam show", desk.show(args, streams)),
-        Verb::Gc(args) => ("ipam gc", desk.gc(args, streams)),
-        Verb::Release(args) => ("ipam release", desk.release(args, streams)),
-        Verb::Dhcp(args) => ("ipam dhcp", desk.dhcp(args, streams)),
+        Verb::List => ("ipam list", context.list(streams)),
+        Verb::Show(args) => ("ipam show", context.show(args, streams)),
+        Verb::Gc(args) => ("ipam gc", context.gc(args, streams)),
+        Verb::Release(args) => ("ipam release", context.release(args, streams)),
+        Verb::Dhcp(args) => ("ipam dhcp", context.dhcp(args, streams)),
     };
     outcome.map(|()| Exit::Done).map_err(|error| failed(doing, error, shared.format()))
 }
 
-/// The arguments that the verbs share.
+/// What all verbs of `ipam` need: the options, and where the reservations are.
 pub(crate) struct IpamContext<'a, 'm> {
     shared: &'a Shared,
     call: &'a Call<'m>,
@@ -88,28 +86,33 @@ pub(crate) struct IpamContext<'a, 'm> {
     notes: Notes,
 }
 
-/// The addresses of one network.
+/// The store and the ranges of one network.
 pub(crate) struct Addresses {
     pub(crate) network: String,
     pub(crate) data_dir: PathBuf,
     lock_timeout: Duration,
     /// The ranges, or the reason why they are not known.
     ranges: Result<RangeSets, String>,
-    /// Whether a configured network gives out of this folder.
+    /// Whether a configured network uses this folder.
     configured: bool,
 }
 
 impl<'a, 'm> IpamContext<'a, 'm> {
+    /// Returns the context of one call.
     pub(crate) fn new(
         shared: &'a Shared,
         call: &'a Call<'m>,
-        place: &'a StoreLocation,
+        location: &'a StoreLocation,
         notes: &Notes,
     ) -> IpamContext<'a, 'm> {
-        IpamContext { shared, call, data_dir: place.data_dir.as_deref(), notes: notes.clone() }
+        IpamContext { shared, call, data_dir: location.data_dir.as_deref(), notes: notes.clone() }
     }
 
-    /// Every network with reservations or with host-local in its configuration, by name.
+    /// Returns all networks that have reservations or host-local in their configuration, sorted by
+    /// name.
+    ///
+    /// # Errors
+    /// A folder cannot be read.
     pub(crate) fn all(&self) -> Result<Vec<Addresses>, Error> {
         let mut found = Vec::new();
         for list in node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))? {
@@ -138,7 +141,10 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         Ok(found)
     }
 
-    /// How full each network's ranges are, where they are known.
+    /// Returns how full the ranges of each network are whose ranges are known.
+    ///
+    /// # Errors
+    /// A folder cannot be read.
     pub(crate) fn usage(&self) -> Result<Vec<(String, Vec<Usage>)>, Error> {
         let mut all = Vec::new();
         for addresses in self.all()? {
@@ -149,8 +155,11 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         Ok(all)
     }
 
-    /// Returns the configured networks whose reservations find no room on the disk, with the folder
-    /// and the reason.
+    /// Returns the configured networks for whose reservations the disk has no space, each with the
+    /// folder and the error.
+    ///
+    /// # Errors
+    /// A folder cannot be read.
     pub(crate) fn shortages(&self) -> Result<Vec<(String, PathBuf, Error)>, Error> {
         let mut all = Vec::new();
         for addresses in self.all()?.into_iter().filter(|addresses| addresses.configured) {
@@ -162,28 +171,32 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         Ok(all)
     }
 
-    /// One network.
+    /// Returns one network.
+    ///
+    /// # Errors
+    /// Code 7 if it has neither reservations nor host-local.
     fn one(&self, network: &str) -> Result<Addresses, Error> {
         ident::check_network_name(network)?;
         let all = self.all()?;
         let names: Vec<String> = all.iter().map(|addresses| addresses.network.clone()).collect();
         let mut found: Vec<Addresses> = all.into_iter().filter(|addresses| addresses.network == network).collect();
-        // A folder left from before a change of dataDir must be named to be meant.
+        // A folder that remained after a change of `dataDir` comes after the configured one.
         found.sort_by_key(|addresses| !addresses.configured);
         found.into_iter().next().ok_or_else(|| {
             let error = Error::config(format!("network {network:?} has no reservations and no host-local"));
             error.with_details(match names.is_empty() {
-                true => "there are no such networks at all; see --conf-dir and --data-dir".to_owned(),
-                false => format!("known are: {}", names.join(", ")),
+                true => "no network has any; check --conf-dir and --data-dir".to_owned(),
+                false => format!("the networks that have are: {}", names.join(", ")),
             })
         })
     }
 
-    /// Returns the configuration that host-local would read in this network, if the network uses
-    /// it.
+    /// Returns the store and the ranges of a configured network, or `None` if it does not use
+    /// host-local.
     fn of_list(&self, list: &NetworkList) -> Option<Addresses> {
         for plugin in list.plugins() {
-            // The runtime's ranges are known from the attachments alone.
+            // Ranges of the runtime (`ipRanges`) are only known from the arguments of an
+            // attachment.
             let remembered = self.remembered(list.name()).unwrap_or_default();
             let args = remembered.last().map(|entry| &entry.attachment.capability_args);
             let conf = list.request(plugin, args).and_then(NetConf::parse);
@@ -201,7 +214,7 @@ impl<'a, 'm> IpamContext<'a, 'm> {
                     network: list.name().to_owned(),
                     data_dir: data_dir(Some(&pool)),
                     lock_timeout: pool.lock_timeout,
-                    ranges: pool.ranges.ok_or_else(|| "only the runtime knows its ranges".to_owned()),
+                    ranges: pool.ranges.ok_or_else(|| "the runtime sets its ranges".to_owned()),
                     configured: true,
                 },
                 Err(error) => Addresses {
@@ -216,22 +229,28 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         None
     }
 
+    /// Returns the entries of a network in the result cache.
     fn remembered(&self, network: &str) -> Result<Vec<Entry>, Error> {
         Ok(self.shared.cache().list(network)?.entries)
     }
 
+    /// Opens the store of a network.
     fn store(&self, addresses: &Addresses) -> Store {
-        // Nothing is reclaimed after a reboot: what goes here goes by the operator's word.
+        // These options release no reservations of an earlier boot: only the operator decides here.
         let options = Options::new(self.notes.clone(), Host::read(Path::new("/")));
         Store::open(&addresses.data_dir, &addresses.network, options)
     }
 
-    /// The store under its lock, if it exists.
+    /// Locks the store of a network. Returns `None` if its folder does not exist.
+    ///
+    /// # Errors
+    /// Code 11 if the lock is held for too long; code 5.
     pub(crate) fn lock(&self, addresses: &Addresses) -> Result<Option<Locked>, Error> {
         self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine)
     }
 
-    /// Returns what could be read, and what is unusual; notes what could not be read.
+    /// Returns the reservations, and the unusual files with a description. Writes a note for each
+    /// file that could not be read.
     pub(crate) fn note_unread(&self, listed: Listed) -> (Vec<Reservation>, Vec<(IpAddr, String)>) {
         for (_, error) in &listed.unread {
             self.notes.note(error);
@@ -239,8 +258,11 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         (listed.reservations, listed.unusual)
     }
 
-    /// Every reservation, judged; the marks are those of the host's links.
-    fn judged(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<CheckedReservation>, Error> {
+    /// Returns the reservations, each with whether it is in use.
+    ///
+    /// # Errors
+    /// The result cache or the host's links cannot be read.
+    fn judge_all(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<CheckedReservation>, Error> {
         let listing = self.shared.cache().list(network)?;
         for problem in &listing.problems {
             self.notes.note(format_args!("ignored: {problem}"));
@@ -253,9 +275,10 @@ impl<'a, 'm> IpamContext<'a, 'm> {
 /// A reservation, and whether it is in use.
 struct CheckedReservation {
     reservation: Reservation,
-    life: Liveness,
+    liveness: Liveness,
 }
 
+/// Decides for each reservation whether it is in use.
 fn judge(
     network: &str,
     reservations: Vec<Reservation>,
@@ -263,15 +286,15 @@ fn judge(
     marks: &BTreeMap<String, String>,
     call: &Call<'_>,
 ) -> Vec<CheckedReservation> {
-    let witnesses = LivenessSources { remembered, marks, machine: call.machine };
-    let judged = |reservation: Reservation| {
-        let life = witnesses.judge(network, &reservation.id, reservation.ifname.as_deref());
-        CheckedReservation { reservation, life }
+    let sources = LivenessSources { remembered, marks, machine: call.machine };
+    let judge = |reservation: Reservation| {
+        let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
+        CheckedReservation { reservation, liveness }
     };
-    reservations.into_iter().map(judged).collect()
+    reservations.into_iter().map(judge).collect()
 }
 
-/// How long ago, in one unit: `3 d`.
+/// Formats the time since `since` in one unit, such as `3 d`; `?` if it is not known.
 fn age(since: Option<SystemTime>) -> String {
     let Some(age) = seconds(since) else { return "?".to_owned() };
     match age {
@@ -282,11 +305,12 @@ fn age(since: Option<SystemTime>) -> String {
     }
 }
 
+/// Returns the seconds since `since`.
 fn seconds(since: Option<SystemTime>) -> Option<u64> {
     Some(SystemTime::now().duration_since(since?).unwrap_or_default().as_secs())
 }
 
-/// Returns the holder as `ID IFNAME`, whatever is in the file.
+/// Returns the container ID and the interface of a reservation, with control characters escaped.
 fn owner(reservation: &Reservation) -> (String, String) {
     let shown = |text: &str| text.escape_debug().to_string();
     (shown(&reservation.id), reservation.ifname.as_deref().map(shown).unwrap_or_default())

@@ -1,4 +1,4 @@
-//! show: the reservations of a network, one by one.
+//! show: lists the reservations of a network.
 
 use clap::Args;
 use cni::Error;
@@ -17,28 +17,32 @@ pub(super) struct Show {
 }
 
 impl IpamContext<'_, '_> {
+    /// Prints the reservations of a network, each with its age and whether it is in use.
+    ///
+    /// # Errors
+    /// Those of the store and of the result cache.
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let addresses = self.one(&args.network)?;
         let (reservations, unusual) = match self.lock(&addresses)? {
             Some(mut locked) => self.note_unread(locked.list()?),
             None => Default::default(),
         };
-        let judged = self.judged(&addresses.network, reservations)?;
-        let outside = |held: &CheckedReservation| match &addresses.ranges {
-            Ok(ranges) => !ranges.sets().iter().any(|set| set.find(held.reservation.address).is_some()),
+        let judged = self.judge_all(&addresses.network, reservations)?;
+        let is_outside = |checked: &CheckedReservation| match &addresses.ranges {
+            Ok(ranges) => !ranges.sets().iter().any(|set| set.find(checked.reservation.address).is_some()),
             Err(_) => false,
         };
         match self.shared.format() {
             Format::Json => {
-                let row = |held: &CheckedReservation| {
+                let row = |checked: &CheckedReservation| {
                     json!({
-                        "address": held.reservation.address,
-                        "containerID": held.reservation.id,
-                        "ifname": held.reservation.ifname,
-                        "ageSeconds": seconds(held.reservation.since),
-                        "state": held.life.word(),
-                        "reason": held.life.why(),
-                        "outsideOfRanges": outside(held),
+                        "address": checked.reservation.address,
+                        "containerID": checked.reservation.id,
+                        "ifname": checked.reservation.ifname,
+                        "ageSeconds": seconds(checked.reservation.since),
+                        "state": checked.liveness.word(),
+                        "reason": checked.liveness.why(),
+                        "outsideOfRanges": is_outside(checked),
                     })
                 };
                 let rows: Vec<_> = judged.iter().map(row).collect();
@@ -56,19 +60,19 @@ impl IpamContext<'_, '_> {
             Format::Text => {
                 let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
                 let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
-                for held in &judged {
-                    let (id, ifname) = owner(&held.reservation);
-                    let mut why = held.life.why().to_owned();
-                    if outside(held) {
-                        why += "; in none of the network's ranges";
+                for checked in &judged {
+                    let (id, ifname) = owner(&checked.reservation);
+                    let mut why = checked.liveness.why().to_owned();
+                    if is_outside(checked) {
+                        why += "; outside of the network's ranges";
                     }
-                    let address = held.reservation.address.to_string();
-                    let state = held.life.word().to_owned();
-                    rows.push(vec![address, id, ifname, age(held.reservation.since), state, why]);
+                    let address = checked.reservation.address.to_string();
+                    let state = checked.liveness.word().to_owned();
+                    rows.push(vec![address, id, ifname, age(checked.reservation.since), state, why]);
                 }
                 let mut lines = table(&rows);
-                for (line, held) in lines.iter_mut().skip(1).zip(&judged) {
-                    match held.life {
+                for (line, checked) in lines.iter_mut().skip(1).zip(&judged) {
+                    match checked.liveness {
                         Liveness::InUse(_) => {}
                         Liveness::Over(_) => *line = paint(streams.stdout_style, Colour::Red, line),
                         Liveness::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),

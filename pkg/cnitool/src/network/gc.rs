@@ -1,9 +1,9 @@
-//! gc: what is valid is decided here, from what can be seen: the remembered attachments whose
-//! namespace exists.
+//! gc: decides which attachments are valid, those in the result cache whose namespace exists, and
+//! runs GC.
 //!
-//! cnitool knows nothing of a container runtime on the same machine. A network that some runtime
-//! uses must not be collected by hand unless all its attachments are named with `--keep`; so
-//! nothing is removed without having been printed first, and never everything without `--all`.
+//! cnitool does not know the containers of a runtime on the same machine. So an operator must not
+//! run gc for a network that a runtime uses, unless all its attachments are named with `--keep`.
+//! Therefore everything is printed before it is removed, and removing everything needs `--all`.
 
 use cni::config::ValidAttachments;
 use cni::version::Version;
@@ -17,21 +17,23 @@ use crate::Streams;
 use crate::report::{Format, REFUSED, write, write_json};
 use crate::target::NetnsPresence;
 
-/// The actions of a gc.
+/// What a gc keeps and removes.
 struct Plan<'a> {
     network: &'a str,
-    judged: Vec<CheckedAttachment>,
-    /// The cache entries that cannot be read. Their attachments may be in use, and are not in
+    /// The attachments in the result cache.
+    checked: Vec<CheckedAttachment>,
+    /// The cache entries that cannot be read. Their attachments may be in use, but are not in
     /// `valid`.
     unreadable: Vec<String>,
+    /// The attachments that the plugins keep.
     valid: ValidAttachments,
-    /// Whether the plugins are called too: from 1.1.0 on they remove the other objects.
-    asks_plugins: bool,
-    /// Neither a dry run nor switched off.
-    acts: bool,
+    /// Whether GC of the plugins is run, which exists since version 1.1.0.
+    runs_plugins: bool,
+    /// Whether anything is removed: it is not a dry run, and `disableGC` is not set.
+    removes: bool,
 }
 
-/// A remembered attachment and what becomes of it.
+/// An attachment in the result cache, and whether gc keeps it.
 struct CheckedAttachment {
     entry: Entry,
     keeps: bool,
@@ -39,17 +41,23 @@ struct CheckedAttachment {
 }
 
 impl Network<'_, '_> {
+    /// Runs `cnitool gc`.
+    ///
+    /// # Errors
+    /// Code 103 if everything, or something that may be in use, would be removed and `--all` is
+    /// missing; those of the plugins.
     pub(super) fn gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
         let plan = self.plan(&list)?;
-        if plan.acts && plan.removes_everything() && !self.command.all {
-            let msg = "nothing of this network would stay valid, so everything of it would be removed";
-            let details = "name what is in use with --keep CONTAINER-ID/IFNAME, see what would go with --dry-run, or confirm with --all";
+        if plan.removes && plan.removes_everything() && !self.command.all {
+            let msg =
+                "no attachment of this network is known to be in use, so everything of the network would be removed";
+            let details = "name attachments in use with --keep CONTAINER-ID/IFNAME, list what would be removed with --dry-run, or confirm with --all";
             return Err(Error::new(REFUSED, msg).with_details(details));
         }
-        if plan.acts && plan.may_remove_what_is_in_use() && !self.command.all {
-            let msg = "it is unknown whose these files are, so what they stand for would be removed";
-            let details = "name it with --keep CONTAINER-ID/IFNAME if it is in use, then confirm with --all; 'cnitool del' removes it, and its file";
+        if plan.removes && plan.may_remove_what_is_in_use() && !self.command.all {
+            let msg = "these files of the result cache cannot be read, so their attachments would be removed";
+            let details = "name those in use with --keep CONTAINER-ID/IFNAME and confirm with --all; 'cnitool del' removes an attachment with its file";
             return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
         }
         if list.disable_gc() {
@@ -58,7 +66,7 @@ impl Network<'_, '_> {
         if self.command.shared.format() == Format::Text {
             write(streams, &plan.text())?;
         }
-        if plan.acts {
+        if plan.removes {
             self.runtime.gc(&list, &plan.valid)?;
         }
         match self.command.shared.format() {
@@ -67,29 +75,32 @@ impl Network<'_, '_> {
         }
     }
 
+    /// Decides what gc keeps and removes.
     fn plan(&self, list: &NetworkList) -> Result<Plan<'_>, Error> {
-        let asks_plugins = list.version()? >= Version::V1_1_0;
-        let remembered = self.runtime.stale(list, &ValidAttachments::default())?;
-        let unreadable = remembered.problems;
-        let judged: Vec<CheckedAttachment> = remembered.entries.into_iter().map(|entry| self.judge(entry)).collect();
-        let kept = judged.iter().filter(|judged| judged.keeps).map(|judged| judged.entry.id());
+        let runs_plugins = list.version()? >= Version::V1_1_0;
+        // With no valid attachments, all entries of the network are stale.
+        let cached = self.runtime.stale(list, &ValidAttachments::default())?;
+        let unreadable = cached.problems;
+        let checked: Vec<CheckedAttachment> = cached.entries.into_iter().map(|entry| self.check_entry(entry)).collect();
+        let kept = checked.iter().filter(|one| one.keeps).map(|one| one.entry.id());
         let kept = kept.map(|id| (id.container_id, id.ifname));
-        // A named attachment need not be in the result cache: it may be another runtime's.
+        // An attachment named with --keep need not be in this result cache.
         let valid = kept.chain(self.command.keep.iter().cloned()).collect();
-        let acts = !self.command.dry_run && !list.disable_gc();
-        Ok(Plan { network: &self.command.network, judged, unreadable, valid, asks_plugins, acts })
+        let removes = !self.command.dry_run && !list.disable_gc();
+        Ok(Plan { network: &self.command.network, checked, unreadable, valid, runs_plugins, removes })
     }
 
-    fn judge(&self, entry: Entry) -> CheckedAttachment {
+    /// Decides whether gc keeps the attachment of a cache entry.
+    fn check_entry(&self, entry: Entry) -> CheckedAttachment {
         let attachment = &entry.attachment;
-        let named = |(id, ifname): &(String, String)| *id == attachment.container_id && *ifname == attachment.ifname;
-        let (keeps, why) = if self.command.keep.iter().any(named) {
+        let is_named = |(id, ifname): &(String, String)| *id == attachment.container_id && *ifname == attachment.ifname;
+        let (keeps, why) = if self.command.keep.iter().any(is_named) {
             (true, "named with --keep".to_owned())
         } else {
             match NetnsPresence::of(&attachment.netns, self.call.machine) {
                 NetnsPresence::There => (true, format!("{} exists", attachment.netns)),
                 NetnsPresence::Gone(why) => (false, format!("{}: {why}", attachment.netns)),
-                // In doubt for the container.
+                // If it is not certain that the namespace is gone, the attachment is kept.
                 NetnsPresence::Other(why) => (true, format!("{}: {why}", attachment.netns)),
                 NetnsPresence::Unknown(why) => (true, format!("whether its namespace exists is unknown: {why}")),
             }
@@ -99,56 +110,59 @@ impl Network<'_, '_> {
 }
 
 impl Plan<'_> {
+    /// Whether no attachment is valid, and there is something to remove.
     fn removes_everything(&self) -> bool {
-        self.valid.iter().next().is_none() && (self.asks_plugins || !self.judged.is_empty())
+        self.valid.iter().next().is_none() && (self.runs_plugins || !self.checked.is_empty())
     }
 
-    /// Below 1.1.0 nothing is removed but what is remembered, and understood.
+    /// Whether the plugins would remove attachments whose cache entries cannot be read. Without GC
+    /// of the plugins (before version 1.1.0), only attachments with a readable entry are removed.
     fn may_remove_what_is_in_use(&self) -> bool {
-        self.asks_plugins && !self.unreadable.is_empty()
+        self.runs_plugins && !self.unreadable.is_empty()
     }
 
+    /// Returns the report for people.
     fn text(&self) -> String {
         let mut text = String::new();
-        for CheckedAttachment { entry, keeps, why } in &self.judged {
+        for CheckedAttachment { entry, keeps, why } in &self.checked {
             let AttachmentId { container_id, ifname, .. } = entry.id();
             let verb = if *keeps { "keep" } else { "remove" };
             text += &format!("{verb:<6}  {container_id}/{ifname}  ({why})\n");
         }
         for (id, ifname) in self.valid.iter() {
-            let is_it = |of: AttachmentId| of.container_id == id && of.ifname == ifname;
-            if !self.judged.iter().any(|judged| is_it(judged.entry.id())) {
-                text += &format!("keep    {id}/{ifname}  (named with --keep; not one of cnitool's)\n");
+            let is_same = |attachment: AttachmentId| attachment.container_id == id && attachment.ifname == ifname;
+            if !self.checked.iter().any(|one| is_same(one.entry.id())) {
+                text += &format!("keep    {id}/{ifname}  (named with --keep; not in the result cache)\n");
             }
         }
         for problem in &self.unreadable {
             text += &format!("unknown {problem}\n");
         }
-        if self.asks_plugins {
+        if self.runs_plugins {
             let valid = match self.valid.iter().count() {
                 1 => "1 attachment".to_owned(),
                 count => format!("{count} attachments"),
             };
-            text += &format!("The plugins of {} keep what belongs to {valid} and remove the rest.\n", self.network);
+            text += &format!("The plugins of {} keep everything of {valid} and remove the rest.\n", self.network);
         } else {
-            text += &format!("The plugins of {} know no GC in its CNI version.\n", self.network);
+            text += &format!("The plugins of {} are not called: its CNI version has no GC.\n", self.network);
         }
-        if !self.acts {
+        if !self.removes {
             text += "Nothing was changed.\n";
         }
         text
     }
 
+    /// Returns the report for `--json`.
     fn json(&self) -> Value {
-        let removed =
-            self.judged.iter().filter(|judged| !judged.keeps).map(|CheckedAttachment { entry, why, .. }| {
-                let AttachmentId { container_id, ifname, .. } = entry.id();
-                json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
-            });
+        let removed = self.checked.iter().filter(|one| !one.keeps).map(|CheckedAttachment { entry, why, .. }| {
+            let AttachmentId { container_id, ifname, .. } = entry.id();
+            json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
+        });
         let valid = self.valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
         json!({
             "network": self.network,
-            "changed": self.acts,
+            "changed": self.removes,
             "removed": removed.collect::<Vec<_>>(),
             "unreadable": self.unreadable,
             "valid": valid.collect::<Vec<_>>(),

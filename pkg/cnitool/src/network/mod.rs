@@ -1,8 +1,8 @@
-//! The verbs of a network, run by hand: add, check, del, gc, status, version.
+//! The verbs of a network: add, check, del, gc, status, version.
 //!
-//! What cnitool decides itself is little: which container a namespace stands for, which attachments
-//! gc takes for valid (`gc`), and that CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD
-//! unless they are given again: a DEL that knows less than the ADD may leave something behind.
+//! cnitool itself decides which container ID a namespace gets, and which attachments are valid for
+//! `gc`. CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD unless they are given again,
+//! because a DEL with fewer arguments than its ADD could leave objects behind.
 
 mod gc;
 mod options;
@@ -20,7 +20,7 @@ use crate::{Call, Streams};
 
 pub(crate) use options::{Attach, Collect, Command, Detach, Named};
 
-/// A verb's surroundings: the runtime, the network's folder, where results go.
+/// One verb of a network, with what it needs.
 struct Network<'a, 'm> {
     command: &'a Command,
     call: &'a Call<'m>,
@@ -28,7 +28,7 @@ struct Network<'a, 'm> {
     conf_folder: ConfFolder,
 }
 
-/// Does what the command asks for.
+/// Runs one of the verbs.
 pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<(), Failure> {
     let network = Network {
         command: &command,
@@ -48,6 +48,7 @@ pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) 
 }
 
 impl Network<'_, '_> {
+    /// Attaches a namespace and prints the result.
     fn add(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
         let mut attachment = self.attachment()?;
@@ -55,42 +56,45 @@ impl Network<'_, '_> {
         self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
         write_raw(streams, &format!("{}\n", result.get()))
-            .map_err(|error| error.with_details("the namespace is attached nevertheless; 'cnitool del' detaches it"))
+            .map_err(|error| error.with_details("the namespace is attached even so; 'cnitool del' detaches it"))
     }
 
+    /// Checks an attachment.
     fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
         let mut attachment = self.attachment()?;
-        // CHECK itself reports a bad cache entry.
-        let remembered = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
-        self.fill_in(&mut attachment, remembered.as_ref())?;
+        // An unreadable cache entry is reported by CHECK itself.
+        let cached = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
+        self.fill_in(&mut attachment, cached.as_ref())?;
         let checked = self.runtime.check(&list, &attachment);
-        checked.map_err(|error| match remembered {
+        checked.map_err(|error| match cached {
             None if error.details().is_empty() => error.with_details(
-                "no add of it is remembered: it is not attached, or by a runtime that remembers elsewhere",
+                "the result cache has no add of it: it is not attached, or its runtime uses another cache (--cache-dir)",
             ),
             _ => error,
         })?;
         self.done(streams)
     }
 
+    /// Detaches a namespace, even if it does not exist any more.
     fn del(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut attachment = self.attachment()?;
-        let remembered = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
-        self.fill_in(&mut attachment, remembered.as_ref())?;
-        let list = self.list().or_else(|error| self.remembered_list(remembered.as_ref(), error))?;
+        let cached = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
+        self.fill_in(&mut attachment, cached.as_ref())?;
+        let list = self.list().or_else(|error| self.cached_list(cached.as_ref(), error))?;
         let on_error = if self.command.keep_going { OnError::GoOn } else { OnError::Stop };
         self.runtime.del(&list, &attachment, on_error)?;
         self.done(streams)
     }
 
+    /// Runs STATUS of the plugins.
     fn status(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
         self.runtime.status(&list)?;
         self.done(streams)
     }
 
-    /// Success without a result: silence for people, a document for programs.
+    /// Reports the success of a verb without a result: prints nothing, or with `--json` a document.
     fn done(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         match self.command.shared.format() {
             Format::Text => Ok(()),
@@ -101,18 +105,23 @@ impl Network<'_, '_> {
         }
     }
 
+    /// Returns the network's configuration.
     fn list(&self) -> Result<NetworkList, Error> {
         self.conf_folder.find(&self.command.network, &self.runtime.notes).map_err(|error| match error.details() {
-            "" => error.with_details("'cnitool networks' lists those there are"),
+            "" => error.with_details("'cnitool networks' lists the configured networks"),
             _ => error,
         })
     }
 
-    /// A network that has left the folder can still be detached by what the ADD remembered of it.
-    fn remembered_list(&self, entry: Option<&Entry>, error: Error) -> Result<NetworkList, Error> {
+    /// Returns the configuration at the time of the ADD, which is in the cache entry, for a network
+    /// that is not configured any more.
+    ///
+    /// # Errors
+    /// `error` if the entry has no usable configuration.
+    fn cached_list(&self, entry: Option<&Entry>, error: Error) -> Result<NetworkList, Error> {
         match entry.map(|entry| NetworkList::parse(&entry.config)) {
             Some(Ok(list)) if list.name() == self.command.network => {
-                self.runtime.notes.note(format_args!("{error}: the configuration remembered at ADD is used"));
+                self.runtime.notes.note(format_args!("{error}: the configuration at the time of ADD is used"));
                 Ok(list)
             }
             _ => Err(error),
@@ -140,27 +149,34 @@ impl Network<'_, '_> {
         Ok(Attachment { container_id, netns, ifname, ..Attachment::default() })
     }
 
-    /// Adds what the environment says, else what the ADD said.
-    fn fill_in(&self, attachment: &mut Attachment, remembered: Option<&Entry>) -> Result<(), Error> {
+    /// Adds CNI_ARGS and CAP_ARGS to the attachment: those in the environment, or else those of the
+    /// ADD in the cache entry. Adds the namespace of the entry if none was given.
+    ///
+    /// # Errors
+    /// Code 4 for malformed variables.
+    fn fill_in(&self, attachment: &mut Attachment, cached: Option<&Entry>) -> Result<(), Error> {
         let variables = Variables(&self.call.environment);
-        let remembered = remembered.map(|entry| &entry.attachment);
+        let cached = cached.map(|entry| &entry.attachment);
         attachment.args = match variables.find("CNI_ARGS")? {
             Some(text) => cni_args(&text)?,
-            None => remembered.map(|attachment| attachment.args.clone()).unwrap_or_default(),
+            None => cached.map(|attachment| attachment.args.clone()).unwrap_or_default(),
         };
         attachment.capability_args = match variables.find("CAP_ARGS")? {
             Some(text) => Members::parse(&text)
                 .map_err(|error| error.with_code(Code::INVALID_ENVIRONMENT).context("failed to read CAP_ARGS"))?,
-            None => remembered.map(|attachment| attachment.capability_args.clone()).unwrap_or_default(),
+            None => cached.map(|attachment| attachment.capability_args.clone()).unwrap_or_default(),
         };
         if attachment.netns.is_empty() {
-            attachment.netns = remembered.map(|attachment| attachment.netns.clone()).unwrap_or_default();
+            attachment.netns = cached.map(|attachment| attachment.netns.clone()).unwrap_or_default();
         }
         Ok(())
     }
 
-    /// Refuses the most common slip before any plugin runs: `cnitool add net blue` for
-    /// /run/netns/blue.
+    /// Refuses a path without a namespace before any plugin runs. Suggests /run/netns/blue for the
+    /// common mistake `cnitool add net blue`.
+    ///
+    /// # Errors
+    /// Code 4.
     fn refuse_absent_netns(&self, attachment: &Attachment) -> Result<(), Error> {
         let why = match NetnsPresence::of(&attachment.netns, self.call.machine) {
             NetnsPresence::Gone(why) | NetnsPresence::Other(why) => why,
@@ -173,11 +189,15 @@ impl Network<'_, '_> {
         if !typed.contains('/') && NetnsPresence::of(&named, self.call.machine) == NetnsPresence::There {
             return Err(error.with_details(format!("a path is expected; did you mean {named}?")));
         }
-        Err(error.with_details("'ip netns add NAME' makes one at /run/netns/NAME"))
+        Err(error.with_details("'ip netns add NAME' creates one at /run/netns/NAME"))
     }
 }
 
-/// `K=V;K=V`. As in Go's cnitool neither may be empty; a `;` at the end is fine.
+/// Parses CNI_ARGS, `K=V;K=V`. As in Go's cnitool, neither key nor value can be empty, and a `;` at
+/// the end is allowed.
+///
+/// # Errors
+/// Code 4 for a malformed pair.
 fn cni_args(text: &str) -> Result<Vec<(String, String)>, Error> {
     let pair = |piece: &str| match piece.split_once('=') {
         Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),

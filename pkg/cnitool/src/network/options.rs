@@ -6,7 +6,7 @@ use clap::Args;
 
 use crate::cli::{Failure, Shared};
 
-/// A verb with its arguments.
+/// A verb of a network with its arguments.
 #[derive(Debug)]
 pub(crate) struct Command {
     pub(super) verb: &'static str,
@@ -14,13 +14,14 @@ pub(crate) struct Command {
     pub(super) netns: Option<OsString>,
     pub(super) ifname: Option<String>,
     pub(super) container_id: Option<String>,
-    /// del: go on after an error.
+    /// del: whether it continues after an error.
     pub(super) keep_going: bool,
-    /// gc: (container ID, interface name) that are valid whatever became of their namespace.
+    /// gc: container IDs and interface names of attachments that are valid even without a
+    /// namespace.
     pub(super) keep: Vec<(String, String)>,
-    /// gc: even if nothing is valid.
+    /// gc: whether it may remove everything.
     pub(super) all: bool,
-    /// gc: only tell.
+    /// gc: whether it only prints what it would remove.
     pub(super) dry_run: bool,
     pub(super) shared: Shared,
 }
@@ -30,7 +31,7 @@ pub(crate) struct Command {
 pub(crate) struct Attach {
     /// The network's name
     network: String,
-    /// The path of a network namespace; it stands for a container
+    /// The path of the container's network namespace
     #[arg(value_hint = clap::ValueHint::FilePath)]
     netns: OsString,
     #[command(flatten)]
@@ -42,23 +43,23 @@ pub(crate) struct Attach {
 pub(crate) struct Detach {
     /// The network's name
     network: String,
-    /// The path of the network namespace, or the one it had
+    /// The path of the network namespace, which need not exist any more
     #[arg(value_hint = clap::ValueHint::FilePath, required_unless_present = "container_id")]
     netns: Option<OsString>,
     #[command(flatten)]
     interface: Interface,
-    /// Ask every plugin even after an error, and tell all errors
+    /// Call the other plugins even after an error, and print all errors
     #[arg(long)]
     keep_going: bool,
 }
 
-/// Which interface of which container.
+/// The interface and the container.
 #[derive(Debug, Args)]
 pub(crate) struct Interface {
     /// The interface's name in the namespace [CNI_IFNAME, else eth0]
     #[arg(long, short, value_name = "NAME")]
     ifname: Option<String>,
-    /// The container's ID [cnitool- and 20 digits of NETNS's SHA-512]
+    /// The container's ID [cnitool- and 20 digits of the SHA-512 of NETNS]
     #[arg(long, value_name = "ID")]
     container_id: Option<String>,
 }
@@ -68,16 +69,16 @@ pub(crate) struct Interface {
 pub(crate) struct Collect {
     /// The network's name
     network: String,
-    /// Ignored; Go's cnitool wants one for every verb
+    /// Ignored; Go's cnitool requires it for every verb
     #[arg(hide = true)]
     netns: Option<OsString>,
-    /// This attachment is valid; can be repeated
+    /// Keep this attachment; can be repeated
     #[arg(long, value_name = "ID/IFNAME", value_parser = attachment)]
     keep: Vec<(String, String)>,
-    /// Go on even if that removes everything, or a file does not tell whose it is
+    /// Even if that removes everything, or a cache entry cannot be read
     #[arg(long)]
     all: bool,
-    /// Tell what would be removed and change nothing
+    /// Print what would be removed, and change nothing
     #[arg(long)]
     dry_run: bool,
 }
@@ -87,17 +88,18 @@ pub(crate) struct Collect {
 pub(crate) struct Named {
     /// The network's name
     network: String,
-    /// Ignored; Go's cnitool wants one for every verb
+    /// Ignored; Go's cnitool requires it for every verb
     #[arg(hide = true)]
     netns: Option<OsString>,
 }
 
 impl Command {
-    /// Returns the object of the call, for errors.
+    /// Returns the verb and the network, for error messages.
     pub(crate) fn subject(&self) -> String {
         format!("{} {}", self.verb, self.network)
     }
 
+    /// Returns a command without options.
     fn new(verb: &'static str, network: String, shared: Shared) -> Command {
         Command {
             verb,
@@ -115,7 +117,7 @@ impl Command {
 }
 
 impl Attach {
-    /// The command `add` or `check`.
+    /// Returns the command `add` or `check`.
     ///
     /// # Errors
     /// The path is empty.
@@ -129,10 +131,10 @@ impl Attach {
 }
 
 impl Detach {
-    /// The command `del`.
+    /// Returns the command `del`.
     ///
     /// # Errors
-    /// The path is empty, and there is no ID either.
+    /// Neither a path nor a container ID is given.
     pub(crate) fn command(self, shared: Shared) -> Result<Command, Failure> {
         let Detach { network, netns, interface: Interface { ifname, container_id }, keep_going } = self;
         let netns = netns.filter(|path| !path.is_empty());
@@ -145,7 +147,7 @@ impl Detach {
 }
 
 impl Collect {
-    /// The command `gc`.
+    /// Returns the command `gc`.
     pub(crate) fn command(self, shared: Shared) -> Command {
         let Collect { network, netns: _, keep, all, dry_run } = self;
         Command { keep, all, dry_run, ..Command::new("gc", network, shared) }
@@ -153,12 +155,13 @@ impl Collect {
 }
 
 impl Named {
-    /// The command `status` or `version`.
+    /// Returns the command `status` or `version`.
     pub(crate) fn command(self, verb: &'static str, shared: Shared) -> Command {
         Command::new(verb, self.network, shared)
     }
 }
 
+/// Parses a value of `--keep`.
 fn attachment(text: &str) -> Result<(String, String), &'static str> {
     match text.split_once('/') {
         Some((id, ifname)) if !id.is_empty() && !ifname.is_empty() => Ok((id.to_owned(), ifname.to_owned())),

@@ -1,4 +1,4 @@
-//! version: each plugin of a network, where it is and what it speaks.
+//! version: lists the plugins of a network with their paths and the versions that they support.
 
 use cni::delegate::find_plugin;
 use cni::{Code, Error};
@@ -9,8 +9,10 @@ use crate::Streams;
 use crate::report::{Format, write, write_json};
 
 impl Network<'_, '_> {
-    /// Fails after everything has been listed, if a plugin is missing or does not speak the
-    /// network's version.
+    /// Runs `cnitool version`.
+    ///
+    /// # Errors
+    /// After the list is printed: a plugin is missing or does not support the network's version.
     pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.list()?;
         let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };

@@ -111,9 +111,9 @@ fn many_mappings_are_not_compared_each_with_each() {
 fn del_takes_what_makes_sense() {
     let keys = mapped(r#"{"hostPort":0},7,{"hostPort":80,"containerPort":80}"#);
     let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"portmap"{keys}}}"#);
-    assert_eq!(Conf::sound_mappings(&NetConf::parse(conf).unwrap()).len(), 1);
+    assert_eq!(Conf::valid_mappings(&NetConf::parse(conf).unwrap()).len(), 1);
     let conf = r#"{"name":"net","runtimeConfig":[1]}"#;
-    assert_eq!(Conf::sound_mappings(&NetConf::parse(conf).unwrap()), []);
+    assert_eq!(Conf::valid_mappings(&NetConf::parse(conf).unwrap()), []);
 }
 
 #[test]
@@ -144,7 +144,11 @@ fn the_words_decide_the_backend() {
         (r#","markMasqBit":32"#, "MasqMarkBit must be between 0 and 31"),
         (r#","markMasqBit":3,"externalSetMarkChain":"X""#, "Cannot specify externalSetMarkChain and markMasqBit"),
         (r#","portConflict":"steal""#, "\"portConflict\" can only be \"ignore\", not \"steal\""),
-        (r#","externalSetMarkChain":"a b""#, "externalSetMarkChain: \"a b\" is not a chain name"),
+        (
+            r#","externalSetMarkChain":"a b""#,
+            "externalSetMarkChain: \"a b\" is not a chain name: it must be 1 to 28 bytes, without spaces and control \
+             characters, and must not begin with - or !",
+        ),
     ] {
         assert_eq!(refusal(keys), text);
     }

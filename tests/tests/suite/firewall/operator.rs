@@ -43,7 +43,7 @@ fn its_rules_are_shown_missed_and_removed_when_left_over() {
         let text = operator.done(&["inspect"]);
         assert!(text.contains("firewall     10.1.0.2 is accepted, br0 is same-bridge  ["), "{backend} {text}");
         operator.node.exec(&["sh", "-ec", flush]);
-        operator.failed(&["inspect"], &["! firewall     there is no rule, although the configuration asked for one"]);
+        operator.failed(&["inspect"], &["! firewall     there is no rule, although the configuration needs one"]);
         operator.detach(&container);
         let lost = operator.attach();
         operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/net1-*"]);

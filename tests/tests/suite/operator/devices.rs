@@ -83,7 +83,7 @@ fn a_device_is_shown_by_its_host_name_and_after_a_fall_back() {
     operator.node.ip(&["link set dev0 down", "link set dev0 name eth7 alias dev0"]);
     let found = left_over(&operator);
     assert_eq!(found.len(), 1, "{found:#?}");
-    assert_eq!((found[0].0.as_str(), found[0].1.as_str()), ("device", "eth7, dev0 by its alias"));
+    assert_eq!((found[0].0.as_str(), found[0].1.as_str()), ("device", "eth7, original name dev0"));
     operator.paste(&found[0].2);
     let link = operator.node.link("dev0").unwrap();
     assert_eq!(link["ifalias"], Value::Null, "{link:#}");

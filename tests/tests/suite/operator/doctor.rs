@@ -88,11 +88,15 @@ fn links_that_are_down_and_mtus_that_differ_are_found() {
     // The default route is gone with it, but not what the node can see.
     found_and_repaired(&operator, "links", &["has no carrier: the container's end is down"]);
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"]);
-    found_and_repaired(&operator, "mtu", &["eth0 in the container has an MTU of 1400"]);
+    found_and_repaired(&operator, "mtu", &["eth0 in the container has the MTU 1400"]);
     uplink(&operator);
     operator.node.exec(&["ip", "link", "set", "up0", "mtu", "1300"]);
     operator.node.exec(&["ip", "route", "add", "default", "dev", "up0"]);
-    found_and_repaired(&operator, "mtu", &["containers have an MTU of 1400, but up0, the way out, has 1300"]);
+    found_and_repaired(
+        &operator,
+        "mtu",
+        &["containers have the MTU 1400, but up0, the interface of the default route, has 1300"],
+    );
     operator.detach(&container);
 }
 
@@ -159,7 +163,7 @@ fn a_strict_reverse_path_filter_is_found_where_it_drops() {
     assert_eq!(findings(&operator), Vec::<Value>::new(), "the way back is the same");
     uplink(&operator);
     operator.node.exec(&["ip", "route", "add", "10.1.0.2/32", "dev", "up0"]);
-    found_and_repaired(&operator, "rp_filter", &["10.1.0.2 of network net1 is behind br0"]);
+    found_and_repaired(&operator, "rp_filter", &["10.1.0.2 of network net1 is on br0"]);
     operator.detach(&container);
 }
 
@@ -174,7 +178,7 @@ fn a_policy_that_drops_what_containers_send_is_found() {
             "chain inet guard passing",
         ),
         ("iptables-nft -P FORWARD DROP", "chain ip filter FORWARD"),
-        ("iptables-legacy -P FORWARD DROP", "iptables-legacy's FORWARD"),
+        ("iptables-legacy -P FORWARD DROP", "chain FORWARD of iptables-legacy"),
     ] {
         let operator = Operator::new();
         let container = operator.attach();
@@ -210,8 +214,8 @@ fn both_iptables_variants_in_use_are_reported_without_a_command() {
     let both: Vec<&Value> = found.iter().filter(|one| one["check"] == "iptables").collect();
     assert_eq!(both.len(), 1, "{found:#?}");
     assert!(both[0]["command"].is_null(), "{found:#?}");
-    assert!(both[0]["advice"].as_str().is_some_and(|words| words.contains("its policy must be ACCEPT")), "{found:#?}");
-    operator.failed(&["doctor"], &["what to do: have one variant alone in use"]);
+    assert!(both[0]["advice"].as_str().is_some_and(|words| words.contains("set its policy to ACCEPT")), "{found:#?}");
+    operator.failed(&["doctor"], &["what to do: use one variant only"]);
     operator.node.exec(&["sh", "-c", "iptables-legacy -P INPUT ACCEPT && iptables-legacy -F && iptables-nft -F"]);
 }
 
@@ -254,7 +258,7 @@ fn ranges_that_are_nearly_full_and_leftovers_are_found() {
     let containers: Vec<_> = (0..5).map(|_| operator.attach()).collect();
     let found = findings(&operator);
     let what: Vec<&str> = found.iter().map(|one| one["what"].as_str().unwrap()).collect();
-    assert!(what.iter().any(|what| what.contains("5 of 5 addresses of 10.1.0.1-10.1.0.6 are taken")), "{what:?}");
+    assert!(what.iter().any(|what| what.contains("5 of 5 addresses of 10.1.0.1-10.1.0.6 are used")), "{what:?}");
     assert!(!what.iter().any(|what| what.contains("no IP addresses available")), "STATUS succeeds: {what:?}");
     containers[1..].iter().for_each(|container| operator.detach(container));
     let gone = &containers[0];

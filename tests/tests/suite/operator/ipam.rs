@@ -56,12 +56,12 @@ fn gc_removes_reservations_of_gone_containers_only() {
     assert!(text.contains(&id) && text.contains("is gone: it does not exist"), "{text}");
 
     let dry = operator.done(&["ipam", "gc", "net1", "--dry-run"]);
-    assert!(dry.contains("remove  10.1.0.3") && dry.contains("1 of 4 would go. Nothing was changed."), "{dry}");
+    assert!(dry.contains("remove  10.1.0.3") && dry.contains("1 of 4 would be removed. Nothing was changed."), "{dry}");
     assert_eq!(operator.node.reservations("net1").len(), 4);
     let json = operator.json(&["ipam", "gc", "net1"]);
     assert_eq!((addresses(&json["removed"]), json["kept"].as_array().unwrap().len()), (vec!["10.1.0.3"], 3));
     let young = operator.done(&["ipam", "gc", "net1", "--unknown"]);
-    assert!(young.contains("keep    10.1.0.77  stranger eth0") && young.contains("may be under way"), "{young}");
+    assert!(young.contains("keep    10.1.0.77  stranger eth0") && young.contains("may still be running"), "{young}");
     operator.done(&["ipam", "gc", "net1", "--unknown", "--min-age", "0", "--keep", "stranger"]);
     assert_eq!(operator.node.reservations("net1").len(), 3);
     operator.done(&["ipam", "gc", "net1", "--unknown", "--min-age", "0"]);

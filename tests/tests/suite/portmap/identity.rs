@@ -177,7 +177,7 @@ fn go_rules_for_an_earlier_address_are_reported() {
         let added = pod.add(&config);
         added.success();
         assert!(added.stderr.contains("10.1.0.99"), "{}", added.report());
-        pod.check(&config).fails_naming(101, &["8080", "10.1.0.99", "first"]);
+        pod.check(&config).fails_naming(101, &["8080", "10.1.0.99", "before the requested one"]);
         pod.del(&config).success();
         assert!(!world.rules().contains(&pod.address(0).to_string()), "{:?}\n{}", world.backend, world.rules());
         pod.call_by(&bin_dir(), "DEL", &config, Some(&earlier)).success();

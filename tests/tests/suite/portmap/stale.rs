@@ -197,7 +197,7 @@ fn add_leaves_ports_of_an_overlapping_network() {
     let second = world.pod(&narrow(&world, "net2"));
     assert_eq!(first.address(0), second.address(0));
     let config = patched(world.config(json!([map(9090, 90, "tcp")])), json!({"name": "net2"}));
-    leaves(&second, &config, &[&first.container.id, "nothing is known", "was left"]);
+    leaves(&second, &config, &[&first.container.id, "may still exist", "was not removed"]);
     leaves(&second, &patched(world.config(json!([])), json!({"name": "net2"})), &[&first.container.id]);
     second.leave();
     first.leave();
@@ -211,7 +211,7 @@ fn add_leaves_a_port_that_a_table_of_its_own_routes() {
     let gone = leave_behind(&world, Maker::GoNft);
     let heir = world.pod(&narrow(&world, "net1"));
     world.node.ip(&["route add 10.1.0.0/24 dev up0 table 77", "route add fd00:1::/64 dev up0 table 77"]);
-    leaves(&heir, &world.config(json!([map(9090, 90, "tcp")])), &[&gone, "was left"]);
+    leaves(&heir, &world.config(json!([map(9090, 90, "tcp")])), &[&gone, "was not removed"]);
     // A default route does not prove that another container exists.
     world.node.ip(&["route flush table 77"]);
     world.node.exec(&["ip", "-6", "route", "flush", "table", "77"]);

@@ -1,5 +1,5 @@
-//! Decides about the rules of other containers: those about a wanted port, and those to the
-//! container's own address.
+//! Finds the rules of other containers for a wanted port or to this container's address, and plans
+//! the removal of those whose container is dead.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -13,141 +13,174 @@ use super::{Chains, Plan, is_needed};
 use crate::iptables::Rule;
 use cni::AttachmentId;
 use cni_linux::error::Result;
+use cni_linux::route::Family;
 
-/// Plans the removal of dead containers' rules for the wanted ports and to the container's address;
-/// stops at a living container that has a wanted port. `ways` are the rules of [`DNAT`] about the
-/// ports. If rules that only lead to the address cannot be read, the plan has a remark.
+/// Plans the removal of dead containers' rules for the wanted ports and to the container's address.
+/// Stops if a living container has a wanted port: it is `plan.held` then. `candidate_jumps` are the
+/// rules of [`DNAT`] that may be about the ports. If the rules to the address cannot be read, the
+/// plan gets a remark instead.
 pub(super) fn displace(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
     (container, claims): (Cidr, &[ClaimedPort]),
-    ways: &[Rule],
-    (judge, plan): (&mut LivenessProbe, &mut Plan),
+    candidate_jumps: &[Rule],
+    (probe, plan): (&mut LivenessProbe, &mut Plan),
 ) -> Result<()> {
-    let serves = |jump: &Jump| claims.iter().any(|claim| jump.serves(claim));
-    // An administrator may lead from there to a chain of his own.
-    let is_theirs = |chain: &String| chain.starts_with(shape::PREFIX) && *chain != shape::chain(&wanted.attachment);
-    let about: BTreeSet<String> =
-        ways.iter().filter_map(Jump::of).filter(serves).map(|jump| jump.chain).filter(is_theirs).collect();
-    for chain in &about {
-        displace_of(nat, wanted, (container, claims), chain, (judge, plan))?;
+    // An administrator may jump from DNAT to a chain with another prefix: it is not touched.
+    let own_chain = shape::chain(&wanted.attachment);
+    let is_of_other_container = |chain: &str| chain.starts_with(shape::PREFIX) && chain != own_chain;
+    let mut port_chains = BTreeSet::new();
+    for jump in candidate_jumps.iter().filter_map(Jump::of) {
+        if is_of_other_container(&jump.chain) && claims.iter().any(|claim| jump.serves(claim)) {
+            port_chains.insert(jump.chain);
+        }
+    }
+    for chain in &port_chains {
+        displace_in_chain(nat, wanted, (container, claims), chain, (probe, plan))?;
         if plan.held.is_some() {
             return Ok(());
         }
     }
-    let towards = nat.list_chains_for_address(DNAT, shape::PREFIX, container.address()).and_then(|chains| {
-        for chain in chains.iter().filter(|chain| is_theirs(chain) && !about.contains(*chain)) {
-            displace_of(nat, wanted, (container, claims), chain, (judge, plan))?;
+    let mut displace_by_address = || -> Result<()> {
+        for chain in nat.list_chains_for_address(DNAT, shape::PREFIX, container.address())? {
+            if !is_of_other_container(&chain) || port_chains.contains(&chain) {
+                continue;
+            }
+            displace_in_chain(nat, wanted, (container, claims), &chain, (probe, plan))?;
             if plan.held.is_some() {
                 break;
             }
         }
         Ok(())
-    });
-    if let Err(error) = towards {
-        plan.remarks.push(format!("failed to look for ports of former containers, whose rules may be left: {error}"));
+    };
+    // Rules that lead here from other ports do not keep the wanted ports from working, so the ADD
+    // does not fail.
+    if let Err(error) = displace_by_address() {
+        plan.remarks.push(format!(
+            "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
+            container.address()
+        ));
     }
     Ok(())
 }
 
-/// The same for one chain. On failure nothing is planned.
-fn displace_of(
+/// Does [`displace`] for the chain of one container. On failure nothing is added to the plan.
+fn displace_in_chain(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
     (container, claims): (Cidr, &[ClaimedPort]),
     chain: &str,
-    (judge, plan): (&mut LivenessProbe, &mut Plan),
+    (probe, plan): (&mut LivenessProbe, &mut Plan),
 ) -> Result<()> {
     let jumps = nat.rules_leading_to(DNAT, chain)?;
-    let Some(there) = nat.chain(chain)?.cloned() else { return Ok(()) };
-    let theirs = Theirs::new(chain, wanted, container.address(), &jumps);
-    let (mut gone, mut left): (Vec<&Rule>, Vec<&Group>) = (Vec::new(), Vec::new());
-    let (sections, mut remarks) = (shape::sections(&there.rules), Vec::new());
+    let Some(content) = nat.chain(chain)?.cloned() else { return Ok(()) };
+    let other = OtherChain::new(chain, wanted, container.address(), &jumps);
+    let sections = shape::sections(&content.rules);
+    let (mut removed, mut kept): (Vec<&Rule>, Vec<&Group>) = (Vec::new(), Vec::new());
+    let mut remarks = Vec::new();
     for section in &sections {
-        let stayed = left.len();
+        let kept_before = kept.len();
         for group in &section.groups {
-            let holder = theirs.holder(section, group, claims);
-            let is_wanted = |holder: &Holder| claims.iter().any(|claim| claim.overlaps(&holder.claim));
-            let fate = holder.as_ref().map(|holder| judge.liveness_of(wanted, holder)).transpose()?;
-            match (holder, fate) {
-                (Some(holder), Some(Liveness::Alive)) if is_wanted(&holder) => {
+            let Some(holder) = other.holder(section, group, claims) else {
+                kept.push(group);
+                continue;
+            };
+            let has_wanted_port = claims.iter().any(|claim| claim.overlaps(&holder.claim));
+            match probe.liveness_of(wanted, &holder)? {
+                Liveness::Alive if has_wanted_port => {
                     plan.held = Some(holder);
                     return Ok(());
                 }
-                (Some(holder), Some(Liveness::Dead)) => {
+                Liveness::Alive => kept.push(group),
+                Liveness::Dead => {
                     remarks.push(holder.removal_note(wanted));
-                    gone.extend(&group.rules);
-                    continue;
+                    removed.extend(&group.rules);
                 }
-                (Some(holder), Some(Liveness::Unknown)) if is_wanted(&holder) => remarks.push(holder.port_taken_note()),
-                (Some(holder), Some(Liveness::Unknown)) => remarks.push(holder.unknown_owner_note()),
-                _ => {}
+                Liveness::Unknown => {
+                    let note = if has_wanted_port { holder.port_taken_note() } else { holder.unknown_owner_note() };
+                    remarks.push(note);
+                    kept.push(group);
+                }
             }
-            left.push(group);
         }
-        if left.len() == stayed {
-            gone.extend(&section.marker);
+        if kept.len() == kept_before {
+            removed.extend(&section.marker);
         }
     }
     plan.remarks.append(&mut remarks);
-    // An empty chain does not show whose it is.
-    if gone.is_empty() {
+    // An empty chain does not show its owner, so it is not removed.
+    if removed.is_empty() {
         return Ok(());
     }
-    if left.is_empty() {
+    if kept.is_empty() {
         jumps.iter().for_each(|jump| plan.edit.delete(DNAT, jump));
-        plan.edit.delete_chain(chain, &there);
-    } else {
-        gone.iter().for_each(|rule| plan.edit.delete(chain, rule));
-        let still: Option<Vec<ClaimedPort>> = left.iter().map(|group| group.claim).collect();
-        // A rule that is not understood may need any of the jumps.
-        let needless = |jump: &&Rule| still.as_ref().is_some_and(|still| !is_needed(jump, still));
-        jumps.iter().filter(needless).for_each(|jump| plan.edit.delete(DNAT, jump));
+        plan.edit.delete_chain(chain, &content);
+        return Ok(());
+    }
+    removed.iter().for_each(|rule| plan.edit.delete(chain, rule));
+    // A kept rule whose claim cannot be read may need any of the jumps: then all stay.
+    let kept_claims: Option<Vec<ClaimedPort>> = kept.iter().map(|group| group.claim).collect();
+    if let Some(kept_claims) = kept_claims {
+        for jump in jumps.iter().filter(|jump| !is_needed(jump, &kept_claims)) {
+            plan.edit.delete(DNAT, jump);
+        }
     }
     Ok(())
 }
 
-/// A chain of another container.
-struct Theirs<'t> {
+/// A chain of another container, and what its rules are compared with.
+struct OtherChain<'t> {
     chain: &'t str,
-    mark: &'t AttachmentId,
-    /// The address of this container.
+    /// This attachment.
+    attachment: &'t AttachmentId,
+    /// This container's address.
     address: IpAddr,
-    /// The network and container that the way to the chain names.
-    named: Option<(&'t str, &'t str)>,
-    /// Whether neither side has conditions.
-    plain: bool,
+    /// The network and the container ID in the comment of a jump to the chain.
+    jump_owner: Option<(&'t str, &'t str)>,
+    /// Whether this attachment or a jump to the chain has conditions. Then both containers can have
+    /// the same port, for different packets.
+    has_conditions: bool,
 }
 
-impl<'t> Theirs<'t> {
-    fn new(chain: &'t str, wanted: &'t Forwarding, address: IpAddr, jumps: &'t [Rule]) -> Theirs<'t> {
-        let plain = wanted.conditions(cni_linux::route::Family::of(address)).is_empty()
-            && jumps.iter().filter_map(Jump::of).all(|jump| jump.plain);
-        let named = jumps.iter().find_map(|jump| shape::read_comment(jump.comment()?));
-        Theirs { chain, mark: &wanted.attachment, address, named, plain }
+impl<'t> OtherChain<'t> {
+    /// Describes `chain`, to which `jumps` of [`DNAT`] lead, for an ADD of `wanted`. `address` is
+    /// this container's.
+    fn new(chain: &'t str, wanted: &'t Forwarding, address: IpAddr, jumps: &'t [Rule]) -> OtherChain<'t> {
+        let has_conditions = !wanted.conditions(Family::of(address)).is_empty()
+            || jumps.iter().filter_map(Jump::of).any(|jump| !jump.is_plain);
+        let jump_owner = jumps.iter().find_map(|jump| shape::read_comment(jump.comment()?));
+        OtherChain { chain, attachment: &wanted.attachment, address, jump_owner, has_conditions }
     }
 
-    /// The other container whose mapping this is, if it claims what is wanted or leads to this
-    /// container's address.
+    /// Returns the other container that has this mapping, if the mapping claims a wanted port or
+    /// leads to this container's address. `None` if it does neither, or is this container's.
     fn holder(&self, section: &Section, group: &Group, claims: &[ClaimedPort]) -> Option<Holder> {
         let claim = group.claim?;
-        let concerns = claim.container.ip() == self.address || claims.iter().any(|wanted| wanted.overlaps(&claim));
-        let marked = section.alias().and_then(AttachmentId::parse);
-        let container = match (self.named, marked.as_ref()) {
-            (Some((_, id)), _) => Some(id),
-            (None, Some(marked)) => marked.container_id.as_deref(),
-            (None, None) => None,
-        };
-        if !concerns || container == Some(self.mark.container_id.as_str()) {
+        let leads_here = claim.container.ip() == self.address;
+        if !leads_here && !claims.iter().any(|wanted| wanted.overlaps(&claim)) {
             return None;
         }
-        let network = marked.as_ref().map(|marked| marked.network.as_str()).or(self.named.map(|(network, _)| network));
+        // Both the comment of the jump and the marker of the section can name the container. The
+        // marker has only the hash of a long container ID, so the jump is preferred.
+        let marked = section.alias().and_then(AttachmentId::parse);
+        let (mut network, mut container_id) = (None, None);
+        if let Some(marked) = &marked {
+            network = Some(marked.network.as_str());
+            container_id = marked.container_id.as_deref();
+        }
+        if let Some((jump_network, jump_container_id)) = self.jump_owner {
+            network = network.or(Some(jump_network));
+            container_id = Some(jump_container_id);
+        }
+        if container_id == Some(self.attachment.container_id.as_str()) {
+            return None;
+        }
         Some(Holder {
-            container: container.map_or_else(|| format!("(chain {})", self.chain), str::to_owned),
+            container: container_id.map_or_else(|| format!("(chain {})", self.chain), str::to_owned),
             network: network.map(str::to_owned),
             alias: section.alias().map(str::to_owned),
             had_link: section.had_link(),
-            conditions_differ: !self.plain,
+            conditions_differ: self.has_conditions,
             claim,
         })
     }

@@ -1,8 +1,8 @@
-//! What an attachment had before an ADD, and how an ADD that fails puts it back.
+//! Records the rules of an attachment before an ADD, and puts them back if the ADD fails.
 //!
-//! It is compared with the present rules: those that another process removed meanwhile come back,
-//! those of other attachments in the same chain are not changed. The shared chains keep their new
-//! rules.
+//! The recorded rules are compared with the present ones. Those that another process removed
+//! meanwhile come back too. Rules of other attachments in the same chain are not changed, and the
+//! shared chains keep their new rules.
 
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
@@ -17,104 +17,123 @@ pub struct PreviousRules {
     families: Vec<FamilyRules>,
 }
 
+/// The rules that an attachment had in one family.
 #[derive(Clone, Debug)]
 struct FamilyRules {
     family: Family,
     variant: Variant,
-    /// In the container's own chain.
+    /// The attachment's rules in the container's chain.
     rules: Vec<Rule>,
-    /// Every way to that chain.
+    /// All rules of [`DNAT`] that jump to that chain; empty if `rules` is.
     jumps: Vec<Rule>,
 }
 
 impl PreviousRules {
-    /// Remembers the table as it is, unless it is remembered already.
+    /// Records the attachment's rules in this table, unless those of its family are recorded
+    /// already.
     pub(super) fn remember(&mut self, nat: &mut Chains<'_>, variant: Variant, wanted: &Forwarding) -> Result<()> {
         let family = nat.family();
-        if self.families.iter().any(|had| had.family == family) {
+        if self.families.iter().any(|recorded| recorded.family == family) {
             return Ok(());
         }
         let chain = shape::chain(&wanted.attachment);
         let sections = shape::sections(nat.rules(&chain)?);
         let own = sections.iter().filter(|section| is_own(section, wanted));
         let rules: Vec<Rule> = own.flat_map(Section::rules).cloned().collect();
-        // Without a rule in it no attachment of this name has had the chain.
+        // If the attachment has no rule in the chain, the jumps belong to other attachments.
         let jumps = if rules.is_empty() { Vec::new() } else { nat.rules_leading_to(DNAT, &chain)? };
         self.families.push(FamilyRules { family, variant, rules, jumps });
         Ok(())
     }
 
-    /// Forgets a family that was not changed.
+    /// Drops the record of a family that was not changed.
     pub(super) fn forget(&mut self, family: Family) {
-        self.families.retain(|had| had.family != family);
+        self.families.retain(|recorded| recorded.family != family);
     }
 
-    /// Whether no family was changed.
+    /// Whether no family is recorded.
     pub(super) fn is_empty(&self) -> bool {
         self.families.is_empty()
     }
 
-    /// Forgets all families but the first so many, which alone were changed.
-    pub(super) fn keep(&mut self, changed: usize) {
-        self.families.truncate(changed);
+    /// Drops the record of all families but the first `count`, which were changed.
+    pub(super) fn truncate(&mut self, count: usize) {
+        self.families.truncate(count);
     }
 }
 
-/// Whether a section of the container's chain is this attachment's. Unmarked rules that lead to the
-/// container's address are an earlier ADD's, by Go.
+/// Whether a section of the container's chain is this attachment's: its marker names the
+/// attachment, or it has no marker and all its mappings lead to the container's addresses, as those
+/// of an earlier ADD by Go's plugin do.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
         Some(alias) => alias == wanted.attachment.alias(),
-        None => section.groups.iter().all(|g| g.claim.is_some_and(|c| wanted.is_container(c.container.ip()))),
+        None => section.groups.iter().all(|group| match group.claim {
+            Some(claim) => wanted.is_container(claim.container.ip()),
+            None => false,
+        }),
     }
 }
 
 impl IptablesPortMap<'_> {
-    /// Gives the attachment back what it had before an [`ensure`](IptablesPortMap::ensure), and
-    /// takes what that added. SIGTERM, which may be why, does not end it, nor what is done with
-    /// this connection after it.
+    /// Puts back the rules that the attachment had before an [`ensure`](IptablesPortMap::ensure),
+    /// and removes those that it added. SIGTERM does not interrupt this, nor later calls on this
+    /// object: it may be what made the ADD fail.
     ///
     /// # Errors
-    /// The first; the other family is restored anyway.
+    /// The first error. The other family is restored anyway.
     pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         self.iptables.finish_on_sigterm();
-        let mut failed = None;
-        for had in &previous.families {
-            let done = self.iptables.change(had.family, had.variant, |nat| {
+        let mut first_error = None;
+        for recorded in &previous.families {
+            let result = self.iptables.change(recorded.family, recorded.variant, |nat| {
                 let mut edit = Edit::new();
-                had.plan(nat, wanted, &mut edit)?;
+                recorded.plan_put_back(nat, wanted, &mut edit)?;
                 Ok(edit)
             });
-            if let Err(error) = done {
-                failed.get_or_insert(error);
+            if let Err(error) = result {
+                first_error.get_or_insert(error);
             }
         }
-        failed.map_or(Ok(()), Err)
+        match first_error {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
     }
 }
 
 impl FamilyRules {
-    fn plan(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
+    /// Adds to `edit` the changes from the present rules back to the recorded ones: in the
+    /// container's chain, and in the jumps to it. Rules and jumps that other attachments in the
+    /// chain need stay.
+    fn plan_put_back(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
         let chain = shape::chain(&wanted.attachment);
         if self.rules.is_empty() {
-            return plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted)).map(drop);
+            plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;
+            return Ok(());
         }
         let sections = shape::sections(nat.rules(&chain)?);
         let (own, others): (Vec<&Section>, Vec<&Section>) =
             sections.iter().partition(|section| is_own(section, wanted));
-        let still: Vec<_> = others.iter().flat_map(|section| section.claims()).collect();
+        let claims_of_others: Vec<_> = others.iter().flat_map(|section| section.claims()).collect();
         if !nat.has_chain(&chain)? {
             edit.create_chain(&chain);
         }
         if !own.iter().flat_map(|section| section.rules()).eq(&self.rules) {
-            own.iter().for_each(|section| delete_section(edit, &chain, section, &still));
+            own.iter().for_each(|section| delete_section(edit, &chain, section, &claims_of_others));
             self.rules.iter().for_each(|rule| edit.put_back(&chain, rule));
         }
-        let jumps = nat.rules_leading_to(DNAT, &chain)?;
-        for jump in jumps.iter().filter(|jump| !self.jumps.contains(jump) && !is_needed(jump, &still)) {
-            edit.delete(DNAT, jump);
+        let present_jumps = nat.rules_leading_to(DNAT, &chain)?;
+        for jump in &present_jumps {
+            if !self.jumps.contains(jump) && !is_needed(jump, &claims_of_others) {
+                edit.delete(DNAT, jump);
+            }
         }
-        self.jumps.iter().filter(|jump| !jumps.contains(jump)).for_each(|jump| edit.put_back(DNAT, jump));
+        for jump in &self.jumps {
+            if !present_jumps.contains(jump) {
+                edit.put_back(DNAT, jump);
+            }
+        }
         Ok(())
     }
 }

@@ -1,7 +1,8 @@
-//! The chains and rules of the iptables backend, as Go has them, in the words of `iptables -S`.
+//! Builds and reads the rules of the iptables backend, which are those of Go's plugin, in the words
+//! of `iptables -S`.
 //!
-//! In table `nat`, with D for `CNI-DN-` and 21 hex digits of the SHA-512 of network and container
-//! ID:
+//! In table `nat`, with D for the chain `CNI-DN-` and 21 hex digits of the SHA-512 of network and
+//! container ID:
 //! ```text
 //! -A PREROUTING            -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT          and the same from OUTPUT
 //! -I POSTROUTING           -m comment --comment "CNI portfwd requiring masquerade" -j CNI-HOSTPORT-MASQ
@@ -13,8 +14,9 @@
 //! -A D                     -s 127.0.0.1/32 [-d H] -p P -m P --dport A -j CNI-HOSTPORT-SETMARK            not in IPv6
 //! -A D                     [-d H] -p P -m P --dport A -j DNAT --to-destination C:Q
 //! ```
-//! D has no interface in its key. The rule without a target names the attachment of the rules after
-//! it; LINK is the host's end of the container's link, if one has the mark.
+//! All interfaces of a container share D. The rule without a target is a marker: its comment is the
+//! alias of the attachment that has the rules after it, and LINK is the host's end of the
+//! container's link, if that had the alias when the rule was written.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -29,88 +31,105 @@ use cni::Cidr;
 pub(crate) const DNAT: &str = "CNI-HOSTPORT-DNAT";
 pub(super) const SETMARK: &str = "CNI-HOSTPORT-SETMARK";
 pub(super) const MASQ: &str = "CNI-HOSTPORT-MASQ";
-/// Where very old releases of Go entered the chains of [`snat_chain`].
+/// The chain in which very old releases of Go's plugin jump to those of [`snat_chain`].
 pub(super) const SNAT: &str = "CNI-HOSTPORT-SNAT";
+/// How the names of containers' chains begin.
 pub(super) const PREFIX: &str = "CNI-DN-";
 
-/// `multiport` takes no more.
+/// The most ports of a `multiport` match.
 const PORTS: usize = 15;
-/// The kernel keeps 255 bytes of a comment.
+/// The most bytes of a comment that the kernel stores.
 const COMMENT_MAX: usize = 255;
 
-/// A rule in words.
+/// A rule in the words of the command line.
 pub(super) type RuleWords = Vec<String>;
 
+/// Copies words into a rule.
 fn words<const N: usize>(words: [&str; N]) -> RuleWords {
     words.map(str::to_owned).to_vec()
 }
 
-fn name(prefix: &str, attachment: &AttachmentId) -> String {
-    const LEN: usize = 28;
-    let digits = LEN.saturating_sub(prefix.len());
+/// Returns a chain name: the prefix, filled up to iptables' limit of 28 characters with hex digits
+/// of the hash of network and container ID.
+fn hashed_name(prefix: &str, attachment: &AttachmentId) -> String {
+    const NAME_LEN: usize = 28;
+    let digits = NAME_LEN.saturating_sub(prefix.len());
     format!("{prefix}{}", sha512_hex(&[attachment.network.as_bytes(), attachment.container_id.as_bytes()], digits))
 }
 
-/// The container's own chain.
+/// Returns the name of the container's own chain.
 pub(super) fn chain(attachment: &AttachmentId) -> String {
-    name(PREFIX, attachment)
+    hashed_name(PREFIX, attachment)
 }
 
-/// The name of the chain that very old releases of Go also made.
+/// Returns the name of the chain that very old releases of Go's plugin made too.
 pub(super) fn snat_chain(attachment: &AttachmentId) -> String {
-    name("CNI-SN-", attachment)
+    hashed_name("CNI-SN-", attachment)
 }
 
-/// The rule by which a base chain leads to [`DNAT`].
+/// Returns the rule by which PREROUTING and OUTPUT jump to [`DNAT`].
 pub(super) fn entry() -> RuleWords {
     words(["-m", "addrtype", "--dst-type", "LOCAL", "-j", DNAT])
 }
 
-/// The rule by which POSTROUTING leads to [`MASQ`].
+/// Returns the rule by which POSTROUTING jumps to [`MASQ`].
 pub(super) fn masq_entry() -> RuleWords {
     words(["-m", "comment", "--comment", "CNI portfwd requiring masquerade", "-j", MASQ])
 }
 
-fn bit(bit: u8) -> String {
-    let mark = 1_u32.checked_shl(bit.into()).unwrap_or(0);
+/// Returns the packet mark with this one bit, and the mask of the same bit: `0x2000/0x2000`.
+fn one_bit_mark(mark_bit: u8) -> String {
+    let mark = 1_u32.checked_shl(mark_bit.into()).unwrap_or(0);
     format!("{mark:#x}/{mark:#x}")
 }
 
-/// The rule of [`MASQ`].
+/// Returns the rule of [`MASQ`]: packets with the mark are masqueraded.
 pub(super) fn masquerade(mark_bit: u8) -> RuleWords {
-    words(["-m", "mark", "--mark", &bit(mark_bit), "-j", "MASQUERADE"])
+    words(["-m", "mark", "--mark", &one_bit_mark(mark_bit), "-j", "MASQUERADE"])
 }
 
-/// The rule of [`SETMARK`].
+/// Returns the rule of [`SETMARK`]: packets get the mark.
 pub(super) fn set_mark(mark_bit: u8) -> RuleWords {
-    words(["-m", "comment", "--comment", "CNI portfwd masquerade mark", "-j", "MARK", "--set-xmark", &bit(mark_bit)])
+    words([
+        "-m",
+        "comment",
+        "--comment",
+        "CNI portfwd masquerade mark",
+        "-j",
+        "MARK",
+        "--set-xmark",
+        &one_bit_mark(mark_bit),
+    ])
 }
 
-/// The comment of a container's rules in [`DNAT`].
+/// Returns the comment of a container's jumps in [`DNAT`].
 pub(crate) fn comment(attachment: &AttachmentId) -> String {
     let mut comment = format!("dnat name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
     if comment.len() > COMMENT_MAX {
-        // Go puts three dots, of which this is what the kernel keeps, and its CHECK compares.
+        // Go cuts the comment so that it has 256 bytes with `...` at its end. The kernel stores 255
+        // of them, and Go's CHECK compares with these.
         comment = comment.chars().take(COMMENT_MAX - 2).collect::<String>() + "..";
     }
     comment
 }
 
-/// Network and container ID out of such a comment, if it is whole.
+/// Reads network and container ID from a [`comment`]. `None` for a comment that was cut, and for
+/// any other.
 pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
     comment.strip_prefix("dnat name: \"")?.strip_suffix('"')?.split_once("\" id: \"")
 }
 
-/// A container's rules of [`DNAT`]: every port that is mapped in any family, as Go has it.
+/// Returns a container's jumps in [`DNAT`]: for each protocol, one for every 15 ports. Like Go's,
+/// they name every mapped port, also those that are mapped in the other family only.
 pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords> {
-    let mut by_protocol: BTreeMap<Protocol, Vec<u16>> = BTreeMap::new();
+    let mut ports_by_protocol: BTreeMap<Protocol, Vec<u16>> = BTreeMap::new();
     for Mapping { protocol, host_port, .. } in &wanted.mappings {
-        by_protocol.entry(*protocol).or_default().push(*host_port);
+        ports_by_protocol.entry(*protocol).or_default().push(*host_port);
     }
     let (comment, chain) = (comment(&wanted.attachment), chain(&wanted.attachment));
     let mut jumps = Vec::new();
-    for (protocol, ports) in by_protocol {
-        for ports in ports.chunks(PORTS) {
+    for (protocol, all_ports) in ports_by_protocol {
+        for ports in all_ports.chunks(PORTS) {
             let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
             let mut jump = words(["-p", protocol.name(), "-m", "comment", "--comment", &comment]);
             jump.extend(words(["-m", "multiport", "--dports", &ports.join(",")]));
@@ -125,77 +144,86 @@ pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords
 /// A jump rule of [`DNAT`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Jump {
-    /// The chain it leads to.
+    /// The chain that it jumps to.
     pub(super) chain: String,
+    /// The protocol; `None` for any.
     pub(super) protocol: Option<Protocol>,
-    /// Empty if the rule does not say, or not in a way known here: then it is about every port.
+    /// The ports; empty if the rule does not name them in a known way: then it may be for any port.
     pub(super) ports: Vec<u16>,
-    /// Whether there is nothing else in it.
-    pub(super) plain: bool,
+    /// Whether the rule has no conditions.
+    pub(super) is_plain: bool,
 }
 
 impl Jump {
-    /// Reads a rule. `None` if it leads nowhere.
+    /// Reads a rule. `None` if it has no target.
     pub(super) fn of(rule: &Rule) -> Option<Jump> {
         let ports = rule.value("--dports").unwrap_or_default();
         let ports = ports.split(',').map(str::parse).collect::<Result<_, _>>().unwrap_or_default();
         // -p P, -m comment --comment C, -m multiport --dports A, -j D
-        let plain = rule.is_whole() && rule.words().len() == 12 && rule.comment().is_some();
+        let is_plain = rule.is_whole() && rule.words().len() == 12 && rule.comment().is_some();
         let protocol = rule.value("-p").and_then(Protocol::by_name);
-        Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, plain })
+        Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, is_plain })
     }
 
-    /// Whether packets for this claim may pass it.
+    /// Whether packets for this claim can pass the jump.
     pub(super) fn serves(&self, claim: &ClaimedPort) -> bool {
-        self.protocol.is_none_or(|protocol| protocol == claim.protocol)
-            && (self.ports.is_empty() || self.ports.contains(&claim.host_port))
+        let has_protocol = match self.protocol {
+            Some(protocol) => protocol == claim.protocol,
+            None => true,
+        };
+        has_protocol && (self.ports.is_empty() || self.ports.contains(&claim.host_port))
     }
 }
 
-/// The rule that names the attachment of the rules after it. `link` is the host's end that has the
-/// mark, if there is one.
-pub(super) fn marker(attachment: &AttachmentId, link: Option<&str>) -> RuleWords {
-    let mut marker = link.map(|link| words(["-i", link])).unwrap_or_default();
+/// Returns the marker: the rule that names the attachment of the rules after it. `host_link` is the
+/// host's end of the container's link, if it has the attachment's alias.
+pub(super) fn marker(attachment: &AttachmentId, host_link: Option<&str>) -> RuleWords {
+    let mut marker = host_link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &attachment.alias()]));
     marker
 }
 
-/// The rules of one mapping, the one that translates last.
+/// Returns the rules of one mapping: those that mark connections for masquerading, then the one
+/// that translates the destination.
 pub(super) fn forward(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort) -> Vec<RuleWords> {
     let mut rules = Vec::new();
-    let matches = |source: Option<String>| {
+    let matches_from = |source: Option<String>| {
         let mut rule = source.map(|source| words(["-s", &source])).unwrap_or_default();
-        rule.extend(claim.host_ip.iter().flat_map(|host_ip| words(["-d", &host(*host_ip)])));
+        rule.extend(claim.host_ip.iter().flat_map(|host_ip| words(["-d", &full_prefix(*host_ip)])));
         let port = claim.host_port.to_string();
         rule.extend(words(["-p", claim.protocol.name(), "-m", claim.protocol.name(), "--dport", &port]));
         rule
     };
-    let chain = match &wanted.set_mark {
+    let mark_chain = match &wanted.set_mark {
         SetMark::Bit(_) => SETMARK,
         SetMark::Chain(chain) => chain,
     };
-    let mut set_mark = |source: Option<String>| rules.push([matches(source), words(["-j", chain])].concat());
+    let mut push_mark_rule =
+        |source: Option<String>| rules.push([matches_from(source), words(["-j", mark_chain])].concat());
     match wanted.snat {
         Snat::No => {}
-        Snat::All => set_mark(None),
+        Snat::All => push_mark_rule(None),
         Snat::Hairpin => {
-            set_mark(Some(container.network().to_string()).filter(|_| container.prefix() > 0));
+            // iptables does not print a prefix of length 0, so it is left out.
+            let subnet = if container.prefix() > 0 { Some(container.network().to_string()) } else { None };
+            push_mark_rule(subnet);
             if container.is_ipv4() {
-                set_mark(Some(host(Ipv4Addr::LOCALHOST.into())));
+                push_mark_rule(Some(full_prefix(Ipv4Addr::LOCALHOST.into())));
             }
         }
     }
-    let to = claim.container.to_string();
-    rules.push([matches(None), words(["-j", "DNAT", "--to-destination", &to])].concat());
+    let destination = claim.container.to_string();
+    rules.push([matches_from(None), words(["-j", "DNAT", "--to-destination", &destination])].concat());
     rules
 }
 
-fn host(address: IpAddr) -> String {
+/// Returns the prefix that has only this address: `192.0.2.1/32`.
+fn full_prefix(address: IpAddr) -> String {
     format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
 }
 
-/// Returns the claims of a rule that translates ports. `None` for any other rule.
-pub(super) fn read(rule: &Rule) -> Option<ClaimedPort> {
+/// Reads the claim of a rule that translates a port. `None` for any other rule.
+pub(super) fn read_claim(rule: &Rule) -> Option<ClaimedPort> {
     if rule.target() != Some("DNAT") {
         return None;
     }
@@ -212,12 +240,12 @@ pub(super) fn read(rule: &Rule) -> Option<ClaimedPort> {
     })
 }
 
-/// One mapping in a container's chain.
+/// The rules of one mapping in a container's chain: those that mark, then the one that translates.
 #[derive(Clone, Debug)]
 pub(super) struct Group {
-    /// The claim of the rule at the section's end; `None` if there is no rule, or an unknown one.
+    /// The claim of the last rule; `None` if that does not translate in a known way.
     pub(super) claim: Option<ClaimedPort>,
-    /// All its rules.
+    /// All rules of the group.
     pub(super) rules: Vec<Rule>,
 }
 
@@ -225,55 +253,57 @@ pub(super) struct Group {
 /// address.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Section {
-    /// Its marker.
+    /// The rule that names the attachment; `None` for rules made by Go's plugin.
     pub(super) marker: Option<Rule>,
-    /// Its mappings.
+    /// The mappings.
     pub(super) groups: Vec<Group>,
 }
 
 impl Section {
-    /// The mark, as an alias.
+    /// Returns the alias of the attachment, if the section has a marker.
     pub(super) fn alias(&self) -> Option<&str> {
         self.marker.as_ref().and_then(Rule::comment)
     }
 
-    /// Whether a link had the mark when the section was written.
+    /// Whether a link on the host had the attachment's alias when the section was written.
     pub(super) fn had_link(&self) -> bool {
         self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
     }
 
-    /// Whether nothing in it says whose it is.
+    /// Whether nothing in the section shows its owner: neither a marker nor an address.
     pub(super) fn is_silent(&self) -> bool {
         self.marker.is_none() && self.address().is_none()
     }
 
-    /// Every rule, the marker first.
+    /// Returns every rule, the marker first.
     pub(super) fn rules(&self) -> impl Iterator<Item = &Rule> {
         self.marker.iter().chain(self.groups.iter().flat_map(|group| &group.rules))
     }
 
+    /// Returns the claims of the mappings.
     pub(super) fn claims(&self) -> impl Iterator<Item = ClaimedPort> {
         self.groups.iter().filter_map(|group| group.claim)
     }
 
-    /// Where it leads to.
+    /// Returns the address that the first mapping leads to.
     pub(super) fn address(&self) -> Option<IpAddr> {
         self.claims().next().map(|claim| claim.container.ip())
     }
 }
 
-/// The one of these rules that a packet for the claim meets first.
-pub(super) fn first(rules: &[Rule], claim: &ClaimedPort) -> Option<ClaimedPort> {
-    rules.iter().filter_map(read).find(|there| there.overlaps(claim))
+/// Returns the claim of the first of these rules that a packet for `claim` matches.
+pub(super) fn first_claim(rules: &[Rule], claim: &ClaimedPort) -> Option<ClaimedPort> {
+    rules.iter().filter_map(read_claim).find(|found| found.overlaps(claim))
 }
 
-/// A container's chain as sections: first the rules without a marker, a section for each address
-/// and one for each group without an address; then a section for each marker. A rule behind a
-/// marker that leads to another address than the first mapping after it was appended by Go. An
-/// empty chain is one empty section.
+/// Splits a container's chain into sections. First come the rules without a marker: a section for
+/// each address, and one for each group without an address; then a section for each marker. A rule
+/// after a marker that leads to another address than the section's first mapping has no marker:
+/// Go's plugin appended it. An empty chain gives one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut unmarked: Vec<Group> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();
+    // The rules since the end of the last group.
     let mut pending: Vec<Rule> = Vec::new();
     for rule in rules {
         let is_marker =
@@ -284,12 +314,16 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
                 continue;
             }
         }
-        let claim = read(rule).filter(|_| !is_marker);
-        let same_place = |section: &&mut Section| match (section.address(), claim) {
-            (Some(one), Some(claim)) => one == claim.container.ip(),
+        // A group ends with its DNAT rule, or before a marker.
+        let claim = read_claim(rule);
+        let has_same_address = |section: &&mut Section| match (section.address(), claim) {
+            (Some(address), Some(claim)) => address == claim.container.ip(),
             _ => true,
         };
-        let groups = marked.last_mut().filter(same_place).map_or(&mut unmarked, |section| &mut section.groups);
+        let groups = match marked.last_mut().filter(has_same_address) {
+            Some(section) => &mut section.groups,
+            None => &mut unmarked,
+        };
         if !pending.is_empty() {
             groups.push(Group { claim, rules: std::mem::take(&mut pending) });
         }
@@ -298,7 +332,10 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
         }
     }
     if !pending.is_empty() {
-        let groups = marked.last_mut().map_or(&mut unmarked, |section| &mut section.groups);
+        let groups = match marked.last_mut() {
+            Some(section) => &mut section.groups,
+            None => &mut unmarked,
+        };
         groups.push(Group { claim: None, rules: pending });
     }
     let mut sections: Vec<Section> = Vec::new();

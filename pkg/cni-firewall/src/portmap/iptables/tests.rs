@@ -9,12 +9,13 @@ use cni_testkit::program;
 
 use super::super::conflict::ConflictAction;
 use super::super::{Mapping, Protocol};
-use super::shape::{Section, sections};
+use super::shape::{Jump, Section, sections};
 use super::*;
 use crate::iptables::{Folders, NetnsLock, split};
 use crate::nft::{self, Batch, Nft};
 use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, skip};
+use cni::AttachmentId;
 
 fn rules(lines: &[&str]) -> Vec<Rule> {
     lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true, raw: None }).collect()
@@ -94,8 +95,8 @@ fn a_jump_to_a_chain_covers_the_ports_it_names() {
     };
     let jump =
         of("-p tcp -m comment --comment \"dnat name: \\\"n\\\" id: \\\"c\\\"\" -m multiport --dports 80,81 -j D");
-    assert!(jump.plain && jump.serves(&claim(80)) && jump.serves(&claim(81)) && !jump.serves(&claim(82)));
-    assert!(!of("-s 10.0.0.1/32 -p tcp -m comment --comment c -m multiport --dports 80 -j D").plain);
+    assert!(jump.is_plain && jump.serves(&claim(80)) && jump.serves(&claim(81)) && !jump.serves(&claim(82)));
+    assert!(!of("-s 10.0.0.1/32 -p tcp -m comment --comment c -m multiport --dports 80 -j D").is_plain);
     assert!(!of("-p udp -m multiport --dports 80 -j D").serves(&claim(80)));
     assert!(of("-p tcp -j D").serves(&claim(80)), "every port");
 }
@@ -172,7 +173,9 @@ fn add_only_notes_that_a_legacy_program_it_reads_with_failed() {
         let conflicts = backend.conflicts(&forwarding(), UnreadTables::Both, ConflictAction::Keep).unwrap();
         assert!(conflicts.held.is_none() && !conflicts.found_dead);
         let [remark] = &conflicts.remarks[..] else { panic!("{:?}", conflicts.remarks) };
-        for words in ["iptables-legacy has a table nat", "libip4tc.so.2", "who has ports in it is not known"] {
+        for words in
+            ["iptables-legacy has a table nat", "libip4tc.so.2", "it was not searched for other containers' host ports"]
+        {
             assert!(remark.contains(words), "it should say `{words}`: {remark}");
         }
     });

@@ -1,4 +1,6 @@
-//! CHECK: is everything in the tables as an ADD would have it?
+//! Compares the rules of an attachment with those that an ADD would write, for CHECK.
+
+use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
 use super::shape::{self, ALL, ENTRIES, HOSTPORTS, MASQUERADING};
@@ -7,10 +9,41 @@ use crate::nft::Expr;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
+/// The existing rules of an attachment in one family.
+#[derive(Default)]
+struct OwnRules<'s> {
+    mappings: Vec<(ClaimedPort, &'s Vec<Expr>)>,
+    masquerades: Vec<&'s Vec<Expr>>,
+    /// Whether one of the rules was made by Go's plugin.
+    by_go: bool,
+}
+
+impl<'s> OwnRules<'s> {
+    /// Selects the attachment's rules in `state`.
+    fn new(state: &'s State, identity: &Identity, addresses: &[IpAddr]) -> OwnRules<'s> {
+        let mut own = OwnRules::default();
+        for (chain, rules) in &state.rules {
+            for listed in identity.own_rules(rules, addresses, shape::container) {
+                own.by_go |= identity.owner(&listed.rule) == identity::Ownership::Container;
+                match shape::read(&listed.rule) {
+                    Some((claim, _)) if *chain != MASQUERADING => own.mappings.push((claim, &listed.rule.exprs)),
+                    _ => own.masquerades.push(&listed.rule.exprs),
+                }
+            }
+        }
+        own
+    }
+
+    /// Whether all masquerading rules for `snat` exist.
+    fn has_masquerades(&self, container: IpAddr, snat: Snat) -> bool {
+        shape::masquerades(container, snat).iter().all(|exprs| self.masquerades.contains(&exprs))
+    }
+}
+
 impl NftPortMap {
     /// Returns a sentence for each rule that differs from what [`ensure`](NftPortMap::ensure)
-    /// writes; empty if all is well. Accepts Go's rules, with its conditions in the shared chains,
-    /// and doubled ones.
+    /// writes; empty if there is no difference. Accepts the rules of Go's plugin, also if they are
+    /// there twice, and with its conditions in the base chains.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let identity = Identity::new(&wanted.attachment);
         let addresses = wanted.addresses();
@@ -18,60 +51,57 @@ impl NftPortMap {
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
-            let state = self.state(container, wanted, &identity, &[])?;
-            for chain in &state.missing {
+            let state = self.read_state(container, wanted, &identity, &[])?;
+            let own = OwnRules::new(&state, &identity, &addresses);
+            for chain in &state.missing_chains {
                 differences.push(format!("nft chain {table} {chain} is missing"));
             }
-            let (mut mapped, mut masqueraded, mut by_go) = (Vec::new(), Vec::new(), false);
-            for (chain, rules) in &state.rules {
-                for listed in identity.own(rules, &addresses, shape::container) {
-                    by_go |= identity.owner(&listed.rule) == identity::Ownership::Container;
-                    match shape::read(&listed.rule) {
-                        Some((claim, _)) if *chain != MASQUERADING => mapped.push((claim, &listed.rule.exprs)),
-                        _ => masqueraded.push(&listed.rule.exprs),
-                    }
-                }
+            for chain in state.chains_without_jump(own.by_go) {
+                differences.push(format!("nft chain {table} {chain} lacks a jump to the chains of the mappings"));
             }
-            differences.extend(
-                state
-                    .without_a_way(by_go)
-                    .into_iter()
-                    .map(|chain| format!("nft chain {table} {chain} has no rule that leads on to the mappings")),
-            );
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
-            let is_it = |claim: &ClaimedPort, there: &ClaimedPort, rule: &Vec<Expr>| match &conditions {
-                Some(conditions) if !by_go => *rule == [conditions.clone(), shape::forward(claim)].concat(),
-                Some(_) => there == claim,
-                // The program `nft` may have written the host address as a condition.
-                None => there == claim || ClaimedPort { host_ip: None, ..*there } == *claim,
+            let is_mapping_of = |claim: &ClaimedPort, found: &ClaimedPort, exprs: &Vec<Expr>| match &conditions {
+                Some(conditions) if !own.by_go => *exprs == [conditions.clone(), shape::forward(claim)].concat(),
+                // Rules made by Go have no conditions: Go puts them into the base chains.
+                Some(_) => found == claim,
+                // The program `nft` wrote the rule. Its conditions may end with an address, which
+                // is then read as the host address.
+                None => found == claim || ClaimedPort { host_ip: None, ..*found } == *claim,
             };
             for claim in &claims {
-                if !mapped.iter().any(|(there, rule)| is_it(claim, there, rule)) {
-                    let msg = format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to");
-                    differences.push(format!("{msg} {}", claim.container));
+                if !own.mappings.iter().any(|(found, exprs)| is_mapping_of(claim, found, exprs)) {
+                    let address = claim.container;
+                    differences
+                        .push(format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to {address}"));
                 }
             }
-            let strays = state.strays(&identity, &addresses);
+            let to_other_addresses = state.mappings_to_other_addresses(&identity, &addresses);
             for claim in &claims {
-                if let Some(first) = state.first(&identity, claim).filter(|first| strays.contains(first)) {
-                    let to = first.container;
-                    differences.push(format!("nft chain {table} {HOSTPORTS} leads {claim} to {to} first"));
+                if let Some(first) = state.first_mapping(&identity, claim)
+                    && to_other_addresses.contains(&first)
+                {
+                    let address = first.container;
+                    differences.push(format!(
+                        "nft chain {table} {HOSTPORTS} maps {claim} to {address}, in a rule before the requested one"
+                    ));
                 }
             }
-            let is_wanted =
-                |there: &ClaimedPort, rule: &Vec<Expr>| claims.iter().any(|claim| is_it(claim, there, rule));
-            let asked_for = |there: &ClaimedPort, rule: &Vec<Expr>| claims.contains(there) || is_wanted(there, rule);
-            for (claim, _) in mapped.iter().filter(|(there, rule)| !asked_for(there, rule)) {
-                let msg = format!("nft chain {table} {HOSTPORTS} also maps {claim} to {}", claim.container);
-                differences.push(format!("{msg}, which was not asked for"));
+            for (found, exprs) in &own.mappings {
+                if !claims.contains(found) && !claims.iter().any(|claim| is_mapping_of(claim, found, exprs)) {
+                    differences.push(format!(
+                        "nft chain {table} {HOSTPORTS} also maps {found} to {}, which was not requested",
+                        found.container
+                    ));
+                }
             }
-            let has =
-                |snat| shape::masquerades(container.address(), snat).iter().all(|rule| masqueraded.contains(&rule));
-            // Go's plugin ignores `masqAll` here.
-            let is_gos = by_go && wanted.snat == Snat::All && has(Snat::Hairpin);
-            if !has(wanted.snat) && !is_gos {
-                let msg = format!("nft chain {table} {MASQUERADING} lacks a rule for {}", container.address());
-                differences.push(msg);
+            // Go's plugin ignores `masqAll` with nftables.
+            let is_as_by_go =
+                own.by_go && wanted.snat == Snat::All && own.has_masquerades(container.address(), Snat::Hairpin);
+            if !own.has_masquerades(container.address(), wanted.snat) && !is_as_by_go {
+                differences.push(format!(
+                    "nft chain {table} {MASQUERADING} lacks a masquerade rule for {}",
+                    container.address()
+                ));
             }
         }
         Ok(differences)
@@ -79,11 +109,18 @@ impl NftPortMap {
 }
 
 impl State {
-    /// The chains from which no way leads on. A base chain with Go's conditions in it has one for
-    /// what Go made.
-    fn without_a_way(&self, by_go: bool) -> Vec<&'static str> {
-        let is_gap = |name: &'static str| self.gaps.iter().any(|(chain, _)| *chain == name);
-        let shared = ENTRIES.into_iter().map(|(name, _)| name).filter(|_| !by_go).chain([ALL]);
-        shared.filter(|name| is_gap(name) && !self.missing.contains(name)).collect()
+    /// Returns the shared chains that exist and lack a jump to the next chain. Go puts conditions
+    /// before the jumps of the base chains, so with `by_go` these are not compared.
+    fn chains_without_jump(&self, by_go: bool) -> Vec<&'static str> {
+        let mut chains = Vec::new();
+        if !by_go {
+            chains.extend(ENTRIES.map(|(name, _)| name));
+        }
+        chains.push(ALL);
+        chains.retain(|name| {
+            let lacks_rule = self.missing_rules.iter().any(|(chain, _)| chain == name);
+            lacks_rule && !self.missing_chains.contains(name)
+        });
+        chains
     }
 }

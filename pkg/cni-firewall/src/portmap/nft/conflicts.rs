@@ -1,52 +1,57 @@
-//! Finds rules here that concern an ADD with iptables or one without mappings.
+//! Finds conflicting rules of other containers in nf_tables, for an ADD that does not use nftables
+//! itself: one with iptables, or one without mappings.
 
 use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{Forwarding, Policy, conditions};
-use super::{Identity, NftPortMap, Others, repeat, shape};
+use super::{Identity, NftPortMap, Others, retry_races, shape};
 use crate::nft::Batch;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 impl NftPortMap {
-    /// Judges the holders of the wanted ports and the rules to the container's addresses, in both
-    /// families. Without nf_tables in the kernel there are none.
-    pub fn conflicts(&mut self, wanted: &Forwarding, then: ConflictAction) -> Result<Conflicts> {
+    /// Returns the living holder of a wanted port, if there is one, and whether there are rules of
+    /// dead containers for the ports or to the container's addresses, in both families. With
+    /// [`ConflictAction::Displace`] also removes the dead containers' rules. There are no conflicts
+    /// in a kernel without nf_tables.
+    pub fn conflicts(&mut self, wanted: &Forwarding, action: ConflictAction) -> Result<Conflicts> {
         if wanted.policy == Policy::Ignore {
             return Ok(Conflicts::default());
         }
-        let mut judge = LivenessProbe::default();
-        match repeat(|| self.judge_rivals(wanted, then, &mut judge)) {
+        let mut probe = LivenessProbe::default();
+        match retry_races(|| self.find_conflicts(wanted, action, &mut probe)) {
             Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
-            conflicts => conflicts,
+            result => result,
         }
     }
 
-    fn judge_rivals(
+    /// Does [`conflicts`](NftPortMap::conflicts) once. Fails if another process changes a rule
+    /// between the reading and the removal.
+    fn find_conflicts(
         &mut self,
         wanted: &Forwarding,
-        then: ConflictAction,
-        judge: &mut LivenessProbe,
+        action: ConflictAction,
+        probe: &mut LivenessProbe,
     ) -> Result<Conflicts> {
-        let (identity, mut conflicts, mut batch) =
-            (Identity::new(&wanted.attachment), Conflicts::default(), Batch::new());
+        let identity = Identity::new(&wanted.attachment);
+        let (mut conflicts, mut batch) = (Conflicts::default(), Batch::new());
         batch.only_at(self.nft.wait_for_generation()?);
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
-            let state = self.suspects(container, &claims)?;
-            // Conditions in the words of iptables are of no use here; without any, both sides can
-            // be compared.
-            let plain = conditions::compile(wanted.conditions(family), family).ok();
-            let others = Others { identity: &identity, container, claims: &claims, plain: plain.as_deref() };
-            let judged = others.judge(&state, wanted, judge)?;
-            if judged.held.is_some() {
-                return Ok(Conflicts { held: judged.held, ..conflicts });
+            let state = self.read_conflicting(container, &claims)?;
+            // An ADD with iptables has its conditions in the syntax of iptables, which do not
+            // compile here; they count as different from those of any rule.
+            let conditions = conditions::compile(wanted.conditions(family), family).ok();
+            let others = Others { identity: &identity, container, claims: &claims, conditions: conditions.as_deref() };
+            let decision = others.decide(&state, wanted, probe)?;
+            if decision.held.is_some() {
+                return Ok(Conflicts { held: decision.held, ..conflicts });
             }
-            conflicts.found_dead |= !judged.displaced.is_empty();
+            conflicts.found_dead |= !decision.displaced.is_empty();
             let table = shape::table(family);
-            judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
-            conflicts.remarks.extend(judged.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));
+            decision.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
+            conflicts.remarks.extend(decision.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));
         }
-        if then == ConflictAction::Displace {
+        if action == ConflictAction::Displace {
             self.nft.commit(batch)?;
         }
         Ok(conflicts)

@@ -1,13 +1,12 @@
-//! Host ports with nf_tables: one transaction for each verb and both families, no process.
+//! Maps host ports with nf_tables: one transaction for each call and both families, no process.
 //!
-//! The rules are those of `shape`. Whether something collides, or is there already, is found out by
-//! reading, so the transaction of an ADD is valid only if no rule has changed since
-//! ([`Batch::only_at`]); else all is read again. That needs no lock, and of many racing ADDs one
-//! succeeds each time.
+//! The rules are those of `shape`. Conflicts and existing rules are found by reading, so the
+//! transaction of an ADD is valid only if no rule has changed since ([`Batch::only_at`]); else all
+//! is read and planned again. That needs no lock: of many racing ADDs one succeeds each time.
 //!
-//! A deleted rule makes the closing of the socket wait for an RCU grace period (some 10 ms), so an
-//! ADD deletes only rules that conflict with it. The shared chains are never emptied or removed,
-//! although Go's ADD refills some of them.
+//! After a transaction that deletes a rule, closing the socket waits for an RCU grace period of the
+//! kernel (some 10 ms), so an ADD deletes only rules that conflict with it. The shared chains are
+//! never emptied or removed, although Go's ADD refills some of them.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -18,7 +17,7 @@ use cni::machine::Machine;
 use super::conditions;
 use super::conflict::LivenessProbe;
 use super::identity::{self, Identity, LinkMark};
-use super::{ClaimedPort, EnsureOutcome, Forwarding, Policy, Removal, Snat, older_mapping};
+use super::{ClaimedPort, EnsureOutcome, Forwarding, Removal, Snat};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
@@ -27,6 +26,7 @@ use cni_linux::route::Family;
 mod check;
 mod conflicts;
 mod others;
+mod plan;
 mod previous;
 mod program;
 pub(crate) mod shape;
@@ -34,12 +34,13 @@ pub(crate) mod shape;
 mod tests;
 
 use others::Others;
+use plan::{FamilyRequest, Plan};
 pub use previous::PreviousRules;
-use program::Written;
+use program::ProgramMappings;
 use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 
-/// How often a change is planned again because another process changed a rule meanwhile. Of n
-/// racing changes each loses at most n - 1 times.
+/// How often a change is planned, if another process changes a rule each time before it is applied.
+/// Of n racing changes each loses at most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
 const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
@@ -50,16 +51,16 @@ pub struct NftPortMap {
     nft: Nft,
 }
 
-/// Why host ports could not be had.
+/// The reason why host ports could not be mapped.
 #[derive(Debug)]
 pub enum Refusal {
-    /// The kernel's words; [`Error::is_unsupported`] if it has no nf_tables or no NAT there.
+    /// The kernel's error; [`Error::is_unsupported`] if it has no nf_tables, or no NAT in it.
     Kernel(Error),
     /// Conditions that are not understood.
     Condition {
-        /// The first token that is not.
+        /// The first token that is not understood.
         token: String,
-        /// The program that refuses it, and the reason.
+        /// The reason, or the error of the program `nft`.
         why: String,
     },
 }
@@ -70,39 +71,40 @@ impl From<Error> for Refusal {
     }
 }
 
-/// How far an ADD has come.
+/// What the transaction of an ADD does.
 #[derive(Clone, Copy)]
 enum Stage<'w> {
-    /// The shared chains are made, and the holders of the ports are found.
+    /// Creates the shared chains, which the program `nft` needs, and displaces dead containers.
     Prepare,
-    /// Everything; the program has written what it had to.
-    Whole(&'w [Written]),
+    /// Does all that is left, after the program has written these mappings.
+    Whole(&'w [ProgramMappings]),
 }
 
-/// The rules of one family that are there.
+/// The existing chains and rules of one family, as far as an ADD needs them.
 struct State {
     family: Family,
-    /// The chains that are missing.
-    missing: Vec<&'static str>,
-    /// The base chains without the way to [`ALL`], and [`ALL`] itself for each part it lacks.
-    gaps: Vec<(&'static str, Vec<Expr>)>,
-    /// The rules of containers that were asked for, chain by chain.
+    /// The shared chains that do not exist.
+    missing_chains: Vec<&'static str>,
+    /// The shared rules that do not exist, each with its chain.
+    missing_rules: Vec<(&'static str, Vec<Expr>)>,
+    /// The rules of containers that were read, by chain.
     rules: Vec<(&'static str, Vec<Listed>)>,
 }
 
 impl NftPortMap {
-    /// Opens a connection in the calling thread's network namespace. [`Error::is_unsupported`] on a
-    /// kernel without netfilter's netlink, where there is nothing to purge either.
+    /// Opens a connection in the calling thread's network namespace. Fails with
+    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink, which has no rules to
+    /// purge either.
     pub fn open() -> Result<NftPortMap> {
         Ok(NftPortMap { nft: Nft::open()? })
     }
 
-    /// Puts `wanted` in force, in one transaction. What the attachment had before is replaced in
-    /// the same one; if it is the same already, nothing happens. On failure everything is as it
-    /// was, but for what all share.
+    /// Writes the rules of `wanted` in one transaction, which also removes the attachment's
+    /// previous rules. If they are in place already, nothing is changed. On failure all rules are
+    /// as before, except the shared chains and the rules of dead containers.
     ///
-    /// Conditions beyond those that [`conditions`] compiles go through the program `nft`, if there
-    /// is one, and are followed by the transaction.
+    /// The program `nft` writes rules with conditions that [`conditions`] does not compile, before
+    /// the transaction.
     ///
     /// # Errors
     /// [`Refusal`]
@@ -111,179 +113,146 @@ impl NftPortMap {
         machine: &dyn Machine,
         wanted: &Forwarding,
     ) -> Result<EnsureOutcome<PreviousRules>, Refusal> {
-        let mut written = Written::all(wanted)?;
-        if !written.is_empty() {
-            // The program needs the chains, and no port may be held.
+        let mut by_program = ProgramMappings::all(wanted)?;
+        if !by_program.is_empty() {
+            // The program needs the shared chains, and must not run if a port is held.
             if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare)? {
                 return Ok(EnsureOutcome::Held(holder));
             }
-            self.write(machine, wanted, &mut written)?;
+            self.add_by_program(machine, wanted, &mut by_program)?;
         }
-        let ensured = self.transact(wanted, Stage::Whole(&written));
-        if !matches!(ensured, Ok(EnsureOutcome::Done { .. })) {
-            self.discard(&written)?;
+        let outcome = self.transact(wanted, Stage::Whole(&by_program));
+        if !matches!(outcome, Ok(EnsureOutcome::Done { .. })) {
+            self.delete_added(&by_program)?;
         }
-        Ok(ensured?)
+        Ok(outcome?)
     }
 
+    /// Plans and commits the transaction of a stage until no other process changes a rule in
+    /// between.
     fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
-        let mut judge = LivenessProbe::default();
-        let witnessed = if judge.find_host_link(&wanted.attachment)?.is_some() { LinkMark::Yes } else { LinkMark::No };
-        repeat(|| self.attempt(wanted, stage, witnessed, &mut judge))
+        let mut probe = LivenessProbe::default();
+        let host_link = match probe.find_host_link(&wanted.attachment)? {
+            Some(_) => LinkMark::Yes,
+            None => LinkMark::No,
+        };
+        retry_races(|| self.attempt(wanted, stage, host_link, &mut probe))
     }
 
+    /// Plans and commits the transaction of a stage once. Fails with [`raced`] if another process
+    /// has changed a rule since it was read.
     fn attempt(
         &mut self,
         wanted: &Forwarding,
         stage: Stage<'_>,
-        witnessed: LinkMark,
-        judge: &mut LivenessProbe,
+        host_link: LinkMark,
+        probe: &mut LivenessProbe,
     ) -> Result<EnsureOutcome<PreviousRules>> {
         let identity = Identity::new(&wanted.attachment);
-        let mut batch = Batch::new();
-        batch.only_at(self.nft.wait_for_generation()?);
-        let (mut previous, mut remarks) = (PreviousRules::default(), Vec::new());
+        let mut plan = Plan { batch: Batch::new(), previous: PreviousRules::default(), remarks: Vec::new() };
+        plan.batch.only_at(self.nft.wait_for_generation()?);
+        // A family in which no port is mapped is planned too: the CHECK of Go's plugin looks for
+        // the chains and the masquerading in it.
         for (container, claims) in wanted.every_family() {
-            let family = Family::of(container.address());
-            let table = shape::table(family);
-            // `None`: the program has written the mappings of this family.
-            let compiled = conditions::compile(wanted.conditions(family), family).ok();
-            // Where no port is mapped too: the CHECK of Go's plugin asks for the chains and the
-            // masquerading.
-            let state = self.state(container, wanted, &identity, &claims)?;
-            state.complete(&mut batch);
-            if wanted.policy == Policy::RefuseIfAlive {
-                let others = Others { identity: &identity, container, claims: &claims, plain: compiled.as_deref() };
-                let judged = others.judge(&state, wanted, judge)?;
-                if let Some(holder) = judged.held {
-                    return Ok(EnsureOutcome::Held(holder));
-                }
-                judged.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
-                remarks.extend(judged.remarks);
-            }
-            let written = match stage {
-                Stage::Whole(written) => written.iter().find(|written| written.family == family),
-                Stage::Prepare => continue,
-            };
-            if wanted.policy == Policy::RefuseIfAlive {
-                let overlaps = |there: &ClaimedPort| claims.iter().any(|claim| claim.overlaps(there));
-                let strays = state.strays(&identity, &wanted.addresses());
-                remarks.extend(strays.iter().filter(|there| overlaps(there)).map(older_mapping));
-            }
-            let forward = |claim: &ClaimedPort| Some([compiled.clone()?, shape::forward(claim)].concat());
-            let mut new: Vec<(&str, Vec<Vec<Expr>>)> = vec![
-                (HOSTPORTS, claims.iter().filter_map(forward).collect()),
-                (MASQUERADING, shape::masquerades(container.address(), wanted.snat)),
-            ];
-            for (chain, rules) in &state.rules {
-                let mut own = identity.own(rules, &wanted.addresses(), shape::container);
-                let written = written.filter(|_| *chain == HOSTPORTS);
-                if let Some(written) = written {
-                    own.retain(|listed| !written.has_added(listed));
-                }
-                previous.remember(family, chain, &own);
-                if written.is_some_and(Written::is_in_place) {
-                    continue;
-                }
-                let wanted_here = new.iter().find(|(name, _)| name == chain).map_or(&[][..], |(_, exprs)| exprs);
-                if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_here) {
-                    new.retain(|(name, _)| name != chain);
-                    continue;
-                }
-                for listed in own {
-                    batch.delete_rule(table, chain, listed.handle);
-                }
-            }
-            for (chain, exprs) in new.into_iter().flat_map(|(chain, rules)| rules.into_iter().map(move |r| (chain, r)))
-            {
-                batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), witnessed));
-            }
-            for rule in written.iter().flat_map(|written| written.signs(&identity)) {
-                batch.append_rule(table, HOSTPORTS, &rule);
+            let request = FamilyRequest { wanted, identity: &identity, container, claims: &claims, stage, host_link };
+            if let Some(holder) = self.plan_family(&request, probe, &mut plan)? {
+                return Ok(EnsureOutcome::Held(holder));
             }
         }
-        let changes = !batch.is_empty();
+        let Plan { batch, previous, remarks } = plan;
+        let has_changes = !batch.is_empty();
         match self.nft.commit(batch) {
-            Err(error) if !raced(&error) => {
-                // Either nothing has changed, or everything has and the answer was lost: the rules
-                // show which.
-                let Stage::Whole(written) = stage else { return Err(error) };
-                let undone = [self.discard(written), self.put_back(wanted, &previous)];
+            Ok(()) => {}
+            Err(error) if raced(&error) => return Err(error),
+            Err(error) => {
+                // Either nothing has changed, or everything has and the kernel's answer was lost.
+                // Putting back reads the rules, so it is right in both cases.
+                let Stage::Whole(by_program) = stage else { return Err(error) };
+                let undone = [self.delete_added(by_program), self.put_back(wanted, &previous)];
                 Error::join([Err(error)].into_iter().chain(undone).filter_map(Result::err))?;
             }
-            done => done?,
         }
-        Ok(EnsureOutcome::Done { previous: changes.then_some(previous), remarks })
+        Ok(EnsureOutcome::Done { previous: if has_changes { Some(previous) } else { None }, remarks })
     }
 
-    /// Removes all rules of the attachment in both families, in one transaction, Go's too.
-    /// `addresses` are the container's as far as they are known; they decide on rules that name the
-    /// container alone, which without an address of their family all go. Nothing there, or a kernel
-    /// without nf_tables: that is fine.
+    /// Removes all rules of the attachment in both families, in one transaction, also those made by
+    /// Go's plugin. Such a rule names only the container: it is removed if it leads to one of
+    /// `addresses`, the attachment's known addresses, or if none of its family is known. Succeeds
+    /// if there is nothing to remove, or no nf_tables in the kernel.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(attachment);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
-        // A rule that names no attachment and leads elsewhere shows that the container has another
-        // attachment. Then such rules stay in a family without a known address.
-        let (mut families, mut has_another) = (FAMILIES, false);
+        // A rule of the container that leads to another address shows that the container has
+        // another attachment. Then its rules in a family without a known address stay. Such rules
+        // are looked for in the families with a known address, so these come first.
+        let (mut families, mut has_other_attachment) = (FAMILIES, false);
         families.sort_by_key(|family| !is_known(*family));
         self.purge_where(&identity.comment, families, |family, rules| {
-            let known = if is_known(family) || has_another { addresses } else { &[] };
-            has_another |= !identity.strays(rules, known, shape::container).is_empty();
-            identity.own(rules, known, shape::container)
+            let known = if is_known(family) || has_other_attachment { addresses } else { &[] };
+            let others = identity.rules_to_other_addresses(rules, known, shape::container);
+            has_other_attachment |= !others.is_empty();
+            identity.own_rules(rules, known, shape::container)
         })
     }
 
-    /// Removes every rule that names `network` and none of the valid attachments. Reports the
-    /// mappings that name no network, which Go's plugin made, unless their container is one of the
-    /// valid ones: their network is unknown.
+    /// Removes every rule that names `network` and none of the `valid` attachments. A rule that
+    /// names no network, made by Go's plugin, stays. The result has a remark on each of these
+    /// mappings whose container is not among the valid ones.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
-        let mut left = BTreeSet::new();
+        let mut remarks = BTreeSet::new();
         let mut removal = self.purge_where("", FAMILIES, |_, rules| {
-            let is_garbage = |rule: &Rule| {
-                identity::names_network(rule, network)
-                    && !valid.iter().any(|identity| identity.owner(rule) == identity::Ownership::This)
-            };
-            let mut handles: Vec<u64> = Vec::new();
-            for listed in rules.iter().filter(|listed| is_garbage(&listed.rule)) {
-                handles.push(listed.handle);
-                handles.extend(identity::handles(&listed.rule));
+            let mut garbage_handles: Vec<u64> = Vec::new();
+            let mut owned_handles: Vec<u64> = Vec::new();
+            for Listed { handle, rule, .. } in rules {
+                let handles = identity::handles(rule);
+                let is_valid = valid.iter().any(|identity| identity.owner(rule) == identity::Ownership::This);
+                if identity::names_network(rule, network) && !is_valid {
+                    garbage_handles.push(*handle);
+                    garbage_handles.extend(&handles);
+                }
+                owned_handles.extend(handles);
             }
-            let spoken_for: Vec<u64> = rules.iter().flat_map(|listed| identity::handles(&listed.rule)).collect();
-            for listed in rules.iter().filter(|listed| !spoken_for.contains(&listed.handle)) {
-                let is_valid = |identity: &Identity| Some(&identity.comment) == listed.rule.comment.as_ref();
-                if identity::names_no_network(&listed.rule)
-                    && !valid.iter().any(is_valid)
-                    && let Some((claim, _)) = shape::read(&listed.rule)
+            for Listed { handle, rule, .. } in rules {
+                let is_valid = valid.iter().any(|identity| Some(&identity.comment) == rule.comment.as_ref());
+                if !owned_handles.contains(handle)
+                    && identity::names_no_network(rule)
+                    && !is_valid
+                    && let Some((claim, _)) = shape::read(rule)
                 {
-                    let id = listed.rule.comment.as_deref().unwrap_or("(unknown)");
-                    left.insert(format!("{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was left, as it may be another network's", claim.container));
+                    let id = rule.comment.as_deref().unwrap_or("(unknown)");
+                    remarks.insert(format!(
+                        "{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was \
+                         not removed, because it may belong to another network",
+                        claim.container
+                    ));
                 }
             }
-            rules.iter().filter(|listed| handles.contains(&listed.handle)).collect()
+            rules.iter().filter(|listed| garbage_handles.contains(&listed.handle)).collect()
         });
-        removal.remarks.extend(left);
+        removal.remarks.extend(remarks);
         removal
     }
 
-    /// Removes the selected ones of the rules in which `within` occurs. Where the kernel's answer
-    /// is lost, they may be gone.
+    /// Removes those rules of containers that `select` returns, in one transaction. `select` gets
+    /// the rules of each chain whose comments contain `comment_part`. The result has the claims of
+    /// the selected rules also if the removal fails: if the kernel's answer was lost, they may be
+    /// gone.
     fn purge_where(
         &mut self,
-        within: &str,
+        comment_part: &str,
         families: [Family; 2],
         mut select: impl FnMut(Family, &[Listed]) -> Vec<&Listed>,
     ) -> Removal {
         let mut claims = Vec::new();
-        let purged = repeat(|| {
+        let result = retry_races(|| {
             claims.clear();
             let mut batch = Batch::new();
             batch.only_at(self.nft.wait_for_generation()?);
             for family in families {
                 let table = shape::table(family);
                 for chain in CONTAINERS {
-                    let rules = self.nft.rules_commented(table, chain, within)?;
+                    let rules = self.nft.rules_commented(table, chain, comment_part)?;
                     for listed in select(family, &rules) {
                         batch.delete_rule(table, chain, listed.handle);
                         claims.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
@@ -292,14 +261,15 @@ impl NftPortMap {
             }
             self.nft.commit(batch)
         });
-        let outcome = match purged {
+        let outcome = match result {
             Err(error) if error.is_unsupported() => Ok(()),
-            done => done,
+            result => result,
         };
         Removal { claims, remarks: Vec::new(), outcome }
     }
 
-    /// Whether there is any rule of the attachment.
+    /// Whether the attachment has any rule. `addresses` are used as in
+    /// [`purge`](NftPortMap::purge).
     pub fn holds(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
         let identity = Identity::new(attachment);
         for family in FAMILIES {
@@ -308,7 +278,7 @@ impl NftPortMap {
                     Err(error) if error.is_unsupported() => return Ok(false),
                     rules => rules?,
                 };
-                if !identity.own(&rules, addresses, shape::container).is_empty() {
+                if !identity.own_rules(&rules, addresses, shape::container).is_empty() {
                     return Ok(true);
                 }
             }
@@ -316,9 +286,10 @@ impl NftPortMap {
         Ok(false)
     }
 
-    /// Reads the shared chains, and of the containers' rules those of this container, those about a
-    /// claimed port and those about this container's address.
-    fn state(
+    /// Reads the state of one family: the shared chains and rules, and the rules of containers that
+    /// are this container's, compare with a claimed port, or contain this container's address.
+    /// Fails if a base chain exists with another type, hook or priority.
+    fn read_state(
         &mut self,
         container: Cidr,
         wanted: &Forwarding,
@@ -327,36 +298,41 @@ impl NftPortMap {
     ) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
-        let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
+        let mut state = State::new(family);
         for name in [HOSTPORTS, HOSTIP_HOSTPORTS, ALL] {
             if self.nft.find_chain(table, name)?.is_none() {
-                state.missing.push(name);
+                state.missing_chains.push(name);
             }
         }
-        let mut bases = ENTRIES.to_vec();
+        let mut base_chains = ENTRIES.to_vec();
         if wanted.snat != Snat::No {
-            bases.push((MASQUERADING, shape::POSTROUTING));
+            base_chains.push((MASQUERADING, shape::POSTROUTING));
         }
-        for (name, base) in bases {
-            match self.nft.find_chain(table, name)? {
-                None => state.missing.push(name),
-                Some(chain) if chain.base == Some(base) => {}
-                Some(_) => {
-                    let cause = Cause::text("it is there, but hooked in elsewhere than portmap needs it");
-                    return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
-                }
+        for (name, base) in base_chains {
+            let Some(chain) = self.nft.find_chain(table, name)? else {
+                state.missing_chains.push(name);
+                continue;
+            };
+            if chain.base != Some(base) {
+                let cause =
+                    Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
+                return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
             }
         }
         for (name, _) in ENTRIES {
             let entry = shape::entry();
-            if state.missing.contains(&name) || !has(&self.nft.rules(table, name)?, &entry) {
-                state.gaps.push((name, entry));
+            if state.missing_chains.contains(&name) || !contains_rule(&self.nft.rules(table, name)?, &entry) {
+                state.missing_rules.push((name, entry));
             }
         }
-        let all = if state.missing.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
-        state.gaps.extend(shape::parts().into_iter().filter(|part| !has(&all, part)).map(|part| (ALL, part)));
+        let rules_of_all = if state.missing_chains.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
+        for rule in shape::rules_of_all() {
+            if !contains_rule(&rules_of_all, &rule) {
+                state.missing_rules.push((ALL, rule));
+            }
+        }
         for name in CONTAINERS {
-            if state.missing.contains(&name) {
+            if state.missing_chains.contains(&name) {
                 continue;
             }
             let rules = self.nft.rules_where(table, name, |rule| {
@@ -370,38 +346,44 @@ impl NftPortMap {
     }
 }
 
-/// Repeats `once` while other processes change what it has read.
-fn repeat<T>(mut once: impl FnMut() -> Result<T>) -> Result<T> {
+/// Calls `attempt` again while it fails because other processes change what it has read.
+fn retry_races<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 0..ATTEMPTS {
-        match once() {
+        match attempt() {
             Err(error) if raced(&error) => {}
-            done => return done,
+            result => return result,
         }
     }
-    let cause = Cause::text(format!("the rules were changed under it {ATTEMPTS} times"));
+    let cause = Cause::text(format!("other processes changed the rules during each of {ATTEMPTS} attempts"));
     Err(Error::new("failed to change host ports with nftables", cause))
 }
 
-/// Whether these matches and this verdict are among the rules.
-fn has(rules: &[Listed], exprs: &[Expr]) -> bool {
+/// Whether a rule with exactly these expressions is in the list.
+fn contains_rule(rules: &[Listed], exprs: &[Expr]) -> bool {
     rules.iter().any(|listed| listed.rule.exprs == exprs)
 }
 
 impl State {
-    /// Adds what is missing of what all share.
-    fn complete(&self, batch: &mut Batch) {
+    /// Returns a state in which nothing has been read.
+    fn new(family: Family) -> State {
+        State { family, missing_chains: Vec::new(), missing_rules: Vec::new(), rules: Vec::new() }
+    }
+
+    /// Adds the missing shared chains and rules to a transaction.
+    fn add_missing(&self, batch: &mut Batch) {
         let table = shape::table(self.family);
-        if !self.missing.is_empty() {
+        if !self.missing_chains.is_empty() {
             batch.ensure_table(table, Some(shape::TABLE_COMMENT));
         }
-        for name in &self.missing {
-            let base = ENTRIES.into_iter().chain([(MASQUERADING, shape::POSTROUTING)]).find(|(base, _)| base == name);
-            match base {
-                Some((_, base)) => batch.ensure_base_chain(table, name, base, None),
+        let [prerouting, output] = ENTRIES;
+        let base_chains = [prerouting, output, (MASQUERADING, shape::POSTROUTING)];
+        for name in &self.missing_chains {
+            match base_chains.iter().find(|(base_name, _)| base_name == name) {
+                Some((_, base)) => batch.ensure_base_chain(table, name, *base, None),
                 None => batch.ensure_chain(table, name, None),
             }
         }
-        for (chain, exprs) in &self.gaps {
+        for (chain, exprs) in &self.missing_rules {
             batch.append_rule(table, chain, &Rule::new(exprs.clone()));
         }
     }

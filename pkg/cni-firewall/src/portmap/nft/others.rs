@@ -1,5 +1,5 @@
-//! Decides about the rules of other containers: those about a wanted port, and those to the
-//! container's own address.
+//! Finds the rules of other containers for a wanted port or to this container's address, and
+//! decides which of them are removed.
 
 use std::net::IpAddr;
 
@@ -13,116 +13,144 @@ use crate::nft::{Expr, Listed, Rule, mentions};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The properties of an ADD that the rules of others are compared with, in one family.
+/// The properties of an ADD in one family that the rules of other containers are compared with.
 pub(super) struct Others<'o> {
     pub(super) identity: &'o Identity,
     pub(super) container: Cidr,
     pub(super) claims: &'o [ClaimedPort],
-    /// The compiled conditions; `None` if they are not compiled.
-    pub(super) plain: Option<&'o [Expr]>,
+    /// The compiled conditions; `None` if they cannot be compiled.
+    pub(super) conditions: Option<&'o [Expr]>,
 }
 
-/// The decision about them.
+/// The decision about the rules of other containers.
 #[derive(Default)]
 pub(super) struct HolderDecision {
-    /// The living container that has a wanted port, if any: then nothing must be changed.
+    /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub(super) held: Option<Holder>,
-    /// The rules of dead containers: chain and handle.
+    /// The rules of dead containers, which are to be removed: chain and handle.
     pub(super) displaced: Vec<(&'static str, u64)>,
+    /// Remarks for the operator.
     pub(super) remarks: Vec<String>,
 }
 
 impl Others<'_> {
-    pub(super) fn judge(
+    /// Decides about the rules in `state`. Fails if it cannot be found out whether a container is
+    /// alive.
+    pub(super) fn decide(
         &self,
         state: &State,
         wanted: &Forwarding,
-        judge: &mut LivenessProbe,
+        probe: &mut LivenessProbe,
     ) -> Result<HolderDecision> {
-        let (mut judged, mut stale) = (HolderDecision::default(), Vec::new());
-        for (chain, listed) in state.listed().filter(|(chain, _)| *chain != MASQUERADING) {
+        let mut decision = HolderDecision::default();
+        // The displaced rules that lead to this container's address.
+        let mut stale_rules = Vec::new();
+        for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain != MASQUERADING) {
             let Some(holder) = self.holder(&listed.rule) else { continue };
-            let is_wanted = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
-            match judge.liveness_of(wanted, &holder)? {
-                Liveness::Alive if is_wanted => return Ok(HolderDecision { held: Some(holder), ..judged }),
+            let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
+            match probe.liveness_of(wanted, &holder)? {
+                Liveness::Alive if has_wanted_port => return Ok(HolderDecision { held: Some(holder), ..decision }),
                 Liveness::Alive => {}
                 Liveness::Dead => {
-                    judged.displaced.push((chain, listed.handle));
-                    judged.remarks.push(holder.removal_note(wanted));
+                    decision.displaced.push((chain, listed.handle));
+                    decision.remarks.push(holder.removal_note(wanted));
                     if shape::container(&listed.rule) == Some(self.container.address()) {
-                        stale.push(&listed.rule);
+                        stale_rules.push(&listed.rule);
                     }
                 }
-                Liveness::Unknown if is_wanted => judged.remarks.push(holder.port_taken_note()),
-                Liveness::Unknown => judged.remarks.push(holder.unknown_owner_note()),
+                Liveness::Unknown if has_wanted_port => decision.remarks.push(holder.port_taken_note()),
+                Liveness::Unknown => decision.remarks.push(holder.unknown_owner_note()),
             }
         }
-        // The stale owner's masquerading for this address is removed with its mappings.
-        let is_of = |one: &Rule, other: &Rule| (&one.comment, &one.tags) == (&other.comment, &other.tags);
-        let masquerades = state.listed().filter(|(chain, listed)| {
-            *chain == MASQUERADING
-                && shape::container(&listed.rule) == Some(self.container.address())
-                && stale.iter().any(|rule| is_of(rule, &listed.rule))
-        });
-        judged.displaced.extend(masquerades.map(|(chain, listed)| (chain, listed.handle)));
-        Ok(judged)
+        // The dead container's masquerading of this address is removed with its mappings.
+        for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain == MASQUERADING) {
+            let Listed { handle, rule, .. } = listed;
+            let is_stale = stale_rules.iter().any(|stale| stale.comment == rule.comment && stale.tags == rule.tags);
+            if is_stale && shape::container(rule) == Some(self.container.address()) {
+                decision.displaced.push((chain, *handle));
+            }
+        }
+        Ok(decision)
     }
 
-    /// Returns the other container whose mapping this is, if it claims what is wanted or leads to
-    /// the container's address.
+    /// Returns the other container that has this mapping, if the mapping claims a wanted port or
+    /// leads to this container's address. `None` if it does neither, or is this container's.
     fn holder(&self, rule: &Rule) -> Option<Holder> {
-        let (claim, prefix) = shape::read(rule)?;
-        let concerns = claim.container.ip() == self.container.address()
-            || self.claims.iter().any(|wanted| wanted.overlaps(&claim));
-        if rule.comment.as_deref() == Some(&self.identity.comment) || !concerns {
+        let (claim, condition_count) = shape::read(rule)?;
+        let leads_here = claim.container.ip() == self.container.address();
+        if !leads_here && !self.claims.iter().any(|wanted| wanted.overlaps(&claim)) {
             return None;
         }
+        if rule.comment.as_deref() == Some(&self.identity.comment) {
+            return None;
+        }
+        let conditions_differ = match self.conditions {
+            Some(conditions) => rule.exprs.get(..condition_count) != Some(conditions),
+            None => true,
+        };
         Some(Holder {
             container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
             network: identity::network(rule),
             alias: identity::alias(rule),
             had_link: identity::had_link(rule),
-            conditions_differ: self.plain.is_none() || rule.exprs.get(..prefix) != self.plain,
+            conditions_differ,
             claim,
         })
     }
 }
 
 impl State {
-    /// Returns the mappings to other addresses that name this container and no attachment.
-    pub(super) fn strays(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<ClaimedPort> {
-        let rules = self.rules.iter().filter(|(chain, _)| *chain != MASQUERADING);
-        let strays = rules.flat_map(|(_, rules)| identity.strays(rules, addresses, shape::container));
-        strays.filter_map(|listed| Some(shape::read(&listed.rule)?.0)).collect()
+    /// Returns the mappings that name only this container, no attachment, and lead to other
+    /// addresses than these.
+    pub(super) fn mappings_to_other_addresses(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<ClaimedPort> {
+        let mut mappings = Vec::new();
+        for (chain, rules) in &self.rules {
+            if *chain == MASQUERADING {
+                continue;
+            }
+            for listed in identity.rules_to_other_addresses(rules, addresses, shape::container) {
+                mappings.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
+            }
+        }
+        mappings
     }
 
-    /// Returns the first mapping of this container that a packet for the claim meets.
-    pub(super) fn first(&self, identity: &Identity, claim: &ClaimedPort) -> Option<ClaimedPort> {
-        let chain = |name| self.rules.iter().filter(move |(chain, _)| *chain == name).flat_map(|(_, rules)| rules);
-        let mut mapped = chain(HOSTIP_HOSTPORTS)
-            .chain(chain(HOSTPORTS))
-            .filter(|listed| identity.owner(&listed.rule) != identity::Ownership::Other)
-            .filter_map(|listed| Some(shape::read(&listed.rule)?.0));
-        mapped.find(|there| there.overlaps(claim))
+    /// Returns the first mapping of this container that a packet for `claim` matches. Packets pass
+    /// [`HOSTIP_HOSTPORTS`] before [`HOSTPORTS`].
+    pub(super) fn first_mapping(&self, identity: &Identity, claim: &ClaimedPort) -> Option<ClaimedPort> {
+        for searched_chain in [HOSTIP_HOSTPORTS, HOSTPORTS] {
+            for (chain, listed) in self.all_rules() {
+                if chain == searched_chain
+                    && identity.owner(&listed.rule) != identity::Ownership::Other
+                    && let Some((found, _)) = shape::read(&listed.rule)
+                    && found.overlaps(claim)
+                {
+                    return Some(found);
+                }
+            }
+        }
+        None
     }
 
-    fn listed(&self) -> impl Iterator<Item = (&'static str, &Listed)> {
+    /// Returns all rules of containers that were read, each with its chain.
+    fn all_rules(&self) -> impl Iterator<Item = (&'static str, &Listed)> {
         self.rules.iter().flat_map(|(chain, rules)| rules.iter().map(move |listed| (*chain, listed)))
     }
 }
 
 impl NftPortMap {
-    /// Reads the containers' rules about a claimed port and about this container's address, of one
-    /// family. Does not read the shared chains.
-    pub(super) fn suspects(&mut self, container: Cidr, claims: &[ClaimedPort]) -> Result<State> {
+    /// Reads the rules of one family that can conflict: those of containers that compare with a
+    /// claimed port or contain this container's address. Does not read the shared chains.
+    pub(super) fn read_conflicting(&mut self, container: Cidr, claims: &[ClaimedPort]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
-        let mut state = State { family, missing: Vec::new(), gaps: Vec::new(), rules: Vec::new() };
+        let mut state = State::new(family);
         for chain in [HOSTPORTS, HOSTIP_HOSTPORTS] {
-            let is_about = |rule: &[u8]| shape::names_port(rule, claims) || mentions(rule, &address);
-            state.rules.push((chain, self.nft.rules_where(table, chain, is_about)?));
+            let can_conflict = |rule: &[u8]| shape::names_port(rule, claims) || mentions(rule, &address);
+            state.rules.push((chain, self.nft.rules_where(table, chain, can_conflict)?));
         }
-        if state.listed().any(|(_, listed)| shape::container(&listed.rule) == Some(container.address())) {
+        // Masquerading is of interest only beside a mapping to the same address.
+        if state.all_rules().any(|(_, listed)| shape::container(&listed.rule) == Some(container.address())) {
             let rules = self.nft.rules_where(table, MASQUERADING, |rule| mentions(rule, &address))?;
             state.rules.push((MASQUERADING, rules));
         }

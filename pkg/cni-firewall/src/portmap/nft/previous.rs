@@ -1,78 +1,89 @@
-//! What an attachment had before an ADD, and how an ADD that fails puts it back.
+//! Records the rules of an attachment before an ADD, and puts them back if the ADD fails.
 
 use super::super::Forwarding;
 use super::shape::{self, CONTAINERS};
-use super::{Identity, NftPortMap, repeat};
+use super::{Identity, NftPortMap, retry_races};
 use crate::nft::{Batch, Listed, mentions};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
-/// The rules that an attachment had, chain by chain.
+/// The rules that an attachment had, by family and chain.
 #[derive(Clone, Debug, Default)]
 pub struct PreviousRules {
     rules: Vec<(Family, &'static str, Vec<Listed>)>,
 }
 
 impl PreviousRules {
-    pub(super) fn remember(&mut self, family: Family, chain: &'static str, rules: &[&Listed]) {
+    /// Records the attachment's rules in one chain.
+    pub(super) fn record(&mut self, family: Family, chain: &'static str, rules: &[&Listed]) {
         self.rules.push((family, chain, rules.iter().copied().cloned().collect()));
     }
 
-    fn of(&self, family: Family, chain: &str) -> &[Listed] {
-        let found = self.rules.iter().find(|(of, name, _)| *of == family && *name == chain);
-        found.map_or(&[], |(.., rules)| rules)
+    /// Returns the recorded rules of one chain; an empty slice if none were recorded.
+    fn rules_of(&self, family: Family, chain: &str) -> &[Listed] {
+        for (recorded_family, recorded_chain, rules) in &self.rules {
+            if *recorded_family == family && *recorded_chain == chain {
+                return rules;
+            }
+        }
+        &[]
     }
 }
 
-/// Whether a set without a name belongs to the rule, which the kernel has dropped with it.
-fn is_lost(rule: &Listed) -> bool {
+/// Whether the rule uses an anonymous set or map, which the kernel has removed with the rule.
+fn uses_anonymous_set(rule: &Listed) -> bool {
     mentions(&rule.raw.exprs, "__set") || mentions(&rule.raw.exprs, "__map")
 }
 
 impl NftPortMap {
-    /// Gives the attachment back what it had before an [`ensure`](NftPortMap::ensure), and takes
-    /// what that added; in one transaction.
+    /// Puts back the rules that the attachment had before an [`ensure`](NftPortMap::ensure), and
+    /// removes those that it added, in one transaction.
     ///
     /// # Errors
-    /// Rules with sets in them, which only the program `nft` can write, do not come back: that is
-    /// the error when all else is done.
+    /// Also, when all other rules have been put back, if a rule with an anonymous set could not be:
+    /// only the program `nft` can write such a rule.
     pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         let identity = Identity::new(&wanted.attachment);
-        let lost = repeat(|| {
-            let (mut batch, mut lost) = (Batch::new(), 0);
+        let lost_count = retry_races(|| {
+            let (mut batch, mut lost_count) = (Batch::new(), 0);
             batch.only_at(self.nft.wait_for_generation()?);
             for (container, _) in wanted.every_family() {
                 let family = Family::of(container.address());
                 let table = shape::table(family);
                 for chain in CONTAINERS {
-                    let had = previous.of(family, chain);
+                    let recorded = previous.rules_of(family, chain);
                     let rules = self.nft.rules_commented(table, chain, &identity.comment)?;
-                    let own = identity.own(&rules, &wanted.addresses(), shape::container);
-                    let handle = |listed: &Listed| listed.handle;
-                    if own.iter().map(|listed| handle(listed)).eq(had.iter().map(handle)) {
+                    let own = identity.own_rules(&rules, &wanted.addresses(), shape::container);
+                    // The kernel never uses a handle again, so the same handles are the same rules.
+                    let own_handles = own.iter().map(|listed| listed.handle);
+                    if own_handles.eq(recorded.iter().map(|listed| listed.handle)) {
                         continue;
                     }
                     for listed in own {
                         batch.delete_rule(table, chain, listed.handle);
                     }
-                    if had.is_empty() || self.nft.find_chain(table, chain)?.is_none() {
+                    if recorded.is_empty() || self.nft.find_chain(table, chain)?.is_none() {
                         continue;
                     }
-                    lost += had.iter().filter(|listed| is_lost(listed)).count();
-                    for listed in had.iter().filter(|listed| !is_lost(listed)) {
-                        batch.put_back(table, chain, &listed.raw, None);
+                    for listed in recorded {
+                        if uses_anonymous_set(listed) {
+                            lost_count += 1;
+                        } else {
+                            batch.put_back(table, chain, &listed.raw, None);
+                        }
                     }
                 }
             }
             self.nft.commit(batch)?;
-            Ok(lost)
+            Ok(lost_count)
         })?;
-        match lost {
-            0 => Ok(()),
-            lost => {
-                let cause = Cause::text(format!("{lost} rules have sets in them, which are gone"));
-                Err(Error::new("failed to put back the host ports as they were", cause))
-            }
+        if lost_count > 0 {
+            let cause = Cause::text(format!(
+                "{lost_count} rules use an anonymous set, which the kernel removed with them. Repeat the ADD to write \
+                 them again"
+            ));
+            return Err(Error::new("failed to put back the host ports as they were", cause));
         }
+        Ok(())
     }
 }

@@ -1,10 +1,11 @@
-//! Conditions that only `nft` itself understands: sets, connection states, whatever its language
-//! has.
+//! Writes mappings with the program `nft`, for conditions that only `nft` itself understands: sets,
+//! connection states, and the rest of its language.
 //!
-//! The rules of such a family are added by `nft -f -`, which costs a process, behind what the
-//! attachment has; the transaction after it removes that. `nft` writes no tags, so rules without
-//! effect beside them say, by their handles, whose they are, and by a hash of the text whether an
-//! ADD would write the same again: then it does not. Between the two the rules look like Go's.
+//! `nft -f -` adds the rules of such a family after those that the attachment has; a transaction
+//! then removes the latter. `nft` writes no tags, so until that transaction the rules look like
+//! Go's. It adds ownership rules, which have no effect: their tags have the handles of the rules
+//! and a hash of the text. From the hash the next ADD knows whether it would write the same rules
+//! again.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,14 +20,16 @@ use cni_linux::error::Result;
 use cni_linux::program;
 use cni_linux::route::Family;
 
+/// How long the program can run.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The program, in PATH or the system's folders.
+/// Returns the path of the program, in PATH or the system's folders; `None` if it is not installed.
 pub(super) fn find() -> Option<PathBuf> {
     program::find(&program::folders(std::env::var_os("PATH")), "nft")
 }
 
-/// The text of a family's mappings.
+/// Returns the text from which `nft` adds the mappings of one family, a line for each: `add rule ip
+/// cni_hostport hostports CONDITIONS tcp dport 8080 dnat to 10.0.0.2:80 comment "ID"`.
 pub(super) fn text(family: Family, conditions: &[String], claims: &[ClaimedPort], comment: &str) -> String {
     let (table, ip) = (shape::table(family), if family == Family::V4 { "ip" } else { "ip6" });
     let mut text = String::new();
@@ -43,21 +46,24 @@ pub(super) fn text(family: Family, conditions: &[String], claims: &[ClaimedPort]
     text
 }
 
-/// The mappings of one family, which the program writes.
-pub(super) struct Written {
+/// The mappings of one family that the program writes.
+pub(super) struct ProgramMappings {
     pub(super) family: Family,
     claims: Vec<ClaimedPort>,
+    /// The input of the program.
     text: String,
+    /// The first token of the conditions that is not compiled here, for errors.
     token: String,
     program: PathBuf,
-    /// The rules it has added; `None` if an earlier ADD had the same text and its rules are all
-    /// there.
-    fresh: Option<Vec<u64>>,
+    /// The handles of the rules that the program has added. `None` if it did not run, because an
+    /// earlier ADD had the same text and its rules are all there.
+    added_handles: Option<Vec<u64>>,
 }
 
-impl Written {
-    /// Returns the rules of all families whose conditions are not compiled here.
-    pub(super) fn all(wanted: &Forwarding) -> Result<Vec<Written>, Refusal> {
+impl ProgramMappings {
+    /// Returns the mappings of all families whose conditions are not compiled here. Fails if there
+    /// are some and `nft` is not installed.
+    pub(super) fn all(wanted: &Forwarding) -> Result<Vec<ProgramMappings>, Refusal> {
         let mut all = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
@@ -65,30 +71,35 @@ impl Written {
             let Err(unknown) = conditions::compile(conditions, family) else { continue };
             let token = unknown.token;
             let Some(program) = find() else {
-                let why = "it is beyond what this plugin compiles itself, and there is no program nft on this host";
+                let why = "portmap itself compiles only a part of nft's language, and the program nft, which knows all \
+                           of it, is not installed";
                 return Err(Refusal::Condition { token, why: why.to_owned() });
             };
             let text = text(family, conditions, &claims, &Identity::new(&wanted.attachment).comment);
-            all.push(Written { family, claims, text, token, program, fresh: Some(Vec::new()) });
+            all.push(ProgramMappings { family, claims, text, token, program, added_handles: Some(Vec::new()) });
         }
         Ok(all)
     }
 
-    /// Whether the program has added this rule just now: the attachment did not have it before.
+    /// Whether the program has added this rule during this ADD.
     pub(super) fn has_added(&self, listed: &Listed) -> bool {
-        self.fresh.as_ref().is_some_and(|fresh| fresh.contains(&listed.handle))
+        self.added_handles.as_ref().is_some_and(|added| added.contains(&listed.handle))
     }
 
-    /// Whether an earlier ADD's rules stay, so that nothing is replaced.
+    /// Whether the rules of an earlier ADD stay, because it had the same text.
     pub(super) fn is_in_place(&self) -> bool {
-        self.fresh.is_none()
+        self.added_handles.is_none()
     }
 
-    /// The rules that say whose the new ones are.
-    pub(super) fn signs(&self, identity: &Identity) -> Vec<Rule> {
-        self.fresh.as_deref().map(|fresh| identity.sign_others(fresh, &self.text)).unwrap_or_default()
+    /// Returns the ownership rules for the added rules; none if no rule was added.
+    pub(super) fn ownership_rules(&self, identity: &Identity) -> Vec<Rule> {
+        match &self.added_handles {
+            Some(added) => identity.ownership_rules(added, &self.text),
+            None => Vec::new(),
+        }
     }
 
+    /// Runs `nft` with the text. Fails with its first line of stderr if it refuses the text.
     fn run(&self, machine: &dyn Machine) -> Result<(), Refusal> {
         let refused = |why: String| Refusal::Condition { token: self.token.clone(), why };
         let child = Child {
@@ -104,59 +115,70 @@ impl Written {
         if output.status == Exit::Status(0) {
             return Ok(());
         }
-        let said = String::from_utf8_lossy(&output.stderr);
-        Err(refused(format!("{program} -f -: {}: {}", output.status, said.lines().next().unwrap_or_default())))
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let first_line = stderr.lines().next().unwrap_or_default();
+        Err(refused(format!("{program} -f -: {}: {first_line}", output.status)))
     }
 }
 
 impl NftPortMap {
-    /// Has the program add what it has to; what the attachment has stays beside it. On failure
-    /// nothing is added.
-    pub(super) fn write(
+    /// Runs the program for all families. The rules that the attachment had stay beside the new
+    /// ones. On failure no rule is added.
+    pub(super) fn add_by_program(
         &mut self,
         machine: &dyn Machine,
         wanted: &Forwarding,
-        all: &mut [Written],
+        all: &mut [ProgramMappings],
     ) -> Result<(), Refusal> {
         let identity = Identity::new(&wanted.attachment);
-        let done = all.iter_mut().try_for_each(|written| self.write_one(machine, &identity, written));
-        if done.is_err() {
-            self.discard(all)?;
+        let result = all.iter_mut().try_for_each(|mappings| self.add_family(machine, &identity, mappings));
+        if result.is_err() {
+            self.delete_added(all)?;
         }
-        done
+        result
     }
 
-    fn write_one(&mut self, machine: &dyn Machine, identity: &Identity, written: &mut Written) -> Result<(), Refusal> {
-        let table = shape::table(written.family);
+    /// Runs the program for one family, unless its rules are in place already, and records the
+    /// handles of the added rules. These are found by comparing the rules before and after it.
+    fn add_family(
+        &mut self,
+        machine: &dyn Machine,
+        identity: &Identity,
+        mappings: &mut ProgramMappings,
+    ) -> Result<(), Refusal> {
+        let table = shape::table(mappings.family);
         let before = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
-        if identity.has_signed(&before, &written.text) {
-            written.fresh = None;
+        if identity.has_rules_of_text(&before, &mappings.text) {
+            mappings.added_handles = None;
             return Ok(());
         }
-        written.run(machine)?;
-        let leads_here = |rule: &Rule| {
-            let leads_to = shape::container(rule);
-            leads_to.is_none_or(|address| written.claims.iter().any(|claim| claim.container.ip() == address))
-        };
-        let is_new = |listed: &&Listed| {
-            !before.iter().any(|old| old.handle == listed.handle)
-                && identity.owner(&listed.rule) == identity::Ownership::Container
-                && leads_here(&listed.rule)
-        };
+        mappings.run(machine)?;
         let after = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
-        written.fresh = Some(after.iter().filter(is_new).map(|listed| listed.handle).collect());
+        let mut added_handles = Vec::new();
+        for listed in &after {
+            let is_new = !before.iter().any(|old| old.handle == listed.handle);
+            // Another attachment of the container may have added rules meanwhile.
+            let leads_here = match shape::container(&listed.rule) {
+                Some(address) => mappings.claims.iter().any(|claim| claim.container.ip() == address),
+                None => true,
+            };
+            if is_new && leads_here && identity.owner(&listed.rule) == identity::Ownership::Container {
+                added_handles.push(listed.handle);
+            }
+        }
+        mappings.added_handles = Some(added_handles);
         Ok(())
     }
 
-    /// Takes back what the program has added.
-    pub(super) fn discard(&mut self, all: &[Written]) -> Result<()> {
-        for written in all {
-            for handle in written.fresh.iter().flatten() {
+    /// Deletes the rules that the program has added.
+    pub(super) fn delete_added(&mut self, all: &[ProgramMappings]) -> Result<()> {
+        for mappings in all {
+            for handle in mappings.added_handles.iter().flatten() {
                 let mut batch = Batch::new();
-                batch.delete_rule(shape::table(written.family), HOSTPORTS, *handle);
+                batch.delete_rule(shape::table(mappings.family), HOSTPORTS, *handle);
                 match self.nft.commit(batch) {
                     Err(error) if error.is_not_found() => {}
-                    done => done?,
+                    result => result?,
                 }
             }
         }

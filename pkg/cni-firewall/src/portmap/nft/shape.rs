@@ -1,6 +1,6 @@
-//! The tables, chains and rules of the nft backend, as Go has them, and how they are read back.
+//! Builds and reads the rules of the nft backend, which are those of Go's plugin.
 //!
-//! In families ip and ip6 alike, with `ID` for the container's ID:
+//! The table in family ip, and alike in ip6, with `ID` for the container ID:
 //! ```text
 //! table cni_hostport { comment "CNI portmap plugin"
 //!     chain hostip_hostports { }              # older releases of Go put rules here
@@ -25,18 +25,20 @@ use cni_linux::route::Family;
 pub(super) const TABLE_COMMENT: &str = "CNI portmap plugin";
 pub(super) const HOSTPORTS: &str = "hostports";
 pub(super) const HOSTIP_HOSTPORTS: &str = "hostip_hostports";
+/// The chain to which the base chains jump, and which jumps to the other two.
 pub(super) const ALL: &str = "hostports_all";
 pub(super) const MASQUERADING: &str = "masquerading";
 
 const PREROUTING: (&str, BaseChain) =
     ("prerouting", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 });
 const OUTPUT: (&str, BaseChain) = ("output", BaseChain { kind: Kind::Nat, hook: Hook::Output, priority: -100 });
-/// The base chains that lead to [`ALL`].
+/// The base chains that jump to [`ALL`].
 pub(super) const ENTRIES: [(&str, BaseChain); 2] = [PREROUTING, OUTPUT];
 pub(super) const POSTROUTING: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
-/// Every chain that can have rules of a container.
+/// Every chain that can have rules of containers.
 pub(crate) const CONTAINERS: [&str; 3] = [HOSTPORTS, HOSTIP_HOSTPORTS, MASQUERADING];
 
+/// Returns the table of host ports in this family.
 pub(crate) fn table(family: Family) -> Table<'static> {
     let family = match family {
         Family::V4 => nft::Family::Ip,
@@ -45,23 +47,24 @@ pub(crate) fn table(family: Family) -> Table<'static> {
     Table { family, name: "cni_hostport" }
 }
 
-/// The rule of a base chain.
+/// Returns the rule by which the base chains [`ENTRIES`] jump to [`ALL`].
 pub(super) fn entry() -> Vec<Expr> {
     let mut exprs = expr::fib_daddr_local();
     exprs.push(jump(ALL));
     exprs
 }
 
-/// The rules of [`ALL`].
-pub(super) fn parts() -> [Vec<Expr>; 2] {
+/// Returns the rules of the chain [`ALL`].
+pub(super) fn rules_of_all() -> [Vec<Expr>; 2] {
     [vec![jump(HOSTIP_HOSTPORTS)], vec![jump(HOSTPORTS)]]
 }
 
+/// Returns a jump to a chain.
 fn jump(chain: &str) -> Expr {
     Expr::Verdict(Verdict::Jump(chain.to_owned()))
 }
 
-/// The rule of a mapping, after its conditions.
+/// Returns the rule of a mapping, without the conditions that come before it.
 pub(super) fn forward(claim: &ClaimedPort) -> Vec<Expr> {
     let mut exprs = claim.host_ip.map(expr::daddr).unwrap_or_default();
     exprs.extend(expr::l4proto(claim.protocol.number()));
@@ -70,12 +73,13 @@ pub(super) fn forward(claim: &ClaimedPort) -> Vec<Expr> {
     exprs
 }
 
-/// The rules of [`MASQUERADING`] for one container.
+/// Returns the rules of [`MASQUERADING`] for one container.
 pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
-    let rule = |mut source: Vec<Expr>| {
-        source.extend(expr::daddr(container));
-        source.push(Expr::Masquerade);
-        source
+    let masquerade_from = |source: Vec<Expr>| {
+        let mut exprs = source;
+        exprs.extend(expr::daddr(container));
+        exprs.push(Expr::Masquerade);
+        exprs
     };
     let any = match container {
         IpAddr::V4(_) => IpAddr::from(Ipv4Addr::UNSPECIFIED),
@@ -83,57 +87,62 @@ pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
     };
     match snat {
         Snat::No => Vec::new(),
-        Snat::All => vec![rule(expr::masked(expr::saddr(any), 0))],
+        Snat::All => vec![masquerade_from(expr::masked(expr::saddr(any), 0))],
         Snat::Hairpin => {
-            let mut rules = vec![rule(expr::saddr(container))];
-            // There is no such thing for ::1: the kernel does not route it.
+            let mut rules = vec![masquerade_from(expr::saddr(container))];
+            // Not for ::1, which the kernel does not route to another interface.
             if container.is_ipv4() {
-                rules.push(rule(expr::saddr(Ipv4Addr::LOCALHOST.into())));
+                rules.push(masquerade_from(expr::saddr(Ipv4Addr::LOCALHOST.into())));
             }
             rules
         }
     }
 }
 
-/// Returns the claims of a mapping's rule, and how many of its expressions, from the first, are
+/// Reads the rule of a mapping: its claim, and how many of its expressions, from the first, are
 /// conditions. `None` for any other rule.
 pub(crate) fn read(rule: &Rule) -> Option<(ClaimedPort, usize)> {
+    // A mapping ends with: [destination address,] protocol, destination port, two loads, DNAT. It
+    // is read from the end; each position is where the part before begins or ends.
     let exprs = rule.exprs.as_slice();
-    let at = exprs.iter().rposition(|expr| matches!(expr, Expr::Dnat { .. }))?;
-    let container = target(exprs, at)?;
-    let (dport, before) = equal(exprs, at.checked_sub(2)?)?;
-    let Expr::Payload { base: Base::TRANSPORT, offset: 2, len: 2, .. } = exprs.get(before)? else { return None };
-    let host_port = u16::from_be_bytes(dport.try_into().ok()?);
-    let (protocol, before) = equal(exprs, before)?;
-    let protocol = match (exprs.get(before)?, protocol) {
+    let dnat_at = exprs.iter().rposition(|expr| matches!(expr, Expr::Dnat { .. }))?;
+    let container = dnat_destination(exprs, dnat_at)?;
+    let (port_bytes, port_at) = compared_before(exprs, dnat_at.checked_sub(2)?)?;
+    let Expr::Payload { base: Base::TRANSPORT, offset: 2, len: 2, .. } = exprs.get(port_at)? else { return None };
+    let host_port = u16::from_be_bytes(port_bytes.try_into().ok()?);
+    let (protocol_bytes, protocol_at) = compared_before(exprs, port_at)?;
+    let protocol = match (exprs.get(protocol_at)?, protocol_bytes) {
         // `tcp dport`, and `ip protocol tcp`, `ip6 nexthdr tcp` of older releases of Go.
         (Expr::Meta { key: MetaKey::L4PROTO, .. }, [number])
         | (Expr::Payload { base: Base::NETWORK, offset: 9 | 6, len: 1, .. }, [number]) => Protocol::by_number(*number)?,
         _ => return None,
     };
-    let destination = equal(exprs, before).and_then(|(bytes, at)| {
-        let wanted = expr::daddr(container.ip());
-        let same_place = exprs.get(at) == wanted.first();
-        Some((same_place.then(|| address(bytes)).flatten()?, at))
-    });
-    let (host_ip, conditions) = match destination {
-        Some((host_ip, at)) => (Some(host_ip), at),
-        None => (None, before),
-    };
-    Some((ClaimedPort { protocol, host_ip, host_port, container }, conditions))
+    let (mut host_ip, mut condition_count) = (None, protocol_at);
+    if let Some((address_bytes, address_at)) = compared_before(exprs, protocol_at)
+        && exprs.get(address_at) == expr::daddr(container.ip()).first()
+        && let Some(address) = ip_address(address_bytes)
+    {
+        (host_ip, condition_count) = (Some(address), address_at);
+    }
+    Some((ClaimedPort { protocol, host_ip, host_port, container }, condition_count))
 }
 
-/// Whether a rule, as the kernel sends it, compares something with one of these ports: in every
-/// such rule stands an attribute `NFTA_DATA_VALUE` of two bytes, and attributes begin at multiples
-/// of four.
+/// Whether a rule, in the bytes that the kernel sends, compares something with one of the claimed
+/// host ports. Every such rule has an attribute `NFTA_DATA_VALUE` (number 1) with two bytes, and
+/// attributes begin at multiples of four.
 pub(super) fn names_port(rule: &[u8], claims: &[ClaimedPort]) -> bool {
-    let [len, kind] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
-    let head = [len[0], len[1], kind[0], kind[1]];
-    let is_claimed = |[high, low, ..]: [u8; 4]| {
-        let port = u16::from_be_bytes([high, low]);
-        claims.iter().any(|claim| claim.host_port == port)
-    };
-    rule.as_chunks::<4>().0.windows(2).any(|words| matches!(words, [a, b] if *a == head && is_claimed(*b)))
+    // The header of the attribute: its length of 4 + 2, and its number.
+    let [length, number] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
+    let header = [length[0], length[1], number[0], number[1]];
+    let (words, _) = rule.as_chunks::<4>();
+    for pair in words.windows(2) {
+        let [word, [high, low, ..]] = pair else { continue };
+        let port = u16::from_be_bytes([*high, *low]);
+        if *word == header && claims.iter().any(|claim| claim.host_port == port) {
+            return true;
+        }
+    }
+    false
 }
 
 /// Returns an address as rules contain it.
@@ -144,20 +153,22 @@ pub(super) fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Where a `dnat` at this place leads.
-fn target(exprs: &[Expr], at: usize) -> Option<SocketAddr> {
-    let Expr::Dnat { addr, port: Some(port), .. } = exprs.get(at)? else { return None };
-    let loaded = |reg| {
-        exprs[..at].iter().rev().find_map(|expr| match expr {
-            Expr::Load { to, data } if *to == reg => Some(data.as_slice()),
+/// Returns the destination of the DNAT at position `dnat_at`, whose address and port earlier
+/// expressions load into registers. `None` if it has no port, or if a register is not loaded.
+fn dnat_destination(exprs: &[Expr], dnat_at: usize) -> Option<SocketAddr> {
+    let Expr::Dnat { addr, port: Some(port), .. } = exprs.get(dnat_at)? else { return None };
+    let last_load = |register| {
+        exprs[..dnat_at].iter().rev().find_map(|expr| match expr {
+            Expr::Load { to, data } if *to == register => Some(data.as_slice()),
             _ => None,
         })
     };
-    let port = u16::from_be_bytes(loaded(*port)?.try_into().ok()?);
-    Some(SocketAddr::new(address(loaded(*addr)?)?, port))
+    let port = u16::from_be_bytes(last_load(*port)?.try_into().ok()?);
+    Some(SocketAddr::new(ip_address(last_load(*addr)?)?, port))
 }
 
-fn address(bytes: &[u8]) -> Option<IpAddr> {
+/// Reads an address of 4 or 16 bytes.
+fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
     match bytes.len() {
         4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
         16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
@@ -165,15 +176,17 @@ fn address(bytes: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// The data of the comparison for equality that ends before `end`, and where its load stands.
-fn equal(exprs: &[Expr], end: usize) -> Option<(&[u8], usize)> {
+/// Returns the compared bytes of the comparison for equality that is right before position `end`,
+/// and the position of the expression before it, which loads what is compared.
+fn compared_before(exprs: &[Expr], end: usize) -> Option<(&[u8], usize)> {
     match exprs.get(end.checked_sub(1)?)? {
         Expr::Cmp { op: CmpOp::EQ, data, .. } => Some((data, end.checked_sub(2)?)),
         _ => None,
     }
 }
 
-/// The container a rule is about: where it leads, or whose connections it masquerades.
+/// Returns the address of the container that a rule is about: the destination of a mapping, or the
+/// compared destination of a masquerading. `None` for any other rule.
 pub(super) fn container(rule: &Rule) -> Option<IpAddr> {
     if let Some((claim, _)) = read(rule) {
         return Some(claim.container.ip());
@@ -181,10 +194,11 @@ pub(super) fn container(rule: &Rule) -> Option<IpAddr> {
     match rule.exprs.as_slice() {
         [
             ..,
+            // The destination address in the header of IPv4 or IPv6.
             Expr::Payload { base: Base::NETWORK, offset: 16 | 24, .. },
             Expr::Cmp { op: CmpOp::EQ, data, .. },
             Expr::Masquerade,
-        ] => address(data),
+        ] => ip_address(data),
         _ => None,
     }
 }

@@ -1,5 +1,6 @@
 //! The nft backend against the real kernel.
 
+use super::super::Policy;
 use super::super::{Mapping, Protocol, SetMark};
 use super::*;
 use crate::testing::machine;

@@ -1,0 +1,204 @@
+//! Removes the rules of an attachment or of a network, and decides which rules to keep for others.
+
+use std::net::IpAddr;
+
+use super::super::{ClaimedPort, Removal};
+use super::shape::{self, DNAT, Jump, SNAT, Section};
+use super::{IptablesPortMap, program_name};
+use crate::iptables::{Chains, Edit, FAMILIES, Rule, Variant};
+use cni::AttachmentId;
+use cni_linux::error::{Error, Result};
+use cni_linux::route::Family;
+
+/// A network and a container ID, as the comment of a jump names them.
+pub(super) struct JumpOwner {
+    network: String,
+    container_id: String,
+}
+
+impl IptablesPortMap<'_> {
+    /// Removes all rules of the attachment, in both families and variants, also those made by Go's
+    /// plugin. Such a rule names only the container, not the interface: it is removed if it leads
+    /// to one of `addresses`, the known addresses of the attachment, or if none of its family is
+    /// known. Starts no process where netlink finds nothing and there is no legacy table.
+    pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
+        let (chain, snat_chain) = (shape::chain(attachment), shape::snat_chain(attachment));
+        self.remove_everywhere(&[&chain, &snat_chain], |nat, edit| {
+            let family = nat.family();
+            let known: Vec<&IpAddr> = addresses.iter().filter(|address| Family::of(**address) == family).collect();
+            let claims = plan_removal(nat, edit, &chain, |section, owners| {
+                if !may_belong(section, owners, attachment) {
+                    return false;
+                }
+                if section.alias().is_some() || known.is_empty() {
+                    return true;
+                }
+                match section.address() {
+                    Some(address) => known.contains(&&address),
+                    None => true,
+                }
+            })?;
+            if let Some(snat_content) = nat.chain(&snat_chain)?.cloned() {
+                for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&snat_chain)) {
+                    edit.delete(SNAT, rule);
+                }
+                edit.delete_chain(&snat_chain, &snat_content);
+            }
+            Ok(claims)
+        })
+    }
+
+    /// Removes the rules that name `network` and none of the `valid` attachments. Rules made by
+    /// these plugins name their attachment in a marker. For those of Go's plugin, the comment of
+    /// the jump names network and container.
+    pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
+        let valid_aliases: Vec<String> = valid.iter().map(AttachmentId::alias).collect();
+        let alias_prefix = AttachmentId::network_prefix(network);
+        let is_garbage_owner = |owner: &JumpOwner| {
+            owner.network == network && !valid.iter().any(|attachment| attachment.container_id == owner.container_id)
+        };
+        self.remove_everywhere(&[DNAT], |nat, edit| {
+            let mut claims = Vec::new();
+            for chain in nat.chain_names(shape::PREFIX)? {
+                claims.extend(plan_removal(nat, edit, &chain, |section, owners| match section.alias() {
+                    Some(alias) => {
+                        alias.starts_with(&alias_prefix) && !valid_aliases.iter().any(|valid| valid == alias)
+                    }
+                    None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
+                })?);
+            }
+            Ok(claims)
+        })
+    }
+
+    /// Whether the chain of the attachment's container exists in any family and variant.
+    pub fn holds(&mut self, attachment: &AttachmentId) -> Result<bool> {
+        let chain = shape::chain(attachment);
+        for family in FAMILIES {
+            for variant in self.iptables.variants_to_search(family, &[&chain])? {
+                // iptables-nft is among the variants only if it has the chain.
+                if variant == Variant::Nft || self.iptables.read(family, variant)?.has_chain(&chain)? {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Makes the removals that `plan` adds to an edit, in every family and variant that may have
+    /// one of the `chains`. `plan` returns the claims of the rules that it removes. An error in one
+    /// family or variant does not stop the others.
+    fn remove_everywhere(
+        &mut self,
+        chains: &[&str],
+        mut plan: impl FnMut(&mut Chains<'_>, &mut Edit) -> Result<Vec<ClaimedPort>>,
+    ) -> Removal {
+        let (mut claims, mut remarks, mut results) = (Vec::new(), Vec::new(), Vec::new());
+        for family in FAMILIES {
+            let variants = self.iptables.variants_to_search(family, chains).unwrap_or_else(|error| {
+                results.push(Err(error));
+                // iptables-nft cannot be read; iptables-legacy can be, with its own programs.
+                vec![Variant::Legacy]
+            });
+            for variant in variants {
+                match self.iptables.can_remove(family, variant) {
+                    Ok(true) => {
+                        let mut found = Vec::new();
+                        results.push(self.iptables.change(family, variant, |nat| {
+                            let mut edit = Edit::new();
+                            found = plan(nat, &mut edit)?;
+                            Ok(edit)
+                        }));
+                        claims.append(&mut found);
+                    }
+                    Ok(false) => {
+                        let name = program_name(family);
+                        remarks.push(format!(
+                            "{name}-{variant} is not installed, but may have a table nat: stale host port rules in it \
+                             were not removed. Install {name}-{variant} and repeat the call"
+                        ));
+                    }
+                    Err(error) => results.push(Err(error)),
+                }
+            }
+        }
+        Removal { claims, remarks, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
+    }
+}
+
+/// Whether a section is the attachment's, or may be. `owners` are those that the jumps to the chain
+/// name. Two containers can share a chain, because its name is a hash of network and container ID
+/// without a separator; so a section without a marker is not the attachment's if only others are
+/// named.
+fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId) -> bool {
+    if let Some(alias) = section.alias() {
+        return alias == attachment.alias();
+    }
+    let is_owner =
+        |owner: &JumpOwner| owner.network == attachment.network && owner.container_id == attachment.container_id;
+    owners.is_empty() || owners.iter().any(is_owner)
+}
+
+/// Adds to `edit` the removal of the sections of `chain` for which `is_removed` is true, of the
+/// jumps that no other section needs, and of the chain if no section stays. `is_removed` also gets
+/// the owners that the jumps to the chain name. Returns the claims of the removed sections.
+pub(super) fn plan_removal(
+    nat: &mut Chains<'_>,
+    edit: &mut Edit,
+    chain: &str,
+    is_removed: impl Fn(&Section, &[JumpOwner]) -> bool,
+) -> Result<Vec<ClaimedPort>> {
+    let Some(content) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
+    let jumps = nat.rules_leading_to(DNAT, chain)?;
+    let mut owners = Vec::new();
+    for jump in &jumps {
+        if let Some((network, container_id)) = jump.comment().and_then(shape::read_comment) {
+            owners.push(JumpOwner { network: network.to_owned(), container_id: container_id.to_owned() });
+        }
+    }
+    let sections = shape::sections(&content.rules);
+    let (removed, mut kept): (Vec<&Section>, Vec<&Section>) =
+        sections.iter().partition(|section| is_removed(section, &owners));
+    kept.retain(|section| section.rules().next().is_some());
+    if removed.is_empty() {
+        return Ok(Vec::new());
+    }
+    let claims = removed.iter().flat_map(|section| section.claims()).collect();
+    if kept.is_empty() {
+        for jump in &jumps {
+            edit.delete(DNAT, jump);
+        }
+        edit.delete_chain(chain, &content);
+        return Ok(claims);
+    }
+    let kept_claims: Vec<ClaimedPort> = kept.iter().flat_map(|section| section.claims()).collect();
+    // Rules that do not show their owner are removed only with the whole chain.
+    for section in removed.iter().filter(|section| !section.is_silent()) {
+        delete_section(edit, chain, section, &kept_claims);
+    }
+    for jump in jumps.iter().filter(|jump| !is_needed(jump, &kept_claims)) {
+        edit.delete(DNAT, jump);
+    }
+    Ok(claims)
+}
+
+/// Removes a section, except the rules that mark connections to a port in `kept_claims`. Go makes
+/// such a rule once for all addresses of a container. And iptables-legacy, which does not number
+/// rules, would remove the first one with the same words, which may be that of a kept section.
+pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, kept_claims: &[ClaimedPort]) {
+    for rule in section.rules() {
+        let (protocol, port) = (rule.value("-p"), rule.value("--dport"));
+        let is_of_kept_port = kept_claims
+            .iter()
+            .any(|claim| protocol == Some(claim.protocol.name()) && port == Some(claim.host_port.to_string().as_str()));
+        if rule.target() == Some("DNAT") || !is_of_kept_port {
+            edit.delete(chain, rule);
+        }
+    }
+}
+
+/// Whether packets for one of the claims pass this jump of [`DNAT`].
+pub(super) fn is_needed(jump: &Rule, claims: &[ClaimedPort]) -> bool {
+    let Some(jump) = Jump::of(jump) else { return false };
+    claims.iter().any(|claim| jump.serves(claim))
+}
