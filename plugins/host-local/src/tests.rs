@@ -194,7 +194,10 @@ fn requests_come_from_three_places_and_the_strongest_wins() {
     let result = host.run("ADD", "a", "IgnoreUnknown=1;IP=10.0.0.30;X=y;", &conf).unwrap();
     assert_eq!(result["ips"][0]["address"], "10.0.0.20/24");
     assert_eq!(result["ips"][1]["address"], "fd00::20/64");
-    assert_eq!(*host.notes.borrow(), ["10.0.0.30 from CNI_ARGS IP is not used: args.cni.ips asks for 10.0.0.20"]);
+    assert_eq!(
+        *host.notes.borrow(),
+        ["10.0.0.30 from CNI_ARGS IP is not used, because args.cni.ips requests 10.0.0.20"]
+    );
     conf["runtimeConfig"] = json!({"ips": ["10.0.0.10"]});
     conf["args"] = json!("anything");
     assert_eq!(host.ok("ADD", "b", &conf)["ips"][0]["address"], "10.0.0.10/24");

@@ -185,8 +185,8 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         found.into_iter().next().ok_or_else(|| {
             let error = Error::config(format!("network {network:?} has no reservations and no host-local"));
             error.with_details(match names.is_empty() {
-                true => "no network has any; check --conf-dir and --data-dir".to_owned(),
-                false => format!("the networks that have are: {}", names.join(", ")),
+                true => "no other network has either; check --conf-dir and --data-dir".to_owned(),
+                false => format!("networks with reservations or host-local: {}", names.join(", ")),
             })
         })
     }

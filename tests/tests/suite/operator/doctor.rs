@@ -46,7 +46,7 @@ fn a_healthy_node_is_reported_as_such() {
     assert!(empty.ends_with("Nothing wrong was found.\n"), "{empty}");
     let container = operator.attach();
     let text = operator.done(&["doctor"]);
-    for words in ["networks       net1 in", "the host forwards for containers", "1 host link, up"] {
+    for words in ["networks       net1 in", "the host forwards packets of containers", "1 host link, up"] {
         assert!(text.contains(words), "it should say `{words}`:\n{text}");
     }
     operator.detach(&container);

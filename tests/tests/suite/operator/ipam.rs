@@ -97,7 +97,7 @@ fn what_is_in_use_is_released_only_by_force() {
     operator
         .failed(&["ipam", "release", "net1", "10.1.0.2"], &["is in use: its namespace", path(&container), "--force"]);
     operator.failed(&["ipam", "release", "net1", "10.1.0.9"], &["10.1.0.9 is not reserved"]);
-    operator.failed(&["ipam", "show", "nowhere"], &["network \"nowhere\" has no reservations", "known are: net1"]);
+    operator.failed(&["ipam", "show", "nowhere"], &["network \"nowhere\" has no reservations", "or host-local: net1"]);
     let by_id = ["ipam", "release", "net1", "--container-id", &container.id, "--force"];
     let text = operator.done(&by_id);
     assert_eq!(text, format!("released: 10.1.0.2 is held by {} eth0\n", container.id));

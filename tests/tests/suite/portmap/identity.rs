@@ -126,7 +126,7 @@ fn go_s_rules_for_two_interfaces_go_one_after_the_other() {
             pods[0].check(&configs[0]).success();
             if ports[0] == ports[1] {
                 let address = pods[0].address(0).to_string();
-                pods[1].check(&configs[1]).fails_naming(101, &["8080", &address, "first"]);
+                pods[1].check(&configs[1]).fails_naming(101, &["8080", &address, "before"]);
             }
             let del = |which: usize| {
                 let (pod, config) = (&pods[which], without_ports(&configs[which]));
