@@ -9,12 +9,9 @@ use std::path::Path;
 
 use clap::{Args, Subcommand};
 use cni::config::NetConf;
-use cni::json::Json;
-use cni::result::{AddResult, Interface};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Environment, RestoreMode};
-use cni::version::Version;
-use cni::{Code, Error, Result};
+use cni::{Error, Result};
 use cni_linux::{Netlink, Netns};
 use libcni::Cache;
 use libcni::cache::{Entry, Listing};
@@ -101,8 +98,7 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
         None => cache.list_all()?,
     };
     let mode = if args.dry_run { RestoreMode::Report } else { RestoreMode::Write };
-    let attempt = |mut entry: Entry| {
-        entry.attachment.netns = find_netns(&entry);
+    let attempt = |entry: Entry| {
         let outcome = restore_attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(Outcome::Failed);
         (entry, outcome)
     };
@@ -174,34 +170,6 @@ fn restore_attachment(
     Ok(Outcome::Plugins(rules))
 }
 
-/// Returns the path of the attachment's namespace. The libcni of Podman 4 and containerd 1.6 does
-/// not store it in the entry, but the result in the entry has the namespace of each interface.
-fn find_netns(entry: &Entry) -> String {
-    let stored = &entry.attachment.netns;
-    if !stored.is_empty() {
-        return stored.clone();
-    }
-    match container_interface(entry) {
-        Ok(Some(interface)) => interface.sandbox,
-        Ok(None) | Err(_) => String::new(),
-    }
-}
-
-/// Returns the container's interface in the entry's result, or `None` if it has none.
-///
-/// # Errors
-/// Code 6 if the result cannot be decoded.
-fn container_interface(entry: &Entry) -> Result<Option<Interface>> {
-    let result = entry.result.as_deref().map(|result| result.get()).unwrap_or("{}");
-    let undecodable =
-        |why: String| Error::new(Code::DECODE, format!("failed to decode the result in the result cache: {why}"));
-    let json = Json::parse(result.as_bytes()).map_err(|error| undecodable(error.to_string()))?;
-    let result = AddResult::decode(&json, Version::NEWEST).map_err(|error| undecodable(error.to_string()))?;
-    let is_container_interface =
-        |interface: &Interface| interface.name == entry.attachment.ifname && !interface.sandbox.is_empty();
-    Ok(result.interfaces.into_iter().find(is_container_interface))
-}
-
 /// Returns why the attachment is not in use, or `None` if it is. The rules of an attachment that is
 /// not in use could match packets of another container. An interface with another MAC than in the
 /// result was not created by the attachment's ADD.
@@ -219,7 +187,7 @@ fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     }
     let link = Netlink::open()?.open_in(&Netns::open(Path::new(netns))?)?.find_link(ifname)?;
     let Some(link) = link else { return Ok(Some(format!("there is no {ifname} in its namespace {netns}"))) };
-    let expected = container_interface(entry)?.map(|interface| interface.mac).unwrap_or_default();
+    let expected = entry.container_interface()?.map(|interface| interface.mac).unwrap_or_default();
     let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
     let is_other = !expected.is_empty() && !expected.eq_ignore_ascii_case(&mac);
     if !is_other {

@@ -17,9 +17,11 @@ use libcni::{NetworkList, Runtime};
 use serde_json::json;
 
 use crate::cli::{Failure, Shared, Variables, failed};
-use crate::inspect::{Snapshot, bridges_of, orphans};
+use crate::inspect::orphans::{self, quoted};
+use crate::inspect::{Attached, Fact, Snapshot, Verdict, bridges_of};
 use crate::node;
 use crate::report::{Colour, Format, paint, write, write_json};
+use crate::target::NetnsPresence;
 use crate::{Call, Exit, Streams};
 
 /// A problem of the node.
@@ -115,6 +117,7 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         firewall::bridge_netfilter(&context),
         firewall::variants(&context),
         firewall::conntrack(),
+        attachments(&context),
         left_over(&context)?,
     ];
     let count = outcomes.iter().map(|outcome| outcome.findings.len()).sum::<usize>();
@@ -158,6 +161,32 @@ fn text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> Strin
     };
     text
 }
+
+/// Checks that each container has what its result and its configuration say, as `inspect` does.
+/// `left_over` reports the attachments of containers that do not exist any more.
+fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
+    let mut outcome = CheckOutcome::new("attachments");
+    for entry in &context.snapshot.remembered {
+        if NetnsPresence::of(&entry.attachment.netns, context.call.machine) != NetnsPresence::There {
+            continue;
+        }
+        let attached = Attached::inspect(&context.snapshot, entry, context.call);
+        let differing: Vec<&Fact> = attached.facts.iter().filter(|fact| fact.verdict == Verdict::Differs).collect();
+        if differing.is_empty() {
+            continue;
+        }
+        let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.what, fact.text)).collect();
+        let what = format!("{}: {}", attached.name, texts.join("; "));
+        match differing.iter().all(|fact| fact.is_rule()) {
+            true => outcome.problem(what, format!("cnitool rules restore {}", quoted(&attached.network))),
+            false => outcome.problem_without_command(what, RECREATE),
+        }
+    }
+    outcome.ok_summary("every container has what its result and its configuration say")
+}
+
+/// The advice for what only an ADD creates.
+const RECREATE: &str = "delete the container and create it again: only its ADD creates this";
 
 /// Reports the leftovers that `inspect` finds.
 fn left_over(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {

@@ -49,7 +49,7 @@ impl Attached {
                     facts.push(Fact::differs("namespace", why.to_string()));
                 }
             }
-            // `orphans` reports the entry as a leftover.
+            // `orphans` reports the entry as a leftover, and `doctor` does not report its facts.
             NetnsPresence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
             NetnsPresence::Other(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
             NetnsPresence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),

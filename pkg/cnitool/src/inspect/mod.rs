@@ -56,6 +56,11 @@ impl Fact {
     pub(crate) fn differs(what: &'static str, text: impl Into<String>) -> Fact {
         Fact { what, text: text.into(), verdict: Verdict::Differs }
     }
+
+    /// Whether the fact is about a packet filter rule, which `cnitool rules restore` writes again.
+    pub(crate) fn is_rule(&self) -> bool {
+        ["masquerade", "host port", "macspoofchk", "firewall"].contains(&self.what)
+    }
 }
 
 /// Runs `cnitool inspect`.

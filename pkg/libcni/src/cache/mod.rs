@@ -17,7 +17,7 @@ use serde_json::value::{RawValue, to_raw_value};
 use super::request::{AddedKeys, derive};
 use super::{Attachment, NetworkList, PluginConf};
 use cni::json::Json;
-use cni::result::AddResult;
+use cni::result::{AddResult, Interface};
 use cni::version::Version;
 use cni::{AttachmentId, Code, Error, Result, ident};
 
@@ -90,6 +90,21 @@ impl Entry {
     /// Returns the attachment that it is of.
     pub fn id(&self) -> AttachmentId {
         self.attachment.id(&self.network)
+    }
+
+    /// Returns the container's interface in the result, or `None` if the result does not have it.
+    ///
+    /// # Errors
+    /// Code 6 if the result cannot be decoded.
+    pub fn container_interface(&self) -> Result<Option<Interface>> {
+        let Some(result) = self.result.as_deref() else { return Ok(None) };
+        let undecodable =
+            |why: String| Error::new(Code::DECODE, format!("failed to decode the result in the result cache: {why}"));
+        let json = Json::parse(result.get().as_bytes()).map_err(|error| undecodable(error.to_string()))?;
+        let result = AddResult::decode(&json, Version::NEWEST).map_err(|error| undecodable(error.to_string()))?;
+        let is_container_interface =
+            |interface: &Interface| interface.name == self.attachment.ifname && !interface.sandbox.is_empty();
+        Ok(result.interfaces.into_iter().find(is_container_interface))
     }
 
     /// The result as a `prevResult` of `version`: verbatim if it has that version already.

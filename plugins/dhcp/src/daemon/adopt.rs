@@ -42,21 +42,14 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     })?;
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     let mut result = AddResult::decode(&json, Version::NEWEST).ok()?;
-    let netns = match attachment.netns.as_str() {
-        // libcni before 1.2, which containerd 1.6 uses, records the namespace only in the result.
-        "" => result
-            .interfaces
-            .iter()
-            .find(|link| link.name == attachment.ifname && !link.sandbox.is_empty())?
-            .sandbox
-            .clone(),
-        netns => netns.to_owned(),
-    };
+    if attachment.netns.is_empty() {
+        return None;
+    }
     result.interfaces.clear();
     result.ips.iter_mut().for_each(|ip| ip.interface = None);
     let args = CmdArgs {
         container_id: attachment.container_id.clone(),
-        netns,
+        netns: attachment.netns.clone(),
         ifname: attachment.ifname.clone(),
         args,
         ..CmdArgs::default()

@@ -53,6 +53,36 @@ fn a_healthy_node_is_reported_as_such() {
 }
 
 #[test]
+fn what_a_container_has_lost_is_found() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    container.exec(&["ip", "address", "flush", "dev", "eth0"]);
+    container.exec(&["ip", "link", "set", "eth0", "address", "0a:00:00:00:00:99"]);
+    let found = findings(&operator);
+    assert_eq!(found.len(), 1, "{found:#?}");
+    assert_eq!(found[0]["check"], "attachments");
+    let what = found[0]["what"].as_str().unwrap();
+    for words in [container.id.as_str(), "0a:00:00:00:00:99", "10.1.0.2/24 is in the result"] {
+        assert!(what.contains(words), "it should say `{words}`: {what}");
+    }
+    assert!(found[0]["advice"].as_str().unwrap().contains("create it again"), "{found:#?}");
+    operator.detach(&container);
+    assert_eq!(findings(&operator), Vec::<Value>::new());
+}
+
+#[test]
+fn rules_that_a_container_has_lost_are_found_and_repaired() {
+    require!(probe::plugin("cnitool").and_then(|()| probe::nft()));
+    let operator = Operator::new();
+    operator.configure(json!({"ipMasq": true, "ipMasqBackend": "nftables"}), &[]);
+    let container = operator.attach();
+    operator.node.exec(&["nft", "flush", "ruleset"]);
+    found_and_repaired(&operator, "attachments", &["masquerade", container.id.as_str()]);
+    operator.detach(&container);
+}
+
+#[test]
 fn forwarding_that_is_off_is_found_where_it_is_needed() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();

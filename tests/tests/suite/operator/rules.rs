@@ -316,6 +316,8 @@ fn a_record_without_a_namespace_has_one_in_its_result() {
         place.operator.node.exec(&["sh", "-ec", "sed -i 's/\"netns\":\"[^\"]*\",//' /var/lib/cni/results/*"]);
         let records = place.operator.node.exec(&["sh", "-c", "cat /var/lib/cni/results/*"]);
         assert!(!records.contains("\"netns\""), "{records}");
+        let facts = place.done(&["inspect"]);
+        assert!(!facts.contains("no path was recorded"), "{facts}");
         let (script, _) = losses(place.backend)[0];
         place.shell(script);
         let text = place.done(&["rules", "restore"]);
