@@ -289,7 +289,13 @@ def scenario_the_image_of_the_containerfile_installs_on_a_node_and_goes_back(nod
         said = pod_of_the_node.stdout.readline()
         expect("are now in" in said, True, f"installed, it said {said!r}")
         podman("exec", "install", "/plugins/cni-install", "status", "--dest", "/host/opt/cni/bin")
-        expect(filecmp.cmp(f"{OURS}/bridge", "/opt/node/bridge", shallow=False), True, "the node has our bridge")
+        plugins = [line.split()[1] for line in read(f"{OURS}/SHA256SUMS").splitlines()]
+        expect(len(plugins), 18, "plugins of the image")
+        for plugin in plugins:
+            same = filecmp.cmp(f"{OURS}/{plugin}", f"/opt/node/{plugin}", shallow=False)
+            expect(same, True, f"the node has our {plugin}")
+            answer = podman("exec", "-e", "CNI_COMMAND=VERSION", "install", f"/plugins/{plugin}")
+            expect('"1.1.0"' in answer, True, f"VERSION of {plugin} in the image, {answer!r}")
         podman("stop", "-t", "10", "install")
         expect(pod_of_the_node.wait(), 0, "its status after the stop")
     sh(*run_image, "--rm", "localhost/cni-plugins", "rollback", "--dest", "/host/opt/cni/bin")

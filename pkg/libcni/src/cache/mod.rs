@@ -92,6 +92,17 @@ impl Entry {
         self.attachment.id(&self.network)
     }
 
+    /// Adds the namespace of the container's interface in the result to an entry that has none:
+    /// libcni before 1.2, which Podman 4 and containerd 1.6 use, does not store it.
+    fn with_netns(mut self) -> Entry {
+        if self.attachment.netns.is_empty()
+            && let Ok(Some(interface)) = self.container_interface()
+        {
+            self.attachment.netns = interface.sandbox;
+        }
+        self
+    }
+
     /// Returns the container's interface in the result, or `None` if the result does not have it.
     ///
     /// # Errors
@@ -397,16 +408,15 @@ fn look(path: &Path, id: &AttachmentId) -> Result<Found> {
             let AttachmentId { network, container_id, ifname } = entry.id();
             Found::Another(format!("{ifname} of container {container_id} in network {network}"))
         }
-        Some(Ok(Content::Bare(result))) => Found::Entry(Box::new(Entry {
-            network: id.network.clone(),
-            attachment: Attachment {
+        Some(Ok(Content::Bare(result))) => {
+            let attachment = Attachment {
                 container_id: id.container_id.clone(),
                 ifname: id.ifname.clone(),
                 ..Attachment::default()
-            },
-            config: Vec::new(),
-            result: Some(result),
-        })),
+            };
+            let entry = Entry { network: id.network.clone(), attachment, config: Vec::new(), result: Some(result) };
+            Found::Entry(Box::new(entry.with_netns()))
+        }
     })
 }
 

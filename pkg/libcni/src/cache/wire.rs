@@ -87,7 +87,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
         None => Members::default(),
         Some(value) => Members::parse(value.get()).map_err(|error| format!("capabilityArgs: {error}"))?,
     };
-    let mut entry = Entry {
+    let entry = Entry {
         network: wire.network_name,
         attachment: Attachment {
             container_id: wire.container_id,
@@ -99,11 +99,5 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
         config,
         result: members.get("result").map(RawValue::to_owned),
     };
-    // libcni before 1.2, which Podman 4 and containerd 1.6 use, does not store the namespace.
-    if entry.attachment.netns.is_empty()
-        && let Ok(Some(interface)) = entry.container_interface()
-    {
-        entry.attachment.netns = interface.sandbox;
-    }
-    Ok(Content::Whole(Box::new(entry)))
+    Ok(Content::Whole(Box::new(entry.with_netns())))
 }
