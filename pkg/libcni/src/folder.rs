@@ -1,11 +1,11 @@
 //! The folder of network configurations, `/etc/cni/net.d`.
 //!
-//! `*.conflist` are lists, `*.conf` and `*.json` single plugins; all in the order of their names,
-//! without recursion. A list's further plugins may lie as `*.conf` in a folder named after the
-//! network.
+//! A file `*.conflist` has a list of plugins, `*.conf` and `*.json` have a single plugin.
+//! Subfolders are not searched, but a list may have further plugins in files `*.conf` of a folder
+//! that has the network's name.
 //!
 //! An unreadable or invalid file does not prevent the use of the others: it is reported as a note.
-//! It is an error only if it has the requested network, or if no file has it.
+//! It is an error only if it has the requested network, or if no file has that network.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -20,29 +20,30 @@ use cni::{Code, Error, Result, file, ident};
 #[derive(Clone, Debug)]
 pub struct ConfFolder(PathBuf);
 
-/// A file of the folder, and what it holds.
+/// A file of the folder, with its content.
 #[derive(Debug)]
 pub struct ConfFile {
-    /// Where it is.
+    /// The file's path.
     pub path: PathBuf,
-    /// The network's name, if it could be read; known also for many files that are wrong otherwise.
+    /// The network's name, or `None` if it could not be read. An invalid file often has a readable
+    /// name.
     pub name: Option<String>,
-    /// The network, or what is wrong with it.
+    /// The network, or why the file is invalid.
     pub list: Result<NetworkList>,
 }
 
 impl ConfFolder {
-    /// The folder at `path`; it need not exist.
+    /// Returns the folder at `path`, which does not need to exist.
     pub fn new(path: impl Into<PathBuf>) -> ConfFolder {
         ConfFolder(path.into())
     }
 
-    /// Where it is.
+    /// Returns the folder's path.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Every configuration file, by name; the unusable ones too.
+    /// Reads all configuration files, the invalid ones too, and returns them sorted by file name.
     ///
     /// # Errors
     /// Code 5 if the folder exists and cannot be read.
@@ -50,38 +51,43 @@ impl ConfFolder {
         Ok(files(&self.0, &[".conflist", ".conf", ".json"])?.into_iter().map(ConfFile::read).collect())
     }
 
-    /// The network `name`: the first list of that name, else the first single configuration.
-    /// Invalid files before it are reported to `notes`.
+    /// Returns the network `name`: the first list with this name or, if there is none, the first
+    /// single plugin with it. Invalid files that come before it are reported to `notes`.
     ///
     /// # Errors
-    /// What is wrong with the network's own file; Go's texts if there is no such network, with the
-    /// files that could not be read in the details.
+    /// The network's file is invalid; there is no such network (Go's texts, with the reasons why
+    /// other files are invalid as details).
     pub fn find(&self, name: &str, notes: &Notes) -> Result<NetworkList> {
         let mut files = self.files()?;
         if files.is_empty() {
             return Err(Error::config(format!("no net configurations found in {}", self.0.display())));
         }
-        files.sort_by_key(|file| !is_list(&file.path)); // stable: the order of names stays
-        let mut wrong = Vec::new();
+        // Lists come first. The sort is stable, so each group keeps the order of the names.
+        files.sort_by_key(|file| !is_list(&file.path));
+        let mut invalid: Vec<Error> = Vec::new();
         for file in files {
             match file.list {
                 Ok(list) if list.name() == name => {
-                    wrong.iter().for_each(|error: &Error| notes.note(format_args!("ignored: {error}")));
+                    invalid.iter().for_each(|error| notes.note(format_args!("ignored: {error}")));
                     return Ok(list);
                 }
                 Err(error) if file.name.as_deref() == Some(name) => return Err(error),
                 Ok(_) => {}
-                Err(error) => wrong.push(error),
+                Err(error) => invalid.push(error),
             }
         }
         let error = Error::config(format!("no net configuration with name {name:?} in {}", self.0.display()));
-        let wrong: Vec<String> = wrong.iter().map(Error::to_string).collect();
-        Err(if wrong.is_empty() { error } else { error.with_details(wrong.join("; ")) })
+        if invalid.is_empty() {
+            return Err(error);
+        }
+        let reasons: Vec<String> = invalid.iter().map(Error::to_string).collect();
+        Err(error.with_details(reasons.join("; ")))
     }
 }
 
 impl ConfFile {
-    /// Reads one file, by its name's ending.
+    /// Reads a file as a list or a single plugin, depending on the suffix of its name. An error is
+    /// in the field `list`.
     pub fn read(path: PathBuf) -> ConfFile {
         let raw = match file::read(&path) {
             Ok(raw) => raw,
@@ -97,14 +103,15 @@ impl ConfFile {
     }
 }
 
+/// Whether the file's name ends with `.conflist`.
 fn is_list(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b".conflist")
 }
 
-/// A list with the plugins of its folder behind the inlined ones.
+/// Parses a list, and appends the plugins of its folder (see the module) to its own plugins.
 fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
     let mut list = NetworkList::parse_open(raw)?;
-    // A name that is none could lead anywhere; every verb refuses it later.
+    // An invalid name could be the path of any folder. Every verb refuses it later.
     if !list.load_only_inlined() && ident::check_network_name(list.name()).is_ok() {
         let folder = path.with_file_name(list.name());
         for path in files(&folder, &[".conf"])? {
@@ -117,9 +124,9 @@ fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
     list.complete()
 }
 
-/// The files of a folder with one of these endings, sorted by name. A folder that does not exist
-/// has none.
-fn files(folder: &Path, endings: &[&str]) -> Result<Vec<PathBuf>> {
+/// Returns the paths of a folder's files with one of these suffixes, sorted by name; none if the
+/// folder does not exist.
+fn files(folder: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", folder.display()), error);
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -130,9 +137,9 @@ fn files(folder: &Path, endings: &[&str]) -> Result<Vec<PathBuf>> {
     for entry in entries {
         let path = entry.map_err(failed)?.path();
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
-        let wanted = endings.iter().any(|ending| name.ends_with(ending.as_bytes()));
-        // A file without metadata (a dangling link) stays in, and is reported when it is read.
-        if wanted && fs::metadata(&path).map_or(true, |metadata| metadata.is_file()) {
+        let has_suffix = suffixes.iter().any(|suffix| name.ends_with(suffix.as_bytes()));
+        // A dangling symbolic link has no metadata. It is included, and reported when it is read.
+        if has_suffix && fs::metadata(&path).map_or(true, |metadata| metadata.is_file()) {
             paths.push(path);
         }
     }

@@ -1,4 +1,4 @@
-//! For pkg/cni-fuzz alone: what a plugin of a list would be given.
+//! Gives pkg/cni-fuzz access to the function that writes a plugin's configuration.
 
 use serde_json::value::RawValue;
 
@@ -8,7 +8,7 @@ use super::request::{AddedKeys, derive};
 use cni::Result;
 use cni::config::ValidAttachments;
 
-/// The request for one plugin.
+/// Returns the configuration that one plugin of a list reads on its stdin.
 ///
 /// # Errors
 /// Code 999, which does not happen.

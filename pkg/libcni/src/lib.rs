@@ -1,16 +1,16 @@
-//! The runtime's side of the protocol: what containerd or cnitool does around the plugins.
+//! The runtime's side of the protocol: it reads the networks' configurations, runs the plugins, and
+//! stores their results. cnitool uses it.
 //!
 //! - `folder`, `list`: the networks of `/etc/cni/net.d`.
-//! - `members`, `request`: the JSON each plugin gets, everything it does not need to understand
-//!   verbatim.
-//! - `plugin`: running one plugin for one verb.
+//! - `members`, `request`: the JSON that each plugin reads. Keys that the runtime does not know stay
+//!   as they were written.
+//! - `plugin`: runs one plugin for one verb.
 //! - `verbs`: [`Runtime`]'s ADD, CHECK, DEL, GC and STATUS of a whole network; `versions`: VERSION.
-//! - [`cache`]: what is remembered between them, in the layout of Go's libcni.
+//! - [`cache`]: the results of ADD, in the layout of Go's libcni.
 //!
-//! Nothing here knows a container's kernel state: it finds programs, feeds them, and remembers what
-//! they said. Where it departs from Go's libcni: a failed ADD is followed by a DEL of every plugin;
-//! a second ADD of an attachment is refused before any plugin runs; CHECK, DEL and GC report what
-//! goes wrong with the cache; every program has a deadline.
+//! It differs from Go's libcni: after a failed ADD, every plugin gets a DEL; a second ADD of an
+//! attachment is refused before any plugin runs; CHECK, DEL and GC report errors of the cache; every
+//! plugin has a deadline.
 
 mod folder;
 #[cfg(feature = "fuzzing")]
@@ -39,45 +39,45 @@ pub use list::{NetworkList, PluginConf};
 pub use members::Members;
 pub use verbs::OnError;
 
-/// How long a plugin may take by default. Longer than the longest `delegateTimeout`,
-/// because deadlines nest.
+/// How long a plugin may take by default. It is longer than the longest `delegateTimeout`, so that a
+/// plugin whose IPAM plugin takes too long can report that and clean up.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(310);
 
-/// A container runtime, as far as CNI is concerned: where plugins and memories are, and how
-/// programs are run.
+/// A container runtime, as far as CNI is concerned: the folders of plugins and results, and the way
+/// in which programs are run.
 #[derive(Clone, Debug)]
 pub struct Runtime<'m> {
     /// Runs the plugins.
     pub machine: &'m dyn Machine,
-    /// Where the plugins are: CNI_PATH.
+    /// The folders in which plugins are searched: CNI_PATH.
     pub plugin_folders: Vec<PathBuf>,
-    /// The variables that plugins inherit; the six of the protocol are replaced.
+    /// The environment variables for plugins. The six of the protocol are replaced in each call.
     pub environment: Vec<(OsString, OsString)>,
     /// The result cache.
     pub cache: Cache,
     /// How long one plugin may take.
     pub timeout: Duration,
-    /// Where remarks and the plugins' stderr go.
+    /// Receives remarks, and what the plugins write to stderr.
     pub notes: Notes,
 }
 
-/// A container's interface in some network: what the runtime decides about it.
+/// What the runtime decides about a container's interface, without the network.
 #[derive(Clone, Debug, Default)]
 pub struct Attachment {
     /// CNI_CONTAINERID
     pub container_id: String,
-    /// CNI_NETNS; empty if there is none (any more).
+    /// CNI_NETNS; empty if the namespace does not exist any more or is not known.
     pub netns: String,
     /// CNI_IFNAME
     pub ifname: String,
     /// CNI_ARGS
     pub args: Vec<(String, String)>,
-    /// The value for each capability; a plugin gets those that it declares.
+    /// The value of each capability. A plugin gets those that it declares.
     pub capability_args: Members,
 }
 
 impl Attachment {
-    /// Returns its name in `network`.
+    /// Returns the identifier of this attachment in `network`.
     pub fn id(&self, network: &str) -> AttachmentId {
         AttachmentId::new(network, &self.container_id, &self.ifname)
     }

@@ -1,10 +1,9 @@
-//! A network as a runtime reads it: a name, a version, plugins in their order.
+//! The configuration of a network: a name, a version, and plugins in their order.
 //!
-//! Parsed once. The plugins' own objects stay verbatim; only what the runtime itself acts on is
-//! decoded.
+//! Only the keys that the runtime needs are decoded; the plugins' objects stay verbatim.
 //!
-//! An unknown version is not an error here but when a verb is called, so that a folder with one
-//! such file still shows all its networks.
+//! An unknown version is an error only when a verb is called, so that all networks of a folder can
+//! be listed.
 
 use std::collections::BTreeMap;
 
@@ -39,15 +38,16 @@ pub struct PluginConf {
 }
 
 impl NetworkList {
-    /// Reads a list by itself, without the folder of plugins that may belong to its file.
+    /// Parses a list, without the folder of plugins that may belong to its file.
     ///
     /// # Errors
-    /// Code 6 or 7 with Go's texts; a list without any plugin is one.
+    /// Code 6 or 7 with Go's texts: the JSON is invalid, a key has a wrong type, there are no
+    /// plugins.
     pub fn parse(raw: &[u8]) -> Result<NetworkList> {
         NetworkList::parse_open(raw)?.complete()
     }
 
-    /// Reads a list that may still get plugins from a folder.
+    /// Parses a list that may still get plugins from a folder, so that it may have none of its own.
     pub(super) fn parse_open(raw: &[u8]) -> Result<NetworkList> {
         let failed = |error: Error| error.context("error parsing configuration list");
         let text = String::from_utf8_lossy(raw);
@@ -76,7 +76,7 @@ impl NetworkList {
         })
     }
 
-    /// Reads a single plugin's configuration as the list that holds just it.
+    /// Parses the configuration of a single plugin as a list with this plugin.
     ///
     /// # Errors
     /// As [`parse`](NetworkList::parse).
@@ -90,66 +90,68 @@ impl NetworkList {
         NetworkList::parse(&list.to_bytes()?)
     }
 
-    /// The list, if it has plugins.
+    /// Returns the list if it has plugins, and an error with code 7 if it has none.
     pub(super) fn complete(self) -> Result<NetworkList> {
         if self.plugins.is_empty() { Err(Error::config("no plugin configs found")) } else { Ok(self) }
     }
 
-    /// The network's name, as it was written: it is checked by the verbs.
+    /// Returns the network's name. The verbs check whether it is valid.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The version of every request, as text; perhaps unknown, perhaps empty.
+    /// Returns the version of the specification that the plugins' configurations get, as text. It
+    /// may be empty or unknown.
     pub fn cni_version(&self) -> &str {
         &self.cni_version
     }
 
-    /// The version of every request.
+    /// Returns the version of the specification that the plugins' configurations get.
     ///
     /// # Errors
-    /// Code 1 for one that we do not speak.
+    /// Code 1 if it is not supported.
     pub fn version(&self) -> Result<Version> {
         Version::find(&self.cni_version)
             .ok_or_else(|| config::incompatible("incompatible CNI versions", &self.cni_version))
     }
 
-    /// Whether CHECK is switched off, by `disableCheck` or by `args.cni.disable-check` of the list
+    /// Whether the configuration disables CHECK, by `disableCheck` or by `args.cni.disable-check` of the list
     /// or of a plugin.
     pub fn disable_check(&self) -> bool {
         self.disable_check || self.plugins.iter().any(PluginConf::disable_check)
     }
 
-    /// Whether GC is switched off.
+    /// Whether the configuration disables GC, by `disableGC`.
     pub fn disable_gc(&self) -> bool {
         self.disable_gc
     }
 
-    /// Whether a folder of plugins beside the list is left alone.
+    /// Whether the folder of further plugins is not read.
     pub(super) fn load_only_inlined(&self) -> bool {
         self.load_only_inlined
     }
 
-    /// The plugins, in the order of an ADD.
+    /// Returns the plugins in the order in which ADD runs them.
     pub fn plugins(&self) -> &[PluginConf] {
         &self.plugins
     }
 
     /// Returns the configuration that `plugin` of this list reads on its stdin, without the keys of
-    /// a verb. `capability_args` are those of an attachment, if there is one.
+    /// a verb such as `prevResult`. `capability_args` are the values of an attachment's
+    /// capabilities.
     ///
     /// # Errors
-    /// Code 999, which does not happen.
+    /// Code 999 if a value cannot be written as JSON, which does not happen.
     pub fn request(&self, plugin: &PluginConf, capability_args: Option<&Members>) -> Result<Vec<u8>> {
         derive(self, plugin, AddedKeys { capability_args, ..AddedKeys::default() })
     }
 
-    /// The bytes of the list, as the cache keeps them.
+    /// Returns the bytes that the list was parsed from. The result cache stores them.
     pub fn raw(&self) -> &[u8] {
         &self.raw
     }
 
-    /// Every capability that some plugin declares, sorted.
+    /// Returns all capabilities that a plugin of the list declares, sorted.
     pub fn capabilities(&self) -> Vec<&str> {
         let mut all: Vec<&str> = self.plugins.iter().flat_map(|plugin| plugin.capabilities()).collect();
         all.sort_unstable();
@@ -168,7 +170,7 @@ struct Known {
 }
 
 impl PluginConf {
-    /// Reads a plugin's object.
+    /// Parses a plugin's object.
     ///
     /// # Errors
     /// Code 6 or 7 with Go's texts.
@@ -184,22 +186,22 @@ impl PluginConf {
         Ok(PluginConf { kind: known.kind, name: known.name, capabilities: capabilities.collect(), members })
     }
 
-    /// The name of its binary.
+    /// Returns the plugin's type, which is the name of its program.
     pub fn kind(&self) -> &str {
         &self.kind
     }
 
-    /// The capabilities it declares and has switched on.
+    /// Returns the capabilities that the plugin declares as `true`.
     pub fn capabilities(&self) -> impl Iterator<Item = &str> {
         self.capabilities.iter().map(String::as_str)
     }
 
-    /// Its object, verbatim.
+    /// Returns the plugin's object, verbatim.
     pub fn members(&self) -> &Members {
         &self.members
     }
 
-    /// `type="bridge"`, with its own name where it has one, as Go's errors say it.
+    /// Returns the plugin as Go's errors name it: `type="bridge"`, with its own name if it has one.
     pub fn description(&self) -> String {
         match self.name.as_str() {
             "" => format!("type={:?}", self.kind),
@@ -207,22 +209,34 @@ impl PluginConf {
         }
     }
 
+    /// Whether `args.cni.disable-check` of this plugin disables CHECK for the list.
     fn disable_check(&self) -> bool {
         let args = self.members.get("args").and_then(|args| Json::parse(args.get().as_bytes()).ok());
         args.is_some_and(|args| args_disable_check(&Json::Object(vec![("args".to_owned(), args)])))
     }
 }
 
+/// Parses the array `plugins` of a list.
+///
+/// # Errors
+/// Code 7 if it is not an array or is empty; that of an invalid plugin, with its index.
 fn inlined(array: &RawValue) -> Result<Vec<PluginConf>> {
-    let items = elements(array).map_err(|_| Error::config("'plugins' is not a list"))?;
-    if items.is_empty() {
+    let objects = elements(array).map_err(|_| Error::config("'plugins' is not a list"))?;
+    if objects.is_empty() {
         return Err(Error::config("no plugins in list"));
     }
-    let named = |index| move |error: Error| error.context(format_args!("failed to parse plugin config {index}"));
-    let parse = |(index, item): (usize, Box<RawValue>)| PluginConf::parse(item.get()).map_err(named(index));
-    items.into_iter().enumerate().map(parse).collect()
+    let mut plugins = Vec::new();
+    for (index, object) in objects.iter().enumerate() {
+        let plugin = PluginConf::parse(object.get());
+        plugins.push(plugin.map_err(|error| error.context(format_args!("failed to parse plugin config {index}")))?);
+    }
+    Ok(plugins)
 }
 
+/// Returns the string under a key, or `None` without the key.
+///
+/// # Errors
+/// Code 6 for another type.
 fn string<'a>(json: &'a Json, key: &str) -> Result<Option<&'a str>> {
     match json.get(key) {
         None => Ok(None),
@@ -231,7 +245,11 @@ fn string<'a>(json: &'a Json, key: &str) -> Result<Option<&'a str>> {
     }
 }
 
-/// A boolean, or a string that says one in any case.
+/// Returns the boolean under a key, false without the key. A string `true` or `false` in any case
+/// counts as one.
+///
+/// # Errors
+/// Code 7 for another string, 6 for another type.
 fn switch(json: &Json, key: &str) -> Result<bool> {
     match json.get(key) {
         None => Ok(false),
@@ -243,7 +261,8 @@ fn switch(json: &Json, key: &str) -> Result<bool> {
     }
 }
 
-/// Things under `args` may be of any type; only a clear yes counts.
+/// Whether `args.cni.disable-check` is true, or a string `true` in any case. The values under `args`
+/// may have any type, so another one is not an error.
 fn args_disable_check(json: &Json) -> bool {
     let value = json.get("args").and_then(|args| args.get("cni")).and_then(|cni| cni.get("disable-check"));
     match value {
@@ -253,8 +272,11 @@ fn args_disable_check(json: &Json) -> bool {
     }
 }
 
-/// Returns the highest version of `cniVersions` and `cniVersion` that is supported; without any,
-/// `cniVersion` as it is.
+/// Returns the highest supported version of `cniVersions` and `cniVersion`. If none is supported, it
+/// returns `cniVersion` as it was written.
+///
+/// # Errors
+/// Code 6 for a wrong type, 7 if an element of `cniVersions` is not a version.
 fn highest_version(json: &Json) -> Result<String> {
     let single = string(json, "cniVersion")?.unwrap_or_default();
     let listed = match json.get("cniVersions") {

@@ -1,9 +1,10 @@
 //! A JSON object whose values stay as they were written.
 //!
-//! A runtime hands on configurations it does not understand: a number must not change its spelling,
-//! an unknown key must not get lost. [`Json`] is for reading, this is for passing on.
+//! A runtime passes on configurations that it does not understand completely: a number must keep its
+//! digits, and an unknown key must not get lost. [`Json`] is for reading, [`Members`] for passing on.
 //!
-//! Plugins match keys in any case, so a key that is injected must first be removed in every case.
+//! Plugins ignore the case of keys, as Go does. So before a key is added, the keys that differ from
+//! it only in case are removed.
 
 use std::fmt;
 
@@ -15,7 +16,7 @@ use serde_json::value::{RawValue, to_raw_value};
 use cni::json::Json;
 use cni::{Code, Error, Result};
 
-/// The members of an object in their order, duplicates included, each value verbatim.
+/// The keys and values of an object in their order, duplicates included. Each value is verbatim.
 #[derive(Clone, Debug, Default)]
 pub struct Members(Vec<(String, Box<RawValue>)>);
 
@@ -25,7 +26,8 @@ impl Members {
     /// # Errors
     /// Code 6 if it is not a JSON object.
     pub fn parse(text: &str) -> Result<Members> {
-        // Json knows the limits (depth, nothing behind the document) and says where it went wrong.
+        // `Json` checks more than serde_json (depth, nothing after the object), and its errors have
+        // the position.
         match Json::parse(text.as_bytes()) {
             Ok(Json::Object(_)) => {}
             Ok(_) => return Err(Error::new(Code::DECODE, "it is not a JSON object")),
@@ -34,24 +36,27 @@ impl Members {
         serde_json::from_str(text).map_err(|error| Error::new(Code::DECODE, error.to_string()))
     }
 
-    /// The value of a structure's key: its name in any case, the last that is not `null`.
+    /// Returns the value of a key as Go reads it into a struct: the case of the key is ignored, and
+    /// the last value that is not `null` counts.
     pub fn get(&self, name: &str) -> Option<&RawValue> {
-        let found = |(key, value): &&(String, Box<RawValue>)| key.eq_ignore_ascii_case(name) && value.get() != "null";
-        self.0.iter().rev().find(found).map(|(_, value)| &**value)
+        let is_value_of_name =
+            |(key, value): &&(String, Box<RawValue>)| key.eq_ignore_ascii_case(name) && value.get() != "null";
+        self.0.iter().rev().find(is_value_of_name).map(|(_, value)| &**value)
     }
 
-    /// The value of a map's key: exactly this name, the last one.
+    /// Returns the value of a key as Go reads it into a map: the key must be exactly `name`, and the
+    /// last one counts.
     pub fn get_exact(&self, name: &str) -> Option<&RawValue> {
         self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| &**value)
     }
 
-    /// Removes a structure's key in every case.
+    /// Removes all keys that are `name` in any case.
     pub fn remove(&mut self, name: &str) {
         self.0.retain(|(key, _)| !key.eq_ignore_ascii_case(name));
     }
 
-    /// Sets a structure's key; whatever had this name in any case is gone. It becomes the last one,
-    /// which is the one that counts for a decoder that matches names even more loosely than we do.
+    /// Sets a key, and removes all keys that differ from it only in case. The key becomes the last
+    /// one, because the last one counts if a plugin's decoder treats further keys as equal.
     ///
     /// # Errors
     /// Code 999 if the value cannot be written as JSON.
@@ -63,30 +68,32 @@ impl Members {
         Ok(())
     }
 
-    /// Whether there is none.
+    /// Whether the object has no keys.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// As one object.
+    /// Returns the JSON text of the object.
     ///
     /// # Errors
-    /// Code 999, which does not happen.
+    /// Code 999 if a key cannot be written, which does not happen.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         serde_json::to_vec(self).map_err(|error| Error::caused(Code::INTERNAL, "failed to write JSON", error))
     }
 }
 
-/// The elements of an array, each verbatim.
+/// Returns the elements of an array, each verbatim.
+///
+/// # Errors
+/// Code 6 if it is not an array.
 pub(super) fn elements(array: &RawValue) -> Result<Vec<Box<RawValue>>> {
     serde_json::from_str(array.get()).map_err(|error| Error::new(Code::DECODE, error.to_string()))
 }
 
-/// The same JSON without the white space between its tokens; numbers and strings keep their
-/// spelling.
+/// Removes the white space between the tokens of a JSON text. Numbers and strings stay as they are.
 pub(super) fn compact(json: &str) -> String {
     let (mut in_string, mut escaped) = (false, false);
-    let kept = |c: &char| {
+    let is_significant = |c: &char| {
         match c {
             _ if escaped => escaped = false,
             '\\' if in_string => escaped = true,
@@ -95,7 +102,7 @@ pub(super) fn compact(json: &str) -> String {
         }
         in_string || !matches!(c, ' ' | '\t' | '\r' | '\n')
     };
-    json.chars().filter(kept).collect()
+    json.chars().filter(is_significant).collect()
 }
 
 impl FromIterator<(String, Box<RawValue>)> for Members {

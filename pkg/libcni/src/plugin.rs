@@ -1,4 +1,4 @@
-//! Running one plugin of a list for one verb.
+//! Runs one plugin of a list for one verb.
 
 use std::ffi::OsString;
 
@@ -9,14 +9,14 @@ use cni::machine::{Child, OnSigterm, Output};
 use cni::skel::Verb;
 use cni::{Error, Result};
 
-/// The variables of a call.
+/// The values of the protocol's environment variables, without CNI_COMMAND.
 #[derive(Debug, Default)]
 pub(super) struct Variables {
     pub(super) container_id: String,
     pub(super) netns: String,
     pub(super) ifname: String,
     pub(super) args: String,
-    /// CNI_PATH where it is not the runtime's own.
+    /// CNI_PATH, or `None` for the runtime's plugin folders.
     pub(super) path: Option<OsString>,
 }
 
@@ -34,10 +34,11 @@ impl From<&Attachment> for Variables {
 }
 
 impl Runtime<'_> {
-    /// Runs the plugin `kind` to its end and returns its stdout.
+    /// Runs the plugin `kind`, waits until it has ended, and returns its stdout. What it wrote to
+    /// stderr becomes a note.
     ///
     /// # Errors
-    /// The plugin's own with its code; code 4 if there is no such plugin, 11 if it ran out of time.
+    /// The plugin's error with its code; code 4 if the plugin does not exist, 11 after the deadline.
     pub(super) fn run(&self, kind: &str, verb: Verb, variables: Variables, request: &[u8]) -> Result<Vec<u8>> {
         let program = find_plugin(kind, &self.plugin_folders)?;
         let child = Child {
@@ -46,25 +47,25 @@ impl Runtime<'_> {
             env: Some(self.environment(verb, variables)),
             stdin: request,
             timeout: self.timeout,
-            // After the SIGTERM that ends an ADD its plugins are still to be detached.
+            // After a SIGTERM during ADD, its plugins get a DEL, which must not be cut short.
             on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
-        let said = match &output {
+        let stderr = match &output {
             Ok(Output { stderr, .. }) => String::from_utf8_lossy(stderr).trim_end().to_owned(),
             Err(_) => String::new(),
         };
         let outcome = interpret(&program, verb, output).map_err(Error::from);
-        // For a plugin that dies without an answer, this is the error.
-        let is_the_error = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{said:?}")));
-        if !said.is_empty() && !is_the_error {
-            self.notes.note(format_args!("{kind}: {said}"));
+        // If a plugin dies without an answer, the error quotes its stderr.
+        let is_quoted = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{stderr:?}")));
+        if !stderr.is_empty() && !is_quoted {
+            self.notes.note(format_args!("{kind}: {stderr}"));
         }
         outcome
     }
 
-    /// All six variables are always set, empty ones too: what this process inherited must not show
-    /// through.
+    /// Returns the environment of a plugin: the runtime's variables, with all six of the protocol
+    /// replaced. Empty ones are set too, so that a plugin does not see those of this process.
     fn environment(&self, verb: Verb, variables: Variables) -> Vec<(OsString, OsString)> {
         let path = variables.path.unwrap_or_else(|| {
             let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();
@@ -84,7 +85,8 @@ impl Runtime<'_> {
     }
 }
 
-/// Says which plugin failed at what, as Go's libcni does; other programs search for these words.
-pub(super) fn blame(plugin: &PluginConf, doing: &str, error: Error) -> Error {
-    error.context(format_args!("plugin {} failed ({doing})", plugin.description()))
+/// Adds to an error which plugin failed, and in which verb. The words are those of Go's libcni, for
+/// which other programs search.
+pub(super) fn name_plugin(plugin: &PluginConf, verb: &str, error: Error) -> Error {
+    error.context(format_args!("plugin {} failed ({verb})", plugin.description()))
 }

@@ -1,8 +1,8 @@
-//! What one plugin of a list gets on its standard input.
+//! Writes the configuration that one plugin of a list reads on its stdin.
 //!
-//! Its own object verbatim, with the list's `name` and `cniVersion`, and with what the verb adds:
-//! `prevResult`, `runtimeConfig`, the valid attachments of a GC. `capabilities` is between the list
-//! and the runtime and is left out, as the specification says (Go leaves it in).
+//! It is the plugin's object in the list, with the list's `name` and `cniVersion`, and with the keys
+//! of the verb: `prevResult`, `runtimeConfig`, the valid attachments of a GC. `capabilities` is left
+//! out, as the specification says (Go leaves it in).
 
 use serde::Serialize;
 use serde_json::value::RawValue;
@@ -15,11 +15,11 @@ use cni::config::ValidAttachments;
 /// The keys that a verb adds to a plugin's object.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AddedKeys<'a> {
-    /// The result so far.
+    /// `prevResult`: the result of the plugin before it, or of the ADD.
     pub(super) prev_result: Option<&'a RawValue>,
-    /// The values for capabilities. A plugin gets those that it declares.
+    /// The value of each capability. A plugin gets those that it declares, as `runtimeConfig`.
     pub(super) capability_args: Option<&'a Members>,
-    /// For GC.
+    /// The valid attachments of a GC.
     pub(super) valid: Option<&'a ValidAttachments>,
 }
 
@@ -30,34 +30,38 @@ struct WireAttachment<'a> {
     ifname: &'a str,
 }
 
-/// The bytes for one plugin.
-pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, extras: AddedKeys<'_>) -> Result<Vec<u8>> {
+/// Returns the configuration for one plugin of a list, with these keys added.
+///
+/// # Errors
+/// Code 999 if a value cannot be written as JSON, which does not happen.
+pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, added: AddedKeys<'_>) -> Result<Vec<u8>> {
     let mut request = plugin.members().clone();
     request.remove("capabilities");
     request.set("cniVersion", list.cni_version())?;
     request.set("name", list.name())?;
-    let runtime_config = runtime_config(plugin, extras.capability_args);
-    // An empty one does not replace what the administrator wrote.
+    let runtime_config = runtime_config(plugin, added.capability_args);
+    // If it is empty, a `runtimeConfig` in the list's file stays.
     if !runtime_config.is_empty() {
         request.set("runtimeConfig", &runtime_config)?;
     }
-    if let Some(result) = extras.prev_result {
+    if let Some(result) = added.prev_result {
         request.set("prevResult", result)?;
     }
-    if let Some(valid) = extras.valid {
+    if let Some(valid) = added.valid {
         let wire = |(container_id, ifname)| WireAttachment { container_id, ifname };
         let valid: Vec<WireAttachment<'_>> = valid.iter().map(wire).collect();
-        // The second name is an early one that plugins in the field read.
+        // The second key is from drafts of the specification; some released plugins read it.
         request.set("cni.dev/valid-attachments", &valid)?;
         request.set("cni.dev/attachments", &valid)?;
     }
     request.to_bytes()
 }
 
-fn runtime_config(plugin: &PluginConf, args: Option<&Members>) -> Members {
-    let Some(args) = args else { return Members::default() };
-    let given = |name: &str| args.get_exact(name).map(|value| (name.to_owned(), value.to_owned()));
-    plugin.capabilities().filter_map(given).collect()
+/// Returns the values of those capabilities that the plugin declares.
+fn runtime_config(plugin: &PluginConf, capability_args: Option<&Members>) -> Members {
+    let Some(values) = capability_args else { return Members::default() };
+    let value_of = |name: &str| values.get_exact(name).map(|value| (name.to_owned(), value.to_owned()));
+    plugin.capabilities().filter_map(value_of).collect()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! VERSION: what a plugin says it speaks. Whether that fits a network is for the caller to say.
+//! VERSION: asks a plugin for the versions of the specification that it supports.
 
 use serde::Deserialize;
 
@@ -17,18 +17,18 @@ struct Reply {
 }
 
 impl Runtime<'_> {
-    /// The versions that the plugin `kind` says it speaks.
+    /// Returns the versions that the plugin `kind` says that it supports.
     ///
     /// # Errors
-    /// Code 4 if it is not there, 6 for an answer that is none, the plugin's own.
+    /// Code 4 if the plugin does not exist, 6 if its answer cannot be decoded, the plugin's error.
     pub fn supported_versions(&self, kind: &str) -> Result<Vec<String>> {
-        // Plugins of the first days look at these before they look at the command.
+        // Plugins of the specification's first versions check these variables before the command.
         let dummy = || "dummy".to_owned();
         let variables =
             Variables { netns: dummy(), ifname: dummy(), path: Some(dummy().into()), ..Variables::default() };
         let request = format!("{{\"cniVersion\":\"{}\"}}", Version::NEWEST);
         let stdout = match self.run(kind, Verb::Version, variables, request.as_bytes()) {
-            // VERSION came with 0.2.0.
+            // Only a plugin that supports 0.1.0 alone does not know VERSION.
             Err(error) if error.msg() == "unknown CNI_COMMAND: VERSION" => return Ok(vec!["0.1.0".to_owned()]),
             other => other?,
         };

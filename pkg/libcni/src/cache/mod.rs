@@ -1,11 +1,12 @@
-//! The result cache: `<dir>/results/<network>-<containerID>-<ifname>`, one file per attachment.
+//! The result cache: one file for each attachment, `<dir>/results/<network>-<containerID>-<ifname>`.
 //!
-//! Byte for byte the layout of Go's libcni, so that either can take over from the other with
-//! containers running: one line of JSON, kind `cniCacheV1`; or, from before that, a bare result.
-//! Files of this crate alone are in `results/.cni`, which Go's reader skips because it is a folder.
+//! The files are byte for byte those of Go's libcni, so that either can replace the other while
+//! containers run: one line of JSON of the kind `cniCacheV1` or, from older versions, a bare result.
+//! Files that only this crate uses are in `results/.cni`, which Go's libcni skips because it is a
+//! folder.
 //!
-//! `-` is legal in all three parts of the name, so two attachments may share a file name. The
-//! content says whose file it is.
+//! `-` is allowed in all three parts of the name, so two attachments may have the same file name.
+//! The content of the file names its attachment.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -25,69 +26,72 @@ mod wire;
 
 use wire::Content;
 
-/// Where Go's libcni and cnitool keep theirs; the results are in a folder in it.
+/// The folder of the cache that Go's libcni and cnitool use. The results are in its folder `results`.
 pub const DEFAULT_DIR: &str = "/var/lib/cni";
 
-/// In the folder of results: what is ours alone.
+/// The name of the folder, in the folder of results, for files that only this crate uses.
 const OWN_FOLDER: &str = ".cni";
 
-/// How many may write at once: far more than there are, and an end to the search for a free name.
+/// The number of processes that can write at the same time. It is never reached, and limits the
+/// search for a free temporary file.
 const MAX_WRITERS: u32 = 4096;
 
-/// No entry is longer: a configuration and a result of the longest that a plugin reads are half of
-/// it.
+/// The largest length of an entry in bytes. It is twice what the longest configuration and the
+/// longest result need that a plugin reads.
 const LONGEST: u64 = 64 << 20;
 
-/// The folder of remembered attachments.
+/// The result cache in one folder.
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
 }
 
-/// A remembered attachment.
+/// An attachment in the result cache.
 #[derive(Clone, Debug)]
 pub struct Entry {
     /// The network's name.
     pub network: String,
-    /// Whom the ADD attached, and with what. An entry of the oldest form knows only what its file
-    /// name says.
+    /// The arguments of the ADD. An entry of the oldest form has only the container ID and the
+    /// interface name, which are those of its file name.
     pub attachment: Attachment,
-    /// The bytes of the network list at the time of the ADD.
+    /// The bytes of the network's configuration at the time of the ADD.
     pub config: Vec<u8>,
-    /// The ADD's result, verbatim, in the version it was returned in.
+    /// The ADD's result, verbatim, in the version in which it was returned.
     pub result: Option<Box<RawValue>>,
 }
 
-/// The remembered attachments of a network, and which files could not be understood.
+/// The attachments of a network in the result cache, and the files that cannot be decoded.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// The attachments, by file name.
+    /// The attachments, sorted by file name.
     pub entries: Vec<Entry>,
-    /// One line each; such files are left alone.
+    /// One line for each file that cannot be decoded. Such files are not changed.
     pub problems: Vec<String>,
 }
 
-/// The content of an attachment's file.
+/// What the file of an attachment has.
 enum Found {
+    /// The file does not exist.
     Nothing,
+    /// The attachment's entry.
     Entry(Box<Entry>),
-    /// The file of another attachment with the same file name, which is described.
+    /// The entry of another attachment with the same file name. The text names it.
     Another(String),
-    /// Not readable: the reason.
+    /// Something that cannot be decoded, with the reason.
     Garbage(String),
 }
 
 impl Entry {
-    /// Returns the network at the time of the ADD: a list, or the single plugin that Go's libcni
-    /// remembers of an ADD without a list.
+    /// Returns the network's configuration at the time of the ADD. Go's libcni stores the object of a
+    /// single plugin if the ADD was without a list; it becomes a list with this plugin.
     ///
     /// # Errors
-    /// Those of a list.
+    /// Those of [`NetworkList::parse`].
     pub fn list(&self) -> Result<NetworkList> {
         NetworkList::parse(&self.config).or_else(|error| NetworkList::parse_single(&self.config).map_err(|_| error))
     }
 
-    /// Returns the attachment that it is of.
+    /// Returns the identifier of the entry's attachment.
     pub fn id(&self) -> AttachmentId {
         self.attachment.id(&self.network)
     }
@@ -118,10 +122,11 @@ impl Entry {
         Ok(result.interfaces.into_iter().find(is_container_interface))
     }
 
-    /// The result as a `prevResult` of `version`: verbatim if it has that version already.
+    /// Returns the result as a `prevResult` of `version`, or `None` without a result. It is verbatim
+    /// if it has that version already.
     ///
     /// # Errors
-    /// Code 6 for a result that cannot be decoded, or not be expressed in `version`.
+    /// Code 6 if the result cannot be decoded or cannot be expressed in `version`.
     pub fn result_as(&self, version: Version) -> Result<Option<Box<RawValue>>> {
         self.result.as_deref().map(|result| in_version(result, version)).transpose()
     }
@@ -130,7 +135,7 @@ impl Entry {
     /// attachment.
     ///
     /// # Errors
-    /// Code 6 for a result that cannot be decoded, or not be expressed in the list's version.
+    /// Code 6 if the result cannot be decoded or cannot be expressed in the list's version.
     pub fn request(&self, list: &NetworkList, plugin: &PluginConf) -> Result<Vec<u8>> {
         let result = self.result_as(list.version()?)?;
         let capability_args = Some(&self.attachment.capability_args);
@@ -138,7 +143,10 @@ impl Entry {
     }
 }
 
-/// A result in `version`; one that does not say its version has it already.
+/// Converts a result to `version`. A result without `cniVersion` is taken to be in `version`.
+///
+/// # Errors
+/// Code 6 if the result cannot be decoded or cannot be expressed in `version`.
 pub(super) fn in_version(result: &RawValue, version: Version) -> Result<Box<RawValue>> {
     let failed = |why: String| Error::new(Code::DECODE, why);
     let json = Json::parse(result.get().as_bytes()).map_err(|error| failed(error.to_string()))?;
@@ -151,16 +159,16 @@ pub(super) fn in_version(result: &RawValue, version: Version) -> Result<Box<RawV
 }
 
 impl Cache {
-    /// The cache in `dir`, by default [`DEFAULT_DIR`]; made by the first ADD.
+    /// Returns the cache in `dir`, usually [`DEFAULT_DIR`]. The first ADD creates the folder.
     pub fn new(dir: impl AsRef<Path>) -> Cache {
         Cache { folder: dir.as_ref().join("results") }
     }
 
-    /// The file of an attachment.
+    /// Returns the path of an attachment's file.
     ///
     /// # Errors
-    /// Go's text where a part is missing; codes 4 and 7 for a part that could lead out of the
-    /// folder.
+    /// A part of the identifier is empty (Go's text), or invalid, so that the path could be outside
+    /// the folder (codes 4 and 7).
     pub fn path(&self, id: &AttachmentId) -> Result<PathBuf> {
         let AttachmentId { network, container_id, ifname } = id;
         if network.is_empty() || container_id.is_empty() || ifname.is_empty() {
@@ -174,11 +182,11 @@ impl Cache {
         Ok(self.folder.join(file_name(id)))
     }
 
-    /// Returns the cached entry of an attachment. Ignores the file of another attachment that
-    /// happens to have its name.
+    /// Returns the entry of an attachment, or `None` if there is none or its file belongs to another
+    /// attachment with the same file name.
     ///
     /// # Errors
-    /// Code 5 for a file that cannot be read, 6 for one that cannot be understood.
+    /// Code 5 if the file cannot be read, 6 if it cannot be decoded.
     pub fn find(&self, id: &AttachmentId) -> Result<Option<Entry>> {
         let path = self.path(id)?;
         match look(&path, id)? {
@@ -188,14 +196,15 @@ impl Cache {
         }
     }
 
-    /// Makes sure that an ADD can write its file: the folder exists, and the file does not.
+    /// Creates the folder, and checks that the cache does not have the attachment yet, so that an ADD
+    /// can write its entry.
     ///
     /// # Errors
-    /// Code 5, and [`Code::CONFLICT`] naming the owner of an existing file: this attachment, which
-    /// needs a DEL first, or another one.
-    pub(super) fn reserve(&self, id: &AttachmentId) -> Result<()> {
+    /// Code 5 if the folder cannot be created or the file cannot be read; [`Code::CONFLICT`] if the
+    /// file has an entry: of this attachment, which needs a DEL first, or of another one.
+    pub(super) fn prepare_for_add(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
-        make_folder(&self.folder)?;
+        create_folder(&self.folder)?;
         match look(&path, id)? {
             Found::Nothing | Found::Garbage(_) => Ok(()),
             Found::Entry(_) => {
@@ -211,16 +220,16 @@ impl Cache {
         }
     }
 
-    /// Remembers an attachment. The file is there in full or, after a crash, not at all.
+    /// Stores an entry. After a crash, the file has the whole entry or is as before.
     ///
     /// # Errors
-    /// Code 5; whatever was remembered before still is.
+    /// Code 5; then the file is as before.
     pub fn write(&self, entry: &Entry) -> Result<()> {
         let path = self.path(&entry.id())?;
         let failed = |error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error);
         let bytes = wire::encode(entry)?;
         let own = self.own_folder();
-        make_folder(&own)?;
+        create_folder(&own)?;
         let (mut file, temporary) = lock_slot(&own).map_err(failed)?;
         file.set_len(0)
             .and_then(|()| file.write_all(bytes.as_bytes()))
@@ -228,7 +237,8 @@ impl Cache {
             .map_err(failed)
     }
 
-    /// Forgets an attachment; one that is not remembered is fine. Another attachment's file stays.
+    /// Removes the entry of an attachment. It is not an error if there is none. The file of another
+    /// attachment with the same file name stays.
     ///
     /// # Errors
     /// Code 5.
@@ -241,18 +251,17 @@ impl Cache {
         }
     }
 
-    /// Every cached attachment of a network.
+    /// Returns all attachments of a network.
     ///
     /// # Errors
-    /// Code 5 if the folder or one of the network's files cannot be read: then the attachments are
-    /// not known.
+    /// Code 5 if the folder or one of the network's files cannot be read.
     pub fn list(&self, network: &str) -> Result<Listing> {
         let mut listing = self.list_files(&format!("{network}-"))?;
         listing.entries.retain(|entry| entry.network == network);
         Ok(listing)
     }
 
-    /// Every remembered attachment of every network.
+    /// Returns all attachments of all networks.
     ///
     /// # Errors
     /// As [`list`](Cache::list).
@@ -260,6 +269,9 @@ impl Cache {
         self.list_files("")
     }
 
+    /// Returns the attachments of the files whose names begin with `prefix`: a network's name with
+    /// `-`, or nothing for all networks. Files of another network that begin with the same text are
+    /// in `entries` if they can be decoded, and not in `problems`.
     fn list_files(&self, prefix: &str) -> Result<Listing> {
         let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.folder.display()), error);
         let files = match fs::read_dir(&self.folder) {
@@ -271,7 +283,6 @@ impl Cache {
         for file in files {
             let file = file.map_err(failed)?;
             let name = file.file_name();
-            // The folder of what is ours alone has no entries in it.
             if name.as_encoded_bytes().starts_with(prefix.as_bytes()) && name != OWN_FOLDER {
                 paths.push(file.path());
             }
@@ -280,18 +291,18 @@ impl Cache {
         let mut listing = Listing::default();
         for path in paths {
             let problem = match read(&path)? {
-                None => continue, // gone meanwhile
+                None => continue, // another process has just removed it
                 Some(Ok(Content::Whole(entry))) => {
                     if path.file_name().is_some_and(|name| name == file_name(&entry.id()).as_str()) {
                         listing.entries.push(*entry);
                         continue;
                     }
                     if !prefix.is_empty() && format!("{}-", entry.network) != prefix {
-                        continue; // another network's affair
+                        continue; // a file of another network
                     }
-                    "it holds an attachment that belongs into another file".to_owned()
+                    "its entry belongs into a file of another name".to_owned()
                 }
-                Some(Ok(Content::Bare(_))) => "it does not say whose it is".to_owned(),
+                Some(Ok(Content::Bare(_))) => "it has a result, but does not name its attachment".to_owned(),
                 Some(Err(why)) => why,
             };
             listing.problems.push(format!("{}: {problem}", path.display()));
@@ -299,7 +310,7 @@ impl Cache {
         Ok(listing)
     }
 
-    /// Removes what a crashed write left behind.
+    /// Removes the temporary files of processes that were killed while they wrote an entry.
     ///
     /// # Errors
     /// Code 5.
@@ -320,21 +331,24 @@ impl Cache {
         Ok(())
     }
 
+    /// Returns the path of the folder for files that only this crate uses.
     fn own_folder(&self) -> PathBuf {
         self.folder.join(OWN_FOLDER)
     }
 }
 
+/// Returns the name of an attachment's file.
 fn file_name(AttachmentId { network, container_id, ifname }: &AttachmentId) -> String {
     format!("{network}-{container_id}-{ifname}")
 }
 
+/// Turns the error that a file does not exist into success.
 fn absent_is_fine(outcome: io::Result<()>) -> io::Result<()> {
     outcome.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 
-/// Results may hold what only root should see; so Go has it.
-fn make_folder(folder: &Path) -> Result<()> {
+/// Creates a folder and its parents, readable by root only, as Go does: results may have secrets.
+fn create_folder(folder: &Path) -> Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -342,8 +356,8 @@ fn make_folder(folder: &Path) -> Result<()> {
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", folder.display()), error))
 }
 
-/// A temporary file that no other process writes to. The names are few and fixed, so that leftovers
-/// of a crash are used again.
+/// Opens and locks a temporary file that no other process uses, and returns it with its path. The
+/// names are `slot-0`, `slot-1`, …, so that a file that a crash left is used again.
 fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     for slot in 0..MAX_WRITERS {
         let path = folder.join(format!("slot-{slot}"));
@@ -356,11 +370,11 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     Err(io::Error::other(format!("{MAX_WRITERS} others are writing at this moment")))
 }
 
-/// Opens and locks a file; `None` if another process holds it or has just renamed it into its
-/// place, or if it is not a regular file.
+/// Opens and locks a file. Returns `None` if another process has the lock, if the file was renamed
+/// to an entry in the meantime, or if it is not a regular file.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
-    // Asked first, since opening a FIFO waits for its other end. The file is not replaced in
-    // between: only root can write to the folder.
+    // The type is checked first, because opening a FIFO waits for its other end. Nobody replaces the
+    // file before it is opened: only root can write to the folder.
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Ok(None);
     }
@@ -374,31 +388,41 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
         Err(TryLockError::WouldBlock) => return Ok(None),
         Err(TryLockError::Error(error)) => return Err(error),
     }
-    // Between open and lock the holder may have renamed it: then what we hold is a published entry.
+    // If the other process renamed the file between `open` and `lock`, the opened file is an entry
+    // now, and must not be overwritten.
     let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    let ours = inode(file.metadata()?);
-    Ok(fs::symlink_metadata(path).is_ok_and(|there| inode(there) == ours).then_some(file))
+    let opened = inode(file.metadata()?);
+    let is_at_path = fs::symlink_metadata(path).is_ok_and(|metadata| inode(metadata) == opened);
+    Ok(if is_at_path { Some(file) } else { None })
 }
 
-/// A file's content, or why it cannot be understood; `None` if there is no file.
+/// Reads and decodes a file. Returns `None` if it does not exist, and an inner error with the reason
+/// if it cannot be decoded.
+///
+/// # Errors
+/// Code 5 if the file cannot be read, also if it is a folder, because then no entry can be written.
 fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
-    // Asked first, as in `lock`; a link was not created here. A folder is an error, since no entry
-    // can be written there.
+    // The type is checked first, because opening a FIFO waits. libcni does not create symbolic
+    // links, so they are not followed. A folder is opened, for the kernel's error.
     let file = fs::symlink_metadata(path).and_then(|metadata| {
-        let openable = metadata.is_file() || metadata.is_dir();
-        if openable { File::open(path).map(Some) } else { Ok(None) }
+        let can_be_opened = metadata.is_file() || metadata.is_dir();
+        if can_be_opened { File::open(path).map(Some) } else { Ok(None) }
     });
     let mut bytes = Vec::new();
     match file.and_then(|file| file.map(|file| file.take(LONGEST + 1).read_to_end(&mut bytes)).transpose()) {
         Ok(None) => Ok(Some(Err("it is not a regular file".to_owned()))),
         Ok(Some(length)) if length as u64 > LONGEST => Ok(Some(Err("it is longer than 64 MiB".to_owned()))),
         Ok(Some(_)) => Ok(Some(wire::decode(&bytes))),
-        // A key whose name is too long for a file was never written.
+        // An attachment whose file name would be too long was never stored.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidFilename) => Ok(None),
         Err(error) => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),
     }
 }
 
+/// Reads the file of an attachment, and compares the attachment that it names with `id`.
+///
+/// # Errors
+/// Code 5 if the file cannot be read.
 fn look(path: &Path, id: &AttachmentId) -> Result<Found> {
     Ok(match read(path)? {
         None => Found::Nothing,

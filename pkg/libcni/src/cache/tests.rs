@@ -90,7 +90,7 @@ fn a_shared_file_name_belongs_to_whom_its_content_says() {
     cache.write(&entry(other.clone())).unwrap();
     assert_eq!(cache.path(&mine).unwrap(), cache.path(&other).unwrap());
     assert!(cache.find(&mine).unwrap().is_none());
-    let error = cache.reserve(&mine).unwrap_err();
+    let error = cache.prepare_for_add(&mine).unwrap_err();
     assert!(error.code() == Code::CONFLICT && error.msg().ends_with("eth0 of container c in network a-b"), "{error}");
     cache.purge(&mine).unwrap();
     assert!(cache.find(&other).unwrap().is_some());
@@ -143,7 +143,7 @@ fn folder_errors_are_reported_and_an_absent_folder_is_empty() {
     assert!(cache.list("n").unwrap().entries.is_empty());
     cache.purge(&id()).unwrap();
     fs::write(guard.path().join("cni"), "a file").unwrap();
-    assert_eq!(cache.reserve(&id()).unwrap_err().code(), Code::IO);
+    assert_eq!(cache.prepare_for_add(&id()).unwrap_err().code(), Code::IO);
     assert!(cache.list("n").is_err());
 }
 
@@ -151,7 +151,7 @@ fn folder_errors_are_reported_and_an_absent_folder_is_empty() {
 fn crash_leftovers_are_reused_or_removed_but_live_files_stay() {
     let (_guard, cache) = cache();
     let own = cache.own_folder();
-    make_folder(&own).unwrap();
+    create_folder(&own).unwrap();
     fs::write(
         own.join("slot-0"),
         "half an entry that is much longer than the next one, so that a tail would show ".repeat(9),
@@ -172,7 +172,7 @@ fn crash_leftovers_are_reused_or_removed_but_live_files_stay() {
 #[test]
 fn a_file_that_is_not_regular_never_blocks() {
     let (_guard, cache) = cache();
-    make_folder(&cache.own_folder()).unwrap();
+    create_folder(&cache.own_folder()).unwrap();
     let (path, own) = (cache.path(&id()).unwrap(), cache.own_folder());
     let slots = [own.join("slot-0"), own.join("slot-1")];
     fs::create_dir(&slots[1]).unwrap();
@@ -183,7 +183,7 @@ fn a_file_that_is_not_regular_never_blocks() {
         let listing = cache.list("n").unwrap();
         cache.clean().unwrap();
         cache.write(&entry(AttachmentId::new("n", "c2", "eth0"))).unwrap();
-        cache.reserve(&id()).unwrap();
+        cache.prepare_for_add(&id()).unwrap();
         cache.purge(&id()).unwrap();
         sender.send((found, listing, cache.list("n").unwrap())).unwrap();
     });

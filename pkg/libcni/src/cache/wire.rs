@@ -1,8 +1,6 @@
-//! A cache entry as bytes.
+//! Encodes and decodes a cache entry.
 //!
-//! `config` is base64 as Go writes byte slices: the standard alphabet, padded. The `base64` crate
-//! does it: it has no dependencies, and what is strict about the encoding (padding, trailing bits)
-//! is where a decoder of one's own errs.
+//! `config` is base64 as Go writes byte slices: the standard alphabet with padding.
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
@@ -46,7 +44,7 @@ struct ReadWire {
     cni_args: Vec<(String, String)>,
 }
 
-/// One line, without a newline.
+/// Returns the entry as one line of JSON, without a newline.
 pub(super) fn encode(entry: &Entry) -> Result<String> {
     let Attachment { container_id, netns, ifname, args, capability_args } = &entry.attachment;
     let wire = WriteWire {
@@ -69,11 +67,11 @@ pub(super) fn encode(entry: &Entry) -> Result<String> {
 pub(super) enum Content {
     /// An entry.
     Whole(Box<Entry>),
-    /// The format before cniCacheV1: the result and nothing else.
+    /// The format before cniCacheV1: only the result.
     Bare(Box<RawValue>),
 }
 
-/// Either form, or why it is neither.
+/// Decodes a file of either form. The error says why that is not possible.
 pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
     let text = String::from_utf8_lossy(bytes);
     let members = Members::parse(&text).map_err(|error| error.to_string())?;

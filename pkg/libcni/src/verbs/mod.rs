@@ -1,15 +1,16 @@
-//! The verbs of a whole network: its plugins in order, or in reverse, and the result cache.
+//! The verbs of a whole network: they run its plugins, DEL in reverse order, and update the result
+//! cache.
 //!
-//! DEL stops at the first error and keeps the cached result, so that it can be repeated
-//! (specification); [`OnError::GoOn`] is for clean-ups that are not repeated: after a failed ADD,
-//! and in GC.
+//! As the specification requires, DEL stops at the first error and keeps the cached result, so that
+//! it can be repeated. [`OnError::GoOn`] is for DELs that nobody repeats: those after a failed ADD,
+//! and those of GC.
 
 use serde_json::value::RawValue;
 
 use super::cache::{Entry, Listing, in_version};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
-use super::plugin::{Variables, blame};
+use super::plugin::{Variables, name_plugin};
 use super::request::{AddedKeys, derive};
 use super::{Attachment, Runtime};
 use cni::config::ValidAttachments;
@@ -18,30 +19,31 @@ use cni::skel::Verb;
 use cni::version::Version;
 use cni::{Code, Error, Result, config, ident};
 
-/// The reaction of a DEL to a plugin that fails.
+/// What DEL does after a plugin has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnError {
-    /// The plugins before it are not asked.
+    /// It does not run the remaining plugins.
     Stop,
-    /// All are asked, and all errors are reported.
+    /// It runs the remaining plugins, and reports all errors.
     GoOn,
 }
 
 impl Runtime<'_> {
-    /// ADD: attaches a container and remembers it. The result, as the last plugin wrote it.
+    /// ADD: attaches a container, stores the attachment in the result cache, and returns the result
+    /// of the last plugin.
     ///
     /// # Errors
-    /// Before any plugin runs: the version, identifiers, a plugin that is not there,
-    /// [`Code::CONFLICT`] for an attachment that is already remembered. Later: the plugin's own
-    /// error first; every plugin then gets a DEL, in reverse, the ones never reached too, and what
-    /// goes wrong there stands in the details. Nothing is remembered.
+    /// Before any plugin runs: the version is not supported, an identifier is invalid, a plugin does
+    /// not exist, or the cache already has the attachment ([`Code::CONFLICT`]). Later: the error of
+    /// the plugin that failed. Then all plugins get a DEL in reverse order, those that did not run
+    /// too; the errors of these DELs are in the details. The cache does not have the attachment.
     pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
         ident::check_new_interface_name(&attachment.ifname)?;
         let version = check_call(list, attachment)?;
         for plugin in list.plugins() {
-            find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| blame(plugin, "add", error))?;
+            find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| name_plugin(plugin, "add", error))?;
         }
-        self.cache.reserve(&attachment.id(list.name()))?;
+        self.cache.prepare_for_add(&attachment.id(list.name()))?;
 
         let mut result = None;
         let outcome = self.add_plugins(list, attachment, version, &mut result).and_then(|()| {
@@ -51,19 +53,20 @@ impl Runtime<'_> {
                 config: list.raw().to_vec(),
                 result: result.clone(),
             };
-            let remember =
-                |error: Error| error.context(format_args!("failed to set network {:?} cached result", list.name()));
-            self.cache.write(&entry).map_err(remember)
+            let written = self.cache.write(&entry);
+            written
+                .map_err(|error| error.context(format_args!("failed to set network {:?} cached result", list.name())))
         });
         let Err(first) = outcome else {
             return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
-        // A runtime reports the failure once and forgets the attachment: no later call cleans up.
+        // Runtimes do not call DEL after a failed ADD, so this is the only clean-up.
         let prev_result = result.as_deref().filter(|_| version >= Version::V0_4_0);
-        Err(also_uncleaned(first, self.failing_dels(list, attachment, prev_result, OnError::GoOn)))
+        Err(with_clean_up_errors(first, self.failing_dels(list, attachment, prev_result, OnError::GoOn)))
     }
 
-    /// `result` is always that of the last plugin that succeeded.
+    /// Runs ADD of all plugins until one fails. `result` becomes the result of the last plugin that
+    /// succeeded.
     fn add_plugins(
         &self,
         list: &NetworkList,
@@ -72,18 +75,19 @@ impl Runtime<'_> {
         result: &mut Option<Box<RawValue>>,
     ) -> Result<()> {
         for plugin in list.plugins() {
-            let failed = |error| blame(plugin, "add", error);
+            let failed = |error| name_plugin(plugin, "add", error);
             let stdout = self.call(list, plugin, Verb::Add, attachment, result.as_deref()).map_err(failed)?;
             *result = Some(read_result(&stdout, version).map_err(failed)?);
         }
         Ok(())
     }
 
-    /// CHECK: whether the attachment is as ADD left it.
+    /// CHECK: checks that the attachment is as its ADD left it. Does nothing if the configuration
+    /// disables CHECK.
     ///
     /// # Errors
-    /// Code 1 below 0.4.0; a memory that cannot be read or expressed in the list's version; the
-    /// first plugin's error.
+    /// Code 1 if the list's version is below 0.4.0; the cached result cannot be read or cannot be
+    /// expressed in the list's version; the error of the first plugin that fails.
     pub fn check(&self, list: &NetworkList, attachment: &Attachment) -> Result<()> {
         let version = check_call(list, attachment)?;
         if version < Version::V0_4_0 {
@@ -98,22 +102,22 @@ impl Runtime<'_> {
             .map_err(|error| error.context(format_args!("failed to get network {:?} cached result", list.name())))?;
         for plugin in list.plugins() {
             self.call(list, plugin, Verb::Check, attachment, cached.as_deref())
-                .map_err(|error| blame(plugin, "check", error))?;
+                .map_err(|error| name_plugin(plugin, "check", error))?;
         }
         Ok(())
     }
 
-    /// DEL: detaches a container, plugins in reverse, and forgets it. What is not there is no
-    /// error.
+    /// DEL: detaches a container, with the plugins in reverse order, and removes the cached entry. It
+    /// succeeds if the attachment does not exist. A cached result that cannot be decoded is noted,
+    /// and the plugins run without it.
     ///
     /// # Errors
-    /// The plugins'; then the memory stays, so that DEL can be repeated. A memory that cannot be
-    /// understood is noted and not used.
+    /// Those of the plugins; then the cached entry stays, so that DEL can be repeated.
     pub fn del(&self, list: &NetworkList, attachment: &Attachment, on_error: OnError) -> Result<()> {
         let version = check_call(list, attachment)?;
         let id = attachment.id(list.name());
         let cached = match version {
-            // Older plugins were never promised one.
+            // Before 0.4.0, the specification has no `prevResult` for DEL.
             Version::V0_1_0 | Version::V0_2_0 | Version::V0_3_0 | Version::V0_3_1 => None,
             _ => self.cache.find(&id).and_then(|entry| previous(entry.as_ref(), version)).unwrap_or_else(|error| {
                 self.notes.note(format_args!("DEL goes on without the cached result: {error}"));
@@ -124,6 +128,7 @@ impl Runtime<'_> {
         self.cache.purge(&id)
     }
 
+    /// Runs DEL of the plugins in reverse order, and returns all errors as one.
     fn del_plugins(
         &self,
         list: &NetworkList,
@@ -132,10 +137,10 @@ impl Runtime<'_> {
         on_error: OnError,
     ) -> Result<()> {
         let failed = self.failing_dels(list, attachment, prev_result, on_error);
-        Error::join(failed.into_iter().map(|(plugin, error)| blame(plugin, "delete", error)))
+        Error::join(failed.into_iter().map(|(plugin, error)| name_plugin(plugin, "delete", error)))
     }
 
-    /// The plugins whose DEL failed, in the order in which they were asked, and with what.
+    /// Runs DEL of the plugins in reverse order, and returns those that failed, with their errors.
     fn failing_dels<'l>(
         &self,
         list: &'l NetworkList,
@@ -155,8 +160,8 @@ impl Runtime<'_> {
         failed
     }
 
-    /// The cached attachments of a network that are not in `valid`, and the files that cannot be
-    /// understood: it is not known whose they are, and so whether these are in `valid`.
+    /// Returns the cached attachments of a network that are not in `valid`, and the problems with
+    /// files that cannot be decoded, whose attachments are not known.
     ///
     /// # Errors
     /// Code 5 if the cache cannot be read.
@@ -169,12 +174,12 @@ impl Runtime<'_> {
         Ok(listing)
     }
 
-    /// GC: a full DEL of every remembered attachment that is not in `valid`, then, from 1.1.0 on,
-    /// GC of every plugin. Nothing at all with `disableGC`. Files of the memory that cannot be
-    /// understood are noted and left alone.
+    /// GC: runs DEL for each cached attachment that is not in `valid`, and then GC of each plugin if
+    /// the list's version is 1.1.0 or newer. Does nothing if the configuration disables GC. Cache
+    /// files that cannot be decoded are noted and not changed.
     ///
     /// # Errors
-    /// All that went wrong, after everything has been tried.
+    /// All errors as one. The remaining DELs and GCs run after an error.
     pub fn gc(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<()> {
         ident::check_network_name(list.name())?;
         let version = list.version()?;
@@ -206,11 +211,11 @@ impl Runtime<'_> {
         Error::join(errors)
     }
 
-    /// STATUS: whether the network can handle an ADD. Below 1.1.0 plugins do not have the verb, and
-    /// the answer is yes.
+    /// STATUS: checks that the network can handle an ADD. Succeeds without running a plugin if the
+    /// list's version is below 1.1.0, which does not have the verb.
     ///
     /// # Errors
-    /// The first plugin's, with its code.
+    /// That of the first plugin that fails, with its code.
     pub fn status(&self, list: &NetworkList) -> Result<()> {
         ident::check_network_name(list.name())?;
         if list.version()? < Version::V1_1_0 {
@@ -219,11 +224,12 @@ impl Runtime<'_> {
         for plugin in list.plugins() {
             let request = derive(list, plugin, AddedKeys::default())?;
             self.run(plugin.kind(), Verb::Status, Variables::default(), &request)
-                .map_err(|error| blame(plugin, "status", error))?;
+                .map_err(|error| name_plugin(plugin, "status", error))?;
         }
         Ok(())
     }
 
+    /// Runs one plugin for a verb of an attachment, and returns its stdout.
     fn call(
         &self,
         list: &NetworkList,
@@ -232,17 +238,17 @@ impl Runtime<'_> {
         attachment: &Attachment,
         prev_result: Option<&RawValue>,
     ) -> Result<Vec<u8>> {
-        let extras = AddedKeys { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
-        self.run(plugin.kind(), verb, attachment.into(), &derive(list, plugin, extras)?)
+        let added = AddedKeys { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
+        self.run(plugin.kind(), verb, attachment.into(), &derive(list, plugin, added)?)
     }
 }
 
-/// The error of an ADD with those of its clean-up, a line for each plugin. An error that the ADD
-/// and the DELs have in common is reported once.
-fn also_uncleaned(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
+/// Adds the errors of the DELs after a failed ADD to the details of its error, one line for each
+/// plugin. An error of a DEL that equals the ADD's is not repeated.
+fn with_clean_up_errors(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
     let mut lines: Vec<String> = first.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed {
-        // Where a plugin did not answer the message names the verb.
+        // If a plugin gave no answer, the message names the verb.
         let as_add = error.msg().replace(": DEL: ", ": ADD: ");
         let is_known = first.msg().ends_with(&as_add);
         let why = if is_known { "for the same reason" } else { error.msg() };
@@ -254,7 +260,11 @@ fn also_uncleaned(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
     first.with_details(lines.join("\n"))
 }
 
-/// Refuses what every plugin would refuse, before one of them has done anything.
+/// Checks the identifiers and the version, which every plugin would refuse too, before the first
+/// plugin runs. Returns the list's version.
+///
+/// # Errors
+/// An identifier is invalid (codes 4 and 7), or the version is not supported (code 1).
 fn check_call(list: &NetworkList, attachment: &Attachment) -> Result<Version> {
     ident::check_container_id(&attachment.container_id)?;
     ident::check_network_name(list.name())?;
@@ -262,13 +272,20 @@ fn check_call(list: &NetworkList, attachment: &Attachment) -> Result<Version> {
     list.version()
 }
 
+/// Returns the result of a cached entry as `prevResult` of `version`; `None` without an entry.
 fn previous(entry: Option<&Entry>, version: Version) -> Result<Option<Box<RawValue>>> {
-    entry.map_or(Ok(None), |entry| entry.result_as(version))
+    match entry {
+        Some(entry) => entry.result_as(version),
+        None => Ok(None),
+    }
 }
 
-/// The result of an ADD in the list's version. A plugin that does not say its version means the
-/// list's; one that answers in another is translated, because the next one would refuse a
-/// `prevResult` of another family.
+/// Decodes the answer of a plugin to ADD and converts it to the list's version, because the next
+/// plugin may refuse a `prevResult` of another version. An answer without `cniVersion` is in the
+/// list's version.
+///
+/// # Errors
+/// The answer is not a result of the list's version.
 fn read_result(stdout: &[u8], version: Version) -> Result<Box<RawValue>> {
     let text = String::from_utf8_lossy(stdout);
     let text = match text.trim() {
