@@ -1,29 +1,30 @@
-//! Go's encoding `gob`: any value is read by the type definitions that precede it, and structures
-//! are written.
+//! Decodes any value of Go's encoding `gob`, and encodes structures.
 //!
-//! A stream is a sequence of messages, each preceded by its length. A message with a negative type
-//! number defines a type. Fields are matched by name, and a field that is zero is absent, so both
-//! sides may be of different releases.
+//! A stream is a sequence of messages. Each begins with its length and a type number. A message
+//! with a negative number defines a type; a message with a positive number has a value of a type
+//! that was defined before it. A structure's fields are matched by name, and a field with the value
+//! zero is absent, so both ends may be different releases. <https://pkg.go.dev/encoding/gob> has
+//! the format.
 
 use std::collections::HashMap;
 
-/// The largest message that is read.
+/// The length in bytes of the largest message that is decoded.
 pub const MAX_MESSAGE: usize = 4 << 20;
 /// The longest name of a field. Go's calls have names of at most 14 bytes.
 const MAX_NAME: usize = 64;
-/// How deep structures may be nested.
+/// The number of levels to which values may be nested.
 const MAX_DEPTH: u32 = 32;
-/// How many types a stream may define.
+/// The number of types that a stream may define.
 const MAX_TYPES: usize = 256;
 
-/// Why a stream cannot be read.
+/// The reason why a stream cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid gob: {0}")]
 pub struct GobError(&'static str);
 
 type Result<T> = std::result::Result<T, GobError>;
 
-/// A value.
+/// A decoded value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     /// A boolean.
@@ -47,7 +48,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// Returns a structure's field.
+    /// Returns a field of a structure, or `None` if it is absent or the value is not a structure.
     pub fn get(&self, name: &str) -> Option<&Value> {
         match self {
             Value::Struct(fields) => fields.iter().find(|(field, _)| field == name).map(|(_, value)| value),
@@ -55,7 +56,8 @@ impl Value {
         }
     }
 
-    /// Returns a structure's text; empty if the field is absent or of another type.
+    /// Returns the text in a field of a structure; empty if the field is absent or has another
+    /// type.
     pub fn text(&self, name: &str) -> &str {
         match self.get(name) {
             Some(Value::Text(text)) => text,
@@ -63,7 +65,8 @@ impl Value {
         }
     }
 
-    /// Returns a structure's bytes; empty if the field is absent or of another type.
+    /// Returns the bytes in a field of a structure; empty if the field is absent or has another
+    /// type.
     pub fn bytes(&self, name: &str) -> &[u8] {
         match self.get(name) {
             Some(Value::Bytes(bytes)) => bytes,
@@ -71,7 +74,8 @@ impl Value {
         }
     }
 
-    /// Returns a structure's signed number.
+    /// Returns the signed number in a field of a structure, or `None` if the field is absent or has
+    /// another type.
     pub fn int(&self, name: &str) -> Option<i64> {
         match self.get(name) {
             Some(Value::Int(number)) => Some(*number),
@@ -79,7 +83,8 @@ impl Value {
         }
     }
 
-    /// Returns a structure's list; empty if the field is absent or of another type.
+    /// Returns the list in a field of a structure; empty if the field is absent or has another
+    /// type.
     pub fn list(&self, name: &str) -> &[Value] {
         match self.get(name) {
             Some(Value::List(list)) => list,
@@ -88,26 +93,32 @@ impl Value {
     }
 }
 
+/// A type that a stream has defined. The numbers are those of other types.
 #[derive(Clone, Debug)]
 enum Type {
+    /// A structure: the name and type of each field.
     Struct(Vec<(String, i64)>),
+    /// A slice or array: the type of its elements.
     List(i64),
+    /// A map: the types of its keys and values.
     Map(i64, i64),
-    /// The bytes that a type's own method encodes.
+    /// A type with an encoding of its own (`GobEncoder` and others). It is decoded as bytes.
     Opaque,
 }
 
-/// The reader of one stream.
+/// Decodes one stream.
 #[derive(Debug, Default)]
 pub struct Reader {
+    /// The types that the stream has defined, by their numbers.
     types: HashMap<i64, Type>,
 }
 
 impl Reader {
-    /// Takes the next value out of what has been received. `None` if more must be received first.
+    /// Removes the next value and the type definitions before it from the received bytes, and
+    /// returns the value. Returns `None` if the bytes do not have a whole value yet.
     ///
     /// # Errors
-    /// [`GobError`]; nothing of the stream can be read after one.
+    /// The stream is invalid; nothing after the error can be decoded.
     pub fn take(&mut self, received: &mut Vec<u8>) -> Result<Option<Value>> {
         loop {
             let mut input = Input(received);
@@ -125,6 +136,8 @@ impl Reader {
         }
     }
 
+    /// Decodes one message: returns its value, or stores the type that it defines and returns
+    /// `None`.
     fn message(&mut self, mut input: Input<'_>) -> Result<Option<Value>> {
         let id = input.int()?;
         if id < 0 {
@@ -135,7 +148,7 @@ impl Reader {
             self.types.insert(id.checked_neg().ok_or(GobError("a type has no number"))?, kind);
             return input.end().map(|()| None);
         }
-        // A value that is not a structure follows a zero.
+        // A zero precedes a value that is not a structure.
         if !matches!(self.types.get(&id), Some(Type::Struct(_))) && input.uint()? != 0 {
             return Err(GobError("a value does not begin with zero"));
         }
@@ -143,11 +156,13 @@ impl Reader {
         input.end().map(|()| Some(value))
     }
 
+    /// Decodes a value of the type `id`. `depth` is the number of values around it.
     fn value(&self, id: i64, input: &mut Input<'_>, depth: u32) -> Result<Value> {
         if depth > MAX_DEPTH {
             return Err(GobError("a value is nested too deeply"));
         }
         Ok(match id {
+            // Go's own types, which no stream defines.
             1 => Value::Bool(input.uint()? != 0),
             2 => Value::Int(input.int()?),
             3 => Value::Uint(input.uint()?),
@@ -180,14 +195,15 @@ impl Reader {
     }
 }
 
-/// Reads a type: which of seven shapes, then the shape's own fields. The first of them is always
-/// the name and number.
+/// Decodes a type definition, which is Go's structure `wireType`. It has one field for each of
+/// seven kinds (array, slice, structure, map, and three with an encoding of their own), of which
+/// one is set. The first field of that one is the name and number of the type, which are skipped.
 fn definition(input: &mut Input<'_>) -> Result<Type> {
-    let mut kind = None;
-    input.fields(|input, shape| {
+    let mut defined = None;
+    input.fields(|input, kind| {
         let (mut members, mut first, mut second) = (Vec::new(), 0, 0);
         input.fields(|input, index| {
-            match (shape, index) {
+            match (kind, index) {
                 (_, 0) => input
                     .fields(|input, index| if index == 0 { input.bytes().map(drop) } else { input.int().map(drop) })?,
                 (2, 1) => {
@@ -200,7 +216,8 @@ fn definition(input: &mut Input<'_>) -> Result<Type> {
                             }
                             Ok(())
                         })?;
-                        // Each value has a copy of it.
+                        // Each decoded structure has a copy of the name, so a long one would cost
+                        // memory.
                         if name.len() > MAX_NAME {
                             return Err(GobError("a field's name is too long"));
                         }
@@ -212,33 +229,35 @@ fn definition(input: &mut Input<'_>) -> Result<Type> {
             }
             Ok(())
         })?;
-        kind = Some(match shape {
+        defined = Some(match kind {
             0 | 1 => Type::List(first),
             2 => Type::Struct(std::mem::take(&mut members)),
             3 => Type::Map(first, second),
             4..=6 => Type::Opaque,
-            _ => return Err(GobError("a type has an unknown shape")),
+            _ => return Err(GobError("a type has an unknown kind")),
         });
         Ok(())
     })?;
-    kind.ok_or(GobError("a type has no shape"))
+    defined.ok_or(GobError("a type has no kind"))
 }
 
-/// The unread rest of a message.
+/// The rest of a message that is not decoded yet.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
+    /// Removes and returns the next bytes.
     fn take(&mut self, length: usize) -> Result<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(length).ok_or(GobError("a message is cut off"))?;
         self.0 = rest;
         Ok(taken)
     }
 
-    /// A message's length. `None` if not all of it has been received.
+    /// Decodes the length at the beginning of a message. Returns `None` if not all bytes of this
+    /// number have been received.
     fn length(&mut self) -> Result<Option<usize>> {
         match self.0.first() {
             None => Ok(None),
-            // One byte, or the number of bytes that follow, negated.
+            // A number above 127 begins with the number of its bytes, negated.
             Some(first) if *first > 127 && self.0.len() <= usize::from(first.wrapping_neg()) => match *first {
                 248.. => Ok(None),
                 _ => Err(GobError("a number is too long")),
@@ -247,6 +266,8 @@ impl<'a> Input<'a> {
         }
     }
 
+    /// Decodes an unsigned number: one byte up to 127, otherwise the negated number of bytes, and
+    /// these bytes with the highest first.
     fn uint(&mut self) -> Result<u64> {
         let first = self.take(1)?[0];
         if first < 128 {
@@ -259,42 +280,51 @@ impl<'a> Input<'a> {
         Ok(bytes.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
     }
 
+    /// Decodes a signed number: its lowest bit is set if it is negative and the others are
+    /// inverted.
     fn int(&mut self) -> Result<i64> {
         let bits = self.uint()?;
         let half = (bits >> 1).cast_signed();
         Ok(if bits & 1 == 0 { half } else { !half })
     }
 
+    /// Decodes an unsigned number that is a length or an index.
     fn size(&mut self) -> Result<usize> {
         self.uint()?.try_into().map_err(|_| GobError("a number is too large"))
     }
 
-    /// A number of elements. Each of them needs at least a byte.
+    /// Decodes the number of elements of a list. Each element has at least one byte, so a number
+    /// above the length of the rest is an error.
     fn count(&mut self) -> Result<usize> {
-        self.size().and_then(|count| if count > self.0.len() { Err(GobError("a list is cut off")) } else { Ok(count) })
+        let count = self.size()?;
+        if count > self.0.len() { Err(GobError("a list is cut off")) } else { Ok(count) }
     }
 
+    /// Decodes a byte slice: its length, and the bytes.
     fn bytes(&mut self) -> Result<&'a [u8]> {
         let length = self.size()?;
         self.take(length)
     }
 
+    /// Decodes a string, with the replacement character for bytes that are not UTF-8.
     fn text(&mut self) -> Result<String> {
         self.bytes().map(|bytes| String::from_utf8_lossy(bytes).into_owned())
     }
 
-    /// The fields of a structure: each has its distance from the one before.
-    fn fields(&mut self, mut each: impl FnMut(&mut Self, usize) -> Result<()>) -> Result<()> {
+    /// Calls `decode_field` with the index of each field of a structure. Before each field is the
+    /// distance of its index from that of the field before, and after the last one is a zero.
+    fn fields(&mut self, mut decode_field: impl FnMut(&mut Self, usize) -> Result<()>) -> Result<()> {
         let mut next = 0_usize;
         loop {
             match self.size()? {
                 0 => return Ok(()),
                 distance => next = next.checked_add(distance).ok_or(GobError("a field is not defined"))?,
             }
-            each(self, next - 1)?;
+            decode_field(self, next - 1)?;
         }
     }
 
+    /// Fails if the message has further bytes.
     fn end(&self) -> Result<()> {
         if self.0.is_empty() { Ok(()) } else { Err(GobError("a message is too long")) }
     }
@@ -309,43 +339,46 @@ pub const BYTES: i64 = 5;
 /// The number of Go's type `string`.
 pub const TEXT: i64 = 6;
 
-/// A type to be written.
+/// The definition of a type that is encoded.
 #[derive(Clone, Copy, Debug)]
 pub enum Definition<'a> {
-    /// The fields with their types.
+    /// A structure: the name of each field, and the number of its type.
     Struct(&'a [(&'a str, i64)]),
-    /// The type of the elements.
+    /// A slice: the number of the type of its elements.
     List(i64),
 }
 
-/// Appends a type's definition. Go's types without a name of their own have an empty one.
+/// Appends the definition of a type with this number. Types that have no name in Go have an empty
+/// one.
 pub fn write_definition(out: &mut Vec<u8>, id: i64, name: &str, definition: Definition<'_>) {
     let mut common = Fields::default();
     common.text(name);
     common.int(id);
-    let mut shape = Fields::default();
-    shape.nested(common);
+    let mut kind = Fields::default();
+    kind.nested(common);
     match definition {
         Definition::Struct([]) => {}
-        Definition::Struct(fields) => shape.list(fields, |(name, id)| {
+        Definition::Struct(fields) => kind.list(fields, |(name, id)| {
             let mut field = Fields::default();
             field.text(name);
             field.int(*id);
             field.end()
         }),
-        Definition::List(element) => shape.int(element),
+        Definition::List(element) => kind.int(element),
     }
+    // The index of the kind's field in `wireType` (see `definition`), plus one.
     let gap = if matches!(definition, Definition::List(_)) { 2 } else { 3 };
-    let mut kind = Fields { gap, ..Fields::default() };
-    kind.put(&shape.end());
-    write_message(out, -id, &kind.end());
+    let mut wire_type = Fields { gap, ..Fields::default() };
+    wire_type.put(&kind.end());
+    write_message(out, -id, &wire_type.end());
 }
 
-/// Appends a structure's value.
+/// Appends a structure of the type with this number.
 pub fn write_struct(out: &mut Vec<u8>, id: i64, fields: Fields) {
     write_message(out, id, &fields.end());
 }
 
+/// Appends a message: its length, the type number, and the encoded definition or value.
 fn write_message(out: &mut Vec<u8>, id: i64, body: &[u8]) {
     let mut head = Vec::new();
     write_int(&mut head, id);
@@ -354,10 +387,12 @@ fn write_message(out: &mut Vec<u8>, id: i64, body: &[u8]) {
     out.extend(body);
 }
 
-/// A structure's fields, one after the other. A zero is left out.
+/// Encodes the fields of a structure, which must be added in their order. A field with the value
+/// zero is left out, as Go does.
 #[derive(Clone, Debug)]
 pub struct Fields {
     bytes: Vec<u8>,
+    /// The distance of the next field's index from that of the last field that was not left out.
     gap: u64,
 }
 
@@ -368,65 +403,66 @@ impl Default for Fields {
 }
 
 impl Fields {
+    /// Appends an encoded value as the next field.
     fn put(&mut self, value: &[u8]) {
         write_uint(&mut self.bytes, self.gap);
         self.bytes.extend(value);
         self.gap = 1;
     }
 
-    /// Appends a field that is zero.
+    /// Leaves out the next field, because its value is zero.
     pub fn skip(&mut self) {
         self.gap += 1;
     }
 
-    /// Appends a text.
+    /// Appends a text as the next field.
     pub fn text(&mut self, text: &str) {
         self.data(text.as_bytes());
     }
 
-    /// Appends bytes.
+    /// Appends bytes as the next field.
     pub fn data(&mut self, data: &[u8]) {
         if data.is_empty() { self.skip() } else { self.put(&sized(data)) }
     }
 
-    /// Appends a signed number.
+    /// Appends a signed number as the next field.
     pub fn int(&mut self, number: i64) {
         let mut bytes = Vec::new();
         write_int(&mut bytes, number);
         if number == 0 { self.skip() } else { self.put(&bytes) }
     }
 
-    /// Appends an unsigned number.
+    /// Appends an unsigned number as the next field.
     pub fn uint(&mut self, number: u64) {
         let mut bytes = Vec::new();
         write_uint(&mut bytes, number);
         if number == 0 { self.skip() } else { self.put(&bytes) }
     }
 
-    /// Appends a structure, which is never left out.
+    /// Appends a structure as the next field. Go never leaves out a structure.
     pub fn nested(&mut self, fields: Fields) {
         self.put(&fields.end());
     }
 
-    /// Appends a list.
-    pub fn list<T>(&mut self, items: &[T], mut each: impl FnMut(&T) -> Vec<u8>) {
+    /// Appends a list as the next field. `encode` returns an element's bytes.
+    pub fn list<T>(&mut self, items: &[T], mut encode: impl FnMut(&T) -> Vec<u8>) {
         if items.is_empty() {
             return self.skip();
         }
         let mut bytes = Vec::new();
         write_uint(&mut bytes, items.len() as u64);
-        items.iter().for_each(|item| bytes.extend(each(item)));
+        items.iter().for_each(|item| bytes.extend(encode(item)));
         self.put(&bytes);
     }
 
-    /// Returns the whole structure.
+    /// Ends the structure and returns its bytes.
     pub fn end(mut self) -> Vec<u8> {
         self.bytes.push(0);
         self.bytes
     }
 }
 
-/// Returns bytes or a text as an element of a list.
+/// Encodes bytes or a text as an element of a list.
 pub fn sized(data: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     write_uint(&mut bytes, data.len() as u64);
@@ -434,6 +470,7 @@ pub fn sized(data: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// Appends an unsigned number. [`Input::uint`] describes the encoding.
 fn write_uint(out: &mut Vec<u8>, number: u64) {
     if number < 128 {
         return out.push(number as u8);
@@ -444,6 +481,7 @@ fn write_uint(out: &mut Vec<u8>, number: u64) {
     out.extend(&bytes[zeros..]);
 }
 
+/// Appends a signed number. [`Input::int`] describes the encoding.
 fn write_int(out: &mut Vec<u8>, number: i64) {
     write_uint(out, ((number << 1) ^ (number >> 63)).cast_unsigned());
 }

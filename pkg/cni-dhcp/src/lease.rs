@@ -1,8 +1,9 @@
-//! The life of a lease, as RFC 2131 has it: when to send what to whom, and what an answer means.
+//! The states of a DHCP client (RFC 2131, figure 5): when to send which message, and what an answer
+//! changes.
 //!
-//! Nothing here waits or sends. The caller gives the time, sends what [`Session::step`] returns,
-//! and hands in what arrives. Time is counted from the machine's boot, so that a record is still
-//! true after the daemon's restart.
+//! Nothing here waits or sends. The caller sends the messages that [`Session::step`] returns, and
+//! calls [`Session::receive`] with the answers. A time is a duration since the boot of the machine,
+//! so that a recorded lease is valid after a restart of the daemon.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -12,26 +13,26 @@ use serde::{Deserialize, Serialize};
 
 use crate::message::{Ask, Client, LeaseParameters, Reply, v4};
 
-/// The time until a first message is repeated; doubled each time. Short, because the first message
-/// or its answer may be lost where both ends of the link have only just come up.
+/// The time until the first message is repeated. It doubles with each further message. It is short
+/// because messages may get lost right after the link has come up.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
-/// The pause after a refused request.
+/// The pause after a server has refused a request.
 const REFUSED_WAIT: Duration = Duration::from_secs(1);
-/// How often an offered address is requested before the search begins again.
+/// How many times an offered address is requested before the client discards the offer.
 const SELECT_TRIES: u32 = 4;
-/// The shortest wait between two messages, whatever the flags of the daemon are.
+/// The shortest wait between two messages. The daemon's flags can ask for a shorter one.
 const MIN_WAIT: Duration = Duration::from_millis(10);
-/// No lease is asked to be extended more often.
+/// The shortest wait between two requests to extend a lease.
 const MIN_EXTEND: Duration = Duration::from_secs(10);
 
-/// How long to wait for what.
+/// The client's longest waits. The daemon's flags set them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The longest wait for an answer to one message.
     pub answer: Duration,
     /// The longest wait between two attempts of a client that has lost its lease.
     pub pause: Duration,
-    /// The whole time for the first lease.
+    /// The time within which the first lease must be granted.
     pub total: Duration,
 }
 
@@ -42,18 +43,19 @@ impl Default for Limits {
     }
 }
 
-/// A lease: its terms, and when it was requested.
+/// A lease: its parameters, and the time of its request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
     /// The lease's parameters, as the server granted them.
     pub terms: LeaseParameters,
-    /// When the message was sent that the server answered: RFC 2131 counts from there.
+    /// When the request was sent. RFC 2131 counts the lease time from there.
     pub since: Duration,
 }
 
 impl Lease {
+    /// Returns the time that many seconds after the request; `Duration::MAX` for a lease without an
+    /// end, which all bits set in its length mean.
     fn after(&self, seconds: u32) -> Duration {
-        // All bits set: the lease has no end.
         if self.terms.seconds == u32::MAX {
             Duration::MAX
         } else {
@@ -61,34 +63,34 @@ impl Lease {
         }
     }
 
-    /// Returns when its server is asked for more time.
+    /// Returns the time from which the client asks its server to extend the lease.
     pub fn t1(&self) -> Duration {
         self.after(self.terms.t1)
     }
 
-    /// Returns when any server is asked for more time.
+    /// Returns the time from which the client asks all servers to extend the lease.
     pub fn t2(&self) -> Duration {
         self.after(self.terms.t2)
     }
 
-    /// Returns when the address must not be used any more.
+    /// Returns the time from which the address must not be used.
     pub fn expiry(&self) -> Duration {
         self.after(self.terms.seconds)
     }
 }
 
-/// Where a message goes.
+/// The source and destination address of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
-    /// To everyone on the link, from no address.
+    /// From 0.0.0.0 to all hosts on the link.
     Broadcast,
-    /// To everyone on the link, from the leased address.
+    /// From the leased address to all hosts on the link.
     BroadcastFrom(Ipv4Addr),
-    /// To a server, from the leased address.
+    /// From the leased address to one server.
     Unicast {
         /// The leased address.
         from: Ipv4Addr,
-        /// The server.
+        /// The server's address.
         to: Ipv4Addr,
     },
 }
@@ -96,62 +98,72 @@ pub enum Path {
 /// The next thing that the caller has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Send this, and ask again.
+    /// Send this message, and call `step` again.
     Send(Vec<u8>, Path),
-    /// Listen until then for answers that come by this path, and ask again.
+    /// Listen until this time for answers to the message that was sent on this path, and call
+    /// `step` again.
     Listen(Duration, Path),
-    /// Do nothing until then; no socket is needed.
+    /// Do nothing until this time, without an open socket, and call `step` again.
     Sleep(Duration),
-    /// The first lease was not to be had in time.
+    /// Give up: no server has granted the first lease in time.
     Failed,
 }
 
-/// The change that an answer, or the time, has made.
+/// A change of the lease, by an answer or because a time has passed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// An address is offered and will be requested.
+    /// A server has offered an address, which the client will request.
     Offered(LeaseParameters),
-    /// A lease was granted where there was none.
+    /// A server has granted a lease to the client, which had none.
     Acquired,
-    /// The lease is longer, with the same address.
+    /// A server has extended the lease, with the same address.
     Extended,
-    /// The lease has another address.
+    /// A server has extended the lease, but with another address. The value is the old address.
     Moved(Cidr),
-    /// The address must not be used any more.
+    /// The lease has ended. The value is its address, which must not be used any more.
     Lost(Cidr),
 }
 
+/// The state of a client. RFC 2131 has the names in brackets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
+    /// It asks all servers for offers (SELECTING).
     Searching,
+    /// It requests the address of this offer (REQUESTING).
     Requesting(LeaseParameters),
-    /// Asking whether an address of which nothing else is known is still leased: INIT-REBOOT.
+    /// It asks whether the lease of this address, whose parameters are not known, is still valid
+    /// (REBOOTING).
     Confirming(Cidr),
+    /// It has a lease, and sends nothing (BOUND).
     Bound(Lease),
-    /// Asking its server for more time.
+    /// It asks its server to extend the lease (RENEWING).
     Renewing(Lease),
-    /// Asking any server.
+    /// It asks all servers to extend the lease (REBINDING).
     Rebinding(Lease),
 }
 
-/// One attachment's dealings with servers.
+/// The DHCP client of one attachment.
 #[derive(Clone, Debug)]
 pub struct Session {
     client: Client,
     limits: Limits,
     state: State,
-    /// When the first lease must be there. `None` once there was one.
+    /// The time by which a server must have granted the first lease. `None` after that.
     deadline: Option<Duration>,
+    /// The state of the random number generator for transaction numbers.
     random: u64,
+    /// The transaction number of this state's messages.
     xid: u32,
-    /// How often the message of this state has been sent.
+    /// How many messages have been sent in this state.
     tries: u32,
+    /// When the last message was sent.
     sent: Duration,
+    /// When the next message is due.
     next: Duration,
 }
 
 impl Session {
-    /// Begins to look for a lease. `random`: where transaction numbers come from.
+    /// Returns a client without a lease. `random` is the seed of its transaction numbers.
     pub fn new(client: Client, limits: Limits, random: u64, now: Duration) -> Session {
         let deadline = Some(now.saturating_add(limits.total));
         let mut session = Session {
@@ -169,7 +181,7 @@ impl Session {
         session
     }
 
-    /// Continues with a lease that is recorded.
+    /// Returns a client with a lease that was recorded.
     pub fn resume(client: Client, limits: Limits, random: u64, lease: Lease) -> Session {
         let mut session = Session::new(client, limits, random, lease.since);
         session.deadline = None;
@@ -177,7 +189,8 @@ impl Session {
         session
     }
 
-    /// Continues with an address that another daemon was leased for this client.
+    /// Returns a client with an address that another daemon, such as Go's, has leased for it. The
+    /// other parameters of the lease are not known.
     pub fn adopt(client: Client, limits: Limits, random: u64, network: Cidr, now: Duration) -> Session {
         let mut session = Session::new(client, limits, random, now);
         session.deadline = None;
@@ -185,7 +198,7 @@ impl Session {
         session
     }
 
-    /// Returns the lease, unless there is none or it has been lost.
+    /// Returns the lease, or `None` if the client has none.
     pub fn lease(&self) -> Option<&Lease> {
         match &self.state {
             State::Bound(lease) | State::Renewing(lease) | State::Rebinding(lease) => Some(lease),
@@ -193,22 +206,24 @@ impl Session {
         }
     }
 
-    /// Returns the client.
+    /// Returns the identity that the client sends.
     pub fn client(&self) -> &Client {
         &self.client
     }
 
+    /// Enters a state, whose first message is due now and begins a new transaction.
     fn enter(&mut self, state: State, now: Duration) {
         self.state = state;
         self.tries = 0;
         self.next = now;
-        // splitmix64, so that one random number is enough.
+        // The generator splitmix64, which needs only one random number as its seed.
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         self.xid = ((mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32) as u32;
     }
 
-    /// Returns what the time alone has changed. To be asked before [`step`](Session::step).
+    /// Enters the state that is due at this time. Returns the change if the lease has expired. The
+    /// caller calls it before each [`step`](Session::step).
     pub fn elapse(&mut self, now: Duration) -> Option<Change> {
         let lease = self.lease().cloned()?;
         if now >= lease.expiry() {
@@ -223,7 +238,7 @@ impl Session {
         None
     }
 
-    /// Returns what to do at this time.
+    /// Returns what the caller has to do at this time.
     pub fn step(&mut self, now: Duration) -> Step {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Step::Failed;
@@ -251,7 +266,8 @@ impl Session {
         if now >= self.next {
             let wait = match self.state {
                 State::Renewing(_) | State::Rebinding(_) => (end.saturating_sub(now) / 2).max(MIN_EXTEND),
-                // Once there was a lease, the search has no end, and the pauses grow.
+                // Before the first lease there is a deadline. After it the client searches without
+                // end, with growing pauses.
                 _ => {
                     let longest = if self.deadline.is_some() { self.limits.answer } else { self.limits.pause };
                     (FIRST_WAIT * (1 << self.tries.min(10))).min(longest.max(MIN_WAIT))
@@ -266,14 +282,15 @@ impl Session {
             };
         }
         let next = self.deadline.map_or(self.next, |deadline| self.next.min(deadline));
-        // Between two attempts no socket stays open: it would keep the container's namespace alive.
-        match self.sent.saturating_add(self.limits.answer) {
-            heard if now < heard => Step::Listen(next.min(heard), path),
-            _ => Step::Sleep(next),
-        }
+        // Between two attempts no socket is open, because it would keep the container's namespace
+        // alive.
+        let listen_until = self.sent.saturating_add(self.limits.answer);
+        if now < listen_until { Step::Listen(next.min(listen_until), path) } else { Step::Sleep(next) }
     }
 
-    /// Takes an answer, as it came from the network. `None` if it changes nothing.
+    /// Processes a message from the network, and returns the change of the lease. Returns `None` if
+    /// there is no change: the message is not a valid answer to this client, or is only a refusal
+    /// of a request.
     pub fn receive(&mut self, bytes: &[u8], now: Duration) -> Option<Change> {
         let reply = self.client.read(bytes, self.xid)?;
         let since = self.sent;
@@ -291,14 +308,15 @@ impl Session {
             }
             (State::Requesting(offer), Reply::Nak(server)) if offer.server == server => {
                 self.enter(State::Searching, now);
-                // A server that always refuses is not asked at once again and again.
+                // A server that always refuses would be asked in a loop without this pause.
                 self.next = now.saturating_add(REFUSED_WAIT);
                 None
             }
             (State::Confirming(network), Reply::Ack(terms)) if v4(network) == terms.address() => {
-                let same = network == terms.network;
+                // The same address may have another prefix.
+                let is_same = network == terms.network;
                 self.state = State::Bound(Lease { terms, since });
-                Some(if same { Change::Acquired } else { Change::Moved(network) })
+                Some(if is_same { Change::Acquired } else { Change::Moved(network) })
             }
             (State::Confirming(network), Reply::Nak(_)) => {
                 self.enter(State::Searching, now);
@@ -311,9 +329,9 @@ impl Session {
                 Some(Change::Extended)
             }
             (State::Rebinding(lease), Reply::Ack(terms)) => {
-                let moved = lease.terms.network != terms.network;
+                let has_moved = lease.terms.network != terms.network;
                 self.state = State::Bound(Lease { terms, since });
-                Some(if moved { Change::Moved(lease.terms.network) } else { Change::Extended })
+                Some(if has_moved { Change::Moved(lease.terms.network) } else { Change::Extended })
             }
             (State::Renewing(lease), Reply::Nak(server)) if lease.terms.server == server => {
                 self.enter(State::Searching, now);
@@ -327,14 +345,14 @@ impl Session {
         }
     }
 
-    /// Enters a state whose messages belong to the transaction of the one before.
+    /// Enters a state whose messages continue the transaction of the state before.
     fn enter_same(&mut self, state: State, now: Duration) {
         let xid = self.xid;
         self.enter(state, now);
         self.xid = xid;
     }
 
-    /// Returns the message that gives a lease back, and where it goes.
+    /// Gives up the lease: returns the message that releases it, and its path.
     ///
     /// # Errors
     /// The client identifier is longer than 255 bytes.

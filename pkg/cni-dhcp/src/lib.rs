@@ -1,7 +1,8 @@
-//! A DHCPv4 client, as values: no sockets, no clock, no threads.
+//! The protocols of the plugin dhcp and its daemon, without sockets, clock and threads.
 //!
-//! - [`gob`], [`rpc`]: what plugin and daemon say to each other, which is Go's `net/rpc`.
-//! - [`message`]: what clients and servers say to each other. [`lease`]: when they say it.
+//! - [`gob`], [`rpc`]: the calls between plugin and daemon, which are those of Go's `net/rpc`.
+//! - [`message`]: DHCPv4 messages. [`lease`]: the state machine of a DHCPv4 client, which decides
+//!   when to send which message.
 
 pub mod gob;
 pub mod lease;

@@ -1,7 +1,7 @@
-//! DHCP messages: what a client sends, and what of a server's answer is used.
+//! DHCP messages: writes those of a client, and reads a server's answers.
 //!
-//! The crate smoltcp lays messages out and divides answers into options. The values of options are
-//! read here.
+//! The crate smoltcp has the layout of the header and of the options. The values of options are
+//! decoded here.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -13,67 +13,69 @@ use smoltcp::wire::{ArpHardware, DhcpFlags, DhcpMessageType, DhcpOpCode, DhcpOpt
 /// The options that are requested unless the configuration says otherwise. Classless routes come
 /// first, as RFC 3442 says.
 pub const DEFAULT_REQUEST: [u8; 8] = [121, 3, 1, 33, 6, 15, 119, 26];
-/// No lease is renewed earlier, in seconds, unless its half is over.
+/// The shortest time in seconds from the request of a lease to its renewal (T1). A lease of less
+/// than twice this time is renewed after its half.
 const MIN_T1: u32 = 10;
-/// The lease time of a server that names none.
+/// The lease time in seconds if the server sends none.
 const DEFAULT_LEASE: u32 = 3600;
-/// No message is shorter, as some servers and relays expect of BOOTP.
+/// The shortest length of a message. Some servers and relays drop shorter ones, because BOOTP has
+/// no shorter ones.
 const MIN_LENGTH: usize = 300;
 /// The length of a message before its options.
 const HEADER: usize = 240;
-/// The four bytes before the options.
+/// The four bytes between header and options.
 const MAGIC: u32 = 0x6382_5363;
-/// The scope of a route without a gateway.
+/// The scope `link`, which a route without a gateway has.
 const LINK_SCOPE: u8 = 253;
 
-/// How servers are asked to answer before the client has an address.
+/// The destination of servers' answers while the client has no address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReplyMode {
-    /// To the client's hardware address.
+    /// The client's hardware address.
     #[default]
     Unicast,
-    /// To everyone on the link.
+    /// All hosts on the link.
     Broadcast,
 }
 
 /// The identity that a client sends in every message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Client {
-    /// Its hardware address.
+    /// The hardware address.
     pub mac: [u8; 6],
-    /// Its identifier: option 61.
+    /// The client identifier (option 61).
     pub id: Vec<u8>,
-    /// The options it requests: option 55.
+    /// The codes of the options that it requests (option 55).
     pub request: Vec<u8>,
-    /// Options that the configuration provides, with their values.
+    /// The codes and values of the options that the configuration adds to its messages.
     pub provide: Vec<(u8, Vec<u8>)>,
-    /// How servers are asked to answer.
+    /// Whether it asks servers for unicast or broadcast answers.
     pub answers: ReplyMode,
 }
 
-/// The message that a client sends.
+/// The purpose of a client's message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// Offers.
+    /// DHCPDISCOVER: to get offers of all servers.
     Discover,
-    /// The address that a server offered.
+    /// DHCPREQUEST: to get the address that a server has offered.
     Select {
         /// The address.
         address: Ipv4Addr,
         /// The server.
         server: Ipv4Addr,
     },
-    /// An address that this client was leased before, from the server that remembers it.
+    /// DHCPREQUEST: to continue the lease of an address, from the server that has recorded it.
     Confirm {
         /// The address.
         address: Ipv4Addr,
     },
-    /// More time, from one server or from any.
+    /// DHCPREQUEST: to extend the lease.
     Extend {
         /// The leased address.
         address: Ipv4Addr,
     },
-    /// The client gives the address back.
+    /// DHCPRELEASE: to give up the lease.
     Release {
         /// The leased address.
         address: Ipv4Addr,
@@ -83,7 +85,7 @@ pub enum Ask {
 }
 
 impl Client {
-    /// Returns a message.
+    /// Returns the bytes of a message with the transaction number `xid`.
     ///
     /// # Errors
     /// An option is longer than 255 bytes.
@@ -128,8 +130,8 @@ impl Client {
         Ok(bytes)
     }
 
-    /// Returns a server's answer to this client's message `xid`. `None` for everything else that
-    /// may arrive.
+    /// Decodes a server's answer to this client's message with the transaction number `xid`.
+    /// Returns `None` for any other message, and for an answer that lacks something necessary.
     pub fn read(&self, bytes: &[u8], xid: u32) -> Option<Reply> {
         let message = DhcpPacket::new_checked(bytes).ok()?;
         let mac = message.client_hardware_address();
@@ -142,13 +144,14 @@ impl Client {
             return None;
         }
         let options: Vec<DhcpOption<'_>> = message.options().collect();
-        // RFC 3396: an option that occurs again is continued.
-        let find = |wanted: u8| -> Option<Vec<u8>> {
-            let parts = options.iter().filter(|option| option.kind == wanted);
+        // RFC 3396: a long option is divided, so all parts with the same code are joined.
+        let find = |code: u8| -> Option<Vec<u8>> {
+            let parts = options.iter().filter(|option| option.kind == code);
             let parts: Vec<&[u8]> = parts.map(|option| option.data).collect();
             if parts.is_empty() { None } else { Some(parts.concat()) }
         };
         let server = find(54).and_then(|data| addresses(&data).first().copied());
+        // The type of the message: DHCPOFFER, DHCPACK or DHCPNAK.
         match find(53)?[..] {
             [2] => Some(Reply::Offer(self.terms(message.your_ip(), server?, &find)?)),
             [5] => Some(Reply::Ack(self.terms(message.your_ip(), server?, &find)?)),
@@ -157,6 +160,8 @@ impl Client {
         }
     }
 
+    /// Reads the parameters of an offer or a lease. `find` returns the value of an option by its
+    /// code. Returns `None` if the address, the server, the mask or the lease time is invalid.
     fn terms(
         &self,
         address: Ipv4Addr,
@@ -172,17 +177,17 @@ impl Client {
             return None;
         }
         let network = Cidr::new(address.into(), u8::try_from(prefix).ok()?)?;
-        let (half, most) = (seconds / 2, u32::try_from(u64::from(seconds) * 7 / 8).ok()?);
-        // RFC 2131 4.4.5: T1 before T2 before the end. Contradictory times are the server's
-        // mistake.
-        let (t1, t2) = match (number(58).unwrap_or(half), number(59).unwrap_or(most)) {
+        // The default times of RFC 2131, 4.4.5. They also replace times that contradict each other:
+        // T1 must be before T2, and T2 before the end.
+        let (default_t1, default_t2) = (seconds / 2, u32::try_from(u64::from(seconds) * 7 / 8).ok()?);
+        let (t1, t2) = match (number(58).unwrap_or(default_t1), number(59).unwrap_or(default_t2)) {
             (t1, t2) if t1 < t2 && t2 < seconds => (t1, t2),
-            _ => (half, most),
+            _ => (default_t1, default_t2),
         };
-        // A server that sets both to zero, or leases for a second, would keep the daemon busy.
-        let rest = seconds.div_ceil(2).min(MIN_T1);
-        let (t1, t2) = (t1.max(rest), t2.max(rest));
-        let list = |code| requested(code).map(|data| addresses(&data)).unwrap_or_default();
+        // Times near zero would keep the daemon busy with renewals.
+        let min_t1 = seconds.div_ceil(2).min(MIN_T1);
+        let (t1, t2) = (t1.max(min_t1), t2.max(min_t1));
+        let address_list = |code| requested(code).map(|data| addresses(&data)).unwrap_or_default();
         let text = |data: Vec<u8>| String::from_utf8(data).ok().map(|text| text.trim_end_matches('\0').to_owned());
         let mtu = requested(26).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);
         Some(LeaseParameters {
@@ -191,12 +196,13 @@ impl Client {
             seconds,
             t1,
             t2,
-            routers: list(3),
+            routers: address_list(3),
             classless: requested(121).and_then(|data| classless(&data)),
-            classful: list(33).chunks_exact(2).map(|pair| (pair[0], pair[1])).collect(),
-            nameservers: list(6),
+            classful: address_list(33).chunks_exact(2).map(|pair| (pair[0], pair[1])).collect(),
+            nameservers: address_list(6),
             domain: requested(15).and_then(text).filter(|name| is_domain(name)).unwrap_or_default(),
             search: requested(119).map(|data| domains(&data)).unwrap_or_default(),
+            // A smaller MTU could not carry the packets that every IPv4 host must accept.
             mtu: mtu.filter(|mtu| *mtu >= 576),
         })
     }
@@ -205,41 +211,42 @@ impl Client {
 /// A server's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// An address could be had.
+    /// DHCPOFFER: the server offers an address.
     Offer(LeaseParameters),
-    /// The address is leased.
+    /// DHCPACK: the server has leased the address.
     Ack(LeaseParameters),
-    /// The client must not use the address; from this server.
+    /// DHCPNAK: the client must not use the address. The value is the server.
     Nak(Ipv4Addr),
 }
 
-/// An offer's or a lease's content.
+/// The parameters of an offer or a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseParameters {
-    /// The address and its prefix.
+    /// The address with its prefix.
     #[serde(with = "cidr_text")]
     pub network: Cidr,
-    /// The server.
+    /// The server's address (option 54).
     pub server: Ipv4Addr,
-    /// The lease's length; `u32::MAX` has no end.
+    /// The lease time in seconds (option 51); `u32::MAX` for a lease without an end.
     pub seconds: u32,
-    /// When to ask this server for more time, in seconds.
+    /// The seconds from the request until the client asks this server to extend the lease (T1).
     pub t1: u32,
-    /// When to ask any server, in seconds.
+    /// The seconds from the request until the client asks all servers to extend the lease (T2).
     pub t2: u32,
-    /// Option 3.
+    /// The routers (option 3). The first one is the gateway.
     pub routers: Vec<Ipv4Addr>,
-    /// Option 121, if there is one: destination, prefix and gateway.
+    /// The classless routes (option 121): destination, prefix and gateway. `None` without the
+    /// option, which replaces `routers` and `classful`.
     pub classless: Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>>,
-    /// Option 33.
+    /// The routes by address class (option 33): destination and gateway.
     pub classful: Vec<(Ipv4Addr, Ipv4Addr)>,
-    /// Option 6.
+    /// The DNS servers (option 6).
     pub nameservers: Vec<Ipv4Addr>,
-    /// Option 15.
+    /// The domain (option 15), empty without the option.
     pub domain: String,
-    /// Option 119.
+    /// The search domains (option 119).
     pub search: Vec<String>,
-    /// Option 26.
+    /// The MTU of the interface (option 26).
     pub mtu: Option<u16>,
 }
 
@@ -249,21 +256,21 @@ impl LeaseParameters {
         v4(self.network)
     }
 
-    /// Returns the result of an ADD. `priority`: the routes' metric.
+    /// Returns the result of an ADD. The routes get this priority (metric).
     pub fn result(&self, priority: Option<u32>) -> AddResult {
         let gateway = self.routers.first().copied().map(IpAddr::V4);
-        let net = |address: Ipv4Addr, prefix| Cidr::new(address.into(), prefix);
-        let via = |dst, gateway: Ipv4Addr| match gateway.is_unspecified() {
-            true => Route { scope: Some(LINK_SCOPE), ..Route::new(dst, None) },
-            false => Route::new(dst, Some(gateway.into())),
+        // `None` for an invalid prefix. The gateway 0.0.0.0 means a route on the link.
+        let route = |dst: Ipv4Addr, prefix: u8, gateway: Ipv4Addr| {
+            let dst = Cidr::new(dst.into(), prefix)?;
+            Some(match gateway.is_unspecified() {
+                true => Route { scope: Some(LINK_SCOPE), ..Route::new(dst, None) },
+                false => Route::new(dst, Some(gateway.into())),
+            })
         };
         let mut routes: Vec<Route> = match &self.classless {
-            Some(list) => {
-                list.iter().filter_map(|(dst, prefix, gateway)| Some(via(net(*dst, *prefix)?, *gateway))).collect()
-            }
+            Some(list) => list.iter().filter_map(|(dst, prefix, gateway)| route(*dst, *prefix, *gateway)).collect(),
             None => {
-                let classful = self.classful.iter();
-                let classful = classful.filter_map(|(dst, gateway)| Some(via(net(*dst, class(*dst))?, *gateway)));
+                let classful = self.classful.iter().filter_map(|(dst, gateway)| route(*dst, class(*dst), *gateway));
                 classful.chain(gateway.map(|gateway| Route::new(Cidr::default_route(gateway), Some(gateway)))).collect()
             }
         };
@@ -285,6 +292,7 @@ impl LeaseParameters {
     }
 }
 
+/// Writes a CIDR as text in the daemon's records.
 mod cidr_text {
     use super::{Cidr, Deserialize};
     use serde::{Deserializer, Serializer, de::Error as _};
@@ -298,7 +306,7 @@ mod cidr_text {
     }
 }
 
-/// Returns the address of an IPv4 network.
+/// Returns the IPv4 address of a CIDR, and 0.0.0.0 for IPv6, which DHCPv4 never has.
 pub(crate) fn v4(network: Cidr) -> Ipv4Addr {
     match network.address() {
         IpAddr::V4(address) => address,
@@ -306,16 +314,18 @@ pub(crate) fn v4(network: Cidr) -> Ipv4Addr {
     }
 }
 
-/// Whether a host may have the address.
+/// Whether a host can have the address.
 fn is_host(address: Ipv4Addr) -> bool {
     !(address.is_unspecified() || address.is_broadcast() || address.is_multicast() || address.is_loopback())
 }
 
+/// Decodes a list of IPv4 addresses. An incomplete one at the end is ignored.
 fn addresses(data: &[u8]) -> Vec<Ipv4Addr> {
     data.chunks_exact(4).filter_map(|bytes| <[u8; 4]>::try_from(bytes).ok()).map(Ipv4Addr::from).collect()
 }
 
-/// The prefix that a destination's class has.
+/// Returns the prefix of an address's class: 8, 16 or 24. 0.0.0.0 has 0, and other addresses have
+/// 32.
 fn class(address: Ipv4Addr) -> u8 {
     match address.octets()[0] {
         _ if address.is_unspecified() => 0,
@@ -326,7 +336,9 @@ fn class(address: Ipv4Addr) -> u8 {
     }
 }
 
-/// Option 121. `None` if it is cut off or wrong, as if the server had not sent it.
+/// Decodes the classless routes (option 121): destination, prefix and gateway. Only the significant
+/// bytes of a destination are in the option. Returns `None` if it is invalid, which counts as if
+/// the server had not sent it.
 fn classless(mut data: &[u8]) -> Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>> {
     let mut routes = Vec::new();
     while let Some((prefix, rest)) = data.split_first() {
@@ -341,12 +353,14 @@ fn classless(mut data: &[u8]) -> Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>> {
     Some(routes)
 }
 
-/// Option 119: names as DNS writes them. What is wrong ends the list.
+/// Decodes the search domains (option 119), which are names in the encoding of DNS (RFC 1035,
+/// 4.1.4). Returns the names before the first error. Names that are not domains are left out.
 fn domains(data: &[u8]) -> Vec<String> {
-    let (mut names, mut at) = (Vec::new(), 0);
-    while at < data.len() {
-        let (mut labels, mut next, mut jumps) = (Vec::new(), at, 0);
-        let mut end = None;
+    let (mut names, mut begin) = (Vec::new(), 0);
+    while begin < data.len() {
+        let (mut labels, mut next, mut jumps) = (Vec::new(), begin, 0);
+        // The position after the first pointer to earlier bytes, where the next name begins.
+        let mut after_pointer = None;
         loop {
             match data.get(next).map(|length| usize::from(*length)) {
                 Some(0) => break,
@@ -355,16 +369,17 @@ fn domains(data: &[u8]) -> Vec<String> {
                     labels.push(String::from_utf8_lossy(label).into_owned());
                     next += 1 + length;
                 }
+                // A pointer to the rest of the name. The limit ends a loop of pointers.
                 Some(high @ 192..) if jumps < 16 => {
                     let Some(low) = data.get(next + 1) else { return names };
-                    end.get_or_insert(next + 2);
+                    after_pointer.get_or_insert(next + 2);
                     jumps += 1;
                     next = (high - 192) << 8 | usize::from(*low);
                 }
                 _ => return names,
             }
         }
-        at = end.unwrap_or(next + 1);
+        begin = after_pointer.unwrap_or(next + 1);
         let name = labels.join(".");
         if is_domain(&name) {
             names.push(name);
@@ -373,10 +388,11 @@ fn domains(data: &[u8]) -> Vec<String> {
     names
 }
 
-/// Whether a name can stand in resolv.conf without changing its other lines.
+/// Whether a name has only characters of domain names. Other characters could add lines to
+/// resolv.conf.
 fn is_domain(name: &str) -> bool {
-    let known = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-    !name.is_empty() && name.len() <= 253 && name.bytes().all(known)
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+    !name.is_empty() && name.len() <= 253 && name.bytes().all(is_allowed)
 }
 
 #[cfg(test)]

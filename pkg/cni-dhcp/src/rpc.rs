@@ -1,7 +1,7 @@
-//! The two calls between plugin and daemon, as Go's `net/rpc` sends them: a line of HTTP, then gob.
+//! The two calls from plugin to daemon, in the format of Go's `net/rpc`: a line of HTTP, then gob.
 //!
-//! Both directions are here, because a Go plugin may talk to this daemon and this plugin to a Go
-//! daemon.
+//! The type numbers, names and fields are those of Go, because a Go plugin may call this daemon,
+//! and this plugin may call a Go daemon.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -12,17 +12,17 @@ use crate::gob::{
     BYTES, Definition, Fields, GobError, INT, Reader, TEXT, UINT, Value, sized, write_definition, write_struct,
 };
 
-/// The line that a client sends before its call.
+/// The line that a client sends first.
 pub const CONNECT: &[u8] = b"CONNECT /_goRPC_ HTTP/1.0\n\n";
-/// The line that a daemon answers before its reply.
+/// The line that a daemon answers to it.
 pub const CONNECTED: &[u8] = b"HTTP/1.0 200 Connected to Go RPC\n\n";
 
-/// The calls.
+/// The calls that a daemon knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// Returns the attachment's lease, after acquiring one if there is none.
+    /// The daemon returns the attachment's lease. It acquires one if there is none.
     Allocate,
-    /// Gives the attachment's lease up.
+    /// The daemon releases the attachment's lease.
     Release,
 }
 
@@ -35,6 +35,7 @@ impl Method {
         }
     }
 
+    /// Returns the call with a name, or `None`.
     fn find(name: &str) -> Option<Method> {
         [Method::Allocate, Method::Release].into_iter().find(|method| method.name() == name)
     }
@@ -53,23 +54,25 @@ pub struct CmdArgs {
     pub args: String,
     /// CNI_PATH.
     pub path: String,
-    /// The configuration.
+    /// The plugin's configuration.
     pub stdin: Vec<u8>,
 }
 
 /// A call, as a daemon receives it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The name of the call, which may be unknown.
+    /// The name of the call.
     pub name: String,
-    /// The call.
+    /// The call, or `None` if the daemon does not know the name.
     pub method: Option<Method>,
-    /// Its number, which the response repeats.
+    /// The number of the call, which the response repeats.
     pub seq: u64,
-    /// Its arguments.
+    /// The arguments of the call.
     pub args: CmdArgs,
 }
 
+// The numbers of the types in a stream. Go's begin at 64, and any others would do. The request and
+// the response are in different streams.
 const REQUEST: i64 = 64;
 const RESPONSE: i64 = 64;
 const BODY: i64 = 65;
@@ -83,8 +86,8 @@ const ROUTES: i64 = 72;
 const DNS: i64 = 73;
 const TEXTS: i64 = 74;
 
-/// Returns a call as a client sends it after [`CONNECT`], once the daemon has answered that: a Go
-/// daemon loses what comes earlier.
+/// Returns the bytes of a call. The client sends them after the daemon has answered [`CONNECT`]: a
+/// Go daemon loses bytes that arrive earlier.
 pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     let mut out = Vec::new();
     let request = [("ServiceMethod", TEXT), ("Seq", UINT)];
@@ -112,8 +115,8 @@ pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     out
 }
 
-/// Returns the answer to a call as a daemon sends it after [`CONNECTED`]. `outcome` has no result
-/// for a release.
+/// Returns the bytes of the answer to a call, which a daemon sends after [`CONNECTED`]. `outcome`
+/// is the lease, nothing after a release, or the text of an error.
 pub fn write_response(request: &Request, outcome: Result<Option<&AddResult>, &str>) -> Vec<u8> {
     let mut out = Vec::new();
     let response = [("ServiceMethod", TEXT), ("Seq", UINT), ("Error", TEXT)];
@@ -133,6 +136,7 @@ pub fn write_response(request: &Request, outcome: Result<Option<&AddResult>, &st
     out
 }
 
+/// Appends the definitions of the types of Go's result, and a result.
 fn write_result(out: &mut Vec<u8>, result: &AddResult) {
     let types = [
         (
@@ -187,10 +191,12 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
         write_definition(out, id, name, definition);
     }
     let mut fields = Fields::default();
+    // CNIVersion and Interfaces.
     fields.skip();
     fields.skip();
     fields.list(&result.ips, |ip| {
         let mut fields = Fields::default();
+        // Interface.
         fields.skip();
         fields.nested(net(&ip.address));
         fields.data(&octets(ip.gateway));
@@ -214,6 +220,7 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
     write_struct(out, BODY, fields);
 }
 
+/// Encodes a CIDR as Go's `net.IPNet`.
 fn net(cidr: &Cidr) -> Fields {
     let mut mask = octets(Some(cidr.address()));
     for (index, byte) in mask.iter_mut().enumerate() {
@@ -226,6 +233,7 @@ fn net(cidr: &Cidr) -> Fields {
     fields
 }
 
+/// Returns the bytes of an address; none for `None`.
 fn octets(address: Option<IpAddr>) -> Vec<u8> {
     match address {
         None => Vec::new(),
@@ -234,60 +242,66 @@ fn octets(address: Option<IpAddr>) -> Vec<u8> {
     }
 }
 
-/// One end of a connection: what has been received of it.
+/// Decodes what one end of a connection receives.
 #[derive(Debug, Default)]
 pub struct Connection {
     reader: Reader,
+    /// The bytes that are not decoded yet.
     received: Vec<u8>,
+    /// The header of a call or response whose body is not complete yet.
     head: Option<Value>,
+    /// Whether the line of HTTP has been received.
     greeted: bool,
 }
 
-/// Why the other end cannot be understood.
+/// The reason why the received bytes cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RpcError {
     /// The gob is invalid.
     #[error(transparent)]
     Gob(#[from] GobError),
-    /// The other end does not speak Go's `net/rpc`.
+    /// The first line is not that of Go's `net/rpc`. The value is this line.
     #[error("unexpected HTTP response: {0}")]
     Greeting(String),
-    /// A value does not have the fields or ranges of its type.
+    /// A value lacks a field or is not in the range of its type.
     #[error("the result is invalid: {0}")]
     Invalid(&'static str),
 }
 
 impl Connection {
-    /// Adds what has been received.
+    /// Adds received bytes.
     pub fn push(&mut self, bytes: &[u8]) {
         self.received.extend(bytes);
     }
 
-    /// How many bytes wait to be understood.
+    /// Returns the number of bytes that are not decoded yet.
     pub fn waiting(&self) -> usize {
         self.received.len()
     }
 
-    /// Whether the greeting has been received.
+    /// Whether the line of HTTP has been received.
     pub fn handshake_done(&self) -> bool {
         self.greeted
     }
 
-    /// Takes the greeting away. `false` if more must be received first.
+    /// Removes the line of HTTP, which must begin with `expected`, and the empty line after it.
+    /// Returns false if they have not been received completely.
     fn greeting(&mut self, expected: &str) -> Result<bool, RpcError> {
         if self.greeted {
             return Ok(true);
         }
-        let line = |bytes: &[u8]| {
+        let first_line = |bytes: &[u8]| {
             String::from_utf8_lossy(bytes.split(|byte| *byte == b'\n').next().unwrap_or_default()).into_owned()
         };
         let end = (2..=self.received.len()).find(|end| {
             let text = &self.received[..*end];
             text.ends_with(b"\n\n") || text.ends_with(b"\n\r\n")
         });
-        let known = self.received.len().min(expected.len());
-        if self.received[..known] != expected.as_bytes()[..known] || (end.is_none() && self.received.len() > 4096) {
-            return Err(RpcError::Greeting(line(&self.received)));
+        let comparable = self.received.len().min(expected.len());
+        if self.received[..comparable] != expected.as_bytes()[..comparable]
+            || (end.is_none() && self.received.len() > 4096)
+        {
+            return Err(RpcError::Greeting(first_line(&self.received)));
         }
         if let Some(end) = end {
             self.received.drain(..end);
@@ -296,7 +310,7 @@ impl Connection {
         Ok(self.greeted)
     }
 
-    /// The next head and body. `None` if more must be received first.
+    /// Decodes the next header and body. Returns `None` if they have not been received completely.
     fn pair(&mut self) -> Result<Option<(Value, Value)>, RpcError> {
         if self.head.is_none() {
             self.head = self.reader.take(&mut self.received)?;
@@ -308,10 +322,10 @@ impl Connection {
         Ok(Some((head, body)))
     }
 
-    /// The call that the client makes, at a daemon. `None` if more must be received first.
+    /// Decodes the next call, in a daemon. Returns `None` if it has not been received completely.
     ///
     /// # Errors
-    /// [`RpcError`]; the connection is of no use after one.
+    /// The bytes are not a call; nothing after the error can be decoded.
     pub fn request(&mut self) -> Result<Option<Request>, RpcError> {
         if !self.greeting("CONNECT /_goRPC_ ")? {
             return Ok(None);
@@ -334,11 +348,11 @@ impl Connection {
         Ok(Some(Request { method: Method::find(&name), name, seq, args }))
     }
 
-    /// The daemon's answer, at a client: the result, or the error's text. `None` if more must be
-    /// received first.
+    /// Decodes the daemon's answer, in a client: the result, or the text of an error. Returns
+    /// `None` if it has not been received completely.
     ///
     /// # Errors
-    /// [`RpcError`]; the connection is of no use after one.
+    /// The bytes are not an answer; nothing after the error can be decoded.
     pub fn response(&mut self) -> Result<Option<Result<AddResult, String>>, RpcError> {
         if !self.greeting("HTTP/1.0 200 Connected to Go RPC")? {
             return Ok(None);
@@ -351,6 +365,7 @@ impl Connection {
     }
 }
 
+/// Converts Go's result to ours. A release is answered with an empty one.
 fn read_result(body: &Value) -> Result<AddResult, RpcError> {
     let ips = body.list("IPs").iter().map(|ip| {
         let address = ip.get("Address").and_then(read_net).ok_or(RpcError::Invalid("an address"))?;
@@ -392,6 +407,11 @@ fn read_result(body: &Value) -> Result<AddResult, RpcError> {
     })
 }
 
+/// Returns the address in the bytes of Go's `net.IP`, or `None` for no bytes. An IPv4 address in
+/// the form of IPv6 becomes an IPv4 address.
+///
+/// # Errors
+/// The number of bytes is not that of an address.
 fn read_address(bytes: &[u8]) -> Result<Option<IpAddr>, RpcError> {
     match bytes.len() {
         0 => Ok(None),
@@ -401,17 +421,18 @@ fn read_address(bytes: &[u8]) -> Result<Option<IpAddr>, RpcError> {
     }
 }
 
+/// Returns the CIDR of Go's `net.IPNet`, or `None` if the address or the mask is invalid.
 fn read_net(net: &Value) -> Option<Cidr> {
     let address = read_address(net.bytes("IP")).ok()??;
     let mask = net.bytes("Mask");
     let ones: u32 = mask.iter().map(|byte| byte.count_ones()).sum();
-    let leading = mask
-        .iter()
-        .position(|byte| *byte != 255)
-        .map_or(mask.len() * 8, |at| at * 8 + mask[at].leading_ones() as usize);
+    let leading_ones = match mask.iter().position(|byte| *byte != 255) {
+        Some(index) => index * 8 + mask[index].leading_ones() as usize,
+        None => mask.len() * 8,
+    };
     // The mask of an IPv4 address may be that of its form in IPv6.
     let extra = if address.is_ipv4() && mask.len() == 16 { 96 } else { 0 };
-    if leading != ones as usize || (mask.len() != octets(Some(address)).len() && extra == 0) {
+    if leading_ones != ones as usize || (mask.len() != octets(Some(address)).len() && extra == 0) {
         return None;
     }
     Cidr::new(address, u8::try_from(ones.checked_sub(extra)?).ok()?)

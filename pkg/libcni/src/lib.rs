@@ -2,15 +2,15 @@
 //! stores their results. cnitool uses it.
 //!
 //! - `folder`, `list`: the networks of `/etc/cni/net.d`.
-//! - `members`, `request`: the JSON that each plugin reads. Keys that the runtime does not know stay
-//!   as they were written.
+//! - `members`, `request`: the JSON that each plugin reads. Keys that the runtime does not know
+//!   stay as they were written.
 //! - `plugin`: runs one plugin for one verb.
 //! - `verbs`: [`Runtime`]'s ADD, CHECK, DEL, GC and STATUS of a whole network; `versions`: VERSION.
 //! - [`cache`]: the results of ADD, in the layout of Go's libcni.
 //!
 //! It differs from Go's libcni: after a failed ADD, every plugin gets a DEL; a second ADD of an
-//! attachment is refused before any plugin runs; CHECK, DEL and GC report errors of the cache; every
-//! plugin has a deadline.
+//! attachment is refused before any plugin runs; CHECK, DEL and GC report errors of the cache;
+//! every plugin has a deadline.
 
 mod folder;
 #[cfg(feature = "fuzzing")]
@@ -39,8 +39,8 @@ pub use list::{NetworkList, PluginConf};
 pub use members::Members;
 pub use verbs::OnError;
 
-/// How long a plugin may take by default. It is longer than the longest `delegateTimeout`, so that a
-/// plugin whose IPAM plugin takes too long can report that and clean up.
+/// How long a plugin may take by default. It is longer than the longest `delegateTimeout`, so that
+/// a plugin whose IPAM plugin takes too long can report that and clean up.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(310);
 
 /// A container runtime, as far as CNI is concerned: the folders of plugins and results, and the way

@@ -115,8 +115,8 @@ impl NetworkList {
             .ok_or_else(|| config::incompatible("incompatible CNI versions", &self.cni_version))
     }
 
-    /// Whether the configuration disables CHECK, by `disableCheck` or by `args.cni.disable-check` of the list
-    /// or of a plugin.
+    /// Whether the configuration disables CHECK, by `disableCheck` or by `args.cni.disable-check`
+    /// of the list or of a plugin.
     pub fn disable_check(&self) -> bool {
         self.disable_check || self.plugins.iter().any(PluginConf::disable_check)
     }
@@ -261,8 +261,8 @@ fn switch(json: &Json, key: &str) -> Result<bool> {
     }
 }
 
-/// Whether `args.cni.disable-check` is true, or a string `true` in any case. The values under `args`
-/// may have any type, so another one is not an error.
+/// Whether `args.cni.disable-check` is true, or a string `true` in any case. The values under
+/// `args` may have any type, so another one is not an error.
 fn args_disable_check(json: &Json) -> bool {
     let value = json.get("args").and_then(|args| args.get("cni")).and_then(|cni| cni.get("disable-check"));
     match value {
@@ -272,8 +272,8 @@ fn args_disable_check(json: &Json) -> bool {
     }
 }
 
-/// Returns the highest supported version of `cniVersions` and `cniVersion`. If none is supported, it
-/// returns `cniVersion` as it was written.
+/// Returns the highest supported version of `cniVersions` and `cniVersion`. If none is supported,
+/// it returns `cniVersion` as it was written.
 ///
 /// # Errors
 /// Code 6 for a wrong type, 7 if an element of `cniVersions` is not a version.

@@ -1,7 +1,8 @@
 //! A JSON object whose values stay as they were written.
 //!
-//! A runtime passes on configurations that it does not understand completely: a number must keep its
-//! digits, and an unknown key must not get lost. [`Json`] is for reading, [`Members`] for passing on.
+//! A runtime passes on configurations that it does not understand completely: a number must keep
+//! its digits, and an unknown key must not get lost. [`Json`] is for reading, [`Members`] for
+//! passing on.
 //!
 //! Plugins ignore the case of keys, as Go does. So before a key is added, the keys that differ from
 //! it only in case are removed.
@@ -44,8 +45,8 @@ impl Members {
         self.0.iter().rev().find(is_value_of_name).map(|(_, value)| &**value)
     }
 
-    /// Returns the value of a key as Go reads it into a map: the key must be exactly `name`, and the
-    /// last one counts.
+    /// Returns the value of a key as Go reads it into a map: the key must be exactly `name`, and
+    /// the last one counts.
     pub fn get_exact(&self, name: &str) -> Option<&RawValue> {
         self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| &**value)
     }

@@ -38,7 +38,8 @@ impl Runtime<'_> {
     /// stderr becomes a note.
     ///
     /// # Errors
-    /// The plugin's error with its code; code 4 if the plugin does not exist, 11 after the deadline.
+    /// The plugin's error with its code; code 4 if the plugin does not exist, 11 after the
+    /// deadline.
     pub(super) fn run(&self, kind: &str, verb: Verb, variables: Variables, request: &[u8]) -> Result<Vec<u8>> {
         let program = find_plugin(kind, &self.plugin_folders)?;
         let child = Child {

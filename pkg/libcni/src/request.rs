@@ -1,8 +1,8 @@
 //! Writes the configuration that one plugin of a list reads on its stdin.
 //!
-//! It is the plugin's object in the list, with the list's `name` and `cniVersion`, and with the keys
-//! of the verb: `prevResult`, `runtimeConfig`, the valid attachments of a GC. `capabilities` is left
-//! out, as the specification says (Go leaves it in).
+//! It is the plugin's object in the list, with the list's `name` and `cniVersion`, and with the
+//! keys of the verb: `prevResult`, `runtimeConfig`, the valid attachments of a GC. `capabilities`
+//! is left out, as the specification says (Go leaves it in).
 
 use serde::Serialize;
 use serde_json::value::RawValue;

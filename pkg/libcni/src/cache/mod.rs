@@ -1,9 +1,10 @@
-//! The result cache: one file for each attachment, `<dir>/results/<network>-<containerID>-<ifname>`.
+//! The result cache: one file for each attachment,
+//! `<dir>/results/<network>-<containerID>-<ifname>`.
 //!
 //! The files are byte for byte those of Go's libcni, so that either can replace the other while
-//! containers run: one line of JSON of the kind `cniCacheV1` or, from older versions, a bare result.
-//! Files that only this crate uses are in `results/.cni`, which Go's libcni skips because it is a
-//! folder.
+//! containers run: one line of JSON of the kind `cniCacheV1` or, from older versions, a bare
+//! result. Files that only this crate uses are in `results/.cni`, which Go's libcni skips because
+//! it is a folder.
 //!
 //! `-` is allowed in all three parts of the name, so two attachments may have the same file name.
 //! The content of the file names its attachment.
@@ -26,7 +27,8 @@ mod wire;
 
 use wire::Content;
 
-/// The folder of the cache that Go's libcni and cnitool use. The results are in its folder `results`.
+/// The folder of the cache that Go's libcni and cnitool use. The results are in its folder
+/// `results`.
 pub const DEFAULT_DIR: &str = "/var/lib/cni";
 
 /// The name of the folder, in the folder of results, for files that only this crate uses.
@@ -82,8 +84,8 @@ enum Found {
 }
 
 impl Entry {
-    /// Returns the network's configuration at the time of the ADD. Go's libcni stores the object of a
-    /// single plugin if the ADD was without a list; it becomes a list with this plugin.
+    /// Returns the network's configuration at the time of the ADD. Go's libcni stores the object of
+    /// a single plugin if the ADD was without a list; it becomes a list with this plugin.
     ///
     /// # Errors
     /// Those of [`NetworkList::parse`].
@@ -122,8 +124,8 @@ impl Entry {
         Ok(result.interfaces.into_iter().find(is_container_interface))
     }
 
-    /// Returns the result as a `prevResult` of `version`, or `None` without a result. It is verbatim
-    /// if it has that version already.
+    /// Returns the result as a `prevResult` of `version`, or `None` without a result. It is
+    /// verbatim if it has that version already.
     ///
     /// # Errors
     /// Code 6 if the result cannot be decoded or cannot be expressed in `version`.
@@ -182,8 +184,8 @@ impl Cache {
         Ok(self.folder.join(file_name(id)))
     }
 
-    /// Returns the entry of an attachment, or `None` if there is none or its file belongs to another
-    /// attachment with the same file name.
+    /// Returns the entry of an attachment, or `None` if there is none or its file belongs to
+    /// another attachment with the same file name.
     ///
     /// # Errors
     /// Code 5 if the file cannot be read, 6 if it cannot be decoded.
@@ -196,8 +198,8 @@ impl Cache {
         }
     }
 
-    /// Creates the folder, and checks that the cache does not have the attachment yet, so that an ADD
-    /// can write its entry.
+    /// Creates the folder, and checks that the cache does not have the attachment yet, so that an
+    /// ADD can write its entry.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be created or the file cannot be read; [`Code::CONFLICT`] if the
@@ -373,8 +375,8 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
 /// Opens and locks a file. Returns `None` if another process has the lock, if the file was renamed
 /// to an entry in the meantime, or if it is not a regular file.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
-    // The type is checked first, because opening a FIFO waits for its other end. Nobody replaces the
-    // file before it is opened: only root can write to the folder.
+    // The type is checked first, because opening a FIFO waits for its other end. It is not replaced
+    // before it is opened: only root can write to the folder.
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Ok(None);
     }
@@ -396,8 +398,8 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
     Ok(if is_at_path { Some(file) } else { None })
 }
 
-/// Reads and decodes a file. Returns `None` if it does not exist, and an inner error with the reason
-/// if it cannot be decoded.
+/// Reads and decodes a file. Returns `None` if it does not exist, and an inner error with the
+/// reason if it cannot be decoded.
 ///
 /// # Errors
 /// Code 5 if the file cannot be read, also if it is a folder, because then no entry can be written.

@@ -2,7 +2,7 @@
 //! cache.
 //!
 //! As the specification requires, DEL stops at the first error and keeps the cached result, so that
-//! it can be repeated. [`OnError::GoOn`] is for DELs that nobody repeats: those after a failed ADD,
+//! it can be repeated. [`OnError::GoOn`] is for DELs that are not repeated: those after a failed ADD,
 //! and those of GC.
 
 use serde_json::value::RawValue;
@@ -33,10 +33,11 @@ impl Runtime<'_> {
     /// of the last plugin.
     ///
     /// # Errors
-    /// Before any plugin runs: the version is not supported, an identifier is invalid, a plugin does
-    /// not exist, or the cache already has the attachment ([`Code::CONFLICT`]). Later: the error of
-    /// the plugin that failed. Then all plugins get a DEL in reverse order, those that did not run
-    /// too; the errors of these DELs are in the details. The cache does not have the attachment.
+    /// Before any plugin runs: the version is not supported, an identifier is invalid, a plugin
+    /// does not exist, or the cache already has the attachment ([`Code::CONFLICT`]). Later: the
+    /// error of the plugin that failed. Then all plugins get a DEL in reverse order, those that did
+    /// not run too; the errors of these DELs are in the details. The cache does not have the
+    /// attachment.
     pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
         ident::check_new_interface_name(&attachment.ifname)?;
         let version = check_call(list, attachment)?;
@@ -107,9 +108,9 @@ impl Runtime<'_> {
         Ok(())
     }
 
-    /// DEL: detaches a container, with the plugins in reverse order, and removes the cached entry. It
-    /// succeeds if the attachment does not exist. A cached result that cannot be decoded is noted,
-    /// and the plugins run without it.
+    /// DEL: detaches a container, with the plugins in reverse order, and removes the cached entry.
+    /// It succeeds if the attachment does not exist. A cached result that cannot be decoded is
+    /// noted, and the plugins run without it.
     ///
     /// # Errors
     /// Those of the plugins; then the cached entry stays, so that DEL can be repeated.
@@ -174,9 +175,9 @@ impl Runtime<'_> {
         Ok(listing)
     }
 
-    /// GC: runs DEL for each cached attachment that is not in `valid`, and then GC of each plugin if
-    /// the list's version is 1.1.0 or newer. Does nothing if the configuration disables GC. Cache
-    /// files that cannot be decoded are noted and not changed.
+    /// GC: runs DEL for each cached attachment that is not in `valid`, and then GC of each plugin
+    /// if the list's version is 1.1.0 or newer. Does nothing if the configuration disables GC.
+    /// Cache files that cannot be decoded are noted and not changed.
     ///
     /// # Errors
     /// All errors as one. The remaining DELs and GCs run after an error.
