@@ -1,7 +1,8 @@
 //! The plugin's end of a connection to the daemon.
 //!
-//! The socket of a daemon that hangs still accepts connections. The outer results here fail if the
-//! daemon is silent, the inner ones with its answer.
+//! The functions that call the daemon return two results: the outer one is an error if the daemon
+//! does not answer, the inner one is its answer. The kernel accepts connections even for a daemon
+//! that hangs, so a successful connection is not enough.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -19,65 +20,75 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 
 use crate::conf::{self, Conf};
 
-/// How long a daemon may take to accept a connection, to greet, and to read a call.
+/// The longest time in which the daemon must accept a connection, answer its first line, and read a
+/// call.
 const GREETING: Duration = Duration::from_secs(10);
-/// How long a release may take. A daemon waits for no server then, but Go's may be busy with a
-/// renewal of the lease.
+/// The longest time for a release. It does not wait for a server, but Go's daemon may be renewing
+/// the lease.
 const RELEASE: Duration = Duration::from_secs(30);
-/// How long an ADD may take: longer than a daemon tries to get a lease, unless its flags say
-/// otherwise. Then the runtime's patience ends the wait.
+/// The longest time for a new lease. It is longer than a daemon with default flags tries to get
+/// one.
 const ALLOCATE: Duration = Duration::from_secs(600);
 
-/// The daemon, as a client sees it.
+/// A daemon, by its socket.
 #[derive(Clone)]
 pub(crate) struct Daemon<'a> {
     pub(crate) socket: PathBuf,
     machine: &'a dyn Machine,
 }
 
-/// A connection that the daemon has greeted.
+/// A connection whose first line the daemon has answered.
 pub(crate) struct DaemonConnection<'a> {
     stream: UnixStream,
-    conversation: Connection,
+    decoder: Connection,
     machine: &'a dyn Machine,
 }
 
 impl<'a> Daemon<'a> {
+    /// Returns the daemon that the configuration names.
+    ///
+    /// # Errors
+    /// The configuration is invalid.
     pub(crate) fn of(call: &Call<'a>) -> Result<Daemon<'a>> {
         Conf::read(&call.conf, &call.environment.args)?;
-        Ok(Daemon::lenient(call))
+        Ok(Daemon::of_unchecked(call))
     }
 
-    /// For DEL and GC, which clean up whatever else the configuration says.
-    pub(crate) fn lenient(call: &Call<'a>) -> Daemon<'a> {
+    /// Returns the daemon that the configuration names, even if other keys are invalid: for DEL and
+    /// GC, which must work then too.
+    pub(crate) fn of_unchecked(call: &Call<'a>) -> Daemon<'a> {
         Daemon { socket: conf::socket(&call.conf), machine: call.machine }
     }
 
+    /// Connects to the daemon's socket, within [`GREETING`].
     fn connect(&self) -> io::Result<UnixStream> {
         let stream: UnixStream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?.into();
-        // The bound for the connection too, for which a full queue of the daemon would block.
+        // This timeout also limits `connect`, which blocks if the daemon's queue is full.
         stream.set_write_timeout(Some(GREETING))?;
         connect(stream.as_raw_fd(), &UnixAddr::new(&self.socket)?)?;
         Ok(stream)
     }
 
-    /// Connects, and waits for the greeting. What a Go daemon has read beyond the first line by
-    /// then is lost, so nothing is sent before.
+    /// Connects, sends the first line, and waits for the daemon's answer to it. Nothing else is
+    /// sent before that answer, because a Go daemon can lose it.
+    ///
+    /// # Errors
+    /// Code 11 if the daemon does not answer, 6 if the answer is not a daemon's.
     pub(crate) fn greet(&self) -> Result<DaemonConnection<'a>> {
         let socket = self.socket.display();
         let mut stream = self.connect().map_err(|error| {
-            let doing = format!("error dialing DHCP daemon: dial unix {socket}: connect");
-            Error::caused(Code::TRY_AGAIN, doing, error)
+            let msg = format!("error dialing DHCP daemon: dial unix {socket}: connect");
+            Error::caused(Code::TRY_AGAIN, msg, error)
         })?;
         let silent = |error: io::Error| {
             Error::caused(Code::TRY_AGAIN, format_args!("the DHCP daemon of {socket} does not answer"), error)
         };
         let deadline = self.machine.now() + GREETING;
         stream.write_all(CONNECT).map_err(silent)?;
-        let mut greeted = DaemonConnection { stream, conversation: Connection::default(), machine: self.machine };
-        while !greeted.conversation.handshake_done() {
+        let mut greeted = DaemonConnection { stream, decoder: Connection::default(), machine: self.machine };
+        while !greeted.decoder.handshake_done() {
             greeted.receive(deadline).map_err(silent)?;
-            greeted.conversation.response().map_err(|error| {
+            greeted.decoder.response().map_err(|error| {
                 Error::caused(
                     Code::DECODE,
                     format_args!("the process that listens on {socket} is not the DHCP daemon"),
@@ -88,32 +99,40 @@ impl<'a> Daemon<'a> {
         Ok(greeted)
     }
 
+    /// Connects and makes one call; see [`DaemonConnection::call`].
     pub(crate) fn call(&self, method: Method, args: &CmdArgs) -> Result<Result<AddResult>> {
         self.greet()?.call(method, args)
     }
 }
 
 impl DaemonConnection<'_> {
+    /// Waits for further bytes, and gives them to the decoder.
     fn receive(&mut self, deadline: std::time::Instant) -> io::Result<()> {
         let mut buffer = [0; 4096];
         wait_readable(&self.stream, deadline, self.machine)?;
         match self.stream.read(&mut buffer)? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             length => {
-                self.conversation.push(&buffer[..length]);
+                self.decoder.push(&buffer[..length]);
                 Ok(())
             }
         }
     }
 
+    /// Makes a call, and returns the daemon's answer as the inner result. A release is answered
+    /// with an empty result.
+    ///
+    /// # Errors
+    /// Code 11 if the daemon does not answer, 6 if its answer cannot be decoded. The inner error is
+    /// the daemon's, with code 11.
     pub(crate) fn call(mut self, method: Method, args: &CmdArgs) -> Result<Result<AddResult>> {
         let doing = format!("error calling {}", method.name());
         let silent = |error: io::Error| Error::caused(Code::TRY_AGAIN, &doing, error);
-        let patience = if method == Method::Release { RELEASE } else { ALLOCATE };
-        let deadline = self.machine.now() + patience;
+        let timeout = if method == Method::Release { RELEASE } else { ALLOCATE };
+        let deadline = self.machine.now() + timeout;
         self.stream.write_all(&write_request(method, args)).map_err(silent)?;
         loop {
-            let answer = self.conversation.response();
+            let answer = self.decoder.response();
             match answer.map_err(|error| Error::caused(Code::DECODE, &doing, error))? {
                 Some(Ok(result)) => return Ok(Ok(result)),
                 Some(Err(text)) => return Ok(Err(Error::new(Code::TRY_AGAIN, format!("{doing}: {text}")))),

@@ -1,5 +1,4 @@
-//! The configuration of `dhcp`, which plugin and daemon read: JSON and CNI_ARGS in, a client's
-//! options out.
+//! The configuration of `dhcp`, which both plugin and daemon read.
 
 use std::path::PathBuf;
 
@@ -46,28 +45,27 @@ struct Request {
 pub(crate) struct Conf {
     /// The daemon's socket.
     pub(crate) socket: PathBuf,
-    /// The metric of the routes.
+    /// The priority (metric) of the routes.
     pub(crate) priority: Option<u32>,
-    /// The options that the client provides.
+    /// The codes and values of the options that the client sends.
     pub(crate) provide: Vec<(u8, Vec<u8>)>,
-    /// The options that the client requests.
+    /// The codes of the options that the client requests.
     pub(crate) request: Vec<u8>,
 }
 
 impl Conf {
-    /// Reads the configuration. `args`: CNI_ARGS, of which unknown and malformed pairs are of no
-    /// interest here.
+    /// Reads the configuration. `args` is CNI_ARGS, from which an option's `fromArg` takes its
+    /// value; other pairs are ignored.
     ///
     /// # Errors
-    /// 6 and 7, with Go's texts where it has them.
+    /// Code 6 for a wrong type, 7 for an invalid option, with Go's texts where it has them.
     pub(crate) fn read(conf: &NetConf, args: &str) -> Result<Conf> {
         let ipam = conf.decode::<Keys>()?.ipam;
         let mut provide: Vec<(u8, Vec<u8>)> = Vec::new();
         for entry in &ipam.provide {
             let code = option(&entry.option)?;
-            let given =
-                || args.split(';').filter_map(|pair| pair.split_once('=')).find(|(key, _)| *key == entry.from_arg);
-            let value = match given().filter(|_| !entry.from_arg.is_empty()) {
+            let mut pairs = args.split(';').filter_map(|pair| pair.split_once('='));
+            let value = match pairs.find(|(key, _)| !key.is_empty() && *key == entry.from_arg) {
                 Some((_, value)) => value,
                 None if entry.value.is_empty() => continue,
                 None => &entry.value,
@@ -86,8 +84,9 @@ impl Conf {
         if !ipam.request.iter().any(|entry| entry.skip_default) {
             request.extend(DEFAULT_REQUEST);
         }
-        let mut seen = [false; 256];
-        request.retain(|code| !std::mem::replace(&mut seen[usize::from(*code)], true));
+        // Each code once, at its first place.
+        let mut is_requested = [false; 256];
+        request.retain(|code| !std::mem::replace(&mut is_requested[usize::from(*code)], true));
         Ok(Conf {
             socket: socket(conf),
             priority: Some(ipam.priority).filter(|priority| *priority != 0),
@@ -97,13 +96,13 @@ impl Conf {
     }
 }
 
-/// Returns the daemon's socket. A configuration that ADD refuses names one too.
+/// Returns the path of the daemon's socket, even if other keys of the configuration are invalid.
 pub(crate) fn socket(conf: &NetConf) -> PathBuf {
     let path = conf.json().get("ipam").and_then(|ipam| ipam.get("daemonSocketPath")).and_then(Json::as_str);
     path.filter(|path| !path.is_empty()).unwrap_or(DEFAULT_SOCKET).into()
 }
 
-/// The keys of `ipam` that the plugin does not read.
+/// Returns the keys of `ipam` that the plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| {
@@ -112,7 +111,10 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     unknown
 }
 
-/// An option's number, or one of six names.
+/// Returns the code of an option, which is given as a number or by one of six names.
+///
+/// # Errors
+/// Code 7 for another text, and for the options that a message has in any case.
 fn option(text: &str) -> Result<u8> {
     let names = [
         ("dhcp-client-identifier", 61),
@@ -123,7 +125,6 @@ fn option(text: &str) -> Result<u8> {
         ("vendor-class-identifier", 60),
     ];
     let named = names.iter().find(|(name, _)| *name == text).map(|(_, code)| *code);
-    // The configuration cannot set the options that every message has.
     named
         .or_else(|| text.parse().ok())
         .filter(|code| !matches!(code, 0 | 50..=55 | 57 | 255))

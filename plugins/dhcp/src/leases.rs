@@ -1,4 +1,4 @@
-//! The recorded leases, for a reader that is not the daemon.
+//! The recorded leases, for cnitool.
 
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
@@ -20,31 +20,33 @@ pub struct Lease {
     pub container_id: String,
     /// CNI_IFNAME
     pub ifname: String,
-    /// The address.
+    /// The leased address.
     pub address: Cidr,
-    /// The server.
+    /// The address of the server.
     pub server: Ipv4Addr,
-    /// The times, unless the address was requested and no answer has come yet.
+    /// The times, or `None` if the address was requested and the server has not answered yet.
     pub times: Option<Times>,
     /// The last error since the lease was granted.
     pub error: Option<String>,
 }
 
-/// The time from now until something happens; zero once it has. `None`: never.
+/// The remaining times of a lease, zero if they are over. All are `None` for a lease without an
+/// end.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
-    /// The server is asked for more time.
+    /// The time until the daemon asks the server to extend the lease.
     pub t1: Option<Duration>,
-    /// Any server is asked.
+    /// The time until the daemon asks all servers to extend the lease.
     pub t2: Option<Duration>,
-    /// The lease ends.
+    /// The time until the lease ends.
     pub expiry: Option<Duration>,
 }
 
-/// Returns the socket that a configuration names. `None` if its IPAM plugin is not dhcp.
+/// Returns the daemon's socket that a configuration names, or `None` if its IPAM plugin is not
+/// dhcp.
 ///
 /// # Errors
-/// As for the plugin.
+/// The configuration is invalid.
 pub fn socket(conf: &NetConf) -> Result<Option<PathBuf>> {
     match conf.ipam_type() {
         "dhcp" => Conf::read(conf, "").map(|conf| Some(conf.socket)),
@@ -52,13 +54,13 @@ pub fn socket(conf: &NetConf) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Returns the socket of a daemon without flags.
+/// Returns the socket of a daemon that is started without flags.
 pub fn default_socket() -> PathBuf {
     DEFAULT_SOCKET.into()
 }
 
-/// Reads the leases of the daemon that has this socket, whether it runs or not: by network,
-/// container and interface.
+/// Reads the recorded leases of the daemon with this socket, sorted by network, container and
+/// interface. The daemon does not need to run.
 ///
 /// # Errors
 /// The folder of the records cannot be read.
@@ -68,14 +70,16 @@ pub fn list(socket: &Path) -> Result<Vec<Lease>> {
     Ok(leases)
 }
 
+/// Converts a record, or returns `None` if it has no lease.
 fn read(record: Record) -> Option<Lease> {
     let now = now();
-    let left = |end: Duration| if end == Duration::MAX { None } else { Some(end.saturating_sub(now)) };
+    let remaining = |end: Duration| if end == Duration::MAX { None } else { Some(end.saturating_sub(now)) };
     let (terms, times) = match &record.held {
         RecordedLease::Nothing => return None,
         RecordedLease::Requested(terms) => (terms, None),
         RecordedLease::Bound(lease) => {
-            let times = Times { t1: left(lease.t1()), t2: left(lease.t2()), expiry: left(lease.expiry()) };
+            let times =
+                Times { t1: remaining(lease.t1()), t2: remaining(lease.t2()), expiry: remaining(lease.expiry()) };
             (&lease.terms, Some(times))
         }
     };

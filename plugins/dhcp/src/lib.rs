@@ -1,7 +1,7 @@
-//! `dhcp`: asks a daemon for addresses that a DHCP server leases.
+//! The IPAM plugin `dhcp`: gets addresses from a DHCP server.
 //!
-//! The plugin ends with its call, but a lease must be renewed: the [`daemon`] keeps it. Both may be
-//! Go's: they talk to each other as Go's do.
+//! A lease must be renewed after the plugin has ended, so the [`daemon`] acquires and renews it,
+//! and the plugin calls the daemon. Plugin and daemon work with Go's daemon and plugin too.
 
 mod client;
 mod conf;
@@ -31,7 +31,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-/// The plugin.
+/// The plugin `dhcp`.
 #[derive(Clone, Copy, Debug)]
 pub struct Dhcp;
 
@@ -68,9 +68,10 @@ impl Plugin for Dhcp {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let daemon = Daemon::lenient(call);
+        let daemon = Daemon::of_unchecked(call);
         match daemon.call(Method::Release, &args(call)) {
             Ok(answer) => answer.map(drop),
+            // The daemon does not answer. Without a record there is no lease to release.
             Err(silence) => {
                 let key = record::key(&call.container_id, call.conf.name(), &call.ifname);
                 match Records::of(&daemon.socket).find(&key)? {
@@ -82,7 +83,7 @@ impl Plugin for Dhcp {
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let daemon = Daemon::lenient(call);
+        let daemon = Daemon::of_unchecked(call);
         let stale = Records::of(&daemon.socket).list()?.into_iter().filter(|record| {
             record.network == call.conf.name() && !valid.contains(&record.container_id, &record.ifname)
         });
@@ -95,7 +96,7 @@ impl Plugin for Dhcp {
                 stdin: call.conf.raw().to_vec(),
                 ..CmdArgs::default()
             };
-            // A daemon that does not answer is not asked for the next lease.
+            // If the daemon does not answer, GC ends here.
             errors.extend(daemon.call(Method::Release, &args)?.err());
         }
         Error::join(errors)
@@ -106,6 +107,7 @@ impl Plugin for Dhcp {
     }
 }
 
+/// Returns the arguments of a call to the daemon.
 fn args(call: &Call<'_>) -> CmdArgs {
     let environment = call.environment;
     CmdArgs {

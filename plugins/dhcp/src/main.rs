@@ -1,7 +1,8 @@
-//! The CNI plugin `dhcp`: addresses from a DHCP server. `dhcp daemon` is the daemon that keeps the
-//! leases.
+//! The CNI plugin `dhcp`: gets addresses from a DHCP server. `dhcp daemon` is the daemon that
+//! renews the leases.
 
-// Not `cni_plugin::main!`: its allocator never gives memory back, and the daemon lives long.
+// `cni_plugin::main!` is not used, because its allocator never frees memory, and the daemon runs
+// long.
 fn main() -> std::process::ExitCode {
     plugin_dhcp::run(std::env::args_os().skip(1))
 }

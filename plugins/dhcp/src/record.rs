@@ -1,5 +1,5 @@
-//! A lease on disk, so that the daemon may end at any moment: one file for each attachment, in a
-//! folder beside the socket.
+//! The records of leases, with which a daemon continues after its predecessor has ended: one file
+//! for each attachment, in a folder beside the socket.
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
@@ -12,7 +12,7 @@ use cni_dhcp::lease::Lease;
 use cni_dhcp::message::{Client, LeaseParameters};
 use serde::{Deserialize, Serialize};
 
-/// One attachment's lease.
+/// The record of one attachment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) container_id: String,
@@ -20,13 +20,15 @@ pub(crate) struct Record {
     pub(crate) ifname: String,
     /// CNI_NETNS, without the daemon's prefix.
     pub(crate) netns: String,
-    /// The namespace's device and inode: its path may lead to another one later.
+    /// The device and inode numbers of the namespace, because another one may be at its path later.
     pub(crate) netns_id: (u64, u64),
-    /// The interface.
+    /// The index of the interface.
     pub(crate) index: u32,
-    /// The routes' metric.
+    /// The priority (metric) of the routes.
     pub(crate) priority: Option<u32>,
+    /// The identity that the client sends.
     pub(crate) client: Client,
+    /// The lease.
     pub(crate) held: RecordedLease,
     /// The last error since the lease was granted.
     #[serde(default)]
@@ -36,21 +38,23 @@ pub(crate) struct Record {
 /// The lease of the attachment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum RecordedLease {
-    /// Nothing yet: there is no file.
+    /// No lease has been requested yet, and there is no file.
     Nothing,
-    /// An address that was requested; the server may have leased it.
+    /// An address has been requested. The server may have leased it.
     Requested(LeaseParameters),
-    /// A lease.
+    /// The attachment has a lease.
     Bound(Lease),
 }
 
 impl Record {
+    /// Returns the key of the attachment.
     pub(crate) fn key(&self) -> String {
         key(&self.container_id, &self.network, &self.ifname)
     }
 }
 
-/// Returns the name of an attachment, as in Go: the client identifier's text.
+/// Returns the key of an attachment. It is that of Go's daemon, which is also the client
+/// identifier.
 pub(crate) fn key(container_id: &str, network: &str, ifname: &str) -> String {
     format!("{container_id}/{network}/{ifname}")
 }
@@ -68,11 +72,12 @@ impl Records {
         }
     }
 
+    /// Returns the path of an attachment's record.
     fn path(&self, key: &str) -> PathBuf {
         self.0.join(format!("{}.json", sha512_hex(&[key.as_bytes()], 40)))
     }
 
-    /// Writes a record in one step: a reader sees the old one or the new one.
+    /// Replaces an attachment's record. A reader sees the old record or the new one.
     pub(crate) fn write(&self, record: &Record) -> Result<()> {
         let path = self.path(&record.key());
         let write = || -> io::Result<()> {
@@ -84,7 +89,7 @@ impl Records {
         write().map_err(|error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error))
     }
 
-    /// Removes a record, if there is one.
+    /// Removes an attachment's record, if there is one.
     pub(crate) fn purge(&self, key: &str) -> Result<()> {
         let path = self.path(key);
         match fs::remove_file(&path) {
@@ -95,13 +100,13 @@ impl Records {
         }
     }
 
-    /// Reads an attachment's record.
+    /// Reads an attachment's record, or returns `None` if there is none.
     pub(crate) fn find(&self, key: &str) -> Result<Option<Record>> {
         read(&self.path(key))
     }
 
-    /// Reads all records. One that cannot be read is left out: its lease ends at the server by
-    /// itself.
+    /// Reads all records. One that cannot be read is left out; its lease is not renewed, and ends
+    /// at the server.
     pub(crate) fn list(&self) -> Result<Vec<Record>> {
         let entries = match fs::read_dir(&self.0) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -114,9 +119,10 @@ impl Records {
     }
 }
 
+/// Reads and decodes a file, or returns `None` if there is none.
 fn read(path: &Path) -> Result<Option<Record>> {
     let failed = |error: io::Error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
-    // Nothing but a regular file: a FIFO would block the daemon.
+    // This refuses what is not a regular file, because a FIFO would block the daemon.
     match cni::file::read(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         bytes => serde_json::from_slice(&bytes.map_err(failed)?).map(Some).map_err(|error| failed(error.into())),

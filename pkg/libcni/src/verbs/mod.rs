@@ -2,8 +2,8 @@
 //! cache.
 //!
 //! As the specification requires, DEL stops at the first error and keeps the cached result, so that
-//! it can be repeated. [`OnError::GoOn`] is for DELs that are not repeated: those after a failed ADD,
-//! and those of GC.
+//! it can be repeated. [`OnError::GoOn`] is for DELs that are not repeated: those after a failed
+//! ADD, and those of GC.
 
 use serde_json::value::RawValue;
 

@@ -1,5 +1,5 @@
-//! Leases that another daemon made and did not record: Go's. libcni's result cache has the
-//! configuration and the result.
+//! Finds the leases of Go's daemon, which records nothing. The result cache of libcni has the
+//! configuration and the result of each attachment.
 
 use std::path::Path;
 
@@ -12,9 +12,9 @@ use libcni::cache::{Cache, Entry};
 
 use crate::conf::Conf;
 
-/// An attachment whose address a DHCP server leased.
+/// An attachment in the result cache whose IPAM plugin is dhcp.
 pub(super) struct Cached {
-    /// The arguments of its ADD, as far as the cache has them.
+    /// The arguments of the ADD that the cache has.
     pub(super) args: CmdArgs,
     pub(super) conf: NetConf,
     pub(super) keys: Conf,
@@ -22,13 +22,15 @@ pub(super) struct Cached {
     pub(super) result: AddResult,
 }
 
-/// Returns the attachments whose configuration names this daemon's socket, with or without the
-/// prefix of the host's files.
+/// Returns the attachments in the result cache whose configuration names one of these sockets: the
+/// daemon's, with and without its flag `-hostprefix`.
 pub(super) fn list(cache: &Path, sockets: &[&Path]) -> cni::Result<Vec<Cached>> {
     let entries = Cache::new(cache).list_all()?.entries;
     Ok(entries.iter().filter_map(|entry| read(entry, sockets)).collect())
 }
 
+/// Reads a cache entry. Returns `None` if none of its plugins uses dhcp with one of these sockets,
+/// or if its namespace or result is not known.
 fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     let attachment = &entry.attachment;
     let pairs: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();

@@ -1,5 +1,5 @@
-//! One attachment's task: it does what the state machine says, keeps the record, and answers the
-//! plugin's calls.
+//! The task of one attachment: it sends and receives for the state machine of
+//! [`cni_dhcp::lease`], writes the record, and answers the plugin's calls.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -15,80 +15,85 @@ use super::network::{Exchange, Interface};
 use super::{Daemon, log};
 use crate::record::{Record, RecordedLease};
 
-/// Timers are set no further ahead.
+/// The longest time that the task sleeps. After it, it looks whether the interface still exists.
 const LONGEST: Duration = Duration::from_secs(3600);
-/// The pause before an address is added again that could not be added.
+/// The pause before the task tries again to add an address or route to the interface.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// The answer to a plugin's call that does not wait.
+/// The state of an attachment's lease, from which the daemon answers the plugin's calls.
 #[derive(Clone, Debug)]
 pub(crate) enum Status {
-    /// There is no lease yet.
+    /// There has been no lease yet.
     Acquiring,
-    /// There is one.
+    /// There is a lease. The value is the result of ADD.
     Leased(Rc<AddResult>),
-    /// There was one.
+    /// The lease has ended, for this reason. The task tries to get another.
     Lost(String),
-    /// There will be none: the task ends.
+    /// The task has given up, for this reason, and ends.
     Failed(String),
 }
 
-/// The request to a task.
+/// A command to a task.
 #[derive(Debug)]
 pub(crate) enum LeaseCommand {
-    /// Give the lease up and end.
+    /// Release the lease, report that through the channel, and end.
     Release(oneshot::Sender<()>),
-    /// Look whether the interface is still there.
+    /// Check whether the interface still exists, and end if it does not.
     Look,
 }
 
-/// A task, as others see it.
+/// The daemon's access to a task.
 #[derive(Clone, Debug)]
 pub(crate) struct Handle {
-    pub(crate) orders: mpsc::UnboundedSender<LeaseCommand>,
+    pub(crate) commands: mpsc::UnboundedSender<LeaseCommand>,
     pub(crate) status: watch::Receiver<Status>,
     pub(crate) interface: Interface,
 }
 
 impl Handle {
-    /// Whether it is the attachment of this interface.
+    /// Whether the task's lease is for this interface. If it is not, the container has been started
+    /// again with another interface of the same name.
     pub(crate) fn is_for(&self, found: &Interface) -> bool {
         let Interface { netns, netns_id, index, mac, .. } = &self.interface;
         let is_same_link = *netns_id == found.netns_id && *index == found.index;
-        // A path that has gone leads nowhere at the renewal.
-        let is_open = *netns == found.netns || !self.interface.is_gone();
-        // The kernel gives the number of a namespace that has gone to a new one. In the same
-        // namespace, tuning may have changed the MAC after the ADD: then the address is there.
+        // The same namespace at another path: the task needs its own path for the next renewal.
+        let is_path_valid = *netns == found.netns || !self.interface.is_gone();
+        // A new namespace can get the inode number of a deleted one, so the MAC is compared too.
+        // The plugin tuning may have changed the MAC of the same interface; then it has the
+        // address.
         let has_address = || match &*self.status.borrow() {
             Status::Leased(result) => result.ips.iter().any(|ip| found.has(ip.address)),
             Status::Acquiring | Status::Lost(_) | Status::Failed(_) => false,
         };
-        is_same_link && is_open && (*mac == found.mac || has_address())
+        is_same_link && is_path_valid && (*mac == found.mac || has_address())
     }
 }
 
+/// The state of the task.
 pub(crate) struct Attachment {
     pub(crate) daemon: Rc<Daemon>,
     pub(crate) interface: Interface,
     pub(crate) record: Record,
     pub(crate) session: Session,
     pub(crate) status: watch::Sender<Status>,
-    pub(crate) orders: mpsc::UnboundedReceiver<LeaseCommand>,
-    /// The parts of a lease that the interface still lacks after the lease replaced another.
-    pub(crate) lacking: Option<Rc<AddResult>>,
+    pub(crate) commands: mpsc::UnboundedReceiver<LeaseCommand>,
+    /// The address and routes that must still be added to the interface, after a lease with another
+    /// address or after the loss of a lease.
+    pub(crate) missing: Option<Rc<AddResult>>,
 }
 
-/// The time since the machine started, its sleep included.
+/// Returns the time since the boot of the machine, including suspension.
 pub(crate) fn now() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
 }
 
 impl Attachment {
-    /// Runs until the lease is released, the interface has gone, or there is no lease to be had.
+    /// Runs the task until the lease is released, the interface is gone, no server grants a lease,
+    /// or the daemon ends.
     pub(crate) async fn run(mut self) {
         let key = self.record.key();
-        let ended = self.live(&key).await;
-        match ended {
+        let end = self.maintain_lease(&key).await;
+        match end {
             End::Kept => {}
             End::Forgotten(why) => {
                 log(format_args!("{key}: {why}"));
@@ -103,70 +108,75 @@ impl Attachment {
         }
     }
 
+    /// Removes the record. An error is logged.
     fn purge(&self, key: &str) {
-        self.note(self.daemon.records.purge(key));
+        self.log_error(self.daemon.records.purge(key));
     }
 
-    /// Records what the attachment has. If that fails while the plugin still waits for its first
-    /// lease, returns the error: no later daemon would know the lease, so nothing would release
-    /// it. Afterwards it is only logged.
-    fn keep(&mut self, held: RecordedLease) -> Result<(), cni::Error> {
+    /// Records the lease. If that fails for the first lease, for which the plugin still waits, the
+    /// error is returned: a later daemon would not know the lease, so it would never be released.
+    /// A later error is only logged.
+    fn record(&mut self, held: RecordedLease) -> Result<(), cni::Error> {
         self.record.held = held;
         self.record.error = None;
         match self.daemon.records.write(&self.record) {
             Err(error) if matches!(*self.status.borrow(), Status::Acquiring) => Err(error),
             outcome => {
-                self.note(outcome);
+                self.log_error(outcome);
                 Ok(())
             }
         }
     }
 
-    /// Records an error, for `cnitool ipam dhcp`. An attachment without a lease has no record.
-    fn failed(&mut self, error: String) {
+    /// Records an error, for `cnitool ipam dhcp`. An attachment without a lease has no record, so
+    /// its error is not stored.
+    fn record_error(&mut self, error: String) {
         if self.record.error.as_ref() != Some(&error) {
             self.record.error = Some(error);
             if !matches!(self.record.held, RecordedLease::Nothing) {
-                self.note(self.daemon.records.write(&self.record));
+                self.log_error(self.daemon.records.write(&self.record));
             }
         }
     }
 
-    fn note<E: std::fmt::Display>(&self, outcome: Result<(), E>) {
+    /// Logs an error.
+    fn log_error<E: std::fmt::Display>(&self, outcome: Result<(), E>) {
         if let Err(error) = outcome {
             log(format_args!("{}: {error}", self.record.key()));
         }
     }
 
-    async fn live(&mut self, key: &str) -> End {
+    /// Acquires the lease and renews it, until something ends the task.
+    async fn maintain_lease(&mut self, key: &str) -> End {
         if self.session.lease().is_none() {
             log(format_args!("{key}: acquiring lease"));
-            let (interface, patience) = (self.interface.clone(), self.daemon.limits.answer);
+            let (interface, timeout) = (self.interface.clone(), self.daemon.limits.answer);
             tokio::select! {
-                // A release that is ordered already comes before the first message.
+                // A release that waits in the channel comes before the first message.
                 biased;
-                end = self.ordered(key) => return end,
-                up = interface.bring_up(patience) => if let Err(error) = up {
+                end = self.process_commands(key) => return end,
+                up = interface.bring_up(timeout) => if let Err(error) = up {
                     return End::Forgotten(error);
                 },
             }
         }
         let mut exchange = Exchange::default();
-        // Whether a request for more time is without an answer.
-        let mut asked = false;
+        // Whether the last request to extend the lease has no answer yet.
+        let mut is_unanswered = false;
         loop {
             if let Some(change) = self.session.elapse(now())
-                && let Err(error) = self.changed(key, change)
+                && let Err(error) = self.apply_change(key, change)
             {
-                return self.unrecorded(key, &error);
+                return self.give_up_unrecorded(key, &error);
             }
             let until = match self.session.step(now()) {
                 Step::Send(bytes, path) => {
-                    if std::mem::replace(&mut asked, self.session.lease().is_some()) {
-                        self.failed("the server did not answer the last request to renew the lease".into());
+                    if is_unanswered {
+                        self.record_error("the server did not answer the last request to renew the lease".into());
                     }
+                    is_unanswered = self.session.lease().is_some();
                     if let Err(error) = exchange.send(&self.interface, &bytes, path) {
-                        // As if the network had lost it, unless there is nothing to send it by.
+                        // The message counts as lost in the network, unless the interface is gone.
                         exchange.close();
                         if self.interface.is_gone() {
                             return End::Forgotten("the interface has gone".into());
@@ -175,8 +185,8 @@ impl Attachment {
                         if self.record.error.as_ref() != Some(&error) {
                             log(format_args!("{key}: {error}"));
                         }
-                        self.failed(error);
-                        asked = false;
+                        self.record_error(error);
+                        is_unanswered = false;
                     }
                     continue;
                 }
@@ -186,15 +196,15 @@ impl Attachment {
                     until
                 }
                 Step::Failed => {
-                    // The server may have leased the address, and its answer is lost.
+                    // The server may have leased the address although its answer did not arrive.
                     if matches!(self.record.held, RecordedLease::Requested(_)) {
                         self.release(key);
                     }
                     return End::Forgotten("no more tries".into());
                 }
             };
-            self.complete(key);
-            let longest = if self.lacking.is_some() { AGAIN } else { LONGEST };
+            self.add_missing(key);
+            let longest = if self.missing.is_some() { AGAIN } else { LONGEST };
             let wait = until.saturating_sub(now()).min(longest);
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
@@ -204,9 +214,9 @@ impl Attachment {
                 }
                 received = exchange.receive() => match received {
                     Ok(bytes) => if let Some(change) = self.session.receive(&bytes, now()) {
-                        asked = false;
-                        if let Err(error) = self.changed(key, change) {
-                            return self.unrecorded(key, &error);
+                        is_unanswered = false;
+                        if let Err(error) = self.apply_change(key, change) {
+                            return self.give_up_unrecorded(key, &error);
                         }
                     },
                     Err(error) => {
@@ -214,39 +224,39 @@ impl Attachment {
                         exchange.close();
                     }
                 },
-                end = self.ordered(key) => return end,
+                end = self.process_commands(key) => return end,
             }
         }
     }
 
-    /// Gives the interface what it lacks.
-    fn complete(&mut self, key: &str) {
-        let Some(result) = &self.lacking else { return };
+    /// Adds the missing address and routes to the interface. After an error they stay missing.
+    fn add_missing(&mut self, key: &str) {
+        let Some(result) = &self.missing else { return };
         match self.interface.add(result) {
-            Ok(()) => self.lacking = None,
+            Ok(()) => self.missing = None,
             Err(error) => {
                 let error = error.to_string();
                 if self.record.error.as_ref() != Some(&error) {
                     log(format_args!("{key}: {error}"));
                 }
-                self.failed(error);
+                self.record_error(error);
             }
         }
     }
 
-    /// Gives up a lease that cannot be recorded.
-    fn unrecorded(&mut self, key: &str, error: &cni::Error) -> End {
+    /// Releases a lease that cannot be recorded.
+    fn give_up_unrecorded(&mut self, key: &str, error: &cni::Error) -> End {
         if self.session.lease().is_some() {
             self.release(key);
         }
         End::Forgotten(error.to_string())
     }
 
-    /// Waits for an order that ends the task.
-    async fn ordered(&mut self, key: &str) -> End {
+    /// Processes the daemon's commands until one ends the task.
+    async fn process_commands(&mut self, key: &str) -> End {
         loop {
-            match self.orders.recv().await {
-                // The daemon ends; the record stays.
+            match self.commands.recv().await {
+                // The daemon ends. The record stays for the next one.
                 None => return End::Kept,
                 Some(LeaseCommand::Look) if self.interface.is_gone() => {
                     return End::Forgotten("the interface has gone".into());
@@ -260,7 +270,7 @@ impl Attachment {
         }
     }
 
-    /// Sends the release. The server's answer is not waited for, as there is none.
+    /// Sends DHCPRELEASE, which servers do not answer, deletes the address, and removes the record.
     fn release(&mut self, key: &str) {
         let terms: Option<LeaseParameters> = match (&self.session.lease(), &self.record.held) {
             (Some(lease), _) => Some(lease.terms.clone()),
@@ -275,48 +285,54 @@ impl Attachment {
             if let Err(error) = sent {
                 log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
             }
-            // The server may lease the address to another at once, and the interface may live on.
-            self.note(self.interface.delete(terms.network));
+            // The server may lease the address to another client at once, and the interface may
+            // stay.
+            self.log_error(self.interface.delete(terms.network));
         }
         self.purge(key);
     }
 
-    /// Does what a change means for the record, the interface and those who wait. Fails as
-    /// [`keep`](Attachment::keep) does.
-    fn changed(&mut self, key: &str, change: Change) -> Result<(), cni::Error> {
+    /// Updates the record, the interface and the status after a change of the lease.
+    ///
+    /// # Errors
+    /// That of [`record`](Attachment::record).
+    fn apply_change(&mut self, key: &str, change: Change) -> Result<(), cni::Error> {
         match change {
-            // Before the request: if the daemon ends now, the address can still be released. The
-            // record of a lost lease stays, because with it a restarted daemon goes on searching.
+            // A requested address is recorded before the request, so that it can be released if the
+            // daemon ends now. The record of a lost lease is not replaced, because with it a daemon
+            // that starts later continues to search.
             Change::Offered(_) if matches!(*self.status.borrow(), Status::Lost(_)) => return Ok(()),
-            Change::Offered(terms) => return self.keep(RecordedLease::Requested(terms)),
+            Change::Offered(terms) => return self.record(RecordedLease::Requested(terms)),
             Change::Lost(network) => {
                 let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
-                self.note(self.interface.delete(network));
-                self.lacking = None;
-                // A daemon that is restarted now must not take the lease for a good one.
+                self.log_error(self.interface.delete(network));
+                self.missing = None;
+                // A daemon that starts later must see that the lease has ended.
                 if let RecordedLease::Bound(lease) = &mut self.record.held {
                     lease.terms.seconds = 0;
                 }
-                self.failed(why.clone());
+                self.record_error(why.clone());
                 self.status.send_replace(Status::Lost(why));
                 return Ok(());
             }
             Change::Moved(_) | Change::Acquired | Change::Extended => {}
         }
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
-        let moved =
+        let has_moved =
             matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
-        let regained = matches!(*self.status.borrow(), Status::Lost(_));
+        let is_regained = matches!(*self.status.borrow(), Status::Lost(_));
         let result = Rc::new(lease.terms.result(self.record.priority));
-        self.keep(RecordedLease::Bound(lease.clone()))?;
-        if moved || regained {
-            self.lacking = Some(Rc::clone(&result));
-            self.complete(key);
+        self.record(RecordedLease::Bound(lease.clone()))?;
+        // After the first lease, the interface plugin adds the address.
+        if has_moved || is_regained {
+            self.missing = Some(Rc::clone(&result));
+            self.add_missing(key);
         }
-        // Done after the new address is there: with its last address an interface loses its routes.
+        // The old address is deleted after the new one is added, because an interface without an
+        // address loses its routes.
         if let Change::Moved(old) = change {
-            self.note(self.interface.delete(old));
+            self.log_error(self.interface.delete(old));
         }
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
         log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.address(), lease.terms.server));
@@ -325,8 +341,12 @@ impl Attachment {
     }
 }
 
+/// The reason why a task ends.
 enum End {
+    /// The daemon ends. The record stays.
     Kept,
+    /// The lease or the interface is gone, for this reason. The record is removed.
     Forgotten(String),
+    /// The lease has been released by a command, which is answered through this channel.
     Released(oneshot::Sender<()>),
 }

@@ -1,4 +1,4 @@
-//! The daemon's command line: Go's flags, with one dash or two.
+//! The daemon's command line: the flags of Go's daemon, with one dash or two.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,15 +6,16 @@ use std::time::Duration;
 use cni_dhcp::lease::Limits;
 use cni_dhcp::message::ReplyMode;
 
-/// The treatment of the leases when a signal ends the daemon.
+/// What happens with the leases when a signal ends the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnExit {
-    /// They stay, and their records.
+    /// The leases and their records stay.
     Keep,
-    /// They are given up.
+    /// The leases are released.
     Release,
 }
 
+/// The values of the flags.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Flags {
     pub(crate) pidfile: Option<PathBuf>,
@@ -26,7 +27,7 @@ pub(crate) struct Flags {
 }
 
 impl Flags {
-    /// Reads the arguments after `daemon`.
+    /// Parses the arguments after `daemon`. The error is the text for the user, as Go words it.
     pub(crate) fn parse(args: Vec<String>) -> Result<Flags, String> {
         let mut flags = Flags {
             pidfile: None,
@@ -61,7 +62,7 @@ impl Flags {
                 _ => return Err(format!("flag provided but not defined: -{name}")),
             }
             let value = given.or_else(|| args.next()).ok_or_else(|| format!("flag needs an argument: -{name}"))?;
-            let wrong = || format!("invalid value {value:?} for flag -{name}");
+            let invalid = || format!("invalid value {value:?} for flag -{name}");
             match name {
                 "pidfile" if !value.is_empty() && !value.starts_with('/') => {
                     return Err(format!("Error writing pidfile {value:?}: path not absolute"));
@@ -69,27 +70,28 @@ impl Flags {
                 "pidfile" => flags.pidfile = Some(value).filter(|path| !path.is_empty()).map(PathBuf::from),
                 "hostprefix" => flags.host_prefix = value,
                 "socketpath" => flags.socket = value.into(),
-                "timeout" => flags.limits.answer = duration(&value).ok_or_else(wrong)?,
-                "resendmax" => flags.limits.pause = duration(&value).ok_or_else(wrong)?,
-                _ => flags.limits.total = duration(&value).ok_or_else(wrong)?,
+                "timeout" => flags.limits.answer = duration(&value).ok_or_else(invalid)?,
+                "resendmax" => flags.limits.pause = duration(&value).ok_or_else(invalid)?,
+                _ => flags.limits.total = duration(&value).ok_or_else(invalid)?,
             }
         }
         Ok(flags)
     }
 }
 
-/// Reads a duration as Go writes one: `1h2m3.5s`, `500ms`.
+/// Parses a duration in Go's format, for example `1h2m3.5s` or `500ms`. Returns `None` if it is
+/// invalid.
 fn duration(mut text: &str) -> Option<Duration> {
     let mut sum = Duration::ZERO;
     if text.is_empty() {
         return None;
     }
     while !text.is_empty() {
-        let digits = text.find(|letter: char| !letter.is_ascii_digit() && letter != '.')?;
-        let (number, rest) = text.split_at(digits);
-        let end = rest.find(|letter: char| letter.is_ascii_digit()).unwrap_or(rest.len());
-        let (unit, rest) = rest.split_at(end);
-        let unit = match unit {
+        let number_end = text.find(|letter: char| !letter.is_ascii_digit() && letter != '.')?;
+        let (number, rest) = text.split_at(number_end);
+        let unit_end = rest.find(|letter: char| letter.is_ascii_digit()).unwrap_or(rest.len());
+        let (unit, rest) = rest.split_at(unit_end);
+        let seconds_of_unit = match unit {
             "h" => 3600.0,
             "m" => 60.0,
             "s" => 1.0,
@@ -98,7 +100,7 @@ fn duration(mut text: &str) -> Option<Duration> {
             "ns" => 1e-9,
             _ => return None,
         };
-        sum = sum.checked_add(Duration::try_from_secs_f64(number.parse::<f64>().ok()? * unit).ok()?)?;
+        sum = sum.checked_add(Duration::try_from_secs_f64(number.parse::<f64>().ok()? * seconds_of_unit).ok()?)?;
         text = rest;
     }
     Some(sum)

@@ -1,7 +1,7 @@
-//! The daemon: it acquires leases for plugins, keeps them, and gives them up.
+//! The daemon: it acquires leases for the plugin, renews them, and releases them.
 //!
-//! One thread, beside a few that close sockets; a task for each attachment. What it must know after
-//! its end is in the records.
+//! It has one thread with a task for each attachment, and a few threads that close sockets. The
+//! records have what a daemon that starts later must know.
 
 mod adopt;
 mod attachment;
@@ -40,11 +40,11 @@ use network::Interface;
 
 /// The longest client identifier, without its first byte.
 const MAX_ID: usize = 254;
-/// How long events are collected before the interfaces are looked at.
+/// After an interface was deleted, the time to wait for further ones before the tasks check theirs.
 const COLLECT: Duration = Duration::from_secs(1);
 
-/// How many threads close packet sockets, at most. Each close waits up to 20 ms; the runtime's own
-/// bound is 512 threads.
+/// The number of threads that close packet sockets. Each close takes up to 20 ms. tokio would start
+/// up to 512 threads.
 const CLOSING_THREADS: usize = 4;
 
 /// The state that all tasks share.
@@ -56,7 +56,7 @@ pub(crate) struct Daemon {
     attachments: RefCell<HashMap<String, Handle>>,
 }
 
-/// One line to stderr, which is journald's under systemd.
+/// Writes a line to stderr, which systemd connects to the journal.
 fn log(line: fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "{line}");
 }
@@ -82,6 +82,11 @@ pub fn run(args: Vec<String>) -> ExitCode {
     }
 }
 
+/// Continues the recorded leases, adopts those of Go's daemon, and serves calls until SIGTERM or
+/// SIGINT.
+///
+/// # Errors
+/// The socket or the PID file cannot be created.
 async fn serve(flags: Flags) -> io::Result<()> {
     let path = PathBuf::from(format!("{}{}", flags.host_prefix, flags.socket.display()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
@@ -101,7 +106,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
     daemon.adopt(&[&path, &flags.socket]);
     match Watch::open_everywhere().map_err(io::Error::other).and_then(network::registered) {
         Ok(watch) => drop(spawn_local(Rc::clone(&daemon).look(watch))),
-        Err(error) => log(format_args!("interfaces that go are noticed late: {error}")),
+        Err(error) => log(format_args!("deleted interfaces are noticed only after a while: {error}")),
     }
     let accept = async {
         loop {
@@ -131,23 +136,28 @@ async fn serve(flags: Flags) -> io::Result<()> {
 }
 
 impl Daemon {
+    /// Starts the task of an attachment, whose status follows from its session.
     fn start(self: &Rc<Self>, interface: Interface, record: Record, session: Session) -> Handle {
-        let known = session.lease().map(|lease| Status::Leased(Rc::new(lease.terms.result(record.priority))));
-        self.start_with(interface, record, session, known.unwrap_or(Status::Acquiring))
+        let status = match session.lease() {
+            Some(lease) => Status::Leased(Rc::new(lease.terms.result(record.priority))),
+            None => Status::Acquiring,
+        };
+        self.start_with(interface, record, session, status)
     }
 
-    fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, known: Status) -> Handle {
-        let (orders, to_do) = mpsc::unbounded_channel();
-        let (sender, status) = watch::channel(known);
-        let handle = Handle { orders, status, interface: interface.clone() };
+    /// Starts the task of an attachment with this status.
+    fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, first: Status) -> Handle {
+        let (commands, receiver) = mpsc::unbounded_channel();
+        let (sender, status) = watch::channel(first);
+        let handle = Handle { commands, status, interface: interface.clone() };
         self.attachments.borrow_mut().insert(record.key(), handle.clone());
         let daemon = Rc::clone(self);
-        let task = Attachment { daemon, interface, record, session, status: sender, orders: to_do, lacking: None };
+        let task = Attachment { daemon, interface, record, session, status: sender, commands: receiver, missing: None };
         spawn_local(task.run());
         handle
     }
 
-    /// Removes an attachment whose task ends, unless another has taken its place.
+    /// Removes an attachment whose task ends, unless a newer task has the same key by now.
     fn forget(&self, key: &str, status: &watch::Sender<Status>) {
         let mut attachments = self.attachments.borrow_mut();
         if attachments.get(key).is_some_and(|handle| handle.status.same_channel(&status.subscribe())) {
@@ -155,11 +165,12 @@ impl Daemon {
         }
     }
 
+    /// Returns a path of the host as this process sees it: with the flag `-hostprefix`.
     fn path(&self, netns: &str) -> PathBuf {
         format!("{}{netns}", self.host_prefix).into()
     }
 
-    /// Goes on with the leases that are recorded.
+    /// Starts the tasks of the recorded leases.
     fn resume(self: &Rc<Self>) {
         let records = self.records.list().unwrap_or_else(|error| {
             log(format_args!("{error}"));
@@ -173,18 +184,19 @@ impl Daemon {
                 index: record.index,
                 mac: Mac(record.client.mac),
             };
-            // A requested address waits for the DEL that releases it, or for the ADD that gets it
-            // again.
+            // An address that was only requested gets no task. DEL releases it, or an ADD requests
+            // it again.
             if let RecordedLease::Bound(lease) = &record.held {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
                 let handle = self.start(interface, record, session);
-                // No daemon watched the interfaces before this one.
-                drop(handle.orders.send(LeaseCommand::Look));
+                // The interface may have been deleted while no daemon ran.
+                drop(handle.commands.send(LeaseCommand::Look));
             }
         }
     }
 
-    /// Takes over the leases that Go's daemon made: those of libcni's cache that are not recorded.
+    /// Starts tasks for the leases of Go's daemon: those in libcni's result cache without a record
+    /// whose interface has the address.
     fn adopt(self: &Rc<Self>, sockets: &[&Path]) {
         let found = adopt::list(&self.path(DEFAULT_DIR), sockets).unwrap_or_else(|error| {
             log(format_args!("leases of another daemon are not adopted: {error}"));
@@ -206,30 +218,30 @@ impl Daemon {
         }
     }
 
-    /// Has every task look at its interface when one has gone somewhere.
+    /// Waits for deleted interfaces, and commands all tasks to check theirs.
     async fn look(self: Rc<Self>, watch: AsyncFd<Watch>) {
         loop {
             let Ok(mut ready) = watch.readable().await else { return };
-            let gone = watch.get_ref().drain();
+            let was_deleted = watch.get_ref().drain();
             ready.clear_ready();
-            if gone {
+            if was_deleted {
                 tokio::time::sleep(COLLECT).await;
                 watch.get_ref().drain();
                 let attachments = self.attachments.borrow();
-                attachments.values().for_each(|handle| drop(handle.orders.send(LeaseCommand::Look)));
+                attachments.values().for_each(|handle| drop(handle.commands.send(LeaseCommand::Look)));
             }
         }
     }
 
-    /// Answers one connection: one call.
+    /// Answers the calls of one connection until the client closes it.
     async fn answer(self: Rc<Self>, stream: UnixStream) {
-        let mut conversation = Connection::default();
+        let mut decoder = Connection::default();
         let mut greeted = false;
         let mut buffer = [0; 4096];
         loop {
-            let received = conversation.request();
-            // A client may have sent its call without waiting for the greeting.
-            if !greeted && conversation.handshake_done() {
+            let received = decoder.request();
+            // A client may send its call without waiting for the answer to its first line.
+            if !greeted && decoder.handshake_done() {
                 greeted = true;
                 if write_all(&stream, CONNECTED).await.is_err() {
                     return;
@@ -240,7 +252,7 @@ impl Daemon {
                 Ok(Some(request)) => {
                     let outcome = match request.method {
                         Some(Method::Allocate) => self.allocate(&request.args).await.map(Some),
-                        Some(Method::Release) => self.give_up(&request.args).await.map(|()| None),
+                        Some(Method::Release) => self.release_attachment(&request.args).await.map(|()| None),
                         None => Err(format!("rpc: can't find service {}", request.name)),
                     };
                     let response = match &outcome {
@@ -259,27 +271,33 @@ impl Daemon {
             }
             match stream.try_read(&mut buffer) {
                 Ok(0) => return,
-                Ok(length) => conversation.push(&buffer[..length]),
+                Ok(length) => decoder.push(&buffer[..length]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => return,
             }
         }
     }
 
+    /// Returns the lease of an attachment as a result. Without one, it starts a task and waits
+    /// until it has acquired a lease or has given up.
+    ///
+    /// # Errors
+    /// The text for the plugin: the configuration or interface is unusable, the lease is lost, or
+    /// no server has granted one.
     async fn allocate(self: &Rc<Self>, args: &CmdArgs) -> Result<Rc<AddResult>, String> {
         let (conf, keys) = read(args)?;
         let (interface, record) = self.prepare(args, &conf, keys)?;
         let key = record.key();
         let handle = loop {
-            let known = self.attachments.borrow().get(&key).cloned();
-            match known {
+            let running = self.attachments.borrow().get(&key).cloned();
+            match running {
                 None => {
                     let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
                     break self.start(interface, record, session);
                 }
                 Some(handle) if handle.is_for(&interface) => break handle,
-                // The container has been restarted. Its earlier interface must not keep the
-                // address, which the server gives the same client again.
+                // The container has been restarted. Its former interface must lose the address,
+                // because the server leases the same address to the same client again.
                 Some(_) => {
                     log(format_args!("{key}: the attachment has another interface now"));
                     self.release(&key).await;
@@ -293,18 +311,22 @@ impl Daemon {
                 Status::Lost(why) | Status::Failed(why) => return Err(why),
                 Status::Acquiring => {}
             }
-            // Its task has ended without a lease: it was released meanwhile.
+            // This fails if the task has ended without a lease, because a DEL has released it.
             status.changed().await.map_err(|_| "the lease was released".to_owned())?;
         }
     }
 
-    /// Finds an attachment's interface, and returns what is to be recorded of it.
+    /// Finds an attachment's interface, and returns it with the record of the attachment, which has
+    /// no lease yet.
     fn prepare(&self, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<(Interface, Record), String> {
         let interface = network::find(self.path(&args.netns), &args.ifname)?;
         let name = key(&args.container_id, conf.name(), &args.ifname);
         let mut provide = keys.provide;
-        let given = provide.iter().position(|(code, _)| *code == 61).map(|at| provide.remove(at).1);
-        let id = given.unwrap_or_else(|| [&[0], &name.as_bytes()[..name.len().min(MAX_ID)]].concat());
+        // The client identifier: option 61 of the configuration or, as in Go, a zero and the key.
+        let id = match provide.iter().position(|(code, _)| *code == 61) {
+            Some(index) => provide.remove(index).1,
+            None => [&[0], &name.as_bytes()[..name.len().min(MAX_ID)]].concat(),
+        };
         let record = Record {
             container_id: args.container_id.clone(),
             network: conf.name().to_owned(),
@@ -320,13 +342,18 @@ impl Daemon {
         Ok((interface, record))
     }
 
-    async fn give_up(self: &Rc<Self>, args: &CmdArgs) -> Result<(), String> {
+    /// Releases the lease of an attachment, also one that is only in a record.
+    ///
+    /// # Errors
+    /// The text for the plugin: the configuration or the record cannot be read.
+    async fn release_attachment(self: &Rc<Self>, args: &CmdArgs) -> Result<(), String> {
         let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
         let key = key(&args.container_id, conf.name(), &args.ifname);
         if !self.attachments.borrow().contains_key(&key)
             && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
         {
-            // Requested by a daemon that was killed before the answer came.
+            // The address was requested by a daemon that was killed before the answer came. The
+            // task releases it.
             let interface = Interface {
                 netns: self.path(&record.netns),
                 netns_id: record.netns_id,
@@ -341,29 +368,33 @@ impl Daemon {
         Ok(())
     }
 
+    /// Commands a task to release its lease, and waits until it has. Does nothing without a task.
     async fn release(&self, key: &str) {
         let handle = self.attachments.borrow().get(key).cloned();
         if let Some(handle) = handle {
-            let (done, end) = oneshot::channel();
-            // A task that has just ended has nothing left to release.
-            if handle.orders.send(LeaseCommand::Release(done)).is_ok() {
-                let _ = end.await;
+            let (done, released) = oneshot::channel();
+            // Sending fails if the task has just ended, and then there is nothing to release.
+            if handle.commands.send(LeaseCommand::Release(done)).is_ok() {
+                let _ = released.await;
             }
         }
     }
 }
 
+/// Reads the configuration in the arguments of a call.
 fn read(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
     let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
     let keys = Conf::read(&conf, &args.args).map_err(|error| error.to_string())?;
     Ok((conf, keys))
 }
 
+/// Returns a random number. If the kernel gives none, it is taken from the clock, which is enough
+/// to distinguish transactions.
 fn random() -> u64 {
-    // Without random numbers, the clock: transactions of one interface still differ.
     getrandom::u64().unwrap_or_else(|_| u64::from(attachment::now().subsec_nanos()))
 }
 
+/// Writes all bytes to a stream.
 async fn write_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         stream.writable().await?;

@@ -1,8 +1,8 @@
-//! What the daemon does in a container's namespace: looks at the interface, sends, listens, moves
-//! an address.
+//! The daemon's access to a container's namespace: checks the interface, sends and receives
+//! messages, adds and deletes addresses.
 //!
-//! Nothing stays open between two exchanges. A descriptor would keep the namespace alive after its
-//! container, and with it the host's end of a veth.
+//! No descriptor is open between two exchanges with a server. It would keep the namespace alive
+//! after its container has ended, and with it the host's end of a veth.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -19,7 +19,7 @@ use tokio::io::unix::AsyncFd;
 
 const CLIENT_PORT: u16 = 68;
 const SERVER_PORT: u16 = 67;
-/// No server's message is longer: option 57 says 1500.
+/// The buffer for a received frame. Option 57 of each message limits servers to 1500 bytes.
 const MAX_FRAME: usize = 2048;
 
 /// An attachment's interface.
@@ -27,14 +27,14 @@ const MAX_FRAME: usize = 2048;
 pub(crate) struct Interface {
     /// The path of the namespace.
     pub(crate) netns: PathBuf,
-    /// Its device and inode.
+    /// The device and inode numbers of the namespace.
     pub(crate) netns_id: (u64, u64),
     pub(crate) name: String,
     pub(crate) index: u32,
     pub(crate) mac: Mac,
 }
 
-/// Finds an interface.
+/// Finds an interface by its name in a namespace. The error is the text for the plugin.
 pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
     let namespace = Netns::open(&netns).map_err(|error| error.to_string())?;
     let link = namespace.run(Netlink::open).and_then(|netlink| netlink?.link(name));
@@ -43,7 +43,7 @@ pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
     Ok(Interface { netns, netns_id: namespace.id(), name: name.to_owned(), index: link.index, mac })
 }
 
-/// Registers a descriptor with the runtime.
+/// Registers a descriptor with tokio, so that a task can wait until it is readable.
 #[expect(
     deprecated,
     reason = "its successor is unsafe, for types whose descriptor may be closed or change: these own one"
@@ -52,12 +52,14 @@ pub(crate) fn registered<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::new(fd)
 }
 
+/// Whether the link has a carrier. Some drivers do not report it; then `up` counts, but a veth
+/// reports it later.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
 
 impl Interface {
-    /// Opens its namespace. `None` if it has gone.
+    /// Opens the interface's namespace. Returns `None` if it is gone or another one is at its path.
     fn open(&self) -> Result<Option<Netns>, Error> {
         match Netns::open(&self.netns) {
             Ok(netns) if netns.id() == self.netns_id => Ok(Some(netns)),
@@ -67,11 +69,14 @@ impl Interface {
         }
     }
 
+    /// Opens a netlink socket in the interface's namespace. Returns `None` if the namespace is
+    /// gone.
     fn netlink(&self) -> Result<Option<Netlink>, Error> {
         self.open()?.map(|netns| netns.run(Netlink::open)?).transpose()
     }
 
-    /// Whether the interface, or its namespace, has gone for certain.
+    /// Whether the interface or its namespace is gone. Returns false if that is not known because
+    /// of an error.
     pub(crate) fn is_gone(&self) -> bool {
         match self.netlink() {
             Ok(Some(netlink)) => matches!(netlink.find_link_by_index(self.index), Ok(None)),
@@ -80,9 +85,12 @@ impl Interface {
         }
     }
 
-    /// Sets the interface up and waits until it sends, at most `patience`. A lease is requested in
-    /// either case.
-    pub(crate) async fn bring_up(&self, patience: Duration) -> Result<(), String> {
+    /// Sets the interface up and waits until it has a carrier. Succeeds after `timeout` too,
+    /// because a lease is requested in any case.
+    ///
+    /// # Errors
+    /// The interface or its namespace is gone, or the kernel's error.
+    pub(crate) async fn bring_up(&self, timeout: Duration) -> Result<(), String> {
         let text = |error: Error| error.to_string();
         let netns = self.open().map_err(text)?.ok_or("its network namespace has gone")?;
         let watch = Watch::open_in(&netns).map_err(text)?;
@@ -103,22 +111,23 @@ impl Interface {
                 }
             }
         };
-        tokio::time::timeout(patience, running).await.unwrap_or(Ok(()))
+        tokio::time::timeout(timeout, running).await.unwrap_or(Ok(()))
     }
 
-    /// Whether it has an address.
+    /// Whether the interface has this address. Returns false after an error.
     pub(crate) fn has(&self, address: Cidr) -> bool {
-        let addresses =
-            self.netlink().and_then(|netlink| netlink.map(|netlink| netlink.list_addresses(self.index)).transpose());
-        matches!(addresses, Ok(Some(addresses)) if addresses.iter().any(|known| known.cidr == address))
+        let Ok(Some(netlink)) = self.netlink() else { return false };
+        let Ok(addresses) = netlink.list_addresses(self.index) else { return false };
+        addresses.iter().any(|existing| existing.cidr == address)
     }
 
-    /// Adds the address and the routes of a lease. What is there already stays.
+    /// Adds the address and the routes of a lease. Those that exist already stay as they are.
     pub(crate) fn add(&self, result: &AddResult) -> Result<(), Error> {
         let Some(netlink) = self.netlink()? else { return Ok(()) };
-        let there = |done: Result<(), Error>| done.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) });
+        let unless_exists =
+            |outcome: Result<(), Error>| outcome.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) });
         for ip in &result.ips {
-            there(netlink.add_address(self.index, ip.address, Dad::Normal))?;
+            unless_exists(netlink.add_address(self.index, ip.address, Dad::Normal))?;
         }
         let routes = result.routes.iter().map(|route| Route {
             mtu: route.mtu,
@@ -126,11 +135,11 @@ impl Interface {
             scope: route.scope,
             ..Route::new(route.dst, route.gw, self.index)
         });
-        // One that the server has invented keeps no other from being added.
-        routes.map(|route| there(netlink.add_route(&route))).fold(Ok(()), Result::and)
+        // All are tried, even if one of them is invalid. The first error is returned.
+        routes.map(|route| unless_exists(netlink.add_route(&route))).fold(Ok(()), Result::and)
     }
 
-    /// Deletes an address, if the interface has it.
+    /// Deletes an address. It is not an error if the interface does not have it.
     pub(crate) fn delete(&self, address: Cidr) -> Result<(), Error> {
         match self.netlink()?.map(|netlink| netlink.delete_address(self.index, address)) {
             Some(Err(error)) if !error.is_not_found() => Err(error),
@@ -138,12 +147,13 @@ impl Interface {
         }
     }
 
-    /// Opens the sockets for a path.
+    /// Opens the sockets for the messages of a path.
     fn socket(&self, path: Path) -> io::Result<Socket> {
         let gone = || io::Error::other("its network namespace has gone");
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
         let inside = || -> io::Result<Socket> {
-            // Without the leased address there is none.
+            // This fails if the interface does not have the leased address yet. The packet socket
+            // can send in its place.
             let udp = match path {
                 Path::Unicast { from, .. } => udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name).ok(),
                 Path::Broadcast | Path::BroadcastFrom(_) => None,
@@ -153,8 +163,9 @@ impl Interface {
         netns.run(inside).map_err(io::Error::other)?
     }
 
-    /// Gives an address back. The interface may be removed at once afterwards, so a server on the
-    /// link is sent a frame that needs no ARP, beside the packet that a server elsewhere needs.
+    /// Sends DHCPRELEASE, and closes the sockets. A server on the same link also gets it in a frame
+    /// to the broadcast MAC, because the packet may wait for ARP when the interface is deleted
+    /// right after the release.
     pub(crate) fn release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
         let Path::Unicast { to, .. } = path else { return Ok(()) };
         let socket = self.socket(path)?;
@@ -167,16 +178,17 @@ impl Interface {
     }
 }
 
-/// The open sockets in the container's namespace.
+/// The sockets in the container's namespace for the messages of one path.
 struct Socket {
-    /// For messages to one server, which the kernel routes. Nothing is read from it.
+    /// Sends messages to one server, which the kernel routes. Nothing is read from it.
     udp: Option<UdpSocket>,
-    /// Receives what comes to the interface, also what a server broadcasts to a client that has an
-    /// address: a DHCPNAK.
+    /// Sends broadcasts, and receives all messages on the interface, also those that a server
+    /// broadcasts to a client with an address (DHCPNAK).
     packet: AsyncFd<PacketSocket>,
 }
 
 impl Socket {
+    /// Sends a message on its path.
     fn send(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
         match (&self.udp, path) {
             (Some(socket), Path::Unicast { to, .. }) => socket.send_to(payload, (to, SERVER_PORT)).map(drop),
@@ -184,6 +196,7 @@ impl Socket {
         }
     }
 
+    /// Sends a message in a frame to the broadcast MAC.
     fn send_frame(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
         let (from, to) = match path {
             Path::Broadcast => (Ipv4Addr::UNSPECIFIED, Ipv4Addr::BROADCAST),
@@ -194,6 +207,7 @@ impl Socket {
         self.packet.get_ref().send(&Datagram { from, to, payload }.to_broadcast_frame(mac))
     }
 
+    /// Waits for the next message of a server.
     async fn receive(&self) -> io::Result<Vec<u8>> {
         let mut buffer = [0; MAX_FRAME];
         loop {
@@ -208,32 +222,33 @@ impl Socket {
         }
     }
 
-    /// Closes it elsewhere: the close of a packet socket waits up to 20 ms, for which no other
-    /// lease should wait.
+    /// Closes the sockets in another thread, because closing a packet socket takes up to 20 ms, in
+    /// which the other tasks would wait.
     fn close(self) {
         let socket = self.packet.into_inner();
         tokio::task::spawn_blocking(move || drop(socket));
     }
 }
 
-/// An exchange with servers: the socket of the path in use.
+/// The open sockets of an exchange with servers, and the path they are for. `None` if none are
+/// open.
 #[derive(Default)]
 pub(crate) struct Exchange(Option<(Path, Socket)>);
 
 impl Exchange {
-    fn open(&mut self, interface: &Interface, path: Path) -> io::Result<&Socket> {
-        if self.0.as_ref().is_none_or(|(open, _)| *open != path) {
-            self.close();
-            self.0 = Some((path, interface.socket(path)?));
-        }
-        self.0.as_ref().map(|(_, socket)| socket).ok_or_else(|| io::Error::other("no socket"))
-    }
-
+    /// Sends a message. Sockets for another path are closed, and those for this path are opened.
     pub(crate) fn send(&mut self, interface: &Interface, bytes: &[u8], path: Path) -> io::Result<()> {
-        self.open(interface, path)?.send(interface.mac, bytes, path)
+        if let Some((open_path, socket)) = &self.0
+            && *open_path == path
+        {
+            return socket.send(interface.mac, bytes, path);
+        }
+        self.close();
+        let (_, socket) = self.0.insert((path, interface.socket(path)?));
+        socket.send(interface.mac, bytes, path)
     }
 
-    /// The next message. Without a socket there is none.
+    /// Waits for the next message of a server. Without open sockets it waits forever.
     pub(crate) async fn receive(&self) -> io::Result<Vec<u8>> {
         match &self.0 {
             Some((_, socket)) => socket.receive().await,
@@ -241,6 +256,7 @@ impl Exchange {
         }
     }
 
+    /// Closes the sockets, if any are open.
     pub(crate) fn close(&mut self) {
         if let Some((_, socket)) = self.0.take() {
             socket.close();

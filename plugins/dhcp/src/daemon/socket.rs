@@ -1,5 +1,5 @@
-//! The daemon's socket: systemd's, or one of its own in the place of one that an earlier daemon
-//! left.
+//! The daemon's socket: systemd passes it, or the daemon creates it, in place of a file that an
+//! earlier daemon left.
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
@@ -11,19 +11,19 @@ use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use nix::sys::stat::{Mode, umask};
 use tokio::net::UnixListener;
 
-/// The first descriptor that systemd passes.
+/// The number of the first descriptor that systemd passes.
 const FIRST: u8 = 3;
 
-/// The process that created the socket, and removes its file.
+/// The process that has created the socket and removes its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SocketOwner {
     /// The daemon.
     Daemon,
-    /// systemd, which goes on listening when the daemon has ended.
+    /// systemd, which continues to listen after the daemon has ended.
     Systemd,
 }
 
-/// Returns the socket to accept connections from.
+/// Returns the daemon's socket, and who removes its file.
 pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, SocketOwner)> {
     let (listener, owner) = match passed()? {
         Some(listener) => (listener, SocketOwner::Systemd),
@@ -33,6 +33,10 @@ pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, SocketOwner)> {
     Ok((UnixListener::from_std(listener)?, owner))
 }
 
+/// Returns the socket that systemd passes (sd_listen_fds(3)), or `None` if it passes none.
+///
+/// # Errors
+/// systemd passes several sockets, or the descriptor is invalid.
 fn passed() -> io::Result<Option<StdListener>> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
     if number("LISTEN_PID") != Some(std::process::id()) {
@@ -45,6 +49,11 @@ fn passed() -> io::Result<Option<StdListener>> {
     }
 }
 
+/// Creates the socket's folder and the socket. The file of a daemon that does not run any more is
+/// replaced.
+///
+/// # Errors
+/// Another process listens on the path, or the file cannot be created.
 fn bind(path: &Path) -> io::Result<StdListener> {
     let failed = |error: io::Error| io::Error::other(format!("failed to listen on {}: {error}", path.display()));
     if let Some(folder) = path.parent() {
@@ -57,7 +66,7 @@ fn bind(path: &Path) -> io::Result<StdListener> {
                 let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
                 Err(failed(io::Error::other(format!("process {pid} ({}) already listens on it", name.trim_end()))))
             }
-            // The process that listened has ended.
+            // No process listens on it any more.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 fs::remove_file(path).and_then(|()| create(path)).map_err(failed)
             }
@@ -67,11 +76,11 @@ fn bind(path: &Path) -> io::Result<StdListener> {
     }
 }
 
-/// Creates the socket for root alone, from its first moment on. A daemon's other threads start
-/// later, so the umask changes for no one else.
+/// Creates the socket with the mode 0600. The umask sets it, so that the file never has another
+/// mode; it applies to the whole process, whose other threads start later.
 fn create(path: &Path) -> io::Result<StdListener> {
-    let usual = umask(Mode::from_bits_truncate(0o177));
-    let bound = StdListener::bind(path);
-    umask(usual);
-    bound
+    let previous = umask(Mode::from_bits_truncate(0o177));
+    let listener = StdListener::bind(path);
+    umask(previous);
+    listener
 }
