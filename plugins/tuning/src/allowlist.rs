@@ -1,10 +1,10 @@
 //! The node's allow-list: which sysctls a configuration may set.
 //!
-//! One regular expression per line, found anywhere in the key, as in Go: who means the whole key
-//! writes `^` and `$`. Empty lines and those that begin with `#` say nothing. A list without a
-//! pattern permits nothing.
+//! Each line is a regular expression that permits the keys in which it matches anywhere, as in Go.
+//! To match the whole key it needs `^` and `$`. Empty lines and lines that begin with `#` are
+//! ignored. A list without a pattern permits nothing.
 //!
-//! A list that cannot be read permits nothing; it is not treated as absent.
+//! A list that cannot be read is an error; it does not count as absent.
 
 use std::borrow::Cow;
 use std::io;
@@ -15,19 +15,19 @@ use regex_lite::Regex;
 
 use crate::conf::Sysctl;
 
-/// The patterns.
+/// The patterns of the allow-list.
 #[derive(Debug)]
 pub(crate) struct AllowList {
     path: PathBuf,
-    /// Each as it was written, and as it is used.
+    /// Each line, and the regular expression in it.
     patterns: Vec<(String, Regex)>,
 }
 
 impl AllowList {
-    /// Reads the list. `None` if there is no such file.
+    /// Reads the list, or returns `None` if the file does not exist.
     ///
     /// # Errors
-    /// Code 5 if it cannot be read, code 7 naming the line that is not a regular expression.
+    /// Code 5 if it cannot be read, 7 if a line is not a regular expression.
     pub(crate) fn read(path: &Path) -> Result<Option<AllowList>> {
         match cni::file::read(path) {
             Ok(bytes) => AllowList::parse(path, &bytes).map(Some),
@@ -38,32 +38,36 @@ impl AllowList {
         }
     }
 
+    /// Parses the content of the list. `path` is for errors.
+    ///
+    /// # Errors
+    /// Code 7 if a line is not a regular expression.
     pub(crate) fn parse(path: &Path, bytes: &[u8]) -> Result<AllowList> {
         let mut patterns = Vec::new();
         for (index, line) in bytes.split(|byte| *byte == b'\n').enumerate() {
-            let place = || format!("line {} of {}", index + 1, path.display());
+            let line_number = || format!("line {} of {}", index + 1, path.display());
             let Ok(line) = std::str::from_utf8(line) else {
-                return Err(Error::config(format!("error parsing regexp: invalid UTF-8 in {}", place())));
+                return Err(Error::config(format!("error parsing regexp: invalid UTF-8 in {}", line_number())));
             };
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
             let pattern = Regex::new(&unquoted(line))
-                .map_err(|why| Error::config(format!("error parsing regexp: {why}: `{line}` in {}", place())))?;
+                .map_err(|why| Error::config(format!("error parsing regexp: {why}: `{line}` in {}", line_number())))?;
             patterns.push((line.to_owned(), pattern));
         }
         Ok(AllowList { path: path.to_owned(), patterns })
     }
 
-    /// Leaves each key only the readings that are permitted.
+    /// Removes from each key the readings that the list does not permit (see [`crate::key`]).
     ///
     /// # Errors
-    /// Code 7 with Go's text for the first key that has none left.
+    /// Code 7 with Go's text for the first key of which no reading is permitted.
     pub(crate) fn filter(&self, sysctls: &mut [Sysctl]) -> Result<()> {
-        let matches = |text: &str| self.patterns.iter().any(|(_, pattern)| pattern.is_match(text));
+        let matches_a_pattern = |text: &str| self.patterns.iter().any(|(_, pattern)| pattern.is_match(text));
         for Sysctl { key, value } in sysctls {
-            key.readings.retain(|reading| reading.is_permitted(&key.written, matches));
+            key.readings.retain(|reading| reading.is_permitted(&key.written, matches_a_pattern));
             if key.readings.is_empty() {
                 let patterns: Vec<&str> = self.patterns.iter().map(|(written, _)| written.as_str()).collect();
                 let (written, allowed) = (crate::key::cut(&key.written), patterns.join(" "));
@@ -77,29 +81,29 @@ impl AllowList {
     }
 }
 
-/// Replaces the text between `\Q` and `\E`, or the line's end, by escaped text: Go knows these, the
-/// crate does not.
+/// Escapes the literal text between `\Q` and `\E` or the end of the line. Go's regular expressions
+/// have this quoting, the crate regex-lite does not.
 fn unquoted(pattern: &str) -> Cow<'_, str> {
     if !pattern.contains(r"\Q") {
         return pattern.into();
     }
-    let (mut plain, mut rest) = (String::new(), pattern);
+    let (mut result, mut rest) = (String::new(), pattern);
     while let Some((before, after)) = rest.split_once('\\') {
-        plain += before;
+        result += before;
         if let Some(quoted) = after.strip_prefix('Q') {
             let (text, after) = quoted.split_once(r"\E").unwrap_or((quoted, ""));
-            plain += &regex_lite::escape(text);
+            result += &regex_lite::escape(text);
             rest = after;
         } else {
-            // Whatever is escaped, a backslash too, begins nothing.
+            // An escaped character, which may be a backslash, stays as it is.
             let end = after.chars().next().map_or(0, char::len_utf8);
             let (escaped, after) = after.split_at(end);
-            plain.push('\\');
-            plain += escaped;
+            result.push('\\');
+            result += escaped;
             rest = after;
         }
     }
-    (plain + rest).into()
+    (result + rest).into()
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! ADD: everything is looked at, then saved, then changed, in this order.
+//! ADD: reads the present values, writes them to the backup, and changes them.
 //!
-//! Sysctls first, as written, then MAC, promiscuous mode, MTU, all-multicast mode and transmit
-//! queue, as in Go. Until the backup is written nothing has been touched; from then on each change
-//! has its undo, which puts back what was there before this ADD (not before the first one: that is
-//! DEL's).
+//! The order of the changes is Go's: the sysctls in the order of the configuration, then MAC,
+//! promiscuous mode, MTU, all-multicast mode and transmit queue. Nothing is changed before the
+//! backup is written. A failed ADD restores the values before this ADD. DEL restores those before
+//! the first ADD of the attachment: a list can have several entries of this plugin.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -20,6 +20,12 @@ use crate::conf::{Conf, LinkConf, data_dir};
 use crate::key::shown;
 use crate::sysctl::{self, Found};
 
+/// Makes the changes of the configuration, and returns `prev` with the changed properties of the
+/// interface.
+///
+/// # Errors
+/// The backup cannot be read or written or belongs to another attachment; a sysctl or the interface
+/// does not exist; the kernel refuses a value. The rollback has restored what was changed.
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Result<Added<'a>> {
     let netns = Arc::new(Netns::open(call.netns()?)?);
     let mut rollback = call.rollback();
@@ -27,8 +33,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         return Ok(Added { result: prev, rollback });
     }
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
-    let before = backup.read()?;
-    let whose = Attachment {
+    let previous_backup = backup.read()?;
+    let attachment = Attachment {
         network: call.conf.name().to_owned(),
         container_id: call.container_id.clone(),
         ifname: call.ifname.clone(),
@@ -37,56 +43,58 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     };
     let visit = Arc::new(Visit {
         backup,
-        before,
-        whose,
+        previous_backup,
+        attachment,
         found: OnceLock::new(),
-        saved: AtomicBool::new(false),
-        written: AtomicUsize::new(0),
+        is_backup_written: AtomicBool::new(false),
+        written_count: AtomicUsize::new(0),
     });
-    // Pushed before, so that not even a panic in there gets past it: the visit says how far it
-    // came.
+    // The undo is registered before the changes, so that it also runs after a panic in `make`. The
+    // visit has recorded what must be undone.
     let undo = (Arc::clone(&visit), Arc::clone(&netns));
     rollback.push("put sysctls and the backup back as they were", move || undo.0.undo(&undo.1));
-    let seen = netns.run(|| visit.make(conf))??;
-    for note in &seen.notes {
+    let outcome = netns.run(|| visit.make(conf))??;
+    for note in &outcome.notes {
         call.notes.note(note);
     }
-    if let Some((netlink, link)) = &seen.link {
+    if let Some((netlink, link)) = &outcome.link {
         change_link(netlink, link, &conf.link, &mut rollback)?;
     }
-    Ok(Added { result: tuned(call, &netns, &conf.link, prev), rollback })
+    Ok(Added { result: with_changes(call, &netns, &conf.link, prev), rollback })
 }
 
-/// The one visit to the container's namespace, on the thread that makes it: what it needs, and how
-/// far it has come. A second one would cost as much as all the rest.
+/// The changes that are made inside the container's namespace: all but those of the interface,
+/// which need only a netlink socket of the namespace. They are made in one visit, because entering
+/// a namespace takes as long as all the rest.
 struct Visit {
     backup: Backup,
-    /// The backup as it was found.
-    before: Option<Content>,
+    /// The content of the backup before this ADD.
+    previous_backup: Option<Content>,
     /// This attachment.
-    whose: Attachment,
-    /// The sysctls to be written.
+    attachment: Attachment,
+    /// The sysctls that are written.
     found: OnceLock<Vec<Found>>,
     /// Whether the backup has been written.
-    saved: AtomicBool,
-    /// How many sysctls have been.
-    written: AtomicUsize,
+    is_backup_written: AtomicBool,
+    /// How many of the sysctls have been written.
+    written_count: AtomicUsize,
 }
 
 /// The outcome of a visit to the namespace.
 struct VisitOutcome {
-    /// The interface before it is changed, if it is to be.
+    /// The interface before its change, with a netlink socket of the namespace. `None` if the
+    /// configuration does not change the interface.
     link: Option<(Netlink, Link)>,
-    /// For the operator.
+    /// Remarks for the operator.
     notes: Vec<String>,
 }
 
 impl Visit {
+    /// Finds the sysctls and the interface, writes the backup, and writes the sysctls.
     fn make(&self, conf: &Conf) -> Result<VisitOutcome> {
         let mut notes = Vec::new();
         let found = sysctl::find_all(&conf.sysctls)?;
-        // A connection is opened for those alone who need it.
-        let link = if conf.link.is_empty() { None } else { Some(self.link()?) };
+        let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
         let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
         let found: Vec<Found> = found.into_iter().filter(|found| has_value(found, &mut notes)).collect();
         save_sysctls(&mut record, &found);
@@ -95,14 +103,15 @@ impl Visit {
         }
         if record.has_link() || !record.sysctls.is_empty() {
             self.backup.write(&record)?;
-            self.saved.store(true, Ordering::Relaxed);
+            self.is_backup_written.store(true, Ordering::Relaxed);
         }
         self.write_sysctls(self.found.get_or_init(|| found), &mut record)?;
         Ok(VisitOutcome { link, notes })
     }
 
-    fn link(&self) -> Result<(Netlink, Link)> {
-        let (netlink, ifname) = (Netlink::open()?, &self.whose.ifname);
+    /// Finds the interface, and returns it with the netlink socket.
+    fn find_link(&self) -> Result<(Netlink, Link)> {
+        let (netlink, ifname) = (Netlink::open()?, &self.attachment.ifname);
         match netlink.find_link(ifname)? {
             Some(link) => Ok((netlink, link)),
             None => {
@@ -119,8 +128,8 @@ impl Visit {
     /// # Errors
     /// 102 if the record belongs to another attachment of this boot.
     fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
-        let mut this = Attachment { interface: link.map(Interface::from), ..self.whose.clone() };
-        let mut record = match &self.before {
+        let mut this = Attachment { interface: link.map(Interface::from), ..self.attachment.clone() };
+        let mut record = match &self.previous_backup {
             None => Record::default(),
             Some(Content::Garbage(why)) => {
                 notes.push(format!("{} is replaced: {why}", self.backup.path().display()));
@@ -144,7 +153,8 @@ impl Visit {
                     keep_sysctls_in_force(record)
                 }
                 Some(same) => {
-                    // This ADD or the first one did not look the interface up.
+                    // Either this ADD or the former one does not change the interface, and so has
+                    // not looked it up.
                     this.interface = this.interface.or_else(|| same.interface.clone());
                     (**record).clone()
                 }
@@ -154,34 +164,36 @@ impl Visit {
         Ok(record)
     }
 
-    /// Writes them in order, and into the backup what the kernel writes its own way.
+    /// Writes the sysctls in order. If the kernel then returns another text for one of them, the
+    /// backup gets that text too, so that DEL recognizes the value.
     fn write_sysctls(&self, all: &[Found], record: &mut Record) -> Result<()> {
-        let mut rewritten = false;
+        let mut is_record_changed = false;
         for found in all {
             let reads = found.write()?;
-            self.written.fetch_add(1, Ordering::Relaxed);
+            self.written_count.fetch_add(1, Ordering::Relaxed);
             let saved = record.sysctls.iter_mut().find(|saved| saved.path == found.path);
             if let (Some(saved), true) = (saved, reads.is_some()) {
                 saved.reads = reads;
-                rewritten = true;
+                is_record_changed = true;
             }
         }
-        if rewritten { self.backup.write(record) } else { Ok(()) }
+        if is_record_changed { self.backup.write(record) } else { Ok(()) }
     }
 
-    /// Going on after failures.
+    /// Restores the written sysctls and the backup. Continues after an error, and returns all
+    /// errors.
     fn undo(&self, netns: &Netns) -> Result<()> {
-        let written = self.written.load(Ordering::Relaxed);
-        let found = self.found.get().map(|found| &found[..written]).unwrap_or_default();
+        let count = self.written_count.load(Ordering::Relaxed);
+        let written = self.found.get().map(|found| &found[..count]).unwrap_or_default();
         let mut errors = Vec::new();
-        if !found.is_empty() {
-            match netns.run(|| put_back(found)) {
+        if !written.is_empty() {
+            match netns.run(|| put_back(written)) {
                 Ok(put_back) => errors.extend(put_back.err()),
                 Err(error) => errors.push(error.into()),
             }
         }
-        if self.saved.load(Ordering::Relaxed) {
-            let backup = match &self.before {
+        if self.is_backup_written.load(Ordering::Relaxed) {
+            let backup = match &self.previous_backup {
                 Some(Content::Record(_, bytes)) => self.backup.write_bytes(bytes),
                 _ => self.backup.purge().map(drop),
             };
@@ -191,28 +203,33 @@ impl Visit {
     }
 }
 
-/// Writing nothing changes nothing. Go takes such a value without a word.
+/// Whether the configuration has a value for the sysctl. Writing an empty one would change nothing,
+/// so it is noted and skipped. Go accepts it without a message.
 fn has_value(found: &Found, notes: &mut Vec<String>) -> bool {
-    let empty = found.sysctl.value.is_empty();
-    if empty {
+    let is_empty = found.sysctl.value.is_empty();
+    if is_empty {
         notes.push(format!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written)));
     }
-    !empty
+    !is_empty
 }
 
-/// Drops what was saved of the interface, and the sysctls whose value is no longer the one that was
-/// written. For a namespace with the same number but another interface: either the interface was
-/// recreated, or another namespace got the number.
+/// Returns the record without the values of the interface, and without the sysctls that do not have
+/// the written value any more. It is for a namespace with the number of the recorded one but
+/// another interface: either the interface was created again, or another namespace has the number
+/// now.
 fn keep_sysctls_in_force(record: &Record) -> Record {
-    let in_force = |saved: &&Saved| cni_linux::sysctl::read(&saved.path).is_ok_and(|now| saved.is_in_force(&now));
+    let in_force =
+        |saved: &&Saved| cni_linux::sysctl::read(&saved.path).is_ok_and(|current| saved.is_in_force(&current));
     Record { sysctls: record.sysctls.iter().filter(in_force).cloned().collect(), ..Record::default() }
 }
 
+/// Adds the sysctls to the record: the values that will be written and, if the record does not have
+/// them yet, the original values. One whose value cannot be read is left out.
 fn save_sysctls(record: &mut Record, all: &[Found]) {
     for Found { sysctl, path, current } in all {
         let Some(current) = current else { continue };
-        let known = record.sysctls.iter().position(|saved| saved.path == *path);
-        let index = known.unwrap_or_else(|| {
+        let existing = record.sysctls.iter().position(|saved| saved.path == *path);
+        let index = existing.unwrap_or_else(|| {
             record.sysctls.push(Saved { path: path.clone(), original: current.clone(), ..Saved::default() });
             record.sysctls.len() - 1
         });
@@ -222,6 +239,8 @@ fn save_sysctls(record: &mut Record, all: &[Found]) {
     }
 }
 
+/// Adds the settings of the interface that the configuration changes to the record: the values that
+/// will be written and, if the record does not have them yet, the original values.
 fn save_link(record: &mut Record, conf: &LinkConf, link: &Link) {
     if let Some(mac) = conf.mac {
         if record.mac.is_empty() {
@@ -246,19 +265,23 @@ fn save_link(record: &mut Record, conf: &LinkConf, link: &Link) {
     }
 }
 
-/// In reverse, going on after failures.
+/// Writes the values before this ADD again, in reverse order. Continues after an error, and returns
+/// all errors.
 fn put_back(all: &[Found]) -> Result<()> {
-    let put_back = |found: &Found| {
-        let original = found.current.as_deref()?;
-        sysctl::put_back(&found.path, original).err().map(Error::from)
-    };
-    Error::join(all.iter().rev().filter_map(put_back))
+    let mut errors = Vec::new();
+    for found in all.iter().rev() {
+        if let Some(original) = &found.current {
+            errors.extend(sysctl::put_back(&found.path, original).err().map(Error::from));
+        }
+    }
+    Error::join(errors)
 }
 
-/// Changes only what differs: some drivers refuse even a change to the same value while the
-/// interface is up.
+/// Changes the settings of the interface that differ from the configuration. Some drivers refuse
+/// even a change to the same value while the interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
-    // Registered before the changes: if the kernel's answer is lost, a change may have been made.
+    // The undo is registered before the changes, because a change may have been made although the
+    // kernel's answer got lost.
     let (undo, before, changed) = (netlink.clone(), link.clone(), *conf);
     rollback.push("put the interface back as it was", move || put_link_back(&undo, &before, &changed));
     let index = link.index;
@@ -280,44 +303,46 @@ fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut R
     Ok(())
 }
 
-/// Undoes the changes of [`change_link`], in reverse order, and continues after failures.
+/// Restores the settings that [`change_link`] has changed, in reverse order. Continues after an
+/// error, and returns all errors.
 fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()> {
     let index = before.index;
-    let Some(now) = netlink.find_link_by_index(index)? else { return Ok(()) };
+    let Some(current) = netlink.find_link_by_index(index)? else { return Ok(()) };
     let mut results = Vec::new();
-    if conf.txqlen.is_some() && now.txqlen != before.txqlen {
+    if conf.txqlen.is_some() && current.txqlen != before.txqlen {
         results.push(netlink.set_txqlen(index, before.txqlen));
     }
-    if conf.allmulti.is_some() && now.allmulti != before.allmulti {
+    if conf.allmulti.is_some() && current.allmulti != before.allmulti {
         results.push(netlink.set_allmulti(index, on_or_off(before.allmulti)));
     }
-    if conf.mtu.is_some() && now.mtu != before.mtu {
+    if conf.mtu.is_some() && current.mtu != before.mtu {
         results.push(netlink.set_mtu(index, before.mtu));
     }
-    if conf.promisc && now.promisc != before.promisc {
+    if conf.promisc && current.promisc != before.promisc {
         results.push(netlink.set_promisc(index, on_or_off(before.promisc)));
     }
-    if let Some(mac) = before.mac.filter(|_| conf.mac.is_some() && now.mac != before.mac) {
+    if let Some(mac) = before.mac.filter(|_| conf.mac.is_some() && current.mac != before.mac) {
         results.push(netlink.set_mac(index, mac));
     }
     Error::join(results.into_iter().filter_map(Result::err).map(Error::from))
 }
 
+/// Converts a boolean to the type of the kernel crate.
 pub(crate) fn on_or_off(on: bool) -> LinkFlag {
     if on { LinkFlag::On } else { LinkFlag::Off }
 }
 
-/// prevResult, with what was changed in the entry of this interface: the name alone does not make
-/// it ours, other sandboxes may have one that is called the same.
-fn tuned(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
+/// Returns prevResult with the changed MAC and MTU of this interface. Its entry is that with the
+/// same name and namespace: other namespaces may have an interface of the same name.
+fn with_changes(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
     let path = call.sandbox();
-    let is_ours = |sandbox: &str| {
-        // A runtime may spell the path to one namespace in two ways.
+    let is_own_sandbox = |sandbox: &str| {
+        // The paths may differ although the namespace is the same.
         let is_same = || Netns::open(Path::new(sandbox)).is_ok_and(|other| other.is_same(netns));
         !sandbox.is_empty() && (sandbox == path || is_same())
     };
     for interface in result.interfaces.iter_mut().filter(|interface| interface.name == call.ifname) {
-        if is_ours(&interface.sandbox) {
+        if is_own_sandbox(&interface.sandbox) {
             if let Some(mac) = conf.mac {
                 interface.mac = mac.to_string();
             }

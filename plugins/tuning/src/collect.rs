@@ -1,7 +1,7 @@
-//! GC: backups of this network whose attachment is not valid any more.
+//! GC: removes the backups of this network whose attachment is not valid any more.
 //!
-//! Nothing is restored: the request names no namespaces, and those of invalid attachments are gone
-//! or going. What does not say that it is this network's stays, Go's files among it.
+//! No setting is restored: GC does not name namespaces, and those of invalid attachments are gone
+//! or will be soon. Files that do not name this network stay, also all of the Go plugin.
 
 use cni::config::ValidAttachments;
 use cni::skel::Call;
@@ -10,22 +10,25 @@ use cni::{Error, Result};
 use crate::backup::{Attachment, Backup, Content, Folder};
 use crate::conf::data_dir;
 
+/// Removes the backups of this network whose attachment is not in `valid`, and its temporary files.
+///
+/// # Errors
+/// The folder cannot be read; all files that cannot be removed.
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let folder = Folder::new(data_dir(&call.conf)?, call.conf.name());
     let mut errors = Vec::new();
     for backup in folder.list()? {
         let record = match backup.read() {
             Ok(Some(Content::Record(record, _))) => record,
-            // Written in part, and by its name of this network. Other unreadable files may be of
-            // any network.
+            // An incomplete temporary file names its network in its file name. Other files that
+            // cannot be decoded may belong to any network.
             Ok(Some(Content::Garbage(_))) if backup.is_temporary() => {
                 purge(call, &backup, &mut errors);
                 continue;
             }
-            // An operator may want to know of what cannot even be read.
             Ok(_) => continue,
             Err(error) => {
-                call.notes.note(format_args!("gc: left: {error}"));
+                call.notes.note(format_args!("gc: not removed: {error}"));
                 continue;
             }
         };
@@ -33,10 +36,10 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         if network != call.conf.name() {
             continue;
         }
-        // Under another name it is what a killed ADD was about to write; no ADD of this network
-        // runs now.
-        let in_place = backup.path() == folder.backup(container_id, ifname).path();
-        if in_place && valid.contains(container_id, ifname) {
+        // A complete record in a temporary file is that of a killed ADD: no ADD of this network
+        // runs during a GC.
+        let is_in_place = backup.path() == folder.backup(container_id, ifname).path();
+        if is_in_place && valid.contains(container_id, ifname) {
             continue;
         }
         purge(call, &backup, &mut errors);
@@ -44,6 +47,7 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     Error::join(errors)
 }
 
+/// Removes a backup, and notes that or adds the error.
 fn purge(call: &Call<'_>, backup: &Backup, errors: &mut Vec<Error>) {
     match backup.purge() {
         Ok(_) => call.notes.note(format_args!("gc: removed {}", backup.path().display())),

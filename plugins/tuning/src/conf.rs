@@ -1,9 +1,8 @@
-//! The configuration of `tuning`: JSON in, impossible states out.
+//! The configuration of `tuning`.
 //!
-//! Three sources lie on top of each other: the plugin's own keys, `runtimeConfig` with CNI_ARGS,
-//! and `args.cni`, which wins. The MAC's order is not bridge's (here `args.cni`
-//! beats `runtimeConfig`); and what `args.cni` says counts even if it says "no" (`false`, 0, an
-//! empty MAC), as in Go.
+//! A setting can come from three sources. `args.cni` overrides `runtimeConfig` and CNI_ARGS, which
+//! override the plugin's own keys; bridge has another order for the MAC. As in Go, a value in
+//! `args.cni` counts even if it is `false`, 0 or an empty MAC.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,27 +16,27 @@ use serde::Deserialize;
 
 use crate::key::{Key, cut};
 
-/// A sound configuration.
+/// A valid configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
-    /// In the order in which they are to be written.
+    /// The sysctls in the order in which ADD writes them.
     pub(crate) sysctls: Vec<Sysctl>,
     /// The changes to the interface.
     pub(crate) link: LinkConf,
 }
 
-/// One value to be written.
+/// A sysctl and the value that ADD writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sysctl {
     pub(crate) key: Key,
     pub(crate) value: String,
 }
 
-/// The changes to the interface; `None` and `false` leave it as it is.
+/// The changes to the interface. A setting that is `None` or false is not changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LinkConf {
     pub(crate) mac: Option<Mac>,
-    /// Whether promiscuous mode is turned on; it is never turned off.
+    /// Whether promiscuous mode is turned on. It is never turned off.
     pub(crate) promisc: bool,
     /// In bytes.
     pub(crate) mtu: Option<u32>,
@@ -65,7 +64,7 @@ struct RuntimeConfig {
     mac: String,
 }
 
-/// `args.cni`: here absent and "no" are not the same.
+/// `args.cni`, in which a value of zero or false differs from an absent key.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Args {
@@ -79,28 +78,30 @@ struct Args {
 }
 
 impl LinkConf {
-    /// Whether nothing is asked.
+    /// Whether nothing is changed.
     pub(crate) fn is_empty(&self) -> bool {
         *self == LinkConf::default()
     }
 }
 
 impl Conf {
-    /// Reads the configuration, CNI_ARGS' `MAC` included.
+    /// Reads the configuration, and `MAC` of CNI_ARGS.
     ///
     /// # Errors
-    /// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
+    /// Code 4 if CNI_ARGS is invalid, 6 and 7 if the configuration is, with Go's texts where it has
+    /// them.
     pub(crate) fn new(call: &Call<'_>) -> Result<Conf> {
         let args = call.args()?;
         args.check_known(&["MAC"])?;
         Conf::parse(&call.conf, args.get("MAC").unwrap_or_default(), &call.ifname)
     }
 
-    /// Reads the configuration where no attachment is spoken of.
+    /// Reads the configuration of a network, without an attachment.
     pub(crate) fn of_network(conf: &NetConf) -> Result<Conf> {
         Conf::parse(conf, "", "")
     }
 
+    /// Reads the configuration. `mac_of_args` and `ifname` are empty without an attachment.
     fn parse(conf: &NetConf, mac_of_args: &str, ifname: &str) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
         data_dir(conf)?;
@@ -108,7 +109,7 @@ impl Conf {
             Some(cni @ Json::Object(_)) => cni
                 .decode::<Args>()
                 .map_err(|why| Error::caused(Code::DECODE, "failed to load netconf: args.cni", why))?,
-            // Other people's things may stand there.
+            // The specification does not define `args`, so other types are ignored.
             _ => Args::default(),
         };
         let mut sysctls = Sysctls::new("sysctl", raw.sysctl, ifname)?;
@@ -128,17 +129,17 @@ impl Conf {
     }
 }
 
-/// The keys that this plugin does not read; `dataDir` is read apart.
+/// Returns the keys that this plugin does not read. It reads `dataDir` in [`data_dir`].
 pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
     let mut unknown = json.unknown_keys::<Raw>();
     unknown.retain(|key| !key.path.eq_ignore_ascii_case("dataDir"));
     unknown
 }
 
-/// Where the backups are. All that DEL and GC need.
+/// Returns the path of the folder of backups. DEL and GC read no other key.
 ///
 /// # Errors
-/// Code 6 if it is not a string.
+/// Code 6 if `dataDir` is not a string.
 pub(crate) fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     match conf.json().get("dataDir") {
         None => Ok(PathBuf::from("/run/cni/tuning")),
@@ -148,27 +149,31 @@ pub(crate) fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     }
 }
 
-/// The members of a map, in their order, and where in it each file is spoken of.
+/// The sysctls of a map in their order.
 struct Sysctls {
     all: Vec<Sysctl>,
+    /// The index in `all` by the path of each reading of a key.
     by_path: BTreeMap<String, usize>,
 }
 
 impl Sysctls {
-    /// Duplicates are an error: which one was meant?
+    /// Reads a map of sysctls. `place` is its path in the configuration, for errors.
+    ///
+    /// # Errors
+    /// Code 6 for a wrong type, 7 for an invalid key and for two keys of the same sysctl.
     fn new(place: &str, map: Option<Json>, ifname: &str) -> Result<Sysctls> {
-        let wrong = |what: &str| Err(Error::new(Code::DECODE, format!("failed to load netconf: {place}{what}")));
+        let decode_error = |what: &str| Err(Error::new(Code::DECODE, format!("failed to load netconf: {place}{what}")));
         let members = match map {
             None => Vec::new(),
             Some(Json::Object(members)) => members,
-            Some(_) => return wrong(": expected a map of names to values"),
+            Some(_) => return decode_error(": expected a map of names to values"),
         };
         let mut sysctls = Sysctls { all: Vec::with_capacity(members.len()), by_path: BTreeMap::new() };
         for (written, value) in members {
             let value = match value {
                 Json::String(text) => text,
                 Json::Null => String::new(),
-                _ => return wrong(&format!(".{}: expected a string", cut(&written))),
+                _ => return decode_error(&format!(".{}: expected a string", cut(&written))),
             };
             let sysctl = Sysctl { key: Key::new(&written, &value, ifname)?, value };
             if let Some(first) = sysctls.find(&sysctl.key) {
@@ -181,10 +186,10 @@ impl Sysctls {
         Ok(sysctls)
     }
 
-    /// Lays `over` on top: what both have takes its value, in the place where it was; the rest
-    /// follows.
-    fn overlay(&mut self, over: Sysctls) {
-        for sysctl in over.all {
+    /// Adds the sysctls of `other`. One that exists already keeps its place and gets the value of
+    /// `other`.
+    fn overlay(&mut self, other: Sysctls) {
+        for sysctl in other.all {
             match self.find(&sysctl.key) {
                 Some(index) => self.all[index] = sysctl,
                 None => self.push(sysctl),
@@ -192,10 +197,12 @@ impl Sysctls {
         }
     }
 
+    /// Returns the index of the sysctl with the same path as one of the key's readings.
     fn find(&self, key: &Key) -> Option<usize> {
         key.readings.iter().find_map(|reading| self.by_path.get(&reading.path)).copied()
     }
 
+    /// Adds a sysctl at the end.
     fn push(&mut self, sysctl: Sysctl) {
         let paths = sysctl.key.readings.iter().map(|reading| (reading.path.clone(), self.all.len()));
         self.by_path.extend(paths);
@@ -203,6 +210,10 @@ impl Sysctls {
     }
 }
 
+/// Returns the MAC in a text, or `None` for an empty text.
+///
+/// # Errors
+/// Code 7 with Go's text if it is not a unicast MAC.
 fn mac(text: &str) -> Result<Option<Mac>> {
     if text.is_empty() {
         return Ok(None);
@@ -215,7 +226,7 @@ fn mac(text: &str) -> Result<Option<Mac>> {
     Ok(Some(mac))
 }
 
-/// Returns the number if it fits into the kernel's message. The device may have other limits.
+/// Returns the number if it fits into the kernel's message. The driver may have tighter limits.
 fn number(key: &str, value: i64) -> Result<Option<u32>> {
     match u32::try_from(value) {
         Ok(value) if i32::try_from(value).is_ok() => Ok(Some(value)),

@@ -1,5 +1,5 @@
-//! For pkg/cni-fuzz alone: the readers of configuration, allow-list and backup, and what must hold
-//! of all they accept.
+//! For pkg/cni-fuzz: reads configurations, allow-lists and backups, and asserts what must be true
+//! of each that is accepted.
 
 use std::path::{Component, Path};
 
@@ -14,7 +14,7 @@ use crate::key::Key;
 /// Reads a configuration as ADD does.
 ///
 /// # Errors
-/// What ADD would refuse it with.
+/// Those of ADD.
 pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(call)?;
     conf.sysctls.iter().for_each(|sysctl| assert_below_net(&sysctl.key));
@@ -23,10 +23,10 @@ pub fn read(call: &Call<'_>) -> Result<()> {
     read_place(call)
 }
 
-/// Reads what DEL and GC read.
+/// Reads a configuration as DEL and GC do.
 ///
 /// # Errors
-/// What they would refuse it with.
+/// Those of DEL and GC.
 pub fn read_place(call: &Call<'_>) -> Result<()> {
     data_dir(&call.conf).map(drop)
 }
@@ -39,28 +39,27 @@ fn assert_below_net(key: &Key) {
         let Ok(path) = path else { panic!("{:?} of {:?} is a path that is refused", reading.path, key.written) };
         assert!(path.starts_with("/proc/sys/net") && path.as_os_str().len() > "/proc/sys/net/".len());
         assert!(!path.components().any(|part| part == Component::ParentDir), "{path:?}");
-        // Nothing that `components` skips: no empty name, no `.`, no slash at the end.
+        // `components` skips empty names, `.` and a slash at the end. The path must have none.
         assert_eq!(path.components().count(), path.to_string_lossy().matches('/').count() + 1, "{path:?}");
-        // The kernel layer opens the path that was checked here.
+        // The checked path must be the one that is opened later.
         assert_eq!(path, Path::new("/proc/sys").join(&reading.path));
     }
 }
 
-/// Returns the files that an allow-list permits for a key that is written for the interface
-/// `ifname`. `None` if the list or the key is malformed; empty if the list forbids the key.
+/// Returns the paths that an allow-list permits for a key and the interface `ifname`. Returns
+/// `None` if the list or the key is invalid, and no path if the list forbids the key.
 pub fn permitted(list: &[u8], key: &str, ifname: &str) -> Option<Vec<String>> {
     let list = AllowList::parse(Path::new("the list"), list).ok()?;
     let key = Key::new(key, "1", ifname).ok()?;
     assert_below_net(&key);
     let mut sysctls = [Sysctl { key, value: "1".to_owned() }];
-    // Keeps only the readings that the list permits; an error if none is left.
     let outcome = list.filter(&mut sysctls);
     let [Sysctl { key, .. }] = sysctls;
     assert_eq!(outcome.is_err(), key.readings.is_empty());
     Some(key.readings.into_iter().map(|reading| reading.path).collect())
 }
 
-/// Reads a backup and writes it again.
+/// Decodes a backup and encodes it again. Returns `None` if it cannot be decoded.
 pub fn rewritten_backup(bytes: &[u8]) -> Option<Vec<u8>> {
     let record = Record::parse(bytes).ok()?;
     let written = record.encode();

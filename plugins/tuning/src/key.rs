@@ -1,56 +1,56 @@
-//! The names of sysctls as configurations write them: text in, files below `net` out.
+//! The names of sysctls in configurations, and the paths below /proc/sys/net that they may mean.
 //!
-//! Two spellings are in use, `net.ipv4.conf.all.arp_filter` and `net/ipv4/conf/all/arp_filter`. Go
-//! takes every dot for a separator. In sysctl(8) the first separator decides, and the other
-//! character then belongs to a name, which is how `eth0.100` can be written at all. A key that has
-//! both characters is read both ways, Go's first; which reading names a file that exists is found
-//! out in the container.
+//! Two spellings are in use, `net.ipv4.conf.all.arp_filter` and `net/ipv4/conf/all/arp_filter`. For
+//! Go every dot is a separator. For sysctl(8) the first separator decides, and the other character
+//! is part of a name, such as `eth0.100`. So a key with both characters has two readings, of which
+//! Go's comes first. The one whose file exists in the container counts.
 //!
-//! `IFNAME` is replaced after the separators have been found, so that the dots
-//! of an interface's name stay what they are; and the allow-list judges each reading by its own
-//! spellings, else a key could be permitted as one file and open another.
+//! `IFNAME` is replaced by the name of the interface after the separators have been found, so that
+//! dots in that name are not separators. The allow-list checks each reading separately; otherwise a
+//! key could be permitted for one file and open another.
 
 use cni::{Error, Result};
 
 /// The placeholder for CNI_IFNAME.
 const PLACEHOLDER: &str = "IFNAME";
 
-/// A key, and the files it may mean. There is always at least one reading.
+/// A key with its readings, of which there is at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
-    /// As the configuration has it.
+    /// The text in the configuration.
     pub(crate) written: String,
-    /// In the order in which they are tried.
+    /// The readings in the order in which they are tried.
     pub(crate) readings: Vec<Reading>,
 }
 
-/// One way to understand a key.
+/// A file that a key may mean.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reading {
-    /// Below /proc/sys, with slashes, `IFNAME` as written.
-    named: String,
-    /// The same with the interface's name.
+    /// The path below /proc/sys, with `IFNAME` if the key has it.
+    template: String,
+    /// The path below /proc/sys, with the name of the interface.
     pub(crate) path: String,
 }
 
 impl Key {
-    /// Reads a key for the interface `ifname`; an empty one leaves `IFNAME` as it is.
+    /// Parses a key for the interface `ifname`. If that is empty, `IFNAME` is not replaced. `value`
+    /// is for errors.
     ///
     /// # Errors
-    /// Code 7, Go's text, and as details the key as written and the value, for a name that is not
-    /// below `net`, and for an `IFNAME` that would be `all` or `default`.
+    /// Code 7 with Go's text if the key is not below `net`, or if it has `IFNAME` and the interface
+    /// is called `all` or `default`.
     pub(crate) fn new(written: &str, value: &str, ifname: &str) -> Result<Key> {
         let invalid = |why: &str| {
             let (key, written, value) = (shown(&as_go_reports(written, ifname)), shown(written), shown(value));
             let details = format!("sysctl {written}, value {value}: {why}");
             Err(Error::config(format!("invalid net sysctl key: {key}")).with_details(details))
         };
-        let readings: Vec<Reading> = spellings(written).filter_map(|named| Reading::new(named, ifname)).collect();
+        let readings: Vec<Reading> = spellings(written).filter_map(|path| Reading::new(path, ifname)).collect();
         if readings.is_empty() {
             return invalid("only names of values below net can be set");
         }
-        // No interface can be called "all" or "default", but net/ has directories of these names:
-        // the settings of all interfaces, and of those to come.
+        // No interface can have these names, but /proc/sys/net has folders with these names, for
+        // all interfaces and for those that will be created.
         if ["all", "default"].contains(&ifname) && written.contains(PLACEHOLDER) {
             return invalid(&format!("{PLACEHOLDER} would be {ifname:?}, which means more than one interface"));
         }
@@ -59,59 +59,64 @@ impl Key {
 }
 
 impl Reading {
-    fn new(named: String, ifname: &str) -> Option<Reading> {
+    /// Returns the reading for the interface `ifname`, or `None` if its path is not a normal path
+    /// below `net`.
+    fn new(template: String, ifname: &str) -> Option<Reading> {
         let path = match ifname {
-            "" => named.clone(),
-            ifname => named.replacen(PLACEHOLDER, ifname, 1),
+            "" => template.clone(),
+            ifname => template.replacen(PLACEHOLDER, ifname, 1),
         };
         let mut parts = path.split('/');
-        let sound = parts.next() == Some("net")
+        let is_below_net = parts.next() == Some("net")
             && path.len() > "net/".len()
             && !path.contains('\0')
             && parts.all(|part| !matches!(part, "" | "." | ".."));
-        sound.then_some(Reading { named, path })
+        if is_below_net { Some(Reading { template, path }) } else { None }
     }
 
-    /// Whether the allow-list permits this file under this key; `matches` is whether a text matches
-    /// some pattern.
+    /// Whether the allow-list permits this reading of the key `written`. `matches_a_pattern` says
+    /// whether a text matches a pattern of the list.
     ///
-    /// A pattern may be written for either spelling. Where an interface's name belongs, `IFNAME`
-    /// stands for itself, so that a pattern can speak of the container's interface whatever its
-    /// name; anywhere else the name could lead a harmless pattern to another value, so there what
-    /// comes out must match too.
-    pub(crate) fn is_permitted(&self, written: &str, matches: impl Fn(&str) -> bool) -> bool {
-        let either = |path: &str| matches(path) || matches(&swapped(path));
-        (matches(written) || either(&self.named)) && (self.placeholder_is_in_its_place() || either(&self.path))
+    /// A pattern may have either spelling. It may have `IFNAME`, to permit a value of the
+    /// container's interface under any name. But if `IFNAME` is where no interface name belongs,
+    /// the replaced path must match too, because an interface name could turn it into another
+    /// value.
+    pub(crate) fn is_permitted(&self, written: &str, matches_a_pattern: impl Fn(&str) -> bool) -> bool {
+        let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swapped(path));
+        let is_template_permitted = matches_a_pattern(written) || matches(&self.template);
+        is_template_permitted && (self.placeholder_is_interface_name() || matches(&self.path))
     }
 
-    fn placeholder_is_in_its_place(&self) -> bool {
-        let parts: Vec<&str> = self.named.split('/').collect();
+    /// Whether the placeholder is a whole part of the path below `conf` or `neigh`, where the
+    /// kernel has a folder for each interface. Also true without a placeholder.
+    fn placeholder_is_interface_name(&self) -> bool {
+        let parts: Vec<&str> = self.template.split('/').collect();
         match parts.iter().position(|part| part.contains(PLACEHOLDER)) {
             None => true,
-            Some(at) => parts[at] == PLACEHOLDER && ["conf", "neigh"].contains(&parts[at.saturating_sub(1)]),
+            Some(index) => parts[index] == PLACEHOLDER && ["conf", "neigh"].contains(&parts[index.saturating_sub(1)]),
         }
     }
 }
 
-/// The key with slashes between its parts: Go's reading, and sysctl(8)'s if that is another one.
+/// Returns the paths that a key may mean: Go's reading, and that of sysctl(8) if it differs.
 fn spellings(written: &str) -> impl Iterator<Item = String> {
     let go = written.replace('.', "/");
-    let first = written.find(['.', '/']).map(|at| written.as_bytes()[at]);
-    let other = match first {
+    let first_separator = written.find(['.', '/']).map(|index| written.as_bytes()[index]);
+    let sysctl8 = match first_separator {
         Some(b'.') => swapped(written),
         _ => written.to_owned(),
     };
-    let other = Some(other).filter(|other| *other != go);
-    std::iter::once(go).chain(other)
+    let sysctl8 = Some(sysctl8).filter(|path| *path != go);
+    std::iter::once(go).chain(sysctl8)
 }
 
-/// Returns the key as Go's error has it since 1.9: with slashes and the interface's name.
+/// Returns the key as Go's error since 1.9 has it: with slashes and the name of the interface.
 fn as_go_reports(written: &str, ifname: &str) -> String {
     let key = written.replace('.', "/");
     if ifname.is_empty() { key } else { key.replacen(PLACEHOLDER, ifname, 1) }
 }
 
-/// The other spelling of the same name.
+/// Returns the other spelling of a name: with dots for slashes and slashes for dots.
 fn swapped(name: &str) -> String {
     let swap = |letter| match letter {
         '.' => '/',
@@ -121,7 +126,7 @@ fn swapped(name: &str) -> String {
     name.chars().map(swap).collect()
 }
 
-/// A key or a value for a message: quoted, and cut where it would drown the rest.
+/// Returns a key or a value for a message: quoted, and a long one shortened.
 pub(crate) fn shown(text: &str) -> String {
     let cut = cut(text);
     match cut.len() == text.len() {
@@ -130,7 +135,7 @@ pub(crate) fn shown(text: &str) -> String {
     }
 }
 
-/// The beginning of a long text, a short one whole.
+/// Returns a text of up to 200 bytes unchanged, and the first 60 bytes of a longer one.
 pub(crate) fn cut(text: &str) -> &str {
     if text.len() <= 200 {
         return text;

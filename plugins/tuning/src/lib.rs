@@ -1,13 +1,15 @@
-//! `tuning`: settings of an interface that another plugin made, and of the network namespace it is
-//! in: sysctls, MAC, MTU, promiscuous and all-multicast mode, length of the transmit queue.
+//! The plugin `tuning`: changes settings of an interface that another plugin has created, and of
+//! its network namespace: sysctls, MAC, MTU, promiscuous and all-multicast mode, length of the
+//! transmit queue.
 //!
-//! Rooms: `conf` reads the configuration, `key` the names of sysctls, `allowlist` what the node's
-//! administrator permits; `apply` is ADD, `check` CHECK, `restore` DEL, `collect` GC; `backup` is
-//! the file that says what was there before, `sysctl` the values in the container, `value` when two
-//! of them are the same.
+//! - `conf`: the configuration; `key`: the names of sysctls; `allowlist`: the sysctls that the
+//!   node's administrator permits.
+//! - `apply`: ADD; `check`: CHECK; `restore`: DEL; `collect`: GC.
+//! - `backup`: the original values of an attachment, in a file; `sysctl`: the values in the
+//!   container; `value`: compares two values.
 //!
-//! The file is shared with the Go plugin and, in one list, with other entries of
-//! this plugin. What was there first stays in it until it has been restored.
+//! The Go plugin, and other entries of this plugin in the same list, use the same backup. The
+//! original values stay in it until they are restored.
 
 mod allowlist;
 mod apply;
@@ -35,28 +37,31 @@ use allowlist::AllowList;
 use backup::{Content, Folder};
 use conf::Conf;
 
-/// The plugin.
+/// The plugin `tuning`.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning;
 
-/// Where the node's administrator says which sysctls may be set. Without the file: all below `net`.
+/// The file in which the node's administrator lists the sysctls that may be set. Without the file,
+/// all below `net` may be set.
 const ALLOW_LIST: &str = "/etc/cni/tuning/allowlist.conf";
 
 /// The saved values of an attachment, for `cnitool inspect`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saved {
-    /// The file.
+    /// The path of the backup.
     pub path: PathBuf,
-    /// Network, container ID and interface; `None` in the Go plugin's files, which do not say.
+    /// The attachment's network, container ID and interface, or `None` in the Go plugin's files,
+    /// which do not have them.
     pub owner: Option<(String, String, String)>,
-    /// A sentence for each setting that will be put back.
+    /// A text with name and original value for each setting that DEL will restore.
     pub settings: Vec<String>,
 }
 
-/// Every backup in the folder `conf` names. Unreadable files are reported to `notes`.
+/// Returns all backups in the folder that the configuration names. Files that cannot be decoded are
+/// reported to `notes`.
 ///
 /// # Errors
-/// Code 5 if the folder or a file cannot be read; 6 for the configuration.
+/// Code 5 if the folder or a file cannot be read; 6 if `dataDir` has a wrong type.
 pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
     let mut all = Vec::new();
     for backup in Folder::new(conf::data_dir(conf)?, conf.name()).list()? {
@@ -64,7 +69,7 @@ pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
         match backup.read()? {
             Some(Content::Record(record, _)) => {
                 let settings = record.in_words();
-                let owner = record.attachment.map(|whose| (whose.network, whose.container_id, whose.ifname));
+                let owner = record.attachment.map(|owner| (owner.network, owner.container_id, owner.ifname));
                 all.push(Saved { path, owner, settings });
             }
             Some(Content::Garbage(why)) => notes.note(format_args!("{}: {why}", path.display())),
@@ -116,8 +121,8 @@ impl Plugin for Tuning {
         collect::gc(call, valid)
     }
 
-    /// An ADD needs its folder, and its sysctls to be permitted. What a container has or lacks is
-    /// not known here.
+    /// STATUS checks that the backup can be written and that the sysctls are permitted. It cannot
+    /// check whether they exist in a container.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let mut conf = Conf::of_network(&call.conf)?;
         let mut ready = || {
@@ -130,6 +135,7 @@ impl Plugin for Tuning {
     }
 }
 
+/// Returns Go's error for a configuration without prevResult.
 fn no_prev_result() -> Error {
     Error::config("Required prevResult missing")
 }

@@ -1,3 +1,3 @@
-//! The CNI plugin `tuning`: settings of an interface and of its network namespace.
+//! The CNI plugin `tuning`: changes settings of an interface and of its network namespace.
 
 cni_plugin::main!(plugin_tuning::Tuning);

@@ -1,8 +1,8 @@
-//! DEL: what the backup holds is put back, and the backup removed.
+//! DEL: restores the values in the backup, and removes it.
 //!
-//! The first DEL of a list with two entries restores all, the second finds
-//! nothing, and both succeed. A value that the kernel refuses is a note and not an error: the
-//! namespace is about to go, and a DEL that fails for that would keep a container from ending.
+//! In a list with two entries of this plugin, the first DEL restores all values, and the second
+//! finds no backup and succeeds. A value that the kernel refuses is only noted: the namespace will
+//! usually be deleted anyway, and a failing DEL would keep the container from ending.
 
 use cni::skel::Call;
 use cni::{Error, Result};
@@ -14,17 +14,21 @@ use crate::conf::data_dir;
 use crate::sysctl::put_back;
 use crate::value::is_same;
 
+/// Restores the settings of the attachment and removes its backup.
+///
+/// # Errors
+/// The backup cannot be read or removed; the namespace exists, but cannot be entered.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let path = backup.path().display();
     match backup.read()? {
-        // A killed ADD may have come half-way to one.
+        // `purge` removes the temporary file that a killed ADD may have left.
         None => {}
         Some(Content::Garbage(why)) => call.notes.note(format_args!("{path} cannot be restored: {why}")),
         Some(Content::Record(record, _)) => {
             if let Some(other) = record.attachment.as_ref().filter(|attachment| attachment.is_foreign_to(call)) {
                 call.notes.note(format_args!(
-                    "{path} was left: it is that of container {}, interface {}, network {}",
+                    "{path} was not removed: it is that of container {}, interface {}, network {}",
                     other.container_id, other.ifname, other.network
                 ));
                 return Ok(());
@@ -39,10 +43,11 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     backup.purge().map(drop)
 }
 
-/// Interface and sysctls, whatever becomes of the other.
+/// Restores the settings of the interface and the sysctls. An error with one of them does not
+/// prevent the other.
 ///
 /// # Errors
-/// Only where the namespace could not be looked into: then another DEL may succeed.
+/// The namespace cannot be entered or read; then a later DEL may succeed.
 fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     let attachment = record.attachment.as_ref();
     if let Some(attachment) = attachment
@@ -51,7 +56,7 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         call.notes.note("nothing is restored: the backup is of an earlier namespace of this container");
         return Ok(());
     }
-    let interface = || -> Result<()> {
+    let restore_interface = || -> Result<()> {
         let netlink = netns.run(Netlink::open)??;
         if let Some(link) = netlink.find_link(&call.ifname)? {
             let saved = attachment.and_then(|attachment| attachment.interface.as_ref());
@@ -61,40 +66,41 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         }
         Ok(())
     };
-    let sysctls = || -> Result<()> {
+    let restore_namespace = || -> Result<()> {
         for line in netns.run(|| restore_sysctls(record))? {
             call.notes.note(line);
         }
         Ok(())
     };
-    let interface = if record.has_link() { interface() } else { Ok(()) };
-    let sysctls = if record.sysctls.is_empty() { Ok(()) } else { sysctls() };
+    let interface = if record.has_link() { restore_interface() } else { Ok(()) };
+    let sysctls = if record.sysctls.is_empty() { Ok(()) } else { restore_namespace() };
     Error::join([interface.err(), sysctls.err()].into_iter().flatten())
 }
 
-/// In the reverse of ADD's order.
+/// Restores the settings of the interface that differ, in the reverse order of ADD. Errors are
+/// noted.
 fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record) {
     let index = link.index;
-    let told = |done: cni_linux::Result<()>| {
-        if let Err(error) = done {
+    let note_error = |outcome: cni_linux::Result<()>| {
+        if let Err(error) = outcome {
             call.notes.note(format_args!("not restored: {error}"));
         }
     };
     if let Some(length) = record.txqlen.filter(|length| *length != link.txqlen) {
-        told(netlink.set_txqlen(index, length));
+        note_error(netlink.set_txqlen(index, length));
     }
     if let Some(allmulti) = record.allmulti.filter(|allmulti| *allmulti != link.allmulti) {
-        told(netlink.set_allmulti(index, on_or_off(allmulti)));
+        note_error(netlink.set_allmulti(index, on_or_off(allmulti)));
     }
-    // 0 stands for "not saved" in Go's files.
+    // In Go's files, 0 means that the MTU was not saved.
     if let Some(mtu) = record.mtu.filter(|mtu| *mtu != 0 && *mtu != link.mtu) {
-        told(netlink.set_mtu(index, mtu));
+        note_error(netlink.set_mtu(index, mtu));
     }
     if let Some(promisc) = record.promisc.filter(|promisc| *promisc != link.promisc) {
-        told(netlink.set_promisc(index, on_or_off(promisc)));
+        note_error(netlink.set_promisc(index, on_or_off(promisc)));
     }
     match record.mac.parse() {
-        Ok(mac) if link.mac != Some(mac) => told(netlink.set_mac(index, mac)),
+        Ok(mac) if link.mac != Some(mac) => note_error(netlink.set_mac(index, mac)),
         Ok(_) => {}
         Err(_) if record.mac.is_empty() => {}
         Err(error) => call.notes.note(format_args!("not restored: the backup's {error}")),
@@ -107,25 +113,25 @@ fn restore_sysctls(record: &Record) -> Vec<String> {
     let mut notes = Vec::new();
     for saved in record.sysctls.iter().rev() {
         let path = &saved.path;
-        // The file is root's, yet nothing it says leads out of the namespace.
+        // Other paths are not of the namespace but of the host, whatever the file says.
         if !path.starts_with("net/") {
             notes.push(format!("not restored: {path} is not below net"));
             continue;
         }
-        let now = match sysctl::read(path) {
-            Ok(now) => now,
-            // It went with its interface.
+        let current = match sysctl::read(path) {
+            Ok(current) => current,
+            // It disappeared with its interface.
             Err(error) if error.is_not_found() => continue,
             Err(error) => {
                 notes.push(format!("not restored: {error}"));
                 continue;
             }
         };
-        if is_same(&now, &saved.original) {
+        if is_same(&current, &saved.original) {
             continue;
         }
-        if !saved.is_in_force(&now) {
-            notes.push(format!("not restored: {path} has been set to {now} since"));
+        if !saved.is_in_force(&current) {
+            notes.push(format!("not restored: another program has set {path} to {current} since ADD"));
             continue;
         }
         if let Err(error) = put_back(path, &saved.original) {

@@ -1,9 +1,9 @@
-//! The container's values: which file a key means there, what is in it, and writing it.
+//! Finds, reads and writes the sysctls of a container.
 //!
-//! Everything here is for the inside of a namespace, that is for
-//! [`Netns::run`](cni_linux::Netns::run): /proc/sys/net belongs to the thread that opens it. Easy
-//! to get wrong: some values can only be written (`route.flush`), and some that can be read refuse
-//! to be (`stable_secret` before it is set); neither has an original.
+//! All functions must be called inside the namespace, by [`Netns::run`](cni_linux::Netns::run),
+//! because /proc/sys/net is that of the calling thread's namespace. Some values can only be written
+//! (`route.flush`), and reading `stable_secret` fails until it is set; such values have no
+//! original.
 
 use std::path::Path;
 
@@ -14,25 +14,25 @@ use crate::conf::Sysctl;
 use crate::key::shown;
 use crate::value::is_same;
 
-/// A value to be written, and its file.
+/// A sysctl of the configuration, with its file in the container.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     pub(crate) sysctl: Sysctl,
-    /// Below /proc/sys, with slashes.
+    /// The path below /proc/sys.
     pub(crate) path: String,
-    /// The current value; `None` if it cannot be read.
+    /// The current value, or `None` if the kernel does not let it be read.
     pub(crate) current: Option<String>,
 }
 
-/// Finds the file of each, before any is written.
+/// Finds the files of all sysctls.
 ///
 /// # Errors
-/// Code 7 with key and value for the first that does not exist here.
+/// Code 7 for the first sysctl that does not exist in this namespace.
 pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
     sysctls.iter().map(find).collect()
 }
 
-/// Finds the file of one.
+/// Finds the file of a sysctl, and reads its value.
 ///
 /// # Errors
 /// As [`find_all`].
@@ -55,40 +55,44 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
     Err(Error::config(format!("{msg}: {path} below /proc/sys: {why}")))
 }
 
-/// Returns the present value. `None` if it is permanently refused: then there is nothing to put
-/// back. Any other failure to read it (no memory, no descriptors) fails the ADD, because a value
-/// that is written nevertheless would never be removed.
+/// Returns the current value, or `None` if the kernel never lets it be read, so that there is
+/// nothing to restore.
+///
+/// # Errors
+/// Any other error of reading, for example of missing memory. ADD fails then, because DEL could not
+/// restore the value.
 fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
-    // A refusal by nature is the same the second time.
+    // A second attempt distinguishes a permanent refusal from a passing error.
     match read().or_else(|_| read()) {
         Ok(value) => Ok(Some(value)),
         Err(error) if matches!(error.errno(), Some(libc::EACCES | libc::EPERM | libc::EIO | libc::EINVAL)) => Ok(None),
-        Err(error) => Err(Error::from(error).context(format_args!("the value of {path} to be put back later"))),
+        Err(error) => Err(Error::from(error).context(format_args!("the value of {path}, which DEL restores"))),
     }
 }
 
-/// Puts an original back. An empty one must be written as a line: writing nothing does not write at
-/// all.
+/// Writes an original value. An empty one is written as an empty line, because writing no bytes
+/// changes nothing.
 pub(crate) fn put_back(path: &str, original: &str) -> cni_linux::Result<()> {
     write(path, if original.is_empty() { "\n" } else { original })
 }
 
 impl Found {
-    /// Writes the value. Returns what the kernel made of it, if that reads otherwise.
+    /// Writes the value of the configuration. Returns the value that the kernel then has, or `None`
+    /// if it is the same or cannot be read.
     ///
     /// # Errors
-    /// Key, value and errno.
+    /// The kernel refuses the value. The error has key, value and errno.
     pub(crate) fn write(&self) -> Result<Option<String>> {
         let Sysctl { key, value } = &self.sysctl;
         write(&self.path, value).map_err(|error| {
             let errno = std::io::Error::from_raw_os_error(error.errno().unwrap_or_default());
-            let doing = format!("failed to set sysctl {} to {}", shown(&key.written), shown(value));
-            Error::caused(Code::KERNEL, doing, errno)
+            let msg = format!("failed to set sysctl {} to {}", shown(&key.written), shown(value));
+            Error::caused(Code::KERNEL, msg, errno)
         })?;
         if self.current.is_none() {
             return Ok(None);
         }
-        Ok(read(&self.path).ok().filter(|now| !is_same(now, value)))
+        Ok(read(&self.path).ok().filter(|current| !is_same(current, value)))
     }
 }
 

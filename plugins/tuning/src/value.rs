@@ -1,9 +1,10 @@
-//! When two texts of a sysctl are the same value.
+//! Compares two texts of a sysctl's value.
 //!
-//! The kernel gives back `4096\t131072\t6291456\n` for `4096 131072 6291456`, and 16 for `0x10`.
-//! A leading 0 is octal there.
+//! The kernel returns `4096\t131072\t6291456\n` after `4096 131072 6291456` was written, and 16
+//! after `0x10`. A number with a leading 0 is octal.
 
-/// Whether the kernel would make the same of both, as far as that is known without it.
+/// Whether both texts are the same value for the kernel: their words are equal, or are equal
+/// numbers.
 pub(crate) fn is_same(one: &str, other: &str) -> bool {
     let (mut one, mut other) = (one.split_whitespace(), other.split_whitespace());
     loop {
@@ -16,7 +17,7 @@ pub(crate) fn is_same(one: &str, other: &str) -> bool {
     }
 }
 
-/// A whole number as the kernel reads it.
+/// Returns the integer that the kernel reads from a word, or `None` if it is not one.
 fn number(word: &str) -> Option<i128> {
     let (sign, digits) = match word.strip_prefix('-') {
         Some(digits) => (-1, digits),
@@ -33,8 +34,8 @@ fn number(word: &str) -> Option<i128> {
     Some(sign * i128::from(value))
 }
 
+/// Parses digits of a radix. A sign, which `from_str_radix` accepts, is an error.
 fn unsigned(digits: &str, radix: u32) -> Option<u64> {
-    // from_str_radix would take a sign here.
     if digits.starts_with(['+', '-']) { None } else { u64::from_str_radix(digits, radix).ok() }
 }
 

@@ -1,8 +1,8 @@
-//! Where backups lie, and how they are read, replaced and removed.
+//! The folder of the backups: reads, replaces and removes its files.
 //!
-//! The folder is root's alone (0700; one that exists keeps its mode), each file 0600. A file is
-//! replaced by a rename, so that no reader and no crash ever meets half of one. Nothing here
-//! follows a symbolic link in the folder.
+//! The folder is created with the mode 0700, each file with 0600. A file is replaced by renaming
+//! another one, so that it is always complete, even after a crash. Symbolic links in the folder are
+//! not followed.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -17,16 +17,16 @@ use nix::unistd::linkat;
 
 use super::Record;
 
-/// No record is longer.
+/// The length in bytes of the longest file that is read.
 const MAX: u64 = 1 << 20;
 
-/// A folder of backups, as one network sees it.
+/// The folder of backups, for one network.
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
-    /// The ending of the names of this network's temporary files. It shows whose a partial file is
-    /// that a killed writer left: another network may be at work in the folder at the same time.
-    ending: String,
+    /// The suffix of the names of this network's temporary files. GC removes those that a killed
+    /// process has left, but not those of other networks, whose processes may be writing them.
+    temporary_suffix: String,
 }
 
 /// The backup of one attachment, whether it exists or not.
@@ -39,24 +39,28 @@ pub(crate) struct Backup {
 /// The content of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// A record, and the bytes it was read from.
+    /// A record, and the bytes from which it was decoded.
     Record(Box<Record>, Vec<u8>),
-    /// Something that says nothing to us, and why.
+    /// Something that is not a record, with the reason.
     Garbage(String),
 }
 
 impl Folder {
+    /// Returns the folder at `path`, which does not need to exist.
     pub(crate) fn new(path: PathBuf, network: &str) -> Folder {
-        Folder { path, ending: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
+        Folder { path, temporary_suffix: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
     }
 
-    /// The backup of an attachment. Both names have been checked by the skeleton: neither contains
-    /// a slash, and an ID does not begin with a dot, so this is a file in the folder.
+    /// Returns the backup of an attachment. The skeleton has checked both names: they have no
+    /// slash, and an ID does not begin with a dot, so the path is a file in the folder.
     pub(crate) fn backup(&self, container_id: &str, ifname: &str) -> Backup {
         Backup { folder: self.clone(), path: self.path.join(format!("{container_id}_{ifname}.json")) }
     }
 
-    /// Every file that may be a backup, or was to become one when its writer was killed.
+    /// Returns the backups and temporary files of all networks, sorted by path.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
     pub(crate) fn list(&self) -> Result<Vec<Backup>> {
         let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.path.display()), error);
         let entries = match fs::read_dir(&self.path) {
@@ -74,26 +78,26 @@ impl Folder {
         Ok(all)
     }
 
-    /// Whether a backup could be written, asked without making anything.
+    /// Checks that a backup can be written, without creating anything.
     ///
     /// # Errors
-    /// Code 5.
+    /// Code 5 if it cannot be written.
     pub(crate) fn check_writable(&self) -> Result<()> {
         let failed = |path: &Path, why: io::Error| {
             Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
         };
-        // The nearest folder that exists is where the missing ones would be made.
+        // If folders are missing, ADD creates them in the nearest one that exists.
         let mut path = self.path.as_path();
         loop {
             match fs::metadata(path) {
                 Ok(metadata) if !metadata.is_dir() => {
                     return failed(path, io::Error::from_raw_os_error(libc::ENOTDIR));
                 }
-                // Asks the file system itself: root's permissions say nothing about one that is
-                // mounted read-only.
+                // A file without a name is opened, because the permissions do not show that a file
+                // system is mounted read-only.
                 Ok(_) => match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
                     Ok(_) => return Ok(()),
-                    // Some file systems have no files without a name.
+                    // Some file systems do not support files without a name.
                     Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => return Ok(()),
                     Err(error) => return failed(path, error),
                 },
@@ -107,34 +111,33 @@ impl Folder {
         }
     }
 
-    /// Makes the folder. Its parents are everybody's to pass, as other plugins have theirs in
-    /// there, writable by root alone, however wide the umask: the lock of iptables trusts
-    /// `/run/cni` only then.
+    /// Creates the folder. Its parents get the mode 0755, because other plugins have folders in
+    /// `/run/cni`, and the lock of iptables in it requires that only root can write there.
     fn ensure(&self) -> io::Result<()> {
         if let Some(parent) = self.path.parent() {
             DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
         }
         match DirBuilder::new().mode(0o700).create(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            made => made,
+            created => created,
         }
     }
 }
 
 impl Backup {
-    /// Where it is.
+    /// Returns the path of the file.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns the content of the file. `None` if there is none.
+    /// Returns the content of the file, or `None` if there is no file.
     ///
     /// # Errors
-    /// Code 5 if it is there and cannot be read.
+    /// Code 5 if it exists and cannot be read.
     pub(crate) fn read(&self) -> Result<Option<Content>> {
         let garbage = |why: &str| Ok(Some(Content::Garbage(why.to_owned())));
         let read = || -> io::Result<Option<Vec<u8>>> {
-            // A pipe in its place must not block the open.
+            // Opening must not block if the file is a pipe.
             let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
             let metadata = file.metadata()?;
@@ -157,32 +160,32 @@ impl Backup {
         }
     }
 
-    /// Writes or replaces it, in one step.
+    /// Creates or replaces the backup. A reader sees the old content or the new one.
     ///
     /// # Errors
-    /// Code 5; then what was there before still is.
+    /// Code 5; then the backup is as before.
     pub(crate) fn write(&self, record: &Record) -> Result<()> {
         self.write_bytes(&record.encode())
     }
 
-    /// The same with what was read before.
+    /// Creates or replaces the backup with the bytes that were read from it before.
     ///
     /// # Errors
     /// As [`write`](Backup::write).
     pub(crate) fn write_bytes(&self, bytes: &[u8]) -> Result<()> {
-        // One that was killed may have left it.
         let temporary = self.temporary();
         let write = || -> io::Result<()> {
-            match make(&self.folder.path, &temporary, bytes) {
+            match create(&self.folder.path, &temporary, bytes) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     self.folder.ensure()?;
-                    make(&self.folder.path, &temporary, bytes)?;
+                    create(&self.folder.path, &temporary, bytes)?;
                 }
+                // A killed process has left it.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     fs::remove_file(&temporary)?;
-                    make(&self.folder.path, &temporary, bytes)?;
+                    create(&self.folder.path, &temporary, bytes)?;
                 }
-                made => made?,
+                created => created?,
             }
             fs::rename(&temporary, &self.path)
         };
@@ -195,44 +198,49 @@ impl Backup {
         })
     }
 
-    /// Returns the path of the file that becomes the backup. It is named after the attachment,
-    /// whose DEL removes it too, and the network, whose GC does. The name is no longer than others
-    /// because it has a hash of the attachment.
+    /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
+    /// the attachment, whose DEL removes it too, and one of the network, whose GC does. Hashes keep
+    /// the name short enough for every attachment.
     fn temporary(&self) -> PathBuf {
         if self.is_temporary() {
             return self.path.clone();
         }
         let name = self.path.file_name().unwrap_or_default().as_encoded_bytes();
-        self.folder.path.join(format!(".{:016x}{}", fnv(name), self.folder.ending))
+        self.folder.path.join(format!(".{:016x}{}", fnv(name), self.folder.temporary_suffix))
     }
 
-    /// Whether it is what was to become a backup of this network.
+    /// Whether the file is a temporary file of this network.
     pub(crate) fn is_temporary(&self) -> bool {
         let name = self.path.file_name().unwrap_or_default().as_encoded_bytes();
-        name.starts_with(b".") && name.ends_with(self.folder.ending.as_bytes())
+        name.starts_with(b".") && name.ends_with(self.folder.temporary_suffix.as_bytes())
     }
 
-    /// Removes it, and what was to become it. Returns whether it was there.
+    /// Removes the backup and its temporary file. Returns whether the backup existed.
     ///
     /// # Errors
-    /// Code 5.
+    /// Code 5 if one of them cannot be removed.
     pub(crate) fn purge(&self) -> Result<bool> {
-        // There is one only where a writer was killed.
-        let temporary = purge_file(&self.temporary()).map_err(|error| self.failed("remove what was to become", error));
+        // A temporary file exists only if its writer was killed.
+        let temporary =
+            purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
         let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
         let was_there = *removed.as_ref().unwrap_or(&false);
         Error::join(temporary.err().into_iter().chain(removed.err())).map(|()| was_there)
     }
 
-    fn failed(&self, doing: &str, error: io::Error) -> Error {
+    /// Returns the error that the backup cannot be read, written or removed.
+    fn failed(&self, action: &str, error: io::Error) -> Error {
         let path = self.path.display().to_string();
-        Error::caused(Code::IO, format_args!("failed to {doing} the backup {}", crate::key::cut(&path)), error)
+        Error::caused(Code::IO, format_args!("failed to {action} the backup {}", crate::key::cut(&path)), error)
     }
 }
 
-/// Makes a file that has its whole content as soon as it has its name; where the file system cannot
-/// do that, as soon as this returns.
-fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
+/// Creates a file with this content. The file gets its name after its content, unless the file
+/// system does not support files without a name.
+///
+/// # Errors
+/// `AlreadyExists` if the file exists; those of the file system.
+fn create(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
     if let Ok(mut file) = nameless {
         file.write_all(bytes)?;
@@ -242,13 +250,14 @@ fn make(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(bytes)
 }
 
-/// FNV-1a: the same in every release, and two names of one hash are of no use to an attacker.
+/// Returns the FNV-1a hash, which must be the same in all releases. It does not need to resist
+/// attackers: two attachments with the same hash would only remove each other's temporary file.
 fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Removes a file; returns whether it was there. A read-only file system refuses before it looks
-/// whether there is one.
+/// Removes a file, and returns whether it existed. On a read-only file system, removing fails even
+/// if the file does not exist, so this is checked separately.
 fn purge_file(path: &Path) -> io::Result<bool> {
     let step = Step::begin();
     let removed = match fs::remove_file(path) {
@@ -263,8 +272,8 @@ fn purge_file(path: &Path) -> io::Result<bool> {
     removed
 }
 
-/// Whether such a file cannot exist. A name that is too long is one that no file has, and so is
-/// one with a NUL, which the kernel is not even asked for.
+/// Whether the error means that the file does not exist. A file with a name that is too long cannot
+/// exist, and neither can one with a NUL, which std refuses without asking the kernel.
 fn is_absent(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidFilename, InvalidInput, NotADirectory, NotFound};
     match error.kind() {

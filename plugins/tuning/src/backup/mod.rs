@@ -1,12 +1,11 @@
-//! The backup: one file per container and interface with the values before the first change.
+//! The backup of an attachment: the values before the first change.
 //!
-//! `<dataDir>/<containerID>_<ifname>.json`, in the Go plugin's format; either plugin restores what
-//! the other saved. Beside Go's keys there are some that Go ignores: the attachment, its namespace,
-//! sysctls, and the written values. This module is the content; `folder` is the place.
+//! It is the file `<dataDir>/<containerID>_<ifname>.json` in the Go plugin's format, so that either
+//! plugin restores what the other has saved. Go ignores the further keys: the attachment, its
+//! namespace, sysctls, and the written values.
 //!
-//! The file's name does not show where the container's ID ends, since both parts may contain `_`.
-//! Only the content names the attachment; that of Go's files does not. A file that a killed process
-//! wrote in part names its network by its own name (`folder`).
+//! Both parts of the file's name may contain `_`, so the name does not identify the attachment. The
+//! content does, but not in Go's files.
 
 mod folder;
 
@@ -20,26 +19,26 @@ pub(crate) use folder::{Backup, Content, Folder};
 
 use crate::value::is_same;
 
-/// The content of the file. It lacks what was not changed.
+/// The content of a backup. Settings that were not changed are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub(crate) struct Record {
     /// The original MAC.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(crate) mac: String,
-    /// Whether the interface was promiscuous.
+    /// Whether the interface was in promiscuous mode.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) promisc: Option<bool>,
     /// The original MTU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) mtu: Option<u32>,
-    /// Whether the interface took all multicast frames.
+    /// Whether the interface was in all-multicast mode.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) allmulti: Option<bool>,
     /// The original length of the transmit queue.
     #[serde(rename = "txQLen", skip_serializing_if = "Option::is_none")]
     pub(crate) txqlen: Option<u32>,
-    /// Sysctls in the order in which they were first written.
+    /// The sysctls in the order in which they were written first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) sysctls: Vec<Saved>,
     /// The values that were written to the interface.
@@ -50,22 +49,23 @@ pub(crate) struct Record {
     pub(crate) attachment: Option<Attachment>,
 }
 
-/// A sysctl's original.
+/// The original and the written values of a sysctl.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Saved {
-    /// Its file below /proc/sys, with slashes.
+    /// The path of its file below /proc/sys.
     pub(crate) path: String,
     /// The value before the first change.
     pub(crate) original: String,
-    /// The values written by the entries of the list; the last one is in force.
+    /// The values that the entries of the list have written. The last one is in force.
     pub(crate) written: Vec<String>,
     /// The value that the kernel returned after the last write, if it differs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reads: Option<String>,
 }
 
-/// The values that the list's entries wrote to the interface; of each the last one is in force.
+/// The values that the entries of the list have written to the interface. The last one of each is
+/// in force.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Written {
@@ -88,13 +88,13 @@ pub(crate) struct Attachment {
     pub(crate) container_id: String,
     pub(crate) ifname: String,
     pub(crate) namespace: Namespace,
-    /// Which interface had the name; absent as long as only sysctls were set.
+    /// The interface; absent as long as only sysctls were changed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) interface: Option<Interface>,
 }
 
-/// A network namespace. The number of one that has died is soon given to another, so an interface's
-/// numbers, which are not, help to tell them apart.
+/// A network namespace, by the numbers of its file. A new namespace can soon get the numbers of a
+/// deleted one, so the interface is recorded too.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Namespace {
@@ -104,7 +104,7 @@ pub(crate) struct Namespace {
     pub(crate) boot_id: String,
 }
 
-/// An interface, by numbers that a boot practically never gives twice.
+/// An interface, by its indexes, which the kernel does not use again for a long time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Interface {
@@ -115,18 +115,20 @@ pub(crate) struct Interface {
 }
 
 impl Written {
+    /// Whether nothing was written to the interface.
     fn is_empty(&self) -> bool {
         *self == Written::default()
     }
 }
 
-/// Makes `value` the last one of a history in which every value stands once.
+/// Makes `value` the last one of a history in which each value occurs once.
 pub(crate) fn append<T: PartialEq>(history: &mut Vec<T>, value: T) {
     history.retain(|old| *old != value);
     history.push(value);
 }
 
 impl Namespace {
+    /// Returns the numbers of a namespace.
     pub(crate) fn of(netns: &Netns) -> Result<Namespace> {
         let (device, inode) = netns.id();
         Ok(Namespace { device, inode, boot_id: boot_id()? })
@@ -139,20 +141,21 @@ impl From<&Link> for Interface {
     }
 }
 
-/// This boot of the machine.
+/// Returns the identifier that the kernel has chosen at this boot.
 pub(crate) fn boot_id() -> Result<String> {
     cni_linux::sysctl::read("kernel/random/boot_id").map_err(|error| Error::from(error).with_code(Code::IO))
 }
 
 impl Attachment {
-    /// Whether it names another attachment than the call's: container, interface and network.
+    /// Whether this is another attachment than the call's: its container, interface or network
+    /// differs.
     pub(crate) fn is_foreign_to(&self, call: &Call<'_>) -> bool {
         AttachmentId::new(&self.network, &self.container_id, &self.ifname) != call.attachment()
     }
 }
 
 impl Record {
-    /// Returns a sentence for each setting that is to be put back.
+    /// Returns a text with name and original value for each setting that DEL restores.
     pub(crate) fn in_words(&self) -> Vec<String> {
         let mut words: Vec<String> =
             self.sysctls.iter().map(|saved| format!("{}={}", saved.path, saved.original)).collect();
@@ -166,12 +169,12 @@ impl Record {
         words
     }
 
-    /// The sysctl's entry, if it has one.
+    /// Returns the saved values of a sysctl, or `None` if the record does not have it.
     pub(crate) fn find_sysctl(&self, path: &str) -> Option<&Saved> {
         self.sysctls.iter().find(|saved| saved.path == path)
     }
 
-    /// Whether anything is saved of the interface itself.
+    /// Whether the record has a setting of the interface.
     pub(crate) fn has_link(&self) -> bool {
         !self.mac.is_empty()
             || self.mtu.is_some()
@@ -180,6 +183,7 @@ impl Record {
             || self.txqlen.is_some()
     }
 
+    /// Decodes a backup. The error is the reason why it cannot be decoded.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Record, String> {
         match Json::parse(bytes) {
             Ok(json @ Json::Object(_)) => json.decode().map_err(|why| why.to_string()),
@@ -188,13 +192,12 @@ impl Record {
         }
     }
 
-    /// Indented by one space, as Go writes it.
+    /// Returns the record as JSON, indented by one space as Go writes it.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(512);
         let formatter = serde_json::ser::PrettyFormatter::with_indent(b" ");
         let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
-        // Our own types have string keys and a Vec never fails to grow: there is nothing that could
-        // fail here.
+        // This cannot fail: all keys are strings, and the output is in memory.
         let written = self.serialize(&mut serializer);
         debug_assert!(written.is_ok());
         bytes
@@ -202,9 +205,9 @@ impl Record {
 }
 
 impl Saved {
-    /// Whether `now` is what was written last.
-    pub(crate) fn is_in_force(&self, now: &str) -> bool {
-        self.reads.iter().chain(self.written.last()).any(|ours| is_same(ours, now))
+    /// Whether the current value is the one that was written last.
+    pub(crate) fn is_in_force(&self, current: &str) -> bool {
+        self.reads.iter().chain(self.written.last()).any(|written| is_same(written, current))
     }
 }
 
