@@ -1,4 +1,4 @@
-//! The configuration of `bandwidth`: JSON in, impossible states out.
+//! Reads and checks the configuration of the plugin `bandwidth`.
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
@@ -7,25 +7,27 @@ use cni_linux::Tbf;
 use cni_linux::qdisc::TICK;
 use serde::Deserialize;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conf {
-    /// The limit of the packets that the container receives.
+    /// The limit for packets that the container receives, or `None` for no limit.
     pub(crate) ingress: Option<Limit>,
-    /// The limit of the packets that the container sends.
+    /// The limit for packets that the container sends, or `None` for no limit.
     pub(crate) egress: Option<Limit>,
 }
 
-/// A rate, and how much may exceed it, in whole bytes.
+/// A rate in bytes per second, at least 1, and a burst in bytes: what may be sent at once after a
+/// pause.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     rate: u64,
     burst: u64,
 }
 
+/// The keys of the configuration. Rates are in bits per second, bursts in bits.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Raw {
+struct Keys {
     ingress_rate: Option<u64>,
     ingress_burst: Option<u64>,
     egress_rate: Option<u64>,
@@ -36,12 +38,13 @@ struct Raw {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct RuntimeConfig {
-    bandwidth: Entry,
+    bandwidth: BandwidthCapability,
 }
 
+/// The capability `bandwidth`, in the units of [`Keys`].
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Entry {
+struct BandwidthCapability {
     ingress_rate: u64,
     ingress_burst: u64,
     egress_rate: u64,
@@ -50,22 +53,23 @@ struct Entry {
 
 /// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Raw>()
+    json.unknown_keys::<Keys>()
 }
 
 impl Conf {
-    /// Reads the configuration. One key of the four in the configuration itself, and
-    /// `runtimeConfig` does not count.
+    /// Reads the limits from the configuration. If it has at least one of the four keys itself,
+    /// `runtimeConfig.bandwidth` is ignored, as in Go's plugin.
     ///
     /// # Errors
-    /// 6 and 7, with Go's texts where it has them.
+    /// Code 6 for a wrong type; 7 for a rate without a burst or the reverse, and for a number that
+    /// is too large or too small.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let raw: Raw = conf
+        let keys: Keys = conf
             .json()
             .decode()
             .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
-        let own = [raw.ingress_rate, raw.ingress_burst, raw.egress_rate, raw.egress_burst];
-        let runtime = raw.runtime_config.bandwidth;
+        let own = [keys.ingress_rate, keys.ingress_burst, keys.egress_rate, keys.egress_burst];
+        let runtime = keys.runtime_config.bandwidth;
         let [ingress_rate, ingress_burst, egress_rate, egress_burst] = if own.iter().any(Option::is_some) {
             own.map(Option::unwrap_or_default)
         } else {
@@ -79,7 +83,11 @@ impl Conf {
 }
 
 impl Limit {
-    /// Makes a limit of numbers of bits; `None` for 0 and 0.
+    /// Returns the limit for a rate in bits per second and a burst in bits, or `None` if both are
+    /// 0. `direction` is `ingress` or `egress`.
+    ///
+    /// # Errors
+    /// Code 7 if one of them is 0, too large or too small.
     fn new(direction: &str, rate: u64, burst: u64) -> Result<Option<Limit>> {
         match (rate, burst) {
             (0, 0) => return Ok(None),
@@ -94,58 +102,64 @@ impl Limit {
         if limit.rate == 0 {
             return Err(Error::config(format!("{direction}Rate {rate} is too small: the least is 8 bits per second")));
         }
-        if limit.bucket() == 0 {
+        if limit.bucket_size() == 0 {
             let msg = format!("{direction}Burst {burst} is too small for a rate of {rate} bits per second");
-            return Err(Error::config(msg).with_details("not one byte would pass"));
+            return Err(
+                Error::config(msg).with_details("the kernel would send no packet at all; request a larger burst")
+            );
         }
         Ok(Some(limit))
     }
 
-    /// The microseconds in which the rate fills the bucket; in whole ones, as Go counts.
+    /// Returns the whole microseconds in which the rate fills the bucket. Go's plugin rounds down
+    /// at this point too.
     fn fill_time(self) -> u64 {
         self.burst * 1_000_000 / self.rate
     }
 
-    /// The queue, in bytes: what the bucket holds, and what waits 25 ms.
-    fn queue(self) -> u128 {
+    /// Returns the length of the queue in bytes, as Go's plugin computes it: the burst, and what
+    /// the rate sends in 25 ms.
+    fn queue_length(self) -> u128 {
         u128::from(self.rate) / 40 + u128::from(self.burst)
     }
 
-    /// The numbers for the kernel, which has 32 bits for two of them: what is larger becomes the
-    /// largest.
+    /// Returns the parameters of the kernel's token bucket filter. A number that does not fit into
+    /// the kernel's 32 bits becomes the largest one that does.
     pub(crate) fn tbf(self) -> Tbf {
         Tbf {
             rate: self.rate,
-            limit: u32::try_from(self.queue()).unwrap_or(u32::MAX),
+            limit: u32::try_from(self.queue_length()).unwrap_or(u32::MAX),
             buffer: u32::try_from(ticks(self.fill_time())).unwrap_or(u32::MAX),
         }
     }
 
-    /// The numbers as Go's plugin computes them, which drops the bits that are too many.
-    #[expect(clippy::cast_possible_truncation, reason = "that is what Go does")]
-    pub(crate) fn tbf_by_go(self) -> Tbf {
+    /// Returns the parameters that Go's plugin sets, which cuts numbers off after 32 bits. They
+    /// differ from those of [`tbf`](Limit::tbf) only if a number does not fit.
+    #[expect(clippy::cast_possible_truncation, reason = "Go's plugin truncates")]
+    pub(crate) fn tbf_of_go(self) -> Tbf {
         let fill_time = self.fill_time() as u32;
-        Tbf { rate: self.rate, limit: self.queue() as u32, buffer: ticks(fill_time.into()) as u32 }
+        Tbf { rate: self.rate, limit: self.queue_length() as u32, buffer: ticks(fill_time.into()) as u32 }
     }
 
-    /// The bytes in the full bucket.
-    pub(crate) fn bucket(self) -> u128 {
+    /// Returns the bytes in the kernel's full bucket.
+    pub(crate) fn bucket_size(self) -> u128 {
         u128::from(self.tbf().buffer) * u128::from(TICK) * u128::from(self.rate) / 1_000_000_000
     }
 
-    /// Returns a line for stderr if the kernel's bucket is smaller than the configured burst.
-    pub(crate) fn cut(self) -> Option<String> {
+    /// Returns a note for stderr if the kernel's bucket is smaller than the configured burst.
+    pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
+        if self.tbf() == self.tbf_of_go() {
+            return None;
+        }
         let Limit { rate, burst } = self;
-        (self.tbf() != self.tbf_by_go()).then(|| {
-            format!(
-                "a burst of {burst} bytes at {rate} bytes per second is too large for the kernel: the bucket holds {}",
-                self.bucket()
-            )
-        })
+        Some(format!(
+            "a burst of {burst} bytes at {rate} bytes per second is too large for the kernel: the bucket holds {}",
+            self.bucket_size()
+        ))
     }
 }
 
-/// Microseconds in ticks of the packet scheduler.
+/// Converts microseconds to ticks of the kernel's packet scheduler.
 fn ticks(microseconds: u64) -> u64 {
     microseconds * 1000 / TICK
 }
@@ -172,7 +186,11 @@ mod tests {
             (8_000_000, 800_000, Tbf { rate: 0xf_4240, limit: 0x1_e848, buffer: 0x17_d784 }),
         ] {
             let limit = ingress(rate, burst);
-            assert_eq!((limit.tbf(), limit.tbf_by_go(), limit.cut()), (tbf, tbf, None), "{rate} {burst}");
+            assert_eq!(
+                (limit.tbf(), limit.tbf_of_go(), limit.note_of_reduced_burst()),
+                (tbf, tbf, None),
+                "{rate} {burst}"
+            );
         }
     }
 
@@ -180,11 +198,11 @@ mod tests {
     fn what_the_kernel_cannot_hold_becomes_the_largest() {
         // As containerd asks for 10 Mbit/s, and CRI-O.
         let limit = ingress(10_000_000, u32::MAX.into());
-        assert_eq!((limit.tbf().buffer, limit.tbf_by_go().buffer), (u32::MAX, 2_415_919_079));
-        assert_eq!(limit.tbf().limit, limit.tbf_by_go().limit);
-        assert_eq!(limit.cut().unwrap().rsplit(' ').next(), Some("343597383"));
+        assert_eq!((limit.tbf().buffer, limit.tbf_of_go().buffer), (u32::MAX, 2_415_919_079));
+        assert_eq!(limit.tbf().limit, limit.tbf_of_go().limit);
+        assert_eq!(limit.note_of_reduced_burst().unwrap().rsplit(' ').next(), Some("343597383"));
         let limit = ingress(12_345_678, 8 * u64::from(u32::MAX) - 1);
-        assert_eq!((limit.tbf().limit, limit.tbf_by_go().limit), (u32::MAX, 38_578));
+        assert_eq!((limit.tbf().limit, limit.tbf_of_go().limit), (u32::MAX, 38_578));
         let huge = ingress(80_000_000_000_000, 8_000_000_000).tbf();
         assert_eq!((huge.rate, huge.limit), (10_000_000_000_000, u32::MAX));
     }

@@ -1,13 +1,16 @@
-//! `bandwidth`: limits on what a container receives and sends. Always behind another plugin, which
-//! created a veth pair.
+//! The plugin `bandwidth`: limits the rates at which a container receives and sends. It runs after
+//! a plugin of the same list that has created a veth pair.
 //!
-//! Both limits are on the host's end of the pair. What the container receives is sent there, so a
-//! token bucket filter there limits it. What the container sends is received there, where nothing
-//! can wait: it is redirected to an ifb, which has the filter, and goes on from there.
+//! Both limits apply at the host's end of the pair. The host sends there what the container
+//! receives, so a token bucket filter (tbf) limits it. The host receives there what the container
+//! sends, and the kernel cannot delay received packets: they are redirected to an ifb, a device
+//! that exists for this, and the filter is on the ifb.
 //!
-//! What is on the host's end ends with it. DEL removes the ifb.
+//! The kernel removes the filters together with the host's end. DEL removes the ifb.
 
 mod conf;
+
+use std::rc::Rc;
 
 use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
@@ -16,13 +19,13 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
-use cni_linux::{Filter, Link, Netlink, Netns, QdiscParent, Tbf};
+use cni_linux::{Filter, Link, Netlink, Netns, QdiscParent};
 use cni_plugin::interface::veth::{made_up_mac, undo_creation};
 use cni_plugin::interface::{collect_links, failed, host_interface};
 
 use conf::{Conf, Limit};
 
-/// The plugin.
+/// The plugin `bandwidth`.
 #[derive(Clone, Copy, Debug)]
 pub struct Bandwidth;
 
@@ -48,12 +51,12 @@ impl Plugin for Bandwidth {
         let mut result = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as chained plugin"))?;
         let mut rollback = call.rollback();
         for limit in [conf.ingress, conf.egress].into_iter().flatten() {
-            if let Some(cut) = limit.cut() {
-                call.notes.note(format_args!("bandwidth: {cut}"));
+            if let Some(note) = limit.note_of_reduced_burst() {
+                call.notes.note(format_args!("bandwidth: {note}"));
             }
         }
         if conf.ingress.is_some() || conf.egress.is_some() {
-            limit(call, conf, &mut result, &mut rollback)?;
+            set_limits(call, conf, &mut result, &mut rollback)?;
         }
         Ok(Added { result, rollback })
     }
@@ -65,9 +68,9 @@ impl Plugin for Bandwidth {
             return Ok(());
         }
         let host = Netlink::open()?;
-        let outer = host_end(call, &prev, &host)?;
+        let host_end = find_host_end(call, &prev, &host)?;
         if let Some(ingress) = conf.ingress {
-            check_limit(&host, &outer, ingress)?;
+            check_limit(&host, &host_end, ingress)?;
         }
         let Some(egress) = conf.egress else { return Ok(()) };
         let ifb =
@@ -76,32 +79,37 @@ impl Plugin for Bandwidth {
             return Err(failed(format!("{} is down", ifb.name)));
         }
         check_limit(&host, &ifb, egress)?;
-        if !host.list_filters(outer.index)?.contains(&Filter::Redirect(ifb.index)) {
-            return Err(failed(format!("the traffic that {} receives is not redirected to {}", outer.name, ifb.name)));
+        if !host.list_filters(host_end.index)?.contains(&Filter::Redirect(ifb.index)) {
+            return Err(failed(format!(
+                "the traffic that {} receives is not redirected to {}",
+                host_end.name, ifb.name
+            )));
         }
         Ok(())
     }
 
-    /// The configuration is not read: no mistake in it keeps the ifb from going.
+    /// Removes the attachment's ifb. The limits are not read, so DEL works even if they are
+    /// invalid.
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let (host, mark) = (Netlink::open()?, call.attachment());
+        let (host, attachment) = (Netlink::open()?, call.attachment());
         let prev = call.conf.prev_result().unwrap_or_else(|error| {
             call.notes.note(format_args!("prevResult is not used: {error}"));
             None
         });
-        let mut found = false;
-        for name in [mark.own_ifb_name(), mark.ifb_name()] {
+        let mut is_removed = false;
+        for name in [attachment.own_ifb_name(), attachment.ifb_name()] {
             let Some(ifb) = host.find_link(&name)?.filter(Link::is_ifb) else { continue };
-            let is_ours = match &ifb.alias {
-                Some(alias) => mark.is_on(Some(alias)),
-                // An ADD of this plugin was killed.
-                None if ifb.group == AttachmentId::group(&mark.network) => true,
-                // Go's, perhaps for another interface of this container.
-                None => !found && prev.as_ref().is_none_or(|prev| lists(prev, &name)),
+            let is_of_attachment = match &ifb.alias {
+                Some(alias) => attachment.is_on(Some(alias)),
+                // An ADD of this plugin was killed before it set the alias.
+                None if ifb.group == AttachmentId::group(&attachment.network) => true,
+                // Go's plugin sets no alias, and its name for the ifb does not say for which of the
+                // container's interfaces it is.
+                None => !is_removed && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
             };
-            if is_ours {
+            if is_of_attachment {
                 host.purge_link(ifb.index)?;
-                found = true;
+                is_removed = true;
             }
         }
         Ok(())
@@ -116,135 +124,154 @@ impl Plugin for Bandwidth {
     }
 }
 
-/// Sets up the limits in place of those that an earlier ADD of this attachment has set up.
-fn limit<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &mut Rollback<'a>) -> Result<()> {
-    let host = std::rc::Rc::new(Netlink::open()?);
-    let outer = host_end(call, result, &host)?;
-    let index = outer.index;
-    let mark = call.attachment();
-    let (name, former) = place(&host, &mark, &outer)?;
-    for ifb in former {
+/// Sets the configured limits. Limits that an earlier ADD of the same attachment has set are
+/// replaced. `result` is the earlier plugin's and gets the ifb, if one is created.
+///
+/// # Errors
+/// Code 7 if the container's interface is not a veth whose other end is on this host; 102 if
+/// another program has attached a queueing discipline to that end.
+fn set_limits<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &mut Rollback<'a>) -> Result<()> {
+    let host = Rc::new(Netlink::open()?);
+    let host_end = find_host_end(call, result, &host)?;
+    let index = host_end.index;
+    let attachment = call.attachment();
+    let (ifb_name, earlier_ifbs) = choose_ifb_name(&host, &attachment, &host_end)?;
+    for ifb in earlier_ifbs {
         host.purge_link(ifb.index)?;
     }
-    make_room(&host, &outer)?;
+    remove_earlier_qdiscs(&host, &host_end)?;
     if let Some(ingress) = conf.ingress {
-        let undo = std::rc::Rc::clone(&host);
+        let undo = Rc::clone(&host);
         rollback
-            .push(format!("remove the limit of {}", outer.name), move || undo.purge_qdisc(index, QdiscParent::Root));
+            .push(format!("remove the limit of {}", host_end.name), move || undo.purge_qdisc(index, QdiscParent::Root));
         host.create_tbf(index, &ingress.tbf())?;
     }
     if let Some(egress) = conf.egress {
         let mac = made_up_mac()?;
-        let created = undo_creation(&host, &name, move |link| link.mac == Some(mac), rollback);
-        let ifb = host.create_ifb(&name, mac, outer.mtu, &mark)?;
+        let created = undo_creation(&host, &ifb_name, move |link| link.mac == Some(mac), rollback);
+        let ifb = host.create_ifb(&ifb_name, mac, host_end.mtu, &attachment)?;
         created.set(Some(ifb.index));
-        let undo = std::rc::Rc::clone(&host);
-        rollback.push(format!("stop the redirection of {}", outer.name), move || {
+        let undo = Rc::clone(&host);
+        rollback.push(format!("stop the redirection of {}", host_end.name), move || {
             undo.purge_qdisc(index, QdiscParent::Ingress)
         });
         host.create_ingress(index)?;
         host.create_redirect(index, ifb.index)?;
         host.create_tbf(ifb.index, &egress.tbf())?;
-        result.interfaces.push(host_interface(&name, Some(mac)));
+        result.interfaces.push(host_interface(&ifb_name, Some(mac)));
     }
     Ok(())
 }
 
-/// The host's end of the container's veth pair, which the earlier plugin's result must list.
+/// Returns the host's end of the container's veth pair.
 ///
 /// # Errors
-/// Go's texts.
-fn host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Link> {
+/// Code 7, with the texts of Go's plugin, if CNI_IFNAME is not a veth, its other end is not on this
+/// host, or `prev`, the earlier plugin's result, does not list that end.
+fn find_host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Link> {
     if prev.interfaces.is_empty() {
         return Err(Error::config("no interfaces provided"));
     }
     let ifname = &call.ifname;
     let container = host.open_in(&Netns::open(call.netns()?)?)?;
-    let no_peer = |why: String| Error::config(format!("container interface {ifname} has no veth peer: {why}"));
+    let no_peer = |reason: String| Error::config(format!("container interface {ifname} has no veth peer: {reason}"));
     let inner = container.find_link(ifname)?;
     let inner = inner.ok_or_else(|| no_peer(format!("could not look up {ifname:?}: Link not found")))?;
     let index = inner.peer_index.filter(|_| inner.is_veth());
     let index = index.ok_or_else(|| no_peer(format!("interface {ifname:?} was not a veth interface")))?;
-    let outer = host.find_link_by_index(index)?.filter(|outer| outer.peer_index == Some(inner.index));
-    let outer = outer.ok_or_else(|| Error::config(format!("veth peer with index {index} is not in host ns")))?;
-    if !lists(prev, &outer.name) {
+    // An interface of the host may have the same index by chance: the other end names this one.
+    let host_end = host.find_link_by_index(index)?.filter(|link| link.peer_index == Some(inner.index));
+    let host_end = host_end.ok_or_else(|| Error::config(format!("veth peer with index {index} is not in host ns")))?;
+    if !lists_host_interface(prev, &host_end.name) {
         return Err(Error::config("no veth peer of container interface found in host ns"));
     }
-    Ok(outer)
+    Ok(host_end)
 }
 
-/// Whether a result lists an interface of that name on the host.
-fn lists(result: &AddResult, name: &str) -> bool {
+/// Whether `result` lists an interface of this name on the host.
+fn lists_host_interface(result: &AddResult, name: &str) -> bool {
     result.interfaces.iter().any(|interface| interface.sandbox.is_empty() && interface.name == name)
 }
 
-/// Returns the name for the ifb, and the ifbs that earlier ADDs of this attachment have created.
-fn place(host: &Netlink, mark: &AttachmentId, outer: &Link) -> Result<(String, Vec<Link>)> {
-    let mut former: Vec<Link> = host.find_link(&mark.own_ifb_name())?.into_iter().collect();
-    let Some(ifb) = host.find_link(&mark.ifb_name())? else { return Ok((mark.ifb_name(), former)) };
-    let is_former = match &ifb.alias {
-        Some(alias) => mark.is_on(Some(alias)),
-        // Go's.
-        None => host.list_filters(outer.index)?.contains(&Filter::Redirect(ifb.index)),
+/// Returns the name for the attachment's ifb, and the ifbs that earlier ADDs of this attachment
+/// have created.
+///
+/// The name is the one that Go's plugin uses, [`AttachmentId::ifb_name`], which is the same for all
+/// interfaces of a container. If another interface's ifb has it already, the name is
+/// [`AttachmentId::own_ifb_name`].
+fn choose_ifb_name(host: &Netlink, attachment: &AttachmentId, host_end: &Link) -> Result<(String, Vec<Link>)> {
+    let mut earlier: Vec<Link> = host.find_link(&attachment.own_ifb_name())?.into_iter().collect();
+    let Some(ifb) = host.find_link(&attachment.ifb_name())? else { return Ok((attachment.ifb_name(), earlier)) };
+    let is_of_attachment = match &ifb.alias {
+        Some(alias) => attachment.is_on(Some(alias)),
+        // Go's plugin sets no alias: the ifb belongs to the interface that is redirected to it.
+        None => host.list_filters(host_end.index)?.contains(&Filter::Redirect(ifb.index)),
     };
-    if !is_former {
-        // Another interface's of this container.
-        return Ok((mark.own_ifb_name(), former));
+    if !is_of_attachment {
+        return Ok((attachment.own_ifb_name(), earlier));
     }
-    former.push(ifb);
-    Ok((mark.ifb_name(), former))
+    earlier.push(ifb);
+    Ok((attachment.ifb_name(), earlier))
 }
 
-/// A redirection to an interface that has gone.
-const GONE: Filter = Filter::Redirect(0);
+/// A redirection whose target has been removed: the kernel then shows the index 0.
+const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
 
-/// Removes what an earlier ADD has attached to the host's end; the ifb has gone.
+/// Removes the queueing disciplines that an earlier ADD has attached to the host's end. The earlier
+/// ADD's ifb must have been removed before.
 ///
 /// # Errors
-/// 102 if something else is attached there.
-fn make_room(host: &Netlink, outer: &Link) -> Result<()> {
-    for (place, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
-        let Some(there) = host.find_qdisc(outer.index, place)? else { continue };
-        let is_former = match place {
-            QdiscParent::Root => there.kind == kind,
+/// Code 102 if another program has attached a queueing discipline or a filter there.
+fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
+    for (parent, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
+        let Some(qdisc) = host.find_qdisc(host_end.index, parent)? else { continue };
+        let is_earlier_add = match parent {
+            QdiscParent::Root => qdisc.kind == kind,
             QdiscParent::Ingress => {
-                there.kind == kind && host.list_filters(outer.index)?.iter().all(|filter| *filter == GONE)
+                qdisc.kind == kind
+                    && host.list_filters(host_end.index)?.iter().all(|filter| *filter == REDIRECT_TO_REMOVED)
             }
         };
-        if !is_former {
-            let msg = format!("create qdisc: file exists: {} already has a qdisc {}", outer.name, there.kind);
-            return Err(Error::new(Code::CONFLICT, msg).with_details("it was left untouched"));
+        if !is_earlier_add {
+            let msg = format!("create qdisc: file exists: {} already has a qdisc {}", host_end.name, qdisc.kind);
+            return Err(
+                Error::new(Code::CONFLICT, msg).with_details("another program created it: it was left as it is")
+            );
         }
-        host.purge_qdisc(outer.index, place)?;
+        host.purge_qdisc(host_end.index, parent)?;
     }
     Ok(())
 }
 
-/// The attachment's ifb: by its mark, else the one that Go has created.
-fn find_ifb(host: &Netlink, mark: &AttachmentId) -> Result<Option<Link>> {
-    let own = host.find_link(&mark.own_ifb_name())?.filter(|ifb| mark.is_on(ifb.alias.as_deref()));
+/// Returns the attachment's ifb: the one whose alias names the attachment, otherwise the one
+/// without alias that Go's plugin has created for the container. `None` if there is neither.
+fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
+    let own = host.find_link(&attachment.own_ifb_name())?.filter(|ifb| attachment.is_on(ifb.alias.as_deref()));
     if own.is_some() {
         return Ok(own);
     }
-    let is_ours = |ifb: &Link| ifb.alias.is_none() || mark.is_on(ifb.alias.as_deref());
-    Ok(host.find_link(&mark.ifb_name())?.filter(is_ours))
+    let ifb = host.find_link(&attachment.ifb_name())?;
+    Ok(ifb.filter(|ifb| ifb.alias.is_none() || attachment.is_on(ifb.alias.as_deref())))
 }
 
-/// CHECK: `link` sends no faster than `limit`, in Go's words otherwise.
+/// Checks that `link` has a token bucket filter with the numbers of `limit`, as this plugin or
+/// Go's sets them.
+///
+/// # Errors
+/// Code 101, with the texts of Go's plugin, if it has no such filter or another number.
 fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
-    let there = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
-    let Some(there) = there else { return Err(failed(format!("{} has no token bucket filter", link.name))) };
-    let wanted = limit.tbf();
-    if there == wanted || there == limit.tbf_by_go() {
+    let found = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
+    let Some(found) = found else { return Err(failed(format!("{} has no token bucket filter", link.name))) };
+    let expected = limit.tbf();
+    if found == expected || found == limit.tbf_of_go() {
         return Ok(());
     }
-    let Tbf { rate, limit, buffer } = there;
-    let (what, expected, found) = if rate != wanted.rate {
-        ("Rate", wanted.rate, rate)
-    } else if limit != wanted.limit {
-        ("Limit", wanted.limit.into(), limit.into())
+    let (parameter, expected, found) = if found.rate != expected.rate {
+        ("Rate", expected.rate, found.rate)
+    } else if found.limit != expected.limit {
+        ("Limit", expected.limit.into(), found.limit.into())
     } else {
-        ("Buffer", wanted.buffer.into(), buffer.into())
+        ("Buffer", expected.buffer.into(), found.buffer.into())
     };
-    Err(failed(format!("{what} doesn't match: {} has {found}, not {expected}", link.name)))
+    Err(failed(format!("{parameter} doesn't match: {} has {found}, not {expected}", link.name)))
 }

@@ -1,7 +1,7 @@
-//! The configuration of `host-device`: JSON in, impossible states out.
+//! Reads and checks the configuration of the plugin `host-device`.
 //!
-//! Nothing is looked up on the host here: [`device`](crate::device) does that. Whether anything
-//! selects a device is known only there too, since STATUS has no `runtimeConfig`.
+//! Nothing is looked up on the host here: [`device`](crate::device) does that. It also refuses a
+//! configuration that selects no device: STATUS has no `runtimeConfig`, which may select one.
 
 use std::path::{Component, PathBuf};
 
@@ -14,10 +14,12 @@ use cni_linux::Mac;
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The IPAM plugin.
     pub(crate) ipam: Option<String>,
+    /// The DNS settings that replace those of the IPAM plugin.
     pub(crate) dns: Option<Dns>,
     /// The first of the keys `device`, `hwaddr` and `kernelpath` that is given.
     pub(crate) selector: Option<Selector>,
@@ -25,22 +27,27 @@ pub struct Conf {
     pub(crate) pci: Option<String>,
     /// The name of a PCI or auxiliary device, which the runtime has allocated.
     pub(crate) device_id: Option<String>,
-    /// Whether the device is a program's, whatever its driver is.
+    /// Whether a user-space program (DPDK) drives the device, even if its driver does not say so.
     pub(crate) dpdk_mode: bool,
 }
 
-/// The property that a device is selected by.
+/// The property by which a device is selected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Selector {
+    /// The name of the interface.
     Name(String),
+    /// The hardware address of the interface.
     Mac(Mac),
+    /// The device's folder below `/sys/devices`.
     KernelPath(PathBuf),
+    /// The address of a PCI device, such as `0000:00:1f.6`.
     Pci(String),
+    /// The name of a device on the auxiliary bus, such as `mlx5_core.sf.2`.
     Auxiliary(String),
 }
 
 impl Selector {
-    /// The key that selects.
+    /// Returns the key of the configuration that selects the device.
     pub(crate) fn key(&self) -> &'static str {
         match self {
             Selector::Name(_) => "device",
@@ -52,7 +59,7 @@ impl Selector {
     }
 }
 
-/// The keys, as they stand in the JSON.
+/// The keys of the configuration, unchecked.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Keys {
@@ -77,21 +84,27 @@ pub(crate) struct RuntimeConfig {
 }
 
 impl Conf {
+    /// Reads the configuration. An empty text counts as a key that is not given.
+    ///
+    /// # Errors
+    /// Code 6 for a wrong type; 7 for a MAC address, a path or a device name that cannot be one.
     pub(crate) fn new(conf: &NetConf, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
-        let named = |text: String| Some(text).filter(|text| !text.is_empty());
-        let (pci, device_id) = (named(keys.pci_bus_id), named(keys.runtime_config.device_id));
+        let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
+        let (pci, device_id) = (non_empty(keys.pci_bus_id), non_empty(keys.runtime_config.device_id));
         for (key, name) in [("pciBusID", &pci), ("runtimeConfig.deviceID", &device_id)] {
-            if let Some(name) = name.as_ref().filter(|name| name.contains('/') || [".", ".."].contains(&name.as_str()))
+            // The name becomes a part of a path in sysfs.
+            if let Some(name) = name
+                && (name.contains('/') || name == "." || name == "..")
             {
                 return Err(Error::config(format!("{key}: {name:?} is not the name of a device")));
             }
         }
-        let mac = mac(&keys.hwaddr)?;
-        let selector = match (named(keys.device), mac, named(keys.kernelpath)) {
+        let mac = parse_mac(&keys.hwaddr)?;
+        let selector = match (non_empty(keys.device), mac, non_empty(keys.kernelpath)) {
             (Some(name), ..) => Some(Selector::Name(name)),
             (_, Some(mac), _) => Some(Selector::Mac(mac)),
-            (_, _, Some(path)) => Some(Selector::KernelPath(kernel_path(path)?)),
+            (_, _, Some(path)) => Some(Selector::KernelPath(check_kernel_path(path)?)),
             _ => None,
         };
         Ok(Conf {
@@ -105,19 +118,27 @@ impl Conf {
     }
 }
 
-fn mac(text: &str) -> Result<Option<Mac>> {
-    let refused =
+/// Reads `hwaddr`; `None` if it is empty.
+///
+/// # Errors
+/// Code 7, with the text of Go's plugin, if it is not a MAC address.
+fn parse_mac(text: &str) -> Result<Option<Mac>> {
+    let invalid =
         |error| Error::config(format!("failed to find host device: failed to parse MAC address {text:?}: {error}"));
-    if text.is_empty() { Ok(None) } else { text.parse().map(Some).map_err(refused) }
+    if text.is_empty() { Ok(None) } else { text.parse().map(Some).map_err(invalid) }
 }
 
-fn kernel_path(text: String) -> Result<PathBuf> {
+/// Returns `text` as a path if it is below `/sys/devices` and has no `..`.
+///
+/// # Errors
+/// [`not_a_kernel_path`] otherwise.
+fn check_kernel_path(text: String) -> Result<PathBuf> {
     let path = PathBuf::from(&text);
     let has_dots = path.components().any(|part| part == Component::ParentDir);
     if path.starts_with("/sys/devices") && !has_dots { Ok(path) } else { Err(not_a_kernel_path(&text)) }
 }
 
-/// Returns the error of a kernel path that leads elsewhere.
+/// Returns the error for a `kernelpath` outside `/sys/devices`, with the text of Go's plugin.
 pub(crate) fn not_a_kernel_path(text: &str) -> Error {
     Error::config(format!(
         "failed to find host device: kernel device path {text:?} must be absolute and begin with /sys/devices/"

@@ -1,6 +1,7 @@
-//! The device that a configuration selects on this host.
+//! Finds the device that a configuration selects on this host.
 //!
-//! sysfs shows the network interfaces of a device that are in the host's namespace, and only those.
+//! Devices are looked up in sysfs, which shows only the interfaces in the host's own namespace: a
+//! device whose interface is in a container has none.
 
 use std::fs;
 use std::io;
@@ -15,26 +16,29 @@ use crate::conf::{Conf, Selector, not_a_kernel_path};
 const PCI: &str = "/sys/bus/pci/devices";
 const AUXILIARY: &str = "/sys/bus/auxiliary/devices";
 
-/// Go's words where nothing selects a device.
-const NOTHING: &str = r#"specify either "device", "hwaddr", "kernelpath" or "pciBusID""#;
+/// The text of Go's plugin for a configuration that selects no device.
+const NO_SELECTOR: &str = r#"specify either "device", "hwaddr", "kernelpath" or "pciBusID""#;
 
-/// The drivers of devices that a program drives by itself.
+/// The kernel drivers that leave a device to a user-space program, such as one with DPDK.
 const DPDK_DRIVERS: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
 
 /// A device of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// A program drives it: there is no interface.
+    /// A user-space program drives it: it has no interface.
     Dpdk,
-    /// An interface.
+    /// The device with the interface that is selected so.
     Interface(Selector),
 }
 
 impl Device {
-    /// Resolves the names in `conf`, by Go's precedence.
+    /// Returns the device that `conf` selects. If several keys select one, the order of Go's plugin
+    /// decides: `device`, `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`. A
+    /// PCI device with a driver for DPDK comes before all of them.
     ///
     /// # Errors
-    /// 7, with Go's texts, for a device that this host does not have.
+    /// Code 7, with the texts of Go's plugin, if nothing is selected or this host does not have the
+    /// device.
     pub(crate) fn of(conf: &Conf) -> Result<Device> {
         let (mut pci, mut auxiliary) = (conf.pci.clone(), None);
         if let Some(id) = &conf.device_id {
@@ -54,38 +58,42 @@ impl Device {
             return Ok(Device::Dpdk);
         }
         let selector = conf.selector.clone().or(pci.map(Selector::Pci)).or(auxiliary.map(Selector::Auxiliary));
-        selector.map(Device::Interface).ok_or_else(|| Error::config(NOTHING))
+        selector.map(Device::Interface).ok_or_else(|| Error::config(NO_SELECTOR))
     }
 }
 
+/// Whether the driver of the PCI device with this address is one of [`DPDK_DRIVERS`].
+///
+/// # Errors
+/// Code 7, with the text of Go's plugin, if there is no such device or it has no driver.
 fn has_dpdk_driver(address: &str) -> Result<bool> {
     let device = Path::new(PCI).join(address);
     let missing = |path: &Path, error: &io::Error| {
         Error::config(format!("error with host device: lstat {}: {}", path.display(), go_text(error)))
     };
-    let real = fs::canonicalize(&device).map_err(|error| missing(&device, &error))?;
-    let link = real.join("driver");
-    let driver = fs::canonicalize(&link).map_err(|error| missing(&link, &error))?;
+    let device_folder = fs::canonicalize(&device).map_err(|error| missing(&device, &error))?;
+    let driver_link = device_folder.join("driver");
+    let driver = fs::canonicalize(&driver_link).map_err(|error| missing(&driver_link, &error))?;
     Ok(DPDK_DRIVERS.iter().any(|name| driver.ends_with(name)))
 }
 
-/// Finds the interface in the host's namespace.
+/// Returns the interface that `selector` selects in the host's namespace.
 ///
 /// # Errors
-/// 7, with Go's texts, if there is none.
+/// Code 7, with the texts of Go's plugin, if there is none.
 pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
     let name = match selector {
         Selector::Name(name) => name.clone(),
-        Selector::Mac(mac) => return by_mac(host, *mac),
+        Selector::Mac(mac) => return find_by_mac(host, *mac),
         Selector::KernelPath(path) => {
             let real = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
             if !real.starts_with("/sys/devices") {
                 return Err(not_a_kernel_path(&path.display().to_string()));
             }
-            first_name(&real.join("net"))?
+            first_entry(&real.join("net"))?
         }
-        Selector::Pci(address) => first_name(&pci_folder(address)?)?,
-        Selector::Auxiliary(name) => first_name(&Path::new(AUXILIARY).join(name).join("net"))?,
+        Selector::Pci(address) => first_entry(&pci_folder(address)?)?,
+        Selector::Auxiliary(name) => first_entry(&Path::new(AUXILIARY).join(name).join("net"))?,
     };
     let link = host.find_link(&name)?;
     link.ok_or_else(|| {
@@ -93,18 +101,20 @@ pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
     })
 }
 
-/// The names of the interfaces of a device that are in the host's namespace. `device` is a PCI or
-/// auxiliary device's name, or an absolute path, which `join` takes as it is.
+/// Returns the names of a device's interfaces in the host's namespace; none if there is no such
+/// device. `device` is the name of a PCI or auxiliary device, or an absolute path, which
+/// [`Path::join`] uses unchanged.
 pub(crate) fn names_of(device: &str) -> Vec<String> {
     let folders = [pci_folder(device).unwrap_or_default(), Path::new(AUXILIARY).join(device).join("net")];
     folders.iter().flat_map(|folder| entries(folder).unwrap_or_default()).collect()
 }
 
+/// Returns the error for a device that is not there, with the text of Go's plugin.
 fn not_found(reason: impl std::fmt::Display) -> Error {
     Error::config(format!("failed to find host device: {reason}"))
 }
 
-/// The text of an error of the file system, with Go's words for the usual one.
+/// Returns the text of an I/O error, for a missing file as Go's plugin writes it.
 fn go_text(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound => "no such file or directory".to_owned(),
@@ -112,22 +122,29 @@ fn go_text(error: &io::Error) -> String {
     }
 }
 
-/// Where sysfs lists the interfaces of a PCI device: a virtio device is between the two.
+/// Returns the folder in sysfs with the interfaces of a PCI device: `net` in the device's folder
+/// or, for a virtio device, one level deeper in `virtioN`.
+///
+/// # Errors
+/// Code 7 if neither exists.
 fn pci_folder(address: &str) -> Result<PathBuf> {
     let device = Path::new(PCI).join(address);
-    let own = device.join("net");
-    if own.exists() {
-        return Ok(own);
+    let net = device.join("net");
+    if net.exists() {
+        return Ok(net);
     }
-    let mut below = entries(&device).unwrap_or_default();
-    below.retain(|name| name.starts_with("virtio"));
-    match below.first() {
+    let children = entries(&device).unwrap_or_default();
+    match children.iter().find(|name| name.starts_with("virtio")) {
         Some(virtio) => Ok(device.join(virtio).join("net")),
         None => Err(not_found(format!("no net directory under pci device {address}"))),
     }
 }
 
-fn first_name(folder: &Path) -> Result<String> {
+/// Returns the first name in `folder`, in alphabetical order.
+///
+/// # Errors
+/// Code 7, with the texts of Go's plugin, if the folder cannot be read or is empty.
+fn first_entry(folder: &Path) -> Result<String> {
     let names = entries(folder).map_err(|error| {
         let folder = folder.display();
         not_found(format!("failed to read directory {folder}: \"open {folder}: {}\"", go_text(&error)))
@@ -136,7 +153,7 @@ fn first_name(folder: &Path) -> Result<String> {
     names.into_iter().next().ok_or_else(none)
 }
 
-/// The names in a folder, sorted.
+/// Returns the names in `folder`, sorted.
 fn entries(folder: &Path) -> io::Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -146,8 +163,12 @@ fn entries(folder: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// An interface stacked on a device often has the device's address: the device is meant.
-fn by_mac(host: &Netlink, mac: Mac) -> Result<Link> {
+/// Returns the interface with the hardware address `mac`. A VLAN or bridge on top of a device often
+/// has the same address: then the device is returned.
+///
+/// # Errors
+/// Code 7 if no interface has the address, or several that are equally suitable.
+fn find_by_mac(host: &Netlink, mac: Mac) -> Result<Link> {
     let mut links = host.list_links()?;
     links.retain(|link| link.mac == Some(mac));
     if links.iter().any(|link| link.kind == LinkKind::Device) {
@@ -160,10 +181,10 @@ fn by_mac(host: &Netlink, mac: Mac) -> Result<Link> {
     links.pop().ok_or_else(|| not_found("failed to find physical interface"))
 }
 
-/// Whether the host's only default routes lead over this interface.
+/// Whether the host has default routes and all of them lead over `device`.
 ///
 /// # Errors
-/// The kernel's.
+/// Code 100 if the kernel cannot be asked.
 pub(crate) fn has_the_only_default_routes(host: &Netlink, device: &Link) -> Result<bool> {
     if !device.up {
         return Ok(false);

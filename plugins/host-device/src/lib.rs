@@ -1,10 +1,14 @@
-//! `host-device`: an interface of the host moves into a container's network namespace, and back.
+//! The plugin `host-device`: ADD moves an interface of the host into the container's network
+//! namespace, DEL moves it back.
 //!
-//! While the interface is in the container, its alias is the name that it had on the host, as Go's
-//! plugin writes it: so either plugin can give it back. The kernel moves a hardware interface back
-//! by itself when its namespace ends, under the container's name and still with the alias: DEL
-//! finds it then in the host's namespace. `conf` reads the configuration, `device` finds what it
-//! selects. Everything else around the link is [`cni_plugin::interface`]'s.
+//! While the interface is in the container, its alias is the name that it had on the host. Go's
+//! plugin does the same, so each plugin can move back an interface that the other one has moved.
+//! When a namespace ends, the kernel moves a hardware interface to the host by itself: the
+//! interface keeps its alias and the name that it had in the container. DEL then finds it by the
+//! alias and renames it.
+//!
+//! `conf` reads the configuration, `device` finds the device that it selects.
+//! [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK, GC.
 
 mod conf;
 mod device;
@@ -26,7 +30,7 @@ pub use conf::{Conf, Keys};
 
 use device::{Device, find, has_the_only_default_routes, names_of};
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin `host-device`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct HostDevice;
 
@@ -38,7 +42,8 @@ impl Interface for HostDevice {
     const NAME: &'static str = "host-device";
     const KIND: &'static str = "device";
     const HOST_END: HostEnd = HostEnd::None;
-    /// As in Go: DEL may have to be repeated until the host's name is free.
+    /// The addresses are released first, as in Go's plugin: the interface cannot be moved back
+    /// before its name is free on the host, and DEL may have to be repeated until then.
     const RELEASE: Release = Release::BeforeLink;
 
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
@@ -67,9 +72,9 @@ impl Interface for HostDevice {
             Device::Interface(selector) => {
                 let device = find(&context.host, &selector)?;
                 if has_the_only_default_routes(&context.host, &device)? {
-                    context.call.notes.note(format_args!("{}", cut_off(&device)));
+                    context.call.notes.note(format_args!("{}", default_route_warning(&device)));
                 }
-                (take(context, &device, rollback)?, device.mac)
+                (move_to_container(context, &device, rollback)?, device.mac)
             }
         };
         let sandbox = context.call.sandbox().to_owned();
@@ -78,40 +83,45 @@ impl Interface for HostDevice {
         Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface: 0, link: () })
     }
 
-    /// Go marks the interface by its alias alone, and a later plugin may change its hardware
-    /// address.
+    /// The interface is this attachment's if it has the hardware address in `prevResult`, or if its
+    /// alias, the name on the host, fits the configuration. The address alone does not suffice: a
+    /// later plugin may have changed it.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
-        let is_prev = inner.mac.is_some() && inner.mac == mac_of(call, prev);
-        let is_ours = is_prev || host_name(inner).is_some_and(|name| keys_of(call).allow(name, inner.mac));
-        Some(if is_ours { Ownership::Ours } else { Ownership::NotOurs })
+        let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
+        let fits_keys = || host_name(inner).is_some_and(|name| keys_of(call).could_select(name, inner.mac));
+        Some(if has_prev_mac || fits_keys() { Ownership::Ours } else { Ownership::NotOurs })
     }
 
-    /// Gives the interface back to the host, down, under the name that it had there.
+    /// Moves the interface back to the host, where it gets its former name and is down.
+    ///
+    /// # Errors
+    /// Code 102 if the former name is unknown or another interface of the host has it.
     fn remove(&self, _call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
         let name = host_name(inner).ok_or_else(|| {
             let msg = format!("failed to find original ifname for {:?} (alias is not set)", inner.name);
             Error::new(Code::CONFLICT, msg).with_details("the interface was left in the container")
         })?;
-        // The kernel would move the interface before it refuses the name.
+        // Checked here because the kernel would first move the interface and then refuse the name.
         if Netlink::open()?.find_link(name)?.is_some() {
             let msg = format!("failed to move {name:?} to hostNS: file exists");
-            let details =
-                format!("the host has another interface {name}; until a DEL without it the container keeps the device");
+            let details = format!("the host has another interface {name}: rename or remove it, and repeat DEL");
             return Err(Error::new(Code::CONFLICT, msg).with_details(details));
         }
         Ok(container.move_link(inner.index, &Netns::current()?, name, "")?)
     }
 
-    /// Gives the interface its name back where the kernel has moved it to the host.
+    /// Renames the interface if the kernel has moved it to the host, because the container's
+    /// namespace ended: it gets the name in its alias, and loses the alias.
     fn clean(&self, call: &Call<'_>, _mark: &AttachmentId) -> Result<()> {
         let (keys, host) = (keys_of(call), Netlink::open()?);
+        // The usual case, without a list of all links: the device is on the host as before ADD.
         if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
             return Ok(());
         }
         let prev = call.conf.prev_result().ok().flatten();
-        let mac = mac_of(call, prev.as_ref());
+        let mac = prev_mac(call, prev.as_ref());
         for link in host.list_links()? {
-            let Some(name) = host_name(&link).filter(|_| keys.select(&link, mac)) else { continue };
+            let Some(name) = host_name(&link).filter(|_| keys.selects(&link, mac)) else { continue };
             if link.name != name {
                 if link.up {
                     host.set_down(link.index)?;
@@ -124,15 +134,23 @@ impl Interface for HostDevice {
     }
 }
 
-/// Moves the host's interface into the container. Returns its index there.
-fn take<'a>(context: &AttachmentContext<'a, Conf>, device: &Link, rollback: &mut Rollback<'a>) -> Result<u32> {
+/// Moves `device` from the host into the container, where it is named CNI_IFNAME. Returns its index
+/// in the container.
+///
+/// # Errors
+/// Code 102 if the container has an interface of that name; 100 if the kernel refuses the move.
+fn move_to_container<'a>(
+    context: &AttachmentContext<'a, Conf>,
+    device: &Link,
+    rollback: &mut Rollback<'a>,
+) -> Result<u32> {
     let AttachmentContext { host, container, call, .. } = context;
-    let (home, undo_host, undo_container, before) =
+    let (host_netns, undo_host, undo_container, before) =
         (Netns::current()?, Rc::clone(host), container.clone(), device.clone());
-    rollback.push(format!("give {} back to the host", device.name), move || {
-        put_back(&undo_host, &undo_container, &home, &before)
+    rollback.push(format!("move {} back to the host", device.name), move || {
+        undo_move(&undo_host, &undo_container, &host_netns, &before)
     });
-    // First, so that the interface is found wherever the move ends.
+    // Before the move, so that DEL knows the interface even if this process is killed.
     host.set_alias(device.index, &device.name)?;
     let moved = host.move_link(device.index, &context.netns, &call.ifname, &device.name);
     moved.map_err(|error| match error.is_exists() {
@@ -142,38 +160,42 @@ fn take<'a>(context: &AttachmentContext<'a, Conf>, device: &Link, rollback: &mut
     Ok(container.link(&call.ifname)?.index)
 }
 
-/// Undoes [`take`], however far it came.
-fn put_back(host: &Netlink, container: &Netlink, home: &Netns, before: &Link) -> cni_linux::Result<()> {
-    let is_it = |link: &Link| link.alias.as_ref() == Some(&before.name) && link.mac == before.mac;
+/// Undoes [`move_to_container`], which may have failed at any point: moves the interface back if it
+/// is in the container, and restores name, alias and state as in `before`.
+fn undo_move(host: &Netlink, container: &Netlink, host_netns: &Netns, before: &Link) -> cni_linux::Result<()> {
+    let is_device = |link: &Link| link.alias.as_ref() == Some(&before.name) && link.mac == before.mac;
     let alias = before.alias.as_deref().unwrap_or_default();
-    if let Some(moved) = container.list_links()?.into_iter().find(is_it) {
-        container.move_link(moved.index, home, &before.name, alias)?;
-    } else if let Some(there) = host.find_link(&before.name)?.filter(is_it) {
-        host.set_alias(there.index, alias)?;
+    if let Some(moved) = container.list_links()?.into_iter().find(is_device) {
+        container.move_link(moved.index, host_netns, &before.name, alias)?;
+    } else if let Some(unmoved) = host.find_link(&before.name)?.filter(is_device) {
+        host.set_alias(unmoved.index, alias)?;
     }
     if before.up { host.set_up(host.link(&before.name)?.index) } else { Ok(()) }
 }
 
-/// The name that an interface had on the host, by its alias.
+/// Returns the name that the interface had on the host, which is its alias, or `None` if its alias
+/// cannot be the name of an interface.
 fn host_name(link: &Link) -> Option<&str> {
     link.alias.as_deref().filter(|alias| ident::check_interface_name(alias).is_ok())
 }
 
-/// The hardware address of CNI_IFNAME by `prevResult`.
-fn mac_of(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
+/// Returns the hardware address that `prev`, the result of ADD, has for CNI_IFNAME.
+fn prev_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
     let prev = prev?;
-    let place = prev.interfaces.iter().position(|one| one.name == call.ifname && !one.sandbox.is_empty())?;
-    prev.interfaces[place].mac.parse().ok()
+    let interface = prev.interfaces.iter().find(|one| one.name == call.ifname && !one.sandbox.is_empty())?;
+    interface.mac.parse().ok()
 }
 
-/// The keys of a configuration that can be read, else none: DEL must work with any.
+/// Returns the configuration's keys, or none if it cannot be decoded: DEL must work with every
+/// configuration.
 fn keys_of(call: &Call<'_>) -> Keys {
     call.conf.decode().unwrap_or_default()
 }
 
 impl Keys {
-    /// Whether an interface in the container that had this name on the host can be the device.
-    fn allow(&self, name: &str, mac: Option<Mac>) -> bool {
+    /// Whether the configuration does not exclude that the device is this interface of the
+    /// container. `name` is the name that it had on the host.
+    fn could_select(&self, name: &str, mac: Option<Mac>) -> bool {
         match (self.device.as_str(), self.hwaddr.parse().ok()) {
             ("", None) => true,
             ("", hwaddr) => mac == hwaddr,
@@ -181,13 +203,13 @@ impl Keys {
         }
     }
 
-    /// Whether a link of the host with an alias is the device: by `mac`, which `prevResult` has, or
-    /// by the configuration.
-    fn select(&self, link: &Link, mac: Option<Mac>) -> bool {
+    /// Whether `link`, a link of the host with an alias, is the device: by `mac`, the hardware
+    /// address in `prevResult`, or by the configuration.
+    fn selects(&self, link: &Link, mac: Option<Mac>) -> bool {
         let hwaddr = self.hwaddr.parse::<Mac>().ok();
         let ids = [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath];
-        let has = |mac: Option<Mac>| mac.is_some() && link.mac == mac;
-        if has(mac) || has(hwaddr) || ids.iter().any(|id| names_of(id).contains(&link.name)) {
+        let has_mac = |mac: Option<Mac>| mac.is_some() && link.mac == mac;
+        if has_mac(mac) || has_mac(hwaddr) || ids.iter().any(|id| names_of(id).contains(&link.name)) {
             return true;
         }
         // The configured name decides only if nothing else identifies the device.
@@ -196,18 +218,19 @@ impl Keys {
     }
 }
 
-/// Returns the key that selects the device, and a warning, if an ADD on this host would leave it
-/// without a default route. What cannot be found is not judged.
+/// Returns a warning, and the key that it is about, if an ADD with this configuration would leave
+/// this host without a default route. `None` also if that cannot be found out.
 pub fn lost_default_route(conf: &NetConf) -> Option<(&'static str, String)> {
     let Ok(Device::Interface(selector)) = Conf::new(conf, &Notes::silent()).and_then(|conf| Device::of(&conf)) else {
         return None;
     };
     let host = Netlink::open().ok()?;
     let device = find(&host, &selector).ok()?;
-    has_the_only_default_routes(&host, &device).ok()?.then(|| (selector.key(), cut_off(&device)))
+    has_the_only_default_routes(&host, &device).ok()?.then(|| (selector.key(), default_route_warning(&device)))
 }
 
-fn cut_off(device: &Link) -> String {
+/// Returns the warning for a device with the host's only default routes.
+fn default_route_warning(device: &Link) -> String {
     format!(
         "without {} this host has no default route: the container gets the interface that leads out of the host",
         device.name

@@ -1,4 +1,4 @@
-//! The configuration of `sbr`: JSON in, impossible states out.
+//! Reads and checks the configuration of the plugin `sbr`.
 
 use std::net::IpAddr;
 
@@ -8,60 +8,60 @@ use cni::{Code, Error, Result};
 use cni_linux::Family;
 use serde::Deserialize;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Conf {
-    /// Adds rules to a table that another program fills. No route is changed.
+    /// ADD adds rules that lead to this table, which another program fills. No route is changed.
     Table(u32),
-    /// Rules to free tables, into which the interface's routes are moved.
+    /// ADD moves the interface's routes into unused tables, and adds rules that lead there.
     FreeTables {
         /// The configured gateways, at most one of each family.
         gateways: Vec<IpAddr>,
-        /// The routes that stay in the main table.
+        /// Which routes the main table has afterwards.
         main: MainTable,
     },
 }
 
-/// The interface's routes that stay in the main table.
+/// Which of the interface's routes the main table has after ADD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MainTable {
-    /// Nothing.
+    /// None.
     Emptied,
-    /// A route to the network of each address, which makes that address the source of packets to
-    /// it.
+    /// A route to the network of each address: packets to that network get this address as their
+    /// source (`addSourceHints`).
     SourceHints,
 }
 
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Raw {
+struct Keys {
     table: Option<i64>,
     gateways: Vec<String>,
     add_source_hints: bool,
 }
 
 impl Conf {
-    /// Reads the configuration. `gateways` and `addSourceHints` are not read where `table` is set,
-    /// as in Go.
+    /// Reads the configuration. If `table` is set, `gateways` and `addSourceHints` are ignored, as
+    /// in Go's plugin.
     ///
     /// # Errors
-    /// 6 and 7, with Go's texts where it has them.
+    /// Code 6 for a wrong type; 7 for an impossible table or gateway, or two gateways of a family.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let raw: Raw = conf
+        let keys: Keys = conf
             .json()
             .decode()
             .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
-        if let Some(table) = raw.table {
+        if let Some(table) = keys.table {
             let table = u32::try_from(table).ok().filter(|table| *table != 0);
             let table = table.ok_or_else(|| Error::config("table must be a number from 1 to 4294967295"))?;
             return Ok(Conf::Table(table));
         }
-        if raw.gateways.len() > 2 {
+        if keys.gateways.len() > 2 {
             let msg = "gateways list cannot contain more than 2 entries (one IPv4, one IPv6)";
             return Err(Error::config(msg));
         }
         let mut gateways: Vec<IpAddr> = Vec::new();
-        for text in &raw.gateways {
+        for text in &keys.gateways {
             let gateway: IpAddr =
                 text.parse().map_err(|_| Error::config(format!("invalid static gateway IP address: {text}")))?;
             let gateway = gateway.to_canonical();
@@ -72,11 +72,11 @@ impl Conf {
             }
             gateways.push(gateway);
         }
-        let main = if raw.add_source_hints { MainTable::SourceHints } else { MainTable::Emptied };
+        let main = if keys.add_source_hints { MainTable::SourceHints } else { MainTable::Emptied };
         Ok(Conf::FreeTables { gateways, main })
     }
 
-    /// The configured gateway of a family.
+    /// Returns the configured gateway of a family.
     pub(crate) fn gateway(&self, family: Family) -> Option<IpAddr> {
         match self {
             Conf::Table(_) => None,
@@ -89,5 +89,5 @@ impl Conf {
 
 /// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Raw>()
+    json.unknown_keys::<Keys>()
 }

@@ -1,13 +1,13 @@
-//! `sbr`: source based routing. Packets from an address of CNI_IFNAME leave by CNI_IFNAME, whatever
-//! the other interfaces of the container have for routes. Always behind another plugin, whose
-//! result it hands on.
+//! The plugin `sbr` (source-based routing): packets from an address of CNI_IFNAME leave over
+//! CNI_IFNAME, even if the container has other interfaces with other routes. It runs after a plugin
+//! of the same list that has created the interface, and returns that plugin's result.
 //!
-//! Each address gets a rule that leads to a table, and the interface's routes move from the main
-//! table into it. All of it is in the container's namespace and ends with it, so GC and STATUS have
-//! nothing to do.
+//! Each address gets a rule that leads to a routing table, and the interface's routes move from the
+//! main table into it. Rules and routes are in the container's namespace and vanish with it, so GC
+//! and STATUS have nothing to do.
 //!
-//! Two calls for one namespace must not choose the same table. Each locks the namespace itself, as
-//! Go's plugin does, by an `flock` of the file that CNI_NETNS names. No file is created.
+//! Two calls for one namespace must not choose the same table. Each locks the namespace as Go's
+//! plugin does: with `flock` on the file that CNI_NETNS names. No lock file is created.
 
 mod check;
 mod conf;
@@ -22,15 +22,15 @@ use cni::machine::OnSigterm;
 use cni::result::{AddResult, IpConfig};
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Family, Link, Netlink, Netns, Rule};
+use cni_linux::{Family, Link, Netlink, Netns};
 
 use conf::Conf;
 use plan::Plan;
 
-/// How long a call waits for another one that changes the same namespace.
+/// How long a call waits for another one that has locked the same namespace.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
-/// The plugin.
+/// The plugin `sbr`.
 #[derive(Clone, Copy, Debug)]
 pub struct Sbr;
 
@@ -54,14 +54,15 @@ impl Plugin for Sbr {
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(&call.conf)?;
         let result = prev_result(call)?;
-        let ips = addresses(&result, &call.ifname);
+        let ips = addresses_of(&result, &call.ifname);
         if ips.is_empty() {
             return Err(Error::config(format!("No IP addresses supplied on interface: {}", call.ifname)));
         }
         let netns = Netns::open(call.netns()?)?;
         let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
-        // Undone last: the lock holds until the result has been written, or all has been undone.
+        // Pushed first, so undone last: the namespace stays locked until the result has been
+        // written or everything has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
         let netlink = netns.run(Netlink::open)??;
         let link = find_link(&netlink, &call.ifname)?;
@@ -70,14 +71,15 @@ impl Plugin for Sbr {
         Ok(Added { result, rollback })
     }
 
-    /// An address that the interface has lost since is a later plugin's concern.
+    /// Does not require that the interface still has its addresses: a later plugin may have removed
+    /// one.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
-        let ips = addresses(&prev_result(call)?, &call.ifname);
+        let ips = addresses_of(&prev_result(call)?, &call.ifname);
         let netns = Netns::open(call.netns()?)?;
         let netlink = netns.run(Netlink::open)??;
         let link = find_link(&netlink, &call.ifname)?;
-        let missing = check::missing(&netlink, &link, &conf, &ips)?;
+        let missing = check::find_missing(&netlink, &link, &conf, &ips)?;
         if missing.is_empty() { Ok(()) } else { Err(Error::new(Code::CHECK_FAILED, missing.join("; "))) }
     }
 
@@ -100,11 +102,13 @@ impl Plugin for Sbr {
         };
         let _locked = netns.lock(call.machine, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
-        // Without the interface the addresses are known from prevResult alone.
+        // prevResult has the addresses if the interface does not exist any more; the interface has
+        // them if prevResult is missing.
         let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();
-        let mut hosts: Vec<IpAddr> = addresses(&prev, &call.ifname).iter().map(|ip| ip.address.address()).collect();
+        let mut addresses: Vec<IpAddr> =
+            addresses_of(&prev, &call.ifname).iter().map(|ip| ip.address.address()).collect();
         if let Some(link) = netlink.find_link(&call.ifname)? {
-            hosts.extend(netlink.list_addresses(link.index)?.iter().map(|addr| addr.cidr.address()));
+            addresses.extend(netlink.list_addresses(link.index)?.iter().map(|addr| addr.cidr.address()));
         }
         let mut errors = Vec::new();
         for family in Family::ALL {
@@ -112,10 +116,13 @@ impl Plugin for Sbr {
                 errors.push(error.into());
                 Vec::new()
             });
-            let leads_there = |rule: &&Rule| table.is_none_or(|table| rule.table == table);
-            let is_ours = |rule: &&Rule| hosts.iter().any(|host| rule.source == Some(Cidr::host(*host)));
-            let removed = rules.iter().filter(leads_there).filter(is_ours).map(|rule| netlink.purge_rule(rule));
-            errors.extend(removed.filter_map(|outcome| outcome.err().map(Error::from)));
+            for rule in &rules {
+                let has_table = table.is_none_or(|table| rule.table == table);
+                let is_of_interface = addresses.iter().any(|address| rule.source == Some(Cidr::host(*address)));
+                if has_table && is_of_interface {
+                    errors.extend(netlink.purge_rule(rule).err().map(Error::from));
+                }
+            }
         }
         Error::join(errors)
     }
@@ -129,14 +136,18 @@ impl Plugin for Sbr {
     }
 }
 
+/// Returns the result of the plugin before this one.
+///
+/// # Errors
+/// Code 7, with the text of Go's plugin, if there is none.
 fn prev_result(call: &Call<'_>) -> Result<AddResult> {
     let prev = call.conf.prev_result()?;
     prev.ok_or_else(|| Error::config("This plugin must be called as chained plugin"))
 }
 
-/// The addresses of the interface. An address that names no interface of the result counts too, as
-/// in Go.
-fn addresses(prev: &AddResult, ifname: &str) -> Vec<IpConfig> {
+/// Returns the addresses in `prev` of the interface `ifname`. An address that refers to none of the
+/// result's interfaces counts too, as in Go's plugin.
+fn addresses_of(prev: &AddResult, ifname: &str) -> Vec<IpConfig> {
     let is_of_another = |ip: &&IpConfig| {
         let interface = ip.interface.and_then(|index| prev.interfaces.get(index));
         interface.is_some_and(|interface| interface.name != ifname)
@@ -144,6 +155,10 @@ fn addresses(prev: &AddResult, ifname: &str) -> Vec<IpConfig> {
     prev.ips.iter().filter(|ip| !is_of_another(ip)).cloned().collect()
 }
 
+/// Returns the interface `ifname`.
+///
+/// # Errors
+/// Code 4, with the text of Go's plugin, if it does not exist.
 fn find_link(netlink: &Netlink, ifname: &str) -> Result<Link> {
     let missing = || {
         let msg = format!("Cannot find network interface {ifname}: Link not found (CNI_IFNAME)");

@@ -1,7 +1,8 @@
-//! ADD: everything is read and decided ([`Plan::new`]), and then written ([`Plan::carry_out`]).
+//! Implements ADD in two steps: [`Plan::new`] reads the kernel's state and decides what to change,
+//! [`Plan::carry_out`] changes it.
 //!
-//! A table is complete before a rule leads to it, and the main table loses its routes last, so
-//! packets always have a route.
+//! A table is complete before a rule leads to it, and the routes of the main table are removed
+//! last, so packets always have a route.
 
 use std::net::IpAddr;
 
@@ -14,27 +15,30 @@ use cni_linux::{Addr, Family, Link, Netlink, Route, Rule, SavedRoute};
 
 use crate::conf::{Conf, MainTable};
 
-/// The first table that is handed out.
+/// The first table that may be chosen, as in Go's plugin.
 const FIRST_TABLE: u32 = 100;
 
-/// The scope of what is on the link.
+/// The scope of a route to neighbours on the link, without a gateway (`RT_SCOPE_LINK`).
 const SCOPE_LINK: u8 = 253;
 
-/// The changes to write.
+/// The changes that ADD makes in the container's namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
-    /// The routes of the new tables.
+    /// The routes to add to the new tables.
     tables: Vec<SavedRoute>,
+    /// The rules to add: one for each address.
     rules: Vec<Rule>,
-    /// The routes that are added to the main table.
+    /// The routes with a source address to add to the main table (`addSourceHints`).
     hints: Vec<SavedRoute>,
-    /// The routes that are removed from the main table.
+    /// The routes to remove from the main table.
     moved: Vec<SavedRoute>,
 }
 
 impl Plan {
+    /// Decides what to change for the addresses `ips` of `link`.
+    ///
     /// # Errors
-    /// 102 if an address has a rule already; 100 if the kernel cannot be asked.
+    /// Code 102 if an address has a rule already; 100 if the kernel cannot be asked.
     pub(crate) fn new(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConfig]) -> Result<Plan> {
         let (mut rules, mut routes) = (Vec::new(), Vec::new());
         for family in Family::ALL {
@@ -63,10 +67,11 @@ impl Plan {
         let mut plan = Plan::default();
         for (ip, table) in ips.iter().zip((FIRST_TABLE..).filter(|table| !taken.contains(table))) {
             plan.rules.push(Rule::from_host(ip.address.address(), table));
-            let copied = copied(ip, ips, &routes);
-            plan.tables.extend(table_of(ip, conf, link, copied).iter().map(|route| route.in_table(table)));
+            let copied = routes_of_address(ip, ips, &routes);
+            plan.tables.extend(routes_of_table(ip, conf, link, copied).iter().map(|route| route.in_table(table)));
         }
-        // Packets with a link-local source match no rule.
+        // The route to fe80::/64 stays: packets with a link-local source address match no rule, and
+        // so use the main table.
         plan.moved = routes;
         plan.moved.retain(|route| !route.routes().iter().any(is_link_local));
         if main == MainTable::SourceHints {
@@ -76,10 +81,13 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Leaves what is on the link in the main table, and a route to the network of each address.
+    /// Implements `addSourceHints`: the main table gets a route to the network of each address,
+    /// with the address as the source, and keeps the routes without a gateway that do not conflict
+    /// with them.
     ///
-    /// The kernel refuses a tentative address as the source. The route then has none: for IPv6 the
-    /// kernel chooses an address of the interface anyway.
+    /// `addresses` are those that the interface has. While the kernel still checks that an IPv6
+    /// address is unique (it is tentative), it refuses the address as a source. The route then has
+    /// no source, and the kernel chooses an address of the interface.
     fn keep_hints(&mut self, link: &Link, ips: &[IpConfig], addresses: &[Addr]) {
         let is_tentative = |ip: IpAddr| addresses.iter().any(|addr| addr.cidr.address() == ip && addr.tentative);
         let hint = |ip: &IpConfig| Route {
@@ -88,16 +96,16 @@ impl Plan {
             ..Route::new(ip.address.network(), None, link.index)
         };
         let hints: Vec<Route> = ips.iter().map(hint).collect();
-        let is_replaced = |route: &Route| hints.iter().any(|hint| hint.conflicts_with(route));
+        let has_conflict = |route: &Route| hints.iter().any(|hint| hint.conflicts_with(route));
         self.moved
-            .retain(|saved| saved.routes().iter().any(|route| route.scope != Some(SCOPE_LINK) || is_replaced(route)));
+            .retain(|saved| saved.routes().iter().any(|route| route.scope != Some(SCOPE_LINK) || has_conflict(route)));
         self.hints = hints.iter().map(SavedRoute::from).collect();
     }
 
-    /// Writes it all, with the undo before each effect.
+    /// Makes the changes. Each one's undo is registered in `rollback` before it is made.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// Code 100 if the kernel refuses a change.
     pub(crate) fn carry_out(self, netlink: &Netlink, rollback: &mut Rollback<'_>) -> Result<()> {
         for route in self.tables {
             let (undo, undone) = (netlink.clone(), route.clone());
@@ -109,7 +117,8 @@ impl Plan {
             rollback.push(format!("delete rule {rule}"), move || undo.purge_rule(&rule));
             netlink.add_rule(&rule)?;
         }
-        // Before the undos of the hints, so that the hints are gone when the routes come back.
+        // Undos run in reverse order: the hints must be removed before the routes are restored,
+        // which conflict with them. So this undo is registered first.
         let (undo, undone) = (netlink.clone(), self.moved.clone());
         rollback.push("put the routes of the main table back", move || {
             undone.iter().map(|route| undo.append_route(route)).fold(Ok(()), Result::and)
@@ -126,19 +135,22 @@ impl Plan {
     }
 }
 
-/// The interface's routes that packets from `ip` take: those of its own network, and those of no
-/// address's network.
-fn copied(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> Vec<SavedRoute> {
-    let is_of_another = |route: &SavedRoute| {
+/// Returns the routes among `routes`, the interface's, that packets from `ip` need: all of its
+/// family, except those that lead into the network of another one of the addresses `ips`.
+fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> Vec<SavedRoute> {
+    let is_of_other_address = |route: &SavedRoute| {
         !route.belongs_to(ip.address.network()) && ips.iter().any(|other| route.belongs_to(other.address.network()))
     };
     let family = Family::of(ip.address.address());
-    routes.iter().filter(|route| route.family() == family && !is_of_another(route)).cloned().collect()
+    routes.iter().filter(|route| route.family() == family && !is_of_other_address(route)).cloned().collect()
 }
 
-/// The routes of the table of `ip`. What is on the link comes first: the gateways are reached by
-/// it.
-fn table_of(ip: &IpConfig, conf: &Conf, link: &Link, mut copied: Vec<SavedRoute>) -> Vec<SavedRoute> {
+/// Returns the routes for the table of the address `ip`: `copied`, and a default route to the
+/// configured gateway or, if no route has the same destination, to the address's own gateway.
+///
+/// Routes with a gateway come last: the kernel accepts one only if it can already reach the
+/// gateway.
+fn routes_of_table(ip: &IpConfig, conf: &Conf, link: &Link, mut copied: Vec<SavedRoute>) -> Vec<SavedRoute> {
     let address = ip.address.address();
     let family = Family::of(address);
     let default = |gateway: IpAddr| Route::new(Cidr::default_route(address), Some(gateway), link.index);
@@ -156,6 +168,7 @@ fn table_of(ip: &IpConfig, conf: &Conf, link: &Link, mut copied: Vec<SavedRoute>
     copied
 }
 
+/// Whether the route's destination is IPv6 link-local (`fe80::/10`).
 fn is_link_local(route: &Route) -> bool {
     matches!(route.dst.address(), IpAddr::V6(v6) if v6.is_unicast_link_local())
 }

@@ -1,4 +1,4 @@
-//! The configuration of `vrf`: JSON in, impossible states out.
+//! Reads and checks the configuration of the plugin `vrf`.
 
 use cni::config::NetConf;
 use cni::ident::check_new_interface_name;
@@ -6,39 +6,38 @@ use cni::json::{Json, UnknownKey};
 use cni::{Error, Result};
 use serde::Deserialize;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Conf {
     /// The name of the VRF in the container.
     pub(crate) name: String,
-    /// Its routing table; `None` leaves the choice to the plugin, and accepts that of a VRF that is
-    /// there.
+    /// Its routing table, or `None` for that of an existing VRF and any unused one for a new VRF.
     pub(crate) table: Option<u32>,
 }
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Raw {
+struct Keys {
     vrfname: String,
     table: u32,
 }
 
 impl Conf {
-    /// Reads the configuration.
+    /// Reads the configuration. The table 0 counts as not configured, as in Go's plugin.
     ///
     /// # Errors
-    /// 6 and 7, with Go's text where it has one.
+    /// Code 6 for a wrong type; 7 if `vrfname` is missing or cannot be the name of an interface.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let raw: Raw = conf.decode()?;
-        let invalid = |why: Error| {
-            Error::config("configuration is expected to have a valid vrf name").with_details(why.msg().to_owned())
+        let keys: Keys = conf.decode()?;
+        let invalid = |reason: Error| {
+            Error::config("configuration is expected to have a valid vrf name").with_details(reason.msg().to_owned())
         };
-        check_new_interface_name(&raw.vrfname).map_err(invalid)?;
-        Ok(Conf { name: raw.vrfname, table: Some(raw.table).filter(|table| *table != 0) })
+        check_new_interface_name(&keys.vrfname).map_err(invalid)?;
+        Ok(Conf { name: keys.vrfname, table: Some(keys.table).filter(|table| *table != 0) })
     }
 }
 
 /// Returns the keys that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Raw>()
+    json.unknown_keys::<Keys>()
 }

@@ -1,4 +1,5 @@
-//! ADD: everything is read and checked ([`Plan::new`]), and then written ([`Plan::carry_out`]).
+//! Implements ADD in two steps: [`Plan::new`] reads and checks the kernel's state and decides what
+//! to change, [`Plan::carry_out`] changes it.
 
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
@@ -9,18 +10,20 @@ use cni_linux::{Family, Link, Netlink, SavedAddr, SavedRoute};
 use crate::conf::Conf;
 use crate::{different_table, find_vrf};
 
-/// The changes to write.
+/// What ADD needs for its changes in the container's namespace.
 #[derive(Debug)]
 pub(crate) struct Plan {
     vrf: Target,
+    /// CNI_IFNAME.
     link: Link,
-    /// The interface's IPv6 addresses.
+    /// The interface's IPv6 addresses, which it loses when it joins.
     addresses: Vec<SavedAddr>,
-    /// The interface's routes, those aside that the kernel makes with an address.
+    /// The interface's routes, which it loses too, without those that the kernel adds itself with
+    /// each address.
     routes: Vec<SavedRoute>,
 }
 
-/// The VRF that the interface is to join.
+/// The VRF that the interface joins, and its routing table.
 #[derive(Debug)]
 enum Target {
     Existing { index: u32, table: u32 },
@@ -28,12 +31,16 @@ enum Target {
 }
 
 impl Plan {
+    /// Reads what has to be restored after the interface has joined the VRF.
+    ///
     /// # Errors
-    /// 102 if something is in the way, 4 without the interface, 100 if the kernel cannot be asked.
+    /// Code 102 if the VRF has another table than the configured one, or the interface already is
+    /// in a bridge, bond or VRF; 4 if the interface does not exist; 100 if the kernel cannot be
+    /// asked.
     pub(crate) fn new(netlink: &Netlink, conf: &Conf, ifname: &str) -> Result<Plan> {
         let existing = find_vrf(netlink, &conf.name)?;
         if let Some(Link { vrf_table: Some(found), .. }) = existing
-            && conf.table.is_some_and(|wanted| wanted != found)
+            && conf.table.is_some_and(|configured| configured != found)
         {
             return Err(Error::new(Code::CONFLICT, different_table(&conf.name, found)));
         }
@@ -53,16 +60,17 @@ impl Plan {
             _ => Target::New { name: conf.name.clone(), table: free_table(netlink, conf, &routes)? },
         };
         routes.retain(|route| {
-            let made_with_address = || route.routes().iter().any(|route| route.is_connected(link.index));
-            route.table_id() != LOCAL_TABLE && route.leaves_by(link.index) && !made_with_address()
+            let is_added_by_kernel = || route.routes().iter().any(|route| route.is_connected(link.index));
+            route.table_id() != LOCAL_TABLE && route.leaves_by(link.index) && !is_added_by_kernel()
         });
         Ok(Plan { vrf, link, addresses, routes })
     }
 
-    /// Writes it all, with the undo before each effect.
+    /// Creates the VRF if it does not exist, adds the interface to it and restores the interface's
+    /// addresses and routes. Each change's undo is registered in `rollback` before it is made.
     ///
     /// # Errors
-    /// What the kernel refuses; 2 if it has no VRFs.
+    /// Code 2 if the kernel does not support VRFs; 100 if it refuses a change.
     pub(crate) fn carry_out(self, netlink: &Netlink, rollback: &mut Rollback<'_>) -> Result<()> {
         let Plan { vrf, link, addresses, routes } = self;
         let (index, table) = match vrf {
@@ -70,27 +78,28 @@ impl Plan {
             Target::New { name, table } => {
                 let (undo, undone) = (netlink.clone(), name.clone());
                 rollback.push(format!("delete VRF {name}"), move || match undo.find_link(&undone)? {
-                    Some(vrf) if vrf.vrf_table.is_some() => purge_empty(&undo, &vrf),
+                    Some(vrf) if vrf.vrf_table.is_some() => purge_if_empty(&undo, &vrf),
                     _ => Ok(()),
                 });
-                (create(netlink, &name, table)?.index, table)
+                (create_vrf(netlink, &name, table)?.index, table)
             }
         };
-        let (undo, saved) = (netlink.clone(), (addresses.clone(), routes.clone()));
-        rollback.push(format!("take {} off its VRF", link.name), move || {
+        let (undo, saved_addresses, saved_routes) = (netlink.clone(), addresses.clone(), routes.clone());
+        rollback.push(format!("remove {} from its VRF", link.name), move || {
             undo.unset_master(link.index)?;
-            put_back(&undo, &saved.0, &saved.1)
+            restore(&undo, &saved_addresses, &saved_routes)
         });
         netlink.set_master(link.index, index)?;
-        let moved = routes.iter().map(|route| match route.table_id() {
-            MAIN_TABLE => route.in_table(table),
-            _ => route.clone(),
-        });
-        Ok(put_back(netlink, &addresses, &moved.collect::<Vec<_>>())?)
+        let moved_routes: Vec<SavedRoute> = routes
+            .iter()
+            .map(|route| if route.table_id() == MAIN_TABLE { route.in_table(table) } else { route.clone() })
+            .collect();
+        Ok(restore(netlink, &addresses, &moved_routes)?)
     }
 }
 
-/// The configured table, or the first one that nothing uses.
+/// Returns the configured table, or the first one that no rule, no route and no VRF uses. `routes`
+/// are all routes of the namespace.
 fn free_table(netlink: &Netlink, conf: &Conf, routes: &[SavedRoute]) -> Result<u32> {
     if let Some(table) = conf.table {
         return Ok(table);
@@ -101,25 +110,31 @@ fn free_table(netlink: &Netlink, conf: &Conf, routes: &[SavedRoute]) -> Result<u
     Ok((1..).find(|table| !taken.contains(table)).unwrap_or(u32::MAX))
 }
 
-fn create(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
+/// Creates the VRF.
+///
+/// # Errors
+/// Code 2 if the kernel does not support VRFs; 100 if it refuses.
+fn create_vrf(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
     netlink.create_vrf(name, table).map_err(|error| {
-        let unsupported = error.is_unsupported();
+        let is_unsupported = error.is_unsupported();
         let error = Error::from(error).context(format_args!("could not add VRF {name}"));
-        if unsupported { error.with_code(Code::UNSUPPORTED_FIELD) } else { error }
+        if is_unsupported { error.with_code(Code::UNSUPPORTED_FIELD) } else { error }
     })
 }
 
-/// Adds the addresses and routes again. What the kernel has kept is left as it is.
-fn put_back(netlink: &Netlink, addresses: &[SavedAddr], routes: &[SavedRoute]) -> cni_linux::Result<()> {
+/// Adds the addresses and routes that the interface has lost. Those that still exist are left as
+/// they are.
+fn restore(netlink: &Netlink, addresses: &[SavedAddr], routes: &[SavedRoute]) -> cni_linux::Result<()> {
     addresses.iter().try_for_each(|address| netlink.restore_address(address))?;
-    // The kernel accepts a gateway only if a route to it is there: behind ptp that is one of these.
+    // The kernel accepts a gateway only if there already is a route to it, and with ptp that route
+    // is one of these.
     let (through_gateway, direct): (Vec<_>, Vec<_>) =
         routes.iter().partition(|route| route.routes().iter().any(|route| route.gw.is_some()));
     direct.into_iter().chain(through_gateway).try_for_each(|route| netlink.append_route(route))
 }
 
-/// Removes a VRF unless an interface is in it.
-pub(crate) fn purge_empty(netlink: &Netlink, vrf: &Link) -> cni_linux::Result<()> {
+/// Removes the VRF if no interface is in it.
+pub(crate) fn purge_if_empty(netlink: &Netlink, vrf: &Link) -> cni_linux::Result<()> {
     if netlink.list_ports(vrf.index)?.is_empty() {
         netlink.purge_link(vrf.index)?;
     }

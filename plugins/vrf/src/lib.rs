@@ -1,12 +1,13 @@
-//! `vrf`: puts CNI_IFNAME into a VRF of the container, which is created with its first interface
-//! and removed with its last. Always behind another plugin, whose result it hands on.
+//! The plugin `vrf`: adds CNI_IFNAME to a VRF (virtual routing and forwarding, an own routing table
+//! for some interfaces) of the container. The VRF is created for its first interface and removed
+//! after its last one. The plugin runs after a plugin of the same list that has created the
+//! interface, and returns that plugin's result.
 //!
-//! The kernel takes an interface down and up again when it joins a VRF. That costs its IPv6
-//! addresses and its routes, so ADD puts both back, the routes of the main table into that of the
-//! VRF.
+//! When an interface joins a VRF, the kernel takes it down and up again, and it loses its IPv6
+//! addresses and its routes. ADD restores both; routes of the main table go to the VRF's table.
 //!
-//! All of it is in the container's namespace and ends with it, so GC and STATUS have nothing to do.
-//! The kernel's rule for VRFs (priority 1000), added with the first VRF, stays.
+//! All of it is in the container's namespace and vanishes with it, so GC and STATUS have nothing to
+//! do. The rule for VRFs (priority 1000) that the kernel adds with the first VRF stays.
 
 mod conf;
 mod join;
@@ -23,10 +24,10 @@ use cni_linux::{Link, Netlink, Netns};
 use conf::Conf;
 use join::Plan;
 
-/// How long a call waits for another one that changes the same namespace.
+/// How long a call waits for another one that has locked the same namespace.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
-/// The plugin.
+/// The plugin `vrf`.
 #[derive(Clone, Copy, Debug)]
 pub struct Vrf;
 
@@ -54,7 +55,8 @@ impl Plugin for Vrf {
         let netns = Netns::open(call.netns()?)?;
         let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
-        // Undone last: the lock holds until the result has been written, or all has been undone.
+        // Pushed first, so undone last: the namespace stays locked until the result has been
+        // written or everything has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
         let netlink = netns.run(Netlink::open)??;
         let plan = Plan::new(&netlink, &conf, &call.ifname).map_err(failed)?;
@@ -77,18 +79,20 @@ impl Plugin for Vrf {
             return differs(format!("VRF {} is down", conf.name));
         }
         match (vrf.vrf_table, conf.table) {
-            (Some(found), Some(wanted)) if found != wanted => differs(different_table(&conf.name, found)),
+            (Some(found), Some(configured)) if found != configured => differs(different_table(&conf.name, found)),
             _ => Ok(()),
         }
     }
 
-    /// Removes the interface from the VRF. An interface with another master is left alone. A VRF
-    /// without interfaces is removed even if another program created it.
+    /// Removes the interface from the VRF, and the VRF if no interface is left in it, even if
+    /// another program created it. An interface that is in another VRF or in a bridge stays there.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let conf = match Conf::new(&call.conf) {
             Ok(conf) => conf,
             Err(error) => {
-                call.notes.note(format_args!("vrf: no ADD can have worked with this configuration: {error}"));
+                call.notes.note(format_args!(
+                    "vrf: nothing was removed, since no ADD succeeds with this configuration: {error}"
+                ));
                 return Ok(());
             }
         };
@@ -106,7 +110,7 @@ impl Plugin for Vrf {
         if let Some(link) = netlink.find_link(&call.ifname)?.filter(|link| link.master == Some(vrf.index)) {
             netlink.unset_master(link.index)?;
         }
-        Ok(join::purge_empty(&netlink, &vrf)?)
+        Ok(join::purge_if_empty(&netlink, &vrf)?)
     }
 
     fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
@@ -118,16 +122,20 @@ impl Plugin for Vrf {
     }
 }
 
+/// Returns Go's error for a configuration without `prevResult`.
 fn no_prev_result() -> Error {
     Error::config("missing prevResult from earlier plugin")
 }
 
+/// Returns the text of Go's plugin for a VRF with another table than the configured one.
 fn different_table(name: &str, found: u32) -> String {
     format!("VRF {name} already exist with different routing table {found}")
 }
 
+/// Returns the VRF of this name, or `None` if there is none.
+///
 /// # Errors
-/// 102 if another kind of interface has the name.
+/// Code 102, with the text of Go's plugin, if an interface of another kind has the name.
 fn find_vrf(netlink: &Netlink, name: &str) -> Result<Option<Link>> {
     match netlink.find_link(name)? {
         Some(other) if other.vrf_table.is_none() => {
