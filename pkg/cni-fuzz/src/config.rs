@@ -55,7 +55,7 @@ impl Reader {
     fn read_place(self, call: &Call<'_>) -> Result<()> {
         judge_program(call.conf.ipam_type());
         match self.name() {
-            "host-local" => plugin_host_local::fuzzing::read_place(call)?,
+            "host-local" => plugin_host_local::fuzzing::read_location(call)?,
             "portmap" => drop(plugin_portmap::fuzzing::valid_mappings(call)),
             "tuning" => plugin_tuning::fuzzing::read_place(call)?,
             _ => {}

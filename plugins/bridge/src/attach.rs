@@ -44,13 +44,13 @@ pub(crate) fn create<'a>(
 ) -> Result<CreatedLink<AttachedPort>> {
     let (host, conf) = (&context.host, &context.conf);
     if conf.spoof_check {
-        port::check_not_guarded(host, &context.mark, None)?;
+        port::check_not_guarded(host, &context.attachment, None)?;
     }
     let bridge = device::ensure(host, conf, context.call.machine)?;
     let choices = Choices { mtu: conf.mtu, mac: conf.mac, master: Some(bridge.index) };
     let pair = veth::create(context, &choices, rollback)?;
     let ends = PortEnds { index: pair.index, name: &pair.name, peer_mac: pair.peer_mac };
-    port::protect(host, &ends, &context.mark, conf, rollback).map_err(|error| match error.errno() {
+    port::protect(host, &ends, &context.attachment, conf, rollback).map_err(|error| match error.errno() {
         Some(errno) if errno == EOPNOTSUPP && conf.vlans.is_some() => device::no_vlan_filtering(error, conf),
         _ => error,
     })?;

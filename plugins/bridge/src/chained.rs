@@ -74,7 +74,7 @@ pub(crate) fn plug_in<'a>(
     earlier: &AddResult,
     rollback: &mut Rollback<'a>,
 ) -> Result<CreatedLink<AttachedPort>> {
-    let AttachmentContext { call, conf, host, mark, .. } = context;
+    let AttachmentContext { call, conf, host, attachment, .. } = context;
     let inner = context.container.find_link(&call.ifname)?.ok_or_else(|| {
         Error::config(format!(
             "chained use: the container has no interface {:?}, which an earlier plugin should have made",
@@ -90,10 +90,10 @@ pub(crate) fn plug_in<'a>(
         ))
     })?;
     if conf.spoof_check {
-        port::check_not_guarded(host, mark, Some(&link))?;
+        port::check_not_guarded(host, attachment, Some(&link))?;
     }
     let bridge = device::ensure(host, conf, call.machine)?;
-    let port_mark = new_port_mark(&bridge, &link, mark)?;
+    let port_mark = new_port_mark(&bridge, &link, attachment)?;
     let (undo, index, was_port) = (Rc::clone(host), link.index, link.master.is_some());
     rollback.push(format!("take {} off {}", link.name, bridge.name), move || match undo.find_link_by_index(index)? {
         // The earlier plugin had already attached it to the bridge: it stays there.
@@ -103,7 +103,7 @@ pub(crate) fn plug_in<'a>(
     });
     mark_and_attach(host, &bridge, &link, &port_mark)?;
     let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
-    port::protect(host, &ends, mark, conf, rollback)?;
+    port::protect(host, &ends, attachment, conf, rollback)?;
     let interface = match earlier.find_interface(&call.ifname, call.sandbox()) {
         None if conf.ipam.is_some() => {
             return Err(Error::config(format!(
@@ -184,26 +184,26 @@ fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) ->
 /// # Errors
 /// Code 102 if another bridge or attachment uses the link, or this attachment already does; code 7
 /// if the link's alias is too long to be stored beside the mark.
-fn new_port_mark(bridge: &Link, link: &Link, mark: &AttachmentId) -> Result<PortMark> {
+fn new_port_mark(bridge: &Link, link: &Link, attachment: &AttachmentId) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
         let msg = format!("{} is already a port of another interface", link.name);
         return Err(Error::new(Code::CONFLICT, msg));
     }
     let before = link.alias.clone().unwrap_or_default();
     let port_mark = match PortMark::parse(&before) {
-        Some(port_mark) if port_mark.belongs_to(mark) && link.master.is_some() => {
+        Some(port_mark) if port_mark.belongs_to(attachment) && link.master.is_some() => {
             let msg = format!("{} is already a port of {} for this attachment", link.name, bridge.name);
             return Err(Error::new(Code::CONFLICT, msg).with_details("run DEL before adding it again"));
         }
         // Marked but not attached: an earlier ADD ended between the two steps.
-        Some(port_mark) if port_mark.belongs_to(mark) => port_mark,
+        Some(port_mark) if port_mark.belongs_to(attachment) => port_mark,
         Some(_) => {
             return Err(Error::new(
                 Code::CONFLICT,
                 format!("{} was attached to a bridge by another attachment", link.name),
             ));
         }
-        None => PortMark { mark: mark.alias(), addresses: (0, 0), before },
+        None => PortMark { attachment_alias: attachment.alias(), addresses: (0, 0), before },
     };
     if port_mark.alias().len() + NUMBERS_LEN > ALIAS_MAX {
         return Err(Error::config(format!(

@@ -60,7 +60,7 @@ pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<
         masquerade.unwrap_or_else(|| Restored { missing: Vec::new(), rollback: check.context.call.rollback() });
     let (mac, missing) = check_spoof_rules(check, &outer)?;
     if mode == RestoreMode::Write && !missing.is_empty() {
-        port::guard(&outer.name, mac, &check.context.mark, &mut restored.rollback)?;
+        port::guard(&outer.name, mac, &check.context.attachment, &mut restored.rollback)?;
     }
     restored.missing.extend(missing);
     Ok(Some(restored))
@@ -102,7 +102,7 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     if !outer.up {
         return Err(failed(format!("{name} is down")));
     }
-    if PortMark::of(outer).is_some_and(|port_mark| !port_mark.belongs_to(&check.context.mark)) {
+    if PortMark::of(outer).is_some_and(|port_mark| !port_mark.belongs_to(&check.context.attachment)) {
         return Err(failed(format!("{name} was attached to {} by another attachment", bridge.name)));
     }
     let port = outer.port.ok_or_else(|| failed(format!("{name} is not attached to bridge {}", bridge.name)))?;

@@ -142,8 +142,8 @@ impl Interface for Bridge {
         Ok(bridge.is_some_and(|bridge| bridge.index == master))
     }
 
-    fn clean(&self, call: &Call<'_>, mark: &AttachmentId) -> Result<()> {
-        spoof::purge(call, mark)
+    fn clean(&self, call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
+        spoof::purge(call, attachment)
     }
 
     fn collect(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {

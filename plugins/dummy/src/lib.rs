@@ -1,8 +1,8 @@
-//! `dummy`: a container's network namespace gets a dummy interface, which discards every frame,
-//! with addresses from an IPAM plugin.
+//! The plugin `dummy`: creates a dummy interface, which discards every frame, in the container's
+//! network namespace, with addresses from an IPAM plugin.
 //!
-//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the
-//! host.
+//! This file reads the configuration and creates the link. [`cni_plugin::interface`] does the rest:
+//! IPAM, addresses, routes, CHECK, DEL, GC. The plugin changes nothing in the host's namespace.
 
 use std::rc::Rc;
 
@@ -15,18 +15,20 @@ use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface, 
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin `dummy`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Dummy;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The IPAM plugin.
     ipam: String,
+    /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
 }
 
-/// The keys, as they stand in the JSON.
+/// The keys of the configuration, unchecked.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
@@ -66,7 +68,7 @@ impl Interface for Dummy {
             undo_creation(&Rc::new(context.container.clone()), name, move |link| link.mac == Some(mac), rollback);
         let link = context.container.create_dummy(name, mac)?;
         created.set(Some(link.index));
-        context.container.set_alias(link.index, &context.mark.alias())?;
+        context.container.set_alias(link.index, &context.attachment.alias())?;
         let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
         Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
     }

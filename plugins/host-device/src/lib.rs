@@ -112,7 +112,7 @@ impl Interface for HostDevice {
 
     /// Renames the interface if the kernel has moved it to the host, because the container's
     /// namespace ended: it gets the name in its alias, and loses the alias.
-    fn clean(&self, call: &Call<'_>, _mark: &AttachmentId) -> Result<()> {
+    fn clean(&self, call: &Call<'_>, _attachment: &AttachmentId) -> Result<()> {
         let (keys, host) = (keys_of(call), Netlink::open()?);
         // The usual case, without a list of all links: the device is on the host as before ADD.
         if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
@@ -154,7 +154,7 @@ fn move_to_container<'a>(
     host.set_alias(device.index, &device.name)?;
     let moved = host.move_link(device.index, &context.netns, &call.ifname, &device.name);
     moved.map_err(|error| match error.is_exists() {
-        true => name_taken::<HostDevice>(&context.mark),
+        true => name_taken::<HostDevice>(&context.attachment),
         false => Error::from(error).context("failed to move link"),
     })?;
     Ok(container.link(&call.ifname)?.index)

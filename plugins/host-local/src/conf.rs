@@ -1,10 +1,13 @@
-//! The plugin's keys: `ipam`, and what the runtime adds in `runtimeConfig`, `args` and CNI_ARGS.
+//! Reads the configuration of the plugin `host-local`: the keys in `ipam`, and what the runtime
+//! adds in `runtimeConfig`, `args` and CNI_ARGS.
 //!
-//! Reads the configuration in three ways: [`AddConf`] is strict and for ADD; [`StatusConf`] is as
-//! strict about STATUS's configuration; [`StoreLocation`] has what the other verbs need, and
-//! ignores errors in keys that do not affect the place of the store. `ipam.subnet` and its
-//! neighbours are one more range set, before those of `ipam.ranges` and behind those of the
-//! runtime; a set's position names its `last_reserved_ip` file.
+//! There are three readers. [`AddConf`] is for ADD and refuses every error. [`StatusConf`] is for
+//! STATUS, which gets nothing from the runtime, and refuses every error. [`StoreLocation`] is for
+//! DEL, GC and CHECK: it ignores errors in keys that do not change where the store is.
+//!
+//! The order of the range sets matters, since a set's position is in the name of its file
+//! `last_reserved_ip.<position>`: first those of the runtime, then the one of `ipam.subnet`,
+//! `rangeStart` and so on, then those of `ipam.ranges`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,38 +24,42 @@ use cni_ipam::store::DEFAULT_DATA_DIR;
 use cni_ipam::{RangeConf, RangeSets, RebootPolicy, RepeatPolicy, Requested};
 use serde::Deserialize;
 
-/// Where the store is, how long a verb waits for it, and what becomes of what an earlier boot left
-/// in it.
+/// Where the store is, and how to use it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct StoreLocation {
+    /// The folder with the stores of all networks.
     pub(crate) data_dir: PathBuf,
+    /// How long a verb waits for the lock of the store.
     pub(crate) lock_timeout: Duration,
-    pub(crate) earlier: RebootPolicy,
-    /// The reaction to a repeated ADD; no other verb needs it.
-    pub(crate) again: RepeatPolicy,
+    /// What happens to reservations from before the last boot.
+    pub(crate) after_reboot: RebootPolicy,
+    /// What a repeated ADD of an attachment does; only ADD uses it.
+    pub(crate) on_repeat: RepeatPolicy,
 }
 
-/// All that ADD needs.
+/// The configuration of ADD.
 #[derive(Clone, Debug)]
 pub(crate) struct AddConf {
-    pub(crate) place: StoreLocation,
+    pub(crate) location: StoreLocation,
     pub(crate) sets: RangeSets,
+    /// The addresses that the runtime requests.
     pub(crate) requested: Requested,
     pub(crate) routes: Vec<Route>,
+    /// The file with the DNS settings of the result.
     pub(crate) resolv_conf: Option<PathBuf>,
 }
 
-/// The configuration that STATUS judges: what ADD reads, without the runtime's part.
+/// The configuration of STATUS: that of ADD without what the runtime adds.
 #[derive(Clone, Debug)]
 pub(crate) struct StatusConf {
-    pub(crate) place: StoreLocation,
-    /// `None` if only the runtime knows them.
+    pub(crate) location: StoreLocation,
+    /// The range sets, or `None` if the configuration has none, because the runtime provides them.
     pub(crate) sets: Option<RangeSets>,
     pub(crate) resolv_conf: Option<PathBuf>,
     pub(crate) shortage: ShortagePolicy,
 }
 
-/// The reaction of STATUS to a shortage that passes: a used-up range, a full disk.
+/// What STATUS does about a shortage that may pass by itself: a full range or a full disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ShortagePolicy {
     /// STATUS succeeds and reports the shortage.
@@ -88,64 +95,77 @@ struct RuntimeConfig {
 }
 
 impl StoreLocation {
-    /// Reads what every verb needs. An invalid `lockTimeout` is noted and replaced by the default,
-    /// an invalid `reclaimAfterReboot` by `false`, which releases nothing.
+    /// Reads the keys that DEL, GC and CHECK need. An invalid `lockTimeout` is reported to `notes`
+    /// and replaced by the default, an invalid `reclaimAfterReboot` by `false`, which releases
+    /// nothing.
+    ///
+    /// # Errors
+    /// Code 6 if `dataDir` is not a text.
     pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<StoreLocation> {
         let lock_timeout = lock_timeout(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; {} s is used", DEFAULT_LIMIT.as_secs()));
             DEFAULT_LIMIT
         });
-        let earlier = earlier(conf).unwrap_or_else(|error| {
+        let after_reboot = reboot_policy(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; reservations from before the last boot are kept"));
             RebootPolicy::Keep
         });
-        Ok(StoreLocation { data_dir: data_dir(conf)?, lock_timeout, earlier, again: RepeatPolicy::Refuse })
+        let data_dir = data_dir(conf)?;
+        Ok(StoreLocation { data_dir, lock_timeout, after_reboot, on_repeat: RepeatPolicy::Refuse })
     }
 
-    /// Reads the same, and `reuse`, and refuses every error.
-    fn strict(conf: &NetConf) -> Result<StoreLocation> {
-        let again = match boolean(conf, "reuse")? {
+    /// Reads the same keys and `reuse`, and refuses every error in them.
+    fn read_strictly(conf: &NetConf) -> Result<StoreLocation> {
+        let on_repeat = match boolean(conf, "reuse")? {
             Some(true) => RepeatPolicy::Reuse,
             Some(false) | None => RepeatPolicy::Refuse,
         };
         let (data_dir, lock_timeout) = (data_dir(conf)?, lock_timeout(conf)?);
-        Ok(StoreLocation { data_dir, lock_timeout, earlier: earlier(conf)?, again })
+        Ok(StoreLocation { data_dir, lock_timeout, after_reboot: reboot_policy(conf)?, on_repeat })
     }
 }
 
 impl StatusConf {
     /// Reads and checks the whole configuration of a STATUS.
+    ///
+    /// # Errors
+    /// Code 6 for a wrong type; 7 for an invalid value.
     pub(crate) fn read(conf: &NetConf) -> Result<StatusConf> {
-        let (keys, place): (Keys, StoreLocation) = (conf.decode()?, StoreLocation::strict(conf)?);
-        let shortage = shortage(conf)?;
-        let sets = ranges(conf)?;
-        Ok(StatusConf { place, sets, resolv_conf: keys.ipam.and_then(resolv_conf), shortage })
+        let keys: Keys = conf.decode()?;
+        let location = StoreLocation::read_strictly(conf)?;
+        let shortage = shortage_policy(conf)?;
+        let sets = range_sets(conf)?;
+        Ok(StatusConf { location, sets, resolv_conf: keys.ipam.and_then(resolv_conf), shortage })
     }
 }
 
-/// Returns `resolvConf`; `None` if it is empty.
+/// Returns `resolvConf`, or `None` if it is empty.
 fn resolv_conf(ipam: Ipam) -> Option<PathBuf> {
     Some(ipam.resolv_conf).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
 impl AddConf {
-    /// Reads and checks everything.
+    /// Reads and checks the whole configuration and CNI_ARGS.
+    ///
+    /// # Errors
+    /// Code 4 for invalid CNI_ARGS; 6 for a wrong type; 7 for an invalid value.
     pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
         let keys: Keys = conf.decode()?;
-        let place = StoreLocation::strict(conf)?;
-        shortage(conf)?;
+        let location = StoreLocation::read_strictly(conf)?;
+        // Only STATUS uses it, but an error in it should not be found later than at ADD.
+        shortage_policy(conf)?;
 
         let mut requested = Requested::none();
         requested.add("runtimeConfig.ips", keys.runtime_config.ips.iter().map(String::as_str))?;
-        let in_args: Vec<String> = match conf.json().get("args").and_then(|args| args.get("cni")?.get("ips")) {
+        let args_cni_ips: Vec<String> = match conf.json().get("args").and_then(|args| args.get("cni")?.get("ips")) {
             Some(ips) => ips
                 .decode()
                 .map_err(|error| Error::caused(Code::DECODE, "failed to load netconf: args.cni.ips", error))?,
             None => Vec::new(),
         };
-        requested.add("args.cni.ips", in_args.iter().map(String::as_str))?;
+        requested.add("args.cni.ips", args_cni_ips.iter().map(String::as_str))?;
         args.check_known(&["IP"])?;
-        // An empty value asks for nothing, as in Go.
+        // An empty value requests no address, as in Go's plugin.
         let ip = args.get("IP").filter(|ip| !ip.is_empty());
         requested.add("CNI_ARGS IP", ip).map_err(|error| {
             let pair = ip.unwrap_or_default();
@@ -153,32 +173,42 @@ impl AddConf {
             Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_ARGS")
         })?;
 
-        let sets = check(&keys, conf.version())?;
+        let sets = check_range_sets(&keys, conf.version())?;
         let mut ipam = keys.ipam.unwrap_or_default();
         let routes = std::mem::take(&mut ipam.routes);
-        Ok(AddConf { place, sets, requested, routes, resolv_conf: resolv_conf(ipam) })
+        Ok(AddConf { location, sets, requested, routes, resolv_conf: resolv_conf(ipam) })
     }
 }
 
-/// The range sets, if the request has any: STATUS and CHECK judge by them where they can.
-pub(crate) fn ranges(conf: &NetConf) -> Result<Option<RangeSets>> {
+/// Returns the range sets, or `None` if the configuration has none, because the runtime provides
+/// them only to ADD.
+///
+/// # Errors
+/// Code 6 for a wrong type; 7 for invalid ranges or a missing `ipam`.
+pub(crate) fn range_sets(conf: &NetConf) -> Result<Option<RangeSets>> {
     let keys: Keys = conf.decode()?;
     let Some(ipam) = &keys.ipam else { return Err(no_ipam()) };
     if ipam.subnet.is_none() && ipam.ranges.is_empty() && keys.runtime_config.ip_ranges.is_empty() {
         return Ok(None);
     }
-    check(&keys, conf.version()).map(Some)
+    check_range_sets(&keys, conf.version()).map(Some)
 }
 
-fn check(keys: &Keys, version: Version) -> Result<RangeSets> {
+/// Checks the ranges of the configuration and the runtime, and returns them in the order that the
+/// head of this module describes.
+///
+/// # Errors
+/// Code 7 if there are none, a range is invalid, or two overlap; before version 0.3.0 also if there
+/// are two sets of one family.
+fn check_range_sets(keys: &Keys, version: Version) -> Result<RangeSets> {
     let ipam = keys.ipam.as_ref().ok_or_else(no_ipam)?;
-    let single = RangeConf {
+    let single_range = RangeConf {
         subnet: ipam.subnet.clone(),
         range_start: ipam.range_start.clone(),
         range_end: ipam.range_end.clone(),
         gateway: ipam.gateway.clone(),
     };
-    let sets = RangeSets::check(&keys.runtime_config.ip_ranges, &single, &ipam.ranges)?;
+    let sets = RangeSets::check(&keys.runtime_config.ip_ranges, &single_range, &ipam.ranges)?;
     if version < Version::V0_3_0 {
         sets.require_one_per_family(version.as_str())?;
     }
@@ -186,33 +216,36 @@ fn check(keys: &Keys, version: Version) -> Result<RangeSets> {
     Ok(sets)
 }
 
-/// The keys of `ipam` that are read separately, because errors in the others must not make DEL
-/// fail.
-const READ_APART: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
+/// The keys of `ipam` that are not in [`Ipam`]: they are read one by one, so that DEL does not fail
+/// because of errors in other keys.
+const SEPARATE_KEYS: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
 
 /// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
-    let apart = |key: &str| READ_APART.iter().any(|name| name.eq_ignore_ascii_case(key));
+    let is_separate = |key: &str| SEPARATE_KEYS.iter().any(|name| name.eq_ignore_ascii_case(key));
     unknown.retain(|key| match key.path.split_once('.') {
-        Some(("ipam", rest)) => !apart(rest),
+        Some(("ipam", rest)) => !is_separate(rest),
         Some(("runtimeConfig", _)) => true,
-        // The delegating plugin has keys of its own.
+        // The interface plugin that runs this one has keys there.
         _ => false,
     });
     unknown
 }
 
+/// Returns the error for a configuration without `ipam`, with the text of Go's plugin.
 fn no_ipam() -> Error {
     Error::config("IPAM config missing 'ipam' key")
 }
 
-fn in_ipam<'a>(conf: &'a NetConf, key: &str) -> Option<&'a Json> {
+/// Returns the value of a key in `ipam`.
+fn ipam_key<'a>(conf: &'a NetConf, key: &str) -> Option<&'a Json> {
     conf.json().get("ipam")?.get(key)
 }
 
+/// Reads `dataDir`: the folder with the stores of all networks.
 fn data_dir(conf: &NetConf) -> Result<PathBuf> {
-    match in_ipam(conf, "dataDir") {
+    match ipam_key(conf, "dataDir") {
         None => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
         Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
         Some(Json::String(path)) => Ok(cni::file::clean(path)),
@@ -220,30 +253,40 @@ fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     }
 }
 
-fn earlier(conf: &NetConf) -> Result<RebootPolicy> {
+/// Reads `reclaimAfterReboot`, which is true by default.
+fn reboot_policy(conf: &NetConf) -> Result<RebootPolicy> {
     Ok(match boolean(conf, "reclaimAfterReboot")? {
         Some(true) | None => RebootPolicy::Reclaim,
         Some(false) => RebootPolicy::Keep,
     })
 }
 
-fn shortage(conf: &NetConf) -> Result<ShortagePolicy> {
+/// Reads `fullIsUnavailable`, which is false by default.
+fn shortage_policy(conf: &NetConf) -> Result<ShortagePolicy> {
     Ok(match boolean(conf, "fullIsUnavailable")? {
         Some(true) => ShortagePolicy::Fail,
         Some(false) | None => ShortagePolicy::Report,
     })
 }
 
+/// Reads a boolean key in `ipam`.
+///
+/// # Errors
+/// Code 6 if it has another type.
 fn boolean(conf: &NetConf, key: &str) -> Result<Option<bool>> {
-    match in_ipam(conf, key) {
+    match ipam_key(conf, key) {
         None => Ok(None),
         Some(Json::Bool(value)) => Ok(Some(*value)),
         Some(_) => Err(Error::new(Code::DECODE, format!("failed to load netconf: ipam.{key}: expected a boolean"))),
     }
 }
 
+/// Reads `lockTimeout`.
+///
+/// # Errors
+/// Code 7 if it is not a whole number from 1 to 300.
 fn lock_timeout(conf: &NetConf) -> Result<Duration> {
-    match in_ipam(conf, "lockTimeout") {
+    match ipam_key(conf, "lockTimeout") {
         None => Ok(DEFAULT_LIMIT),
         Some(Json::Number(number)) if number.as_u64().is_some_and(|seconds| (1..=300).contains(&seconds)) => {
             Ok(Duration::from_secs(number.as_u64().unwrap_or_default()))

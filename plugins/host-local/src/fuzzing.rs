@@ -1,5 +1,5 @@
-//! For pkg/cni-fuzz alone: the readers of configuration and resolv.conf, and what must hold of all
-//! they accept.
+//! Functions for pkg/cni-fuzz only: they read a configuration or a resolv.conf file and check what
+//! must hold for every accepted one.
 
 use cni::Result;
 use cni::result::{AddResult, Dns};
@@ -10,11 +10,11 @@ use cni_ipam::{Range, RangeSet};
 use crate::conf::{self, AddConf, StoreLocation};
 use crate::resolv;
 
-/// Reads a configuration as ADD does, and returns the result it would give were nothing of it to be
-/// reserved.
+/// Reads a configuration as ADD does. Returns the result of an ADD without its addresses, since
+/// nothing is reserved.
 ///
 /// # Errors
-/// What ADD would refuse it with.
+/// The error of the ADD.
 pub fn read(call: &Call<'_>) -> Result<AddResult> {
     let conf = AddConf::read(&call.conf, &call.args()?)?;
     let ranges: Vec<&Range> = conf.sets.sets().iter().flat_map(RangeSet::ranges).collect();
@@ -24,33 +24,33 @@ pub fn read(call: &Call<'_>) -> Result<AddResult> {
         assert!(range.subnet().contains(range.first()) && range.subnet().contains(range.last()), "{range}");
         assert!(ranges[..position].iter().all(|other| !other.contains(range.first())), "{range} overlaps");
     }
-    assert!((1..=300).contains(&conf.place.lock_timeout.as_secs()));
+    assert!((1..=300).contains(&conf.location.lock_timeout.as_secs()));
     if let Ok(assigned) = conf.requested.assign(&conf.sets, &Notes::silent()) {
         for (set, address) in conf.sets.sets().iter().zip(assigned) {
             assert!(address.is_none_or(|address| set.find(address).is_some()));
         }
     }
-    assert_eq!(StoreLocation::read(&call.conf, &Notes::silent())?, conf.place, "DEL must look where ADD has written");
+    assert_eq!(StoreLocation::read(&call.conf, &Notes::silent())?, conf.location, "DEL must use the store of ADD");
     Ok(AddResult { routes: conf.routes, ..AddResult::default() })
 }
 
-/// Reads what DEL, GC and CHECK read.
+/// Reads the keys that DEL, GC and CHECK read.
 ///
 /// # Errors
-/// What they would refuse it with.
-pub fn read_place(call: &Call<'_>) -> Result<()> {
+/// The error of those verbs.
+pub fn read_location(call: &Call<'_>) -> Result<()> {
     StoreLocation::read(&call.conf, &Notes::silent()).map(drop)
 }
 
-/// Reads what STATUS reads.
+/// Reads the ranges as STATUS does.
 ///
 /// # Errors
-/// What it would refuse it with.
+/// The error of the STATUS.
 pub fn read_ranges(call: &Call<'_>) -> Result<()> {
-    conf::ranges(&call.conf).map(drop)
+    conf::range_sets(&call.conf).map(drop)
 }
 
-/// The text of a resolver's configuration as a result's `dns`.
+/// Returns the DNS settings in the content of a resolv.conf file.
 pub fn resolv_conf(text: &str) -> Dns {
     resolv::parse(text)
 }

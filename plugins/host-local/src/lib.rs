@@ -1,10 +1,10 @@
-//! `host-local`: allocates addresses of the configured ranges and records them in a folder of this
-//! host.
+//! The IPAM plugin `host-local`: reserves addresses from the configured ranges, and records the
+//! reservations in a folder on this host.
 //!
-//! It changes no network state: the calling plugin configures the interface. CNI_NETNS is required
-//! and never opened. DEL, GC and STATUS work without ranges, because the runtime may pass ranges
-//! only to ADD and CHECK. DEL finds reservations by container ID and interface name, independent of
-//! the current configuration.
+//! It does not touch the network: the interface plugin that runs it adds the addresses to the
+//! interface. DEL, GC and STATUS work without ranges, because a runtime may pass ranges only to ADD
+//! and CHECK. DEL finds the reservations by container ID and interface name, so it works with a
+//! configuration whose ranges have changed.
 
 mod conf;
 #[cfg(feature = "fuzzing")]
@@ -27,27 +27,29 @@ use cni_ipam::{Host, Options, Owner, RangeSets, Store};
 
 use conf::{AddConf, ShortagePolicy, StatusConf, StoreLocation};
 
-/// The plugin.
+/// The plugin `host-local`.
 #[derive(Clone, Copy, Debug)]
 pub struct HostLocal;
 
-/// A rollback waits for the lock no longer than this: the caller's own deadline is near by then.
+/// How long a failed ADD at most waits for the lock to release its addresses: the runtime's own
+/// deadline is probably near by then.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
 
-/// Returns the possible results of an ADD of this configuration, as far as routes and gateways
-/// matter: in each one, every set gives an address of another of its ranges. Empty without ranges,
-/// which the runtime may provide.
+/// Returns examples of results of an ADD with this configuration, for checks of routes and
+/// gateways: together they have an address from each range. Returns none if the configuration has
+/// no ranges, because the runtime provides them.
 ///
 /// # Errors
-/// ADD's.
+/// The error of the ADD.
 pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
-    if conf::ranges(conf)?.is_none() {
+    if conf::range_sets(conf)?.is_none() {
         return Ok(Vec::new());
     }
     let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
     let sets = conf.sets.sets();
-    let most = sets.iter().map(|set| set.ranges().len()).max().unwrap_or_default();
-    let nth = |number: usize| {
+    let most_ranges = sets.iter().map(|set| set.ranges().len()).max().unwrap_or_default();
+    // The result with the nth range of each set. A set with fewer ranges gives its last one.
+    let nth_result = |number: usize| {
         let ips = sets.iter().filter_map(|set| {
             let range = set.ranges().get(number).or(set.ranges().last())?;
             let address = Cidr::new(range.last(), range.subnet().prefix())?;
@@ -55,29 +57,29 @@ pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
         });
         AddResult { ips: ips.collect(), routes: conf.routes.clone(), ..AddResult::default() }
     };
-    Ok((0..most).map(nth).collect())
+    Ok((0..most_ranges).map(nth_result).collect())
 }
 
-/// A network's configuration of its addresses.
+/// The part of a network's configuration that tools need to inspect its addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pool {
-    /// Where the folders of all networks lie.
+    /// The folder with the stores of all networks.
     pub data_dir: PathBuf,
     /// How long a verb waits for the lock.
     pub lock_timeout: Duration,
-    /// The ranges; `None` if only the runtime knows them (`ipRanges`).
+    /// The ranges, or `None` if the configuration has none, because the runtime provides them
+    /// (`ipRanges`).
     pub ranges: Option<RangeSets>,
 }
 
 impl Pool {
-    /// Reads the configuration as the plugin does, for tools that inspect the addresses without
-    /// running the plugin.
+    /// Reads the configuration as the plugin does.
     ///
     /// # Errors
-    /// As ADD's, but for what ADD alone is given.
+    /// Code 6 for a wrong type; 7 for invalid ranges.
     pub fn read(conf: &NetConf, notes: &Notes) -> Result<Pool> {
         let StoreLocation { data_dir, lock_timeout, .. } = StoreLocation::read(conf, notes)?;
-        Ok(Pool { data_dir, lock_timeout, ranges: conf::ranges(conf)? })
+        Ok(Pool { data_dir, lock_timeout, ranges: conf::range_sets(conf)? })
     }
 }
 
@@ -94,7 +96,7 @@ impl Plugin for HostLocal {
         let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
         let requested = conf.requested.assign(&conf.sets, &Notes::silent())?;
         for (position, (set, requested)) in conf.sets.sets().iter().zip(requested).enumerate() {
-            let failed = |why: String| Error::config(format!("failed to allocate for range {position}: {why}"));
+            let failed = |reason: String| Error::config(format!("failed to allocate for range {position}: {reason}"));
             match requested {
                 Some(address) if set.is_gateway(address) => {
                     return Err(failed(format!("requested ip {address} is subnet's gateway")));
@@ -108,8 +110,8 @@ impl Plugin for HostLocal {
         Ok(())
     }
 
-    /// Reads the keys of `ipam` and of `runtimeConfig`: the plugin that delegates has keys of its
-    /// own.
+    /// Returns unknown keys in `ipam` and `runtimeConfig` only: the others are for the interface
+    /// plugin that runs this one.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         conf::unknown_keys(json)
     }
@@ -117,15 +119,15 @@ impl Plugin for HostLocal {
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = AddConf::read(&call.conf, &call.args()?)?;
         let dns = conf.resolv_conf.as_deref().map(resolv::read).transpose()?.unwrap_or_default();
-        let store = store(call, &conf.place);
+        let store = store(call, &conf.location);
         let mut rollback = call.rollback();
 
-        let mut locked = store.lock(conf.place.lock_timeout, call.machine)?;
+        let mut locked = store.lock(conf.location.lock_timeout, call.machine)?;
         let lease = locked.reserve(&owner(call), &conf.sets, &conf.requested)?;
         drop(locked);
-        let (made, machine) = (lease.new_reservations(), call.machine);
-        let limit = conf.place.lock_timeout.min(ROLLBACK_LIMIT);
-        rollback.push("release the addresses just reserved", move || store.undo(&made, limit, &*machine));
+        let (reservations, machine) = (lease.new_reservations(), call.machine);
+        let limit = conf.location.lock_timeout.min(ROLLBACK_LIMIT);
+        rollback.push("release the addresses just reserved", move || store.undo(&reservations, limit, &*machine));
 
         let ips = lease.addresses.iter().filter_map(|(range, address)| {
             let address = Cidr::new(*address, range.subnet().prefix())?;
@@ -135,45 +137,48 @@ impl Plugin for HostLocal {
         Ok(Added { result, rollback })
     }
 
+    /// Checks that the attachment has reservations, and that those addresses in prevResult that are
+    /// in the configured ranges are among them. Other addresses may come from other plugins.
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        let place = StoreLocation::read(&call.conf, &call.notes)?;
-        let held = match store(call, &place).lock_existing(place.lock_timeout, call.machine)? {
+        let location = StoreLocation::read(&call.conf, &call.notes)?;
+        let reserved = match store(call, &location).lock_existing(location.lock_timeout, call.machine)? {
             Some(mut locked) => locked.reserved_by(&owner(call))?,
             None => Vec::new(),
         };
-        if held.is_empty() {
+        if reserved.is_empty() {
             let msg = format!("host-local: Failed to find address added by container {}", call.container_id);
             return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
         }
-        // Other plugins may have added addresses of their own; those of our ranges must be ours.
-        let (Some(prev), Some(sets)) = (call.conf.prev_result()?, conf::ranges(&call.conf)?) else { return Ok(()) };
-        let ours = |address| sets.sets().iter().any(|set| set.find(address).is_some());
+        let (Some(prev), Some(sets)) = (call.conf.prev_result()?, conf::range_sets(&call.conf)?) else {
+            return Ok(());
+        };
+        let is_in_range = |address| sets.sets().iter().any(|set| set.find(address).is_some());
         let addresses = prev.ips.iter().map(|ip| ip.address.address());
         let missing: Vec<String> = addresses
-            .filter(|address| ours(*address) && !held.contains(address))
+            .filter(|address| is_in_range(*address) && !reserved.contains(address))
             .map(|address| address.to_string())
             .collect();
         if missing.is_empty() {
             return Ok(());
         }
-        let held: Vec<String> = held.iter().map(ToString::to_string).collect();
-        let (missing, held) = (missing.join(", "), held.join(", "));
-        let whom = format!("{} {}", call.container_id, call.ifname);
-        let msg = format!("host-local: prevResult has {missing}, but reserved for {whom} is {held}");
+        let reserved: Vec<String> = reserved.iter().map(ToString::to_string).collect();
+        let (missing, reserved) = (missing.join(", "), reserved.join(", "));
+        let owner = format!("{} {}", call.container_id, call.ifname);
+        let msg = format!("host-local: prevResult has {missing}, but reserved for {owner} is {reserved}");
         Err(Error::new(Code::CHECK_FAILED, msg))
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let place = StoreLocation::read(&call.conf, &call.notes)?;
-        match store(call, &place).lock_existing(place.lock_timeout, call.machine)? {
+        let location = StoreLocation::read(&call.conf, &call.notes)?;
+        match store(call, &location).lock_existing(location.lock_timeout, call.machine)? {
             Some(mut locked) => locked.release(&owner(call)).map(drop),
             None => Ok(()),
         }
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let place = StoreLocation::read(&call.conf, &call.notes)?;
-        let Some(mut locked) = store(call, &place).lock_existing(place.lock_timeout, call.machine)? else {
+        let location = StoreLocation::read(&call.conf, &call.notes)?;
+        let Some(mut locked) = store(call, &location).lock_existing(location.lock_timeout, call.machine)? else {
             return Ok(());
         };
         let valid: Vec<Owner> = valid.iter().map(|(id, ifname)| Owner::new(id, ifname)).collect();
@@ -184,20 +189,20 @@ impl Plugin for HostLocal {
         collected.error.map_or(Ok(()), Err)
     }
 
-    /// A used-up range or a full disk is only reported: where STATUS fails, the runtime makes the
-    /// node unready, Kubernetes evicts the pods that have their addresses, and CRI-O does not run
-    /// the GC that would free the others.
+    /// Only reports a full range or a full disk, unless `fullIsUnavailable` is set. If STATUS
+    /// failed, the runtime would mark the node as not ready: Kubernetes would evict pods that work,
+    /// and CRI-O would not run the GC that frees addresses.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = StatusConf::read(&call.conf)?;
         conf.resolv_conf.as_deref().map(resolv::read).transpose()?;
-        let store = store(call, &conf.place);
+        let store = store(call, &conf.location);
         store.report_foreign();
         let mut shortages: Vec<String> = store.check_writable()?.iter().map(ToString::to_string).collect();
-        // The ranges that only the runtime knows come with an ADD.
+        // Ranges that the runtime provides are only known to ADD.
         if let Some(sets) = &conf.sets {
             let usage = store.usage(sets)?;
-            let used_up = usage.iter().filter(|set| set.is_exhausted());
-            shortages.extend(used_up.map(|set| format!("no IP addresses available in range set: {set}")));
+            let full_sets = usage.iter().filter(|set| set.is_exhausted());
+            shortages.extend(full_sets.map(|set| format!("no IP addresses available in range set: {set}")));
         }
         if shortages.is_empty() {
             return Ok(());
@@ -215,12 +220,14 @@ impl Plugin for HostLocal {
     }
 }
 
+/// Returns the owner of the reservations of this call's attachment.
 fn owner(call: &Call<'_>) -> Owner {
     Owner::new(&call.container_id, &call.ifname)
 }
 
-fn store(call: &Call<'_>, place: &StoreLocation) -> Store {
+/// Returns the store of the call's network. It need not exist yet.
+fn store(call: &Call<'_>, location: &StoreLocation) -> Store {
     let options = Options::new(call.notes.clone(), Host::read(Path::new("/")));
-    let options = Options { earlier: place.earlier, again: place.again, ..options };
-    Store::open(&place.data_dir, call.conf.name(), options)
+    let options = Options { after_reboot: location.after_reboot, on_repeat: location.on_repeat, ..options };
+    Store::open(&location.data_dir, call.conf.name(), options)
 }

@@ -1,8 +1,9 @@
-//! `resolvConf`: a resolver's configuration file as the result's `dns`.
+//! Reads the file that `resolvConf` names, in the format of resolv.conf(5), for the `dns` of the
+//! result.
 //!
-//! It reads the file as Go does and skips unknown lines. `search` and `options` accumulate over
-//! several lines, the last `domain` line counts, and only the first value of a `nameserver` line is
-//! read.
+//! The file is read as Go's plugin reads it: the values of several `search` and `options` lines are
+//! combined, the last `domain` line counts, only the first value of a `nameserver` line is read,
+//! and unknown lines are skipped.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -12,25 +13,26 @@ use std::path::Path;
 use cni::result::Dns;
 use cni::{Code, Error, Result};
 
-/// Resolvers read less than this. The bound also ends the reading of a device file.
-const LONGEST: u64 = 1 << 20;
+/// The largest file that is read, in bytes. The limit is for device files, which have no end.
+const MAX_SIZE: u64 = 1 << 20;
 
-/// Reads the file.
+/// Reads the DNS settings in the file.
 ///
 /// # Errors
 /// Code 5 if it cannot be read or is longer than 1 MiB.
 pub(crate) fn read(path: &Path) -> Result<Dns> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
     let mut bytes = Vec::new();
-    // Opened without blocking: a FIFO may have no writer.
+    // Non-blocking, because opening a FIFO without a writer would block.
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(failed)?;
-    file.take(LONGEST + 1).read_to_end(&mut bytes).map_err(failed)?;
-    if bytes.len() as u64 > LONGEST {
+    file.take(MAX_SIZE + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > MAX_SIZE {
         return Err(failed(std::io::Error::other("it is longer than 1 MiB")));
     }
     Ok(parse(&String::from_utf8_lossy(&bytes)))
 }
 
+/// Parses the content of a resolv.conf file. It accepts every text.
 pub(crate) fn parse(text: &str) -> Dns {
     let mut dns = Dns::default();
     for line in text.lines().map(str::trim) {

@@ -1,9 +1,11 @@
-//! `ipvlan`: a container's network namespace gets an interface on top of an interface of the host,
-//! the master, with the master's hardware address.
+//! The plugin `ipvlan`: creates an interface in the container's network namespace on top of an
+//! interface of the host, the master. It has the master's hardware address.
 //!
-//! Behind another plugin and without an IPAM plugin of its own it takes the addresses, routes and,
-//! if none is configured, the master from that plugin's result. Everything around the link is
-//! [`cni_plugin::interface`]'s. Nothing of this plugin is on the host.
+//! The plugin may run after another plugin of the same list and have no IPAM plugin. It then takes
+//! the addresses and routes from that plugin's result, and also the master if none is configured.
+//!
+//! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
+//! The plugin changes nothing in the host's namespace, apart from the master's mode.
 
 use cni::config::{self, NetConf};
 use cni::result::{AddResult, Dns};
@@ -16,20 +18,23 @@ use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Inte
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin `ipvlan`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Ipvlan;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
     link: Choices,
+    /// The IPAM plugin.
     ipam: Option<String>,
+    /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
+    /// The result of the plugin before this one.
     earlier: Option<AddResult>,
 }
 
-/// The keys, as they stand in the JSON.
+/// The keys of the configuration, unchecked.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
@@ -61,7 +66,7 @@ impl Interface for Ipvlan {
                 stacked: Stacked::Ipvlan(mode),
                 master: keys::name(&keys.master),
                 master_namespace: keys.link_in_container,
-                // Go ignores what is negative.
+                // Go's plugin ignores a negative MTU.
                 mtu: keys.mtu.max(0),
                 mac: None,
                 broadcast_queue: None,
@@ -85,7 +90,7 @@ impl Interface for Ipvlan {
         let conf = &context.conf;
         let mut link = conf.link.clone();
         if let (None, Some(earlier)) = (&link.master, &conf.earlier) {
-            link.master = Some(master(earlier)?);
+            link.master = Some(master_of_result(earlier)?);
         }
         let policy = self.layer3(conf);
         if policy.ipam.is_none() && policy.earlier.is_none() {
@@ -98,26 +103,32 @@ impl Interface for Ipvlan {
         stacked::check(check, check.context.conf.link.stacked, "Container IPVlan mode")
     }
 
-    /// The master may come from another plugin's result, which STATUS does not get.
+    /// Checks the configured master. Without one nothing can be checked: the master is in another
+    /// plugin's result, which STATUS does not get.
     fn ready(&self, _call: &Call<'_>, conf: &Conf) -> Result<()> {
         if conf.link.master.is_some() { stacked::ready(&conf.link) } else { Ok(()) }
     }
 }
 
-/// Returns the master on the host and the mode that a configuration gives it. The kernel keeps one
-/// mode per master, and the last ADD sets it for all interfaces on the master. `None` if only an
-/// ADD knows the master.
+/// Returns the master on the host and the mode that an ADD with this configuration gives it, or
+/// `None` if the configuration does not name a master on the host.
+///
+/// `cnitool validate` warns about two networks with different modes for one master: the kernel has
+/// one mode per master, and the last ADD sets it for all interfaces on the master.
 pub fn mode_of_master(conf: &NetConf) -> Option<(String, Stacked)> {
     let Conf { link, ipam, .. } = Ipvlan.parse(conf, "", &Notes::silent()).ok()?;
-    // Without an IPAM plugin the plugin is chained, and prevResult names the master.
+    // Without an IPAM plugin, prevResult names the master.
     if link.master.is_none() && ipam.is_none() {
         return None;
     }
     Some((link.host_master()?, link.stacked))
 }
 
-/// The master by an earlier plugin's result: its only interface.
-fn master(earlier: &AddResult) -> Result<String> {
+/// Returns the master that an earlier plugin's result names: its only interface.
+///
+/// # Errors
+/// Code 7, with the text of Go's plugin, if the result lists none or several.
+fn master_of_result(earlier: &AddResult) -> Result<String> {
     match &earlier.interfaces[..] {
         [only] if !only.name.is_empty() => Ok(only.name.clone()),
         _ => Err(Error::config("chained master failure. PrevResult lacks a single named interface")

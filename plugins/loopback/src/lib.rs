@@ -1,7 +1,8 @@
-//! `loopback`: sets `lo` of the container's namespace up, and down again.
+//! The plugin `loopback`: ADD sets the interface `lo` of the container's namespace up, DEL sets it
+//! down.
 //!
-//! CNI_IFNAME is ignored, as in Go: the interface is always `lo`. An earlier plugin's result is
-//! passed through as it is, without an entry for `lo`.
+//! CNI_IFNAME is ignored, as in Go's plugin: the interface is always `lo`. The result of an earlier
+//! plugin is returned unchanged, without an entry for `lo`.
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
@@ -11,14 +12,15 @@ use cni::{Code, Error, Result};
 use cni_linux::{Addr, Netlink, Netns};
 use serde::Deserialize;
 
-/// The plugin.
+/// The plugin `loopback`.
 #[derive(Clone, Copy, Debug)]
 pub struct Loopback;
 
-/// The keys that this plugin reads.
+/// The keys that this plugin reads: none.
 #[derive(Deserialize)]
 struct NoKeys {}
 
+/// The name of the loopback interface in every network namespace.
 const LO: &str = "lo";
 
 impl Plugin for Loopback {
@@ -30,7 +32,7 @@ impl Plugin for Loopback {
         Role::Namespace
     }
 
-    /// No key of its own can be wrong.
+    /// Accepts every configuration: the plugin has no keys.
     fn examine(&self, _: &NetConf) -> Result<()> {
         Ok(())
     }
@@ -44,8 +46,8 @@ impl Plugin for Loopback {
         let netlink = Netlink::open()?.open_in(&Netns::open(call.netns()?)?)?;
         let lo = netlink.link(LO)?;
         let mut rollback = call.rollback();
-        // The kernel adds 127.0.0.1/8 and ::1/128 when it goes up, so the judgement on addresses
-        // comes after.
+        // Before the addresses are read: the kernel adds 127.0.0.1/8 and ::1/128 when lo goes up,
+        // and they belong into the result.
         netlink.set_up(lo.index)?;
         let addresses = netlink.list_addresses(lo.index)?;
         if !lo.up {
@@ -55,7 +57,7 @@ impl Plugin for Loopback {
             let msg = format!("loopback interface found with non-loopback address \"{}\"", foreign.cidr);
             return Err(Error::new(Code::CONFLICT, msg));
         }
-        let result = prev.unwrap_or_else(|| result(call, &addresses));
+        let result = prev.unwrap_or_else(|| result_for_lo(call, &addresses));
         Ok(Added { result, rollback })
     }
 
@@ -77,18 +79,19 @@ impl Plugin for Loopback {
         Ok(netlink.set_down(netlink.link(LO)?.index)?)
     }
 
-    /// `lo` ends with its namespace: nothing can be left.
+    /// Does nothing: `lo` vanishes with its namespace.
     fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
         Ok(())
     }
 
-    /// Every namespace has its `lo`: there is nothing to be missing.
+    /// Succeeds always: every namespace has a `lo`, so ADD needs nothing that could be missing.
     fn status(&self, _: &Call<'_>) -> Result<()> {
         Ok(())
     }
 }
 
-fn result(call: &Call<'_>, addresses: &[Addr]) -> AddResult {
+/// Returns the result of ADD: the interface `lo` with its first IPv4 and its first IPv6 address.
+fn result_for_lo(call: &Call<'_>, addresses: &[Addr]) -> AddResult {
     let first = |is_ipv4: bool| addresses.iter().map(|address| address.cidr).find(|cidr| cidr.is_ipv4() == is_ipv4);
     AddResult {
         interfaces: vec![Interface {

@@ -1,8 +1,8 @@
-//! `macvlan`: a container's network namespace gets an interface with a hardware address of its own
-//! on top of an interface of the host, the master.
+//! The plugin `macvlan`: creates an interface in the container's network namespace on top of an
+//! interface of the host, the master. It has its own hardware address.
 //!
-//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the
-//! host.
+//! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
+//! The plugin changes nothing in the host's namespace.
 
 use cni::args::CniArgs;
 use cni::config::{self, NetConf};
@@ -16,19 +16,21 @@ use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Inte
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin `macvlan`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Macvlan;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
     link: Choices,
+    /// The IPAM plugin.
     ipam: Option<String>,
+    /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
 }
 
-/// The keys, as they stand in the JSON.
+/// The keys of the configuration, unchecked.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
@@ -55,7 +57,7 @@ impl Interface for Macvlan {
     fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let args = CniArgs::parse(args)?;
-        // The last two are the IPAM plugin's.
+        // IP and GATEWAY are for the IPAM plugin.
         args.check_known(&["MAC", "IP", "GATEWAY"])?;
         let sources = [keys.runtime_config.mac.as_str(), args.get("MAC").unwrap_or_default(), &keys.mac];
         let mode = match keys.mode.as_str() {
@@ -70,7 +72,7 @@ impl Interface for Macvlan {
                 master: keys::name(&keys.master),
                 master_namespace: keys.link_in_container,
                 mtu: keys.mtu,
-                mac: keys::mac(sources).map_err(|why| mac_error(sources, &why))?,
+                mac: keys::mac(sources).map_err(|reason| mac_error(sources, &reason))?,
                 broadcast_queue: Some(keys.broadcast_queue).filter(|length| *length > 0),
             },
             ipam: keys::ipam(conf),
@@ -99,12 +101,15 @@ impl Interface for Macvlan {
     }
 }
 
-/// Returns Go's texts: Go's parser refuses malformed addresses, the kernel refuses addresses that
-/// no interface can have.
-fn mac_error(sources: [&str; 3], why: &str) -> Error {
+/// Returns the error for an invalid hardware address, with the text of Go's plugin. `sources` are
+/// the texts that may contain the address, the one that counts first; `reason` says what is wrong.
+///
+/// Go's plugin has two texts, because its parser refuses a malformed address, and the kernel an
+/// address that no interface can have, such as a multicast address.
+fn mac_error(sources: [&str; 3], reason: &str) -> Error {
     let text = sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default();
-    Error::config(match why.starts_with("address") {
-        true => format!("invalid args {text} for MAC addr: {why}"),
-        false => format!("failed to create macvlan: {why}"),
+    Error::config(match reason.starts_with("address") {
+        true => format!("invalid args {text} for MAC addr: {reason}"),
+        false => format!("failed to create macvlan: {reason}"),
     })
 }

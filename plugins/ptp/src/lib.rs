@@ -1,12 +1,13 @@
-//! `ptp`: a container's network namespace gets one end of a veth pair, and the host routes the
-//! container's addresses to the other end.
+//! The plugin `ptp` (point to point): creates a veth pair with one end in the container's network
+//! namespace; the host routes the container's addresses to the other end.
 //!
-//! The host's end has the gateway's address, alone: each pair on the host has the same one. In the
-//! container only the gateway is on the link; the container reaches its own subnet through the
-//! gateway. Everything around the link is [`cni_plugin::interface`]'s.
+//! The host's end of each pair has the gateway's address, with a full-length prefix. In the
+//! container only the gateway is directly on the link, and the container reaches its own subnet
+//! through the gateway.
 //!
-//! The host's addresses and routes are not undone one by one: they end with the host's end of the
-//! pair.
+//! This file reads the configuration and sets up the host's side. [`cni_plugin::interface`] does
+//! the rest. DEL need not remove the host's addresses and routes: the kernel removes them with the
+//! host's end of the pair.
 
 use std::time::Duration;
 
@@ -24,27 +25,30 @@ use cni_plugin::interface::{
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
 
-/// How long the pair may take to get its carrier. It takes milliseconds; this is for a machine
-/// under stress.
+/// How long ADD waits until the pair can send frames (it has a carrier). It takes milliseconds; the
+/// limit is for an overloaded machine.
 const CARRIER_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The scope of a route to an address that is on this host, as Go sets it.
+/// The scope of the host's IPv4 routes to containers, as Go's plugin sets it (`RT_SCOPE_HOST`).
 const SCOPE_HOST: u8 = 254;
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin `ptp`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Ptp;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The IPAM plugin.
     ipam: String,
+    /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
     masquerade: Masquerading,
+    /// The MTU of both ends, or `None` for the kernel's default.
     mtu: Option<u32>,
 }
 
-/// The keys, as they stand in the JSON.
+/// The keys of the configuration, unchecked.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
@@ -98,7 +102,8 @@ impl Interface for Ptp {
         Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair })
     }
 
-    /// The host forwards, answers as the gateway and knows the way to each address.
+    /// Sets up the host: it forwards packets, has the gateways' addresses on its end of the pair,
+    /// and a route over that end to each of the container's addresses.
     fn serve<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -106,24 +111,25 @@ impl Interface for Ptp {
         layer3: &Layer3,
         _rollback: &mut Rollback<'a>,
     ) -> Result<HostState> {
-        let mut served = HostState::default();
+        let mut state = HostState::default();
         for ip in &layer3.ips {
             sysctl::ensure(forwarding(ip.address.is_ipv4()), "1")?;
-            let Some(gateway) = ip.gateway.filter(|gateway| !served.added.contains(gateway)) else { continue };
+            let Some(gateway) = ip.gateway.filter(|gateway| !state.added.contains(gateway)) else { continue };
             // Without duplicate address detection, so that the gateway answers at once and packets
             // for the container are forwarded at once.
             context.host.add_address(created.link.index, Cidr::host(gateway), Dad::Skip)?;
             if gateway.is_ipv6() {
                 context.host.add_link_local(created.link.index, created.link.mac)?;
             }
-            served.added.push(gateway);
+            state.added.push(gateway);
         }
         for ip in &layer3.ips {
-            add_route(context, &route_to(ip, created.link.index))?;
+            add_route(context, &host_route(ip, created.link.index))?;
         }
-        Ok(served)
+        Ok(state)
     }
 
+    /// Waits until both ends of the pair have a carrier.
     fn wait_for_frames(
         &self,
         context: &AttachmentContext<'_, Conf>,
@@ -137,10 +143,10 @@ impl Interface for Ptp {
     }
 
     fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
-        let outer = check.host_end("the other end of the container's veth was not found on the host")?;
+        let host_end = check.host_end("the other end of the container's veth was not found on the host")?;
         check.interface()?;
         check.layer3()?;
-        check_host_end(&check.context.host, &outer, &check.layer3.ips)?;
+        check_host_end(&check.context.host, &host_end, &check.layer3.ips)?;
         check.masquerade(&check.layer3.ips)?;
         check.wait_for_dad(check.dad_deadline())
     }
@@ -151,13 +157,17 @@ impl Interface for Ptp {
     }
 }
 
-/// Adds the host's route to an address. The route of a container that had the address before may be
-/// left: the new one goes in front.
+/// Adds `route`, the host's route to one of the container's addresses. If the host already has a
+/// route to that address, perhaps of a container that had the address before, it stays, and the new
+/// one is added in front of it.
 fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
     match context.host.add_route(route) {
         Err(error) if error.is_exists() => {
             context.host.add_route_in_front(&[*route])?;
-            let msg = format_args!("ptp: the host had a route to {} already; packets take the new one", route.dst);
+            let msg = format_args!(
+                "ptp: the host already had a route to {}: it stays, but packets take the new one",
+                route.dst
+            );
             context.call.notes.note(msg);
             Ok(())
         }
@@ -165,28 +175,32 @@ fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()>
     }
 }
 
-/// The host's route to one address of the container.
-fn route_to(ip: &IpConfig, host_end: u32) -> Route {
+/// Returns the host's route to one address of the container, over the interface with the index
+/// `host_end`.
+fn host_route(ip: &IpConfig, host_end: u32) -> Route {
     let dst = Cidr::host(ip.address.address());
     Route { scope: dst.is_ipv4().then_some(SCOPE_HOST), ..Route::new(dst, None, host_end) }
 }
 
-/// CHECK: the host's end is up and has the gateways' addresses, and the host forwards to each
-/// address over it.
-fn check_host_end(host: &Netlink, outer: &Link, ips: &[IpConfig]) -> Result<()> {
-    let name = &outer.name;
-    if !outer.up {
+/// Checks that the host's end of the pair is up and has the gateways' addresses, and that the host
+/// forwards packets and has a route over it to each of the container's addresses.
+///
+/// # Errors
+/// Code 101 with the first difference.
+fn check_host_end(host: &Netlink, host_end: &Link, ips: &[IpConfig]) -> Result<()> {
+    let name = &host_end.name;
+    if !host_end.up {
         return Err(failed(format!("{name} is down")));
     }
-    let there = host.list_addresses(outer.index)?;
+    let addresses = host.list_addresses(host_end.index)?;
     for ip in ips {
         if let Some(gateway) = ip.gateway
-            && !there.iter().any(|address| address.cidr.address() == gateway)
+            && !addresses.iter().any(|address| address.cidr.address() == gateway)
         {
             return Err(failed(format!("{name} does not have the gateway's address {gateway}")));
         }
-        let route = route_to(ip, outer.index);
-        if !host.list_conflicting(&route)?.iter().any(|there| there.oif == outer.index) {
+        let route = host_route(ip, host_end.index);
+        if !host.list_conflicting(&route)?.iter().any(|existing| existing.oif == host_end.index) {
             return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
         }
         let key = forwarding(ip.address.is_ipv4());

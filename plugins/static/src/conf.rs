@@ -1,8 +1,8 @@
-//! The configuration of `static`: JSON and CNI_ARGS in, the result of an ADD out.
+//! Reads the configuration of the plugin `static` and CNI_ARGS, which determine the result of ADD.
 //!
-//! There are four sources of addresses. The addresses of CNI_ARGS follow those of `ipam.addresses`.
-//! `args.cni.ips` replaces both, and `runtimeConfig.ips` replaces all others. A replaced source is
-//! not checked, CNI_ARGS excepted.
+//! There are four sources of addresses. The result has those of `ipam.addresses` and then those of
+//! CNI_ARGS. `args.cni.ips` replaces both, and `runtimeConfig.ips` replaces the other three. The
+//! addresses in `ipam.addresses` are not checked if they are replaced.
 
 use std::net::IpAddr;
 
@@ -19,7 +19,7 @@ use serde::Deserialize;
 #[serde(default, rename_all = "camelCase")]
 struct Keys {
     ipam: Option<Ipam>,
-    runtime_config: Ips,
+    runtime_config: RequestedIps,
 }
 
 #[derive(Default, Deserialize)]
@@ -30,6 +30,7 @@ struct Ipam {
     dns: Dns,
 }
 
+/// An entry of `ipam.addresses`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Address {
@@ -37,34 +38,35 @@ struct Address {
     gateway: String,
 }
 
-/// `runtimeConfig` and `args.cni`.
+/// The addresses that the runtime requests, in `runtimeConfig` or in `args.cni`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Ips {
+struct RequestedIps {
     ips: Vec<String>,
 }
 
-/// Reads the configuration and CNI_ARGS.
+/// Returns the result of an ADD with this configuration and these CNI_ARGS.
 ///
 /// # Errors
-/// 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where it has them.
+/// Code 4 for invalid CNI_ARGS; 6 and 7 for an invalid configuration.
 pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
     let keys: Keys = conf.decode()?;
     let ipam = keys.ipam.ok_or_else(|| Error::config("IPAM config missing 'ipam' key"))?;
-    let gateways = ipam.addresses.iter().map(|entry| gateway(&entry.gateway)).collect::<Result<Vec<_>>>()?;
-    let of_args = in_args(args)?;
-    // Go reads this source even where the runtime's replaces it, and first.
-    let of_conventions = requested(&in_conventions(conf)?)?;
-    let mut ips = requested(&keys.runtime_config)?;
+    let gateways = ipam.addresses.iter().map(|entry| parse_gateway(&entry.gateway)).collect::<Result<Vec<_>>>()?;
+    let args_ips = ips_of_cni_args(args)?;
+    // Read first, and even if runtimeConfig replaces it, so that the first error is the one that
+    // Go's plugin reports.
+    let args_cni_ips = parse_ips(&read_args_cni(conf)?)?;
+    let mut ips = parse_ips(&keys.runtime_config)?;
     if ips.is_empty() {
-        ips = of_conventions;
+        ips = args_cni_ips;
     }
     if ips.is_empty() {
         for (entry, gateway) in ipam.addresses.iter().zip(gateways) {
-            let address = cidr(&entry.address, "the 'address' field is expected to be in CIDR notation")?;
+            let address = parse_cidr(&entry.address, "the 'address' field is expected to be in CIDR notation")?;
             ips.push(IpConfig { interface: None, address, gateway });
         }
-        ips.extend(of_args);
+        ips.extend(args_ips);
     }
     if conf.version() < Version::V0_3_0 {
         require_one_per_family(conf.version().as_str(), ips.iter().map(|ip| ip.address.is_ipv4()))?;
@@ -73,59 +75,79 @@ pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
 }
 
 /// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read. Other keys may
-/// belong to the plugin that delegates.
+/// be for the interface plugin that runs this one.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| match key.path.split_once('.') {
         Some(("ipam", rest)) => !rest.eq_ignore_ascii_case("type"),
-        Some((place, _)) => place == "runtimeConfig",
+        Some((parent, _)) => parent == "runtimeConfig",
         None => false,
     });
     unknown
 }
 
-/// Reads `IP` and `GATEWAY`, lists with commas. A gateway is that of each address whose network it
-/// is in.
-fn in_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
+/// Returns the addresses in `IP` of CNI_ARGS, each with the gateway in `GATEWAY` that is in its
+/// network. Both are lists that are separated by commas.
+///
+/// # Errors
+/// Code 4 for a text that cannot be parsed, or another key.
+fn ips_of_cni_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
     args.check_known(&["IP", "GATEWAY"])?;
     let list = |key| args.get(key).filter(|list| !list.is_empty()).into_iter().flat_map(|list| list.split(','));
-    let refused = |error: Error| error.with_code(Code::INVALID_ENVIRONMENT);
+    let invalid = |error: Error| error.with_code(Code::INVALID_ENVIRONMENT);
     let mut ips = Vec::new();
     for text in list("IP").map(str::trim) {
-        let address = cidr(text, "the 'ip' field is expected to be in CIDR notation").map_err(refused)?;
+        let address = parse_cidr(text, "the 'ip' field is expected to be in CIDR notation").map_err(invalid)?;
         ips.push(IpConfig { interface: None, address, gateway: None });
     }
     for text in list("GATEWAY").map(str::trim) {
         let gateway =
-            parse_ip(text).ok_or_else(|| refused(Error::config(format!("invalid gateway address: {text}"))))?;
-        ips.iter_mut().filter(|ip| ip.address.contains(gateway)).for_each(|ip| ip.gateway = Some(gateway));
+            parse_ip(text).ok_or_else(|| invalid(Error::config(format!("invalid gateway address: {text}"))))?;
+        for ip in ips.iter_mut().filter(|ip| ip.address.contains(gateway)) {
+            ip.gateway = Some(gateway);
+        }
     }
     Ok(ips)
 }
 
-/// Reads `args.cni`. Values of other types belong to other programs.
-fn in_conventions(conf: &NetConf) -> Result<Ips> {
+/// Reads `args.cni`. It may be for other programs: a value that is not an object is ignored.
+///
+/// # Errors
+/// Code 6 if `ips` in it is not a list of texts.
+fn read_args_cni(conf: &NetConf) -> Result<RequestedIps> {
     match conf.json().get("args").and_then(|args| args.get("cni")) {
         Some(cni @ Json::Object(_)) => {
-            cni.decode().map_err(|why| Error::caused(Code::DECODE, "failed to load netconf: args.cni", why))
+            cni.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf: args.cni", error))
         }
-        _ => Ok(Ips::default()),
+        _ => Ok(RequestedIps::default()),
     }
 }
 
-fn requested(source: &Ips) -> Result<Vec<IpConfig>> {
-    let ip = |text: &String| {
-        let address = cidr(text, "an entry in the 'ips' field is NOT in CIDR notation")?;
+/// Parses the requested addresses, which have no gateways.
+///
+/// # Errors
+/// Code 7 for the first text that is not an address with a prefix length.
+fn parse_ips(requested: &RequestedIps) -> Result<Vec<IpConfig>> {
+    let parse = |text: &String| {
+        let address = parse_cidr(text, "an entry in the 'ips' field is NOT in CIDR notation")?;
         Ok(IpConfig { interface: None, address, gateway: None })
     };
-    source.ips.iter().map(ip).collect()
+    requested.ips.iter().map(parse).collect()
 }
 
-fn cidr(text: &str, expected: &str) -> Result<Cidr> {
+/// Parses an address with a prefix length.
+///
+/// # Errors
+/// Code 7; its text begins with `expected`.
+fn parse_cidr(text: &str, expected: &str) -> Result<Cidr> {
     text.parse().map_err(|_| Error::config(format!("{expected}, got: '{text}'")))
 }
 
-fn gateway(text: &str) -> Result<Option<IpAddr>> {
+/// Parses a gateway; `None` if the text is empty.
+///
+/// # Errors
+/// Code 7 if it is not an address.
+fn parse_gateway(text: &str) -> Result<Option<IpAddr>> {
     match text {
         "" => Ok(None),
         text => parse_ip(text).map(Some).ok_or_else(|| Error::config(format!("invalid IP address: {text}"))),

@@ -1,11 +1,13 @@
-//! `static`: answers with the addresses, routes and name servers of the configuration, or with the
-//! addresses that the runtime asks for.
+//! The IPAM plugin `static`: returns the addresses, routes and name servers of the configuration,
+//! or the addresses that the runtime requests.
 //!
-//! It keeps no record of what it hands out, so two containers may get the same address: DEL and GC
-//! have nothing to do. The plugin that delegates checks routes and gateways against each other,
-//! since only it knows what they are for.
+//! It does not record which addresses it has returned, so two containers may get the same one, and
+//! DEL and GC have nothing to do. It does not check that routes and gateways fit to the addresses:
+//! the interface plugin does, since only that plugin knows how it uses them.
 
 mod conf;
+
+use std::net::IpAddr;
 
 use cni::args::CniArgs;
 use cni::config::{NetConf, ValidAttachments};
@@ -14,14 +16,14 @@ use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 
-/// The plugin.
+/// The plugin `static`.
 #[derive(Clone, Copy, Debug)]
 pub struct Static;
 
-/// Returns the result of an ADD of this configuration without a wish of the runtime's.
+/// Returns the result of an ADD with this configuration and without CNI_ARGS.
 ///
 /// # Errors
-/// ADD's.
+/// The error of that ADD.
 pub fn answer(conf: &NetConf) -> Result<AddResult> {
     conf::read(conf, &CniArgs::default())
 }
@@ -47,22 +49,23 @@ impl Plugin for Static {
         Ok(Added { result: conf::read(&call.conf, &call.args()?)?, rollback: call.rollback() })
     }
 
-    /// Compares gateways alone: a later plugin may have removed an address, and the interface
-    /// plugin checks those.
+    /// Checks that prevResult does not have another gateway for one of the addresses. The interface
+    /// plugin checks the addresses themselves.
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        let wanted = conf::read(&call.conf, &call.args()?)?;
+        let expected = conf::read(&call.conf, &call.args()?)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
-        for ip in wanted.ips.iter().filter(|ip| ip.gateway.is_some()) {
+        for ip in expected.ips.iter().filter(|ip| ip.gateway.is_some()) {
             let address = ip.address.address();
-            let Some(other) =
+            let Some(differing) =
                 prev.ips.iter().find(|prev| prev.address.address() == address && prev.gateway != ip.gateway)
             else {
                 continue;
             };
-            let text =
-                |gateway: Option<std::net::IpAddr>| gateway.map_or("none".to_owned(), |gateway| gateway.to_string());
+            let gateway_or_none =
+                |gateway: Option<IpAddr>| gateway.map_or("none".to_owned(), |gateway| gateway.to_string());
             let msg = format!("static: Failed to match addr {address} on interface {}", call.ifname);
-            let details = format!("the gateway is {}, prevResult has {}", text(ip.gateway), text(other.gateway));
+            let (expected, found) = (gateway_or_none(ip.gateway), gateway_or_none(differing.gateway));
+            let details = format!("the gateway is {expected}, prevResult has {found}");
             return Err(Error::new(Code::CHECK_FAILED, msg).with_details(details));
         }
         Ok(())

@@ -1,10 +1,10 @@
-//! `tap`: a container's network namespace gets an Ethernet interface whose other end is a program,
-//! such as a virtual machine.
+//! The plugin `tap`: creates a tap in the container's network namespace, an Ethernet interface
+//! whose frames go to and come from a program, such as a virtual machine.
 //!
-//! The plugin creates the tap by itself, and lets it outlive this process only at the end of ADD:
-//! the kernel removes the tap of an ADD that is killed. Only with `selinuxContext` does `ip` create
-//! it, because the kernel takes the label of a tap from the label of the program that creates it.
-//! Everything around the link is [`cni_plugin::interface`]'s.
+//! The tap outlives this process only from the end of ADD on: if ADD is killed before, the kernel
+//! removes it. With `selinuxContext` the program `ip` creates the tap, because the kernel takes the
+//! SELinux label of a tap from the program that creates it. This file reads the configuration and
+//! creates the tap. [`cni_plugin::interface`] does the rest.
 
 use std::ffi::OsString;
 use std::ops::RangeInclusive;
@@ -27,29 +27,36 @@ use serde::Deserialize;
 /// The MTUs that the kernel accepts for a tap, in bytes.
 const MTU: RangeInclusive<i64> = 68..=65521;
 
-/// How long `ip` may take.
+/// How long `ip tuntap add` may take.
 const IP_LIMIT: Duration = Duration::from_secs(20);
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin `tap`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct TapPlugin;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The IPAM plugin.
     ipam: Option<String>,
+    /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
+    /// The MTU, or `None` for the kernel's default.
     mtu: Option<u32>,
+    /// The hardware address, or `None` for one that the kernel chooses.
     mac: Option<Mac>,
+    /// The ID of the user who may open the tap.
     owner: Option<u32>,
+    /// The ID of the group whose members may open the tap.
     group: Option<u32>,
     queues: Queues,
+    /// The SELinux label of the tap.
     selinux_context: Option<String>,
-    /// A bridge in the container.
+    /// The name of a bridge in the container that the tap is attached to.
     bridge: Option<String>,
 }
 
-/// The keys, as they stand in the JSON.
+/// The keys of the configuration, unchecked.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
@@ -67,7 +74,8 @@ pub struct Keys {
 impl Interface for TapPlugin {
     type Keys = Keys;
     type Conf = Conf;
-    /// The tap that ends with this process, until the end of ADD.
+    /// The tap while it would still end with this process: `None` after the end of ADD, and if `ip`
+    /// has created it.
     type Link = Option<Tap>;
 
     const NAME: &'static str = "tap";
@@ -79,7 +87,7 @@ impl Interface for TapPlugin {
         args.check_known(&["MAC", "IP"])?;
         let keys: Keys = conf.decode()?;
         let mac = keys::mac([&keys.runtime_config.mac, args.get("MAC").unwrap_or_default(), &keys.mac]);
-        let named = |text: String| Some(text).filter(|text| !text.is_empty());
+        let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
         Ok(Conf {
             ipam: keys::ipam(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
@@ -88,8 +96,8 @@ impl Interface for TapPlugin {
             owner: keys.owner,
             group: keys.group,
             queues: if keys.multi_queue { Queues::Several } else { Queues::One },
-            selinux_context: named(keys.selinux_context),
-            bridge: named(keys.bridge),
+            selinux_context: non_empty(keys.selinux_context),
+            bridge: non_empty(keys.bridge),
         })
     }
 
@@ -109,9 +117,9 @@ impl Interface for TapPlugin {
         };
         let spec = TapSpec { name: &call.ifname, owner: conf.owner, group: conf.group, queues: conf.queues };
         let tap = match &conf.selinux_context {
-            None => Some(create(context, &spec)?),
+            None => Some(create_tap(context, &spec)?),
             Some(selinux_context) => {
-                purge_on_failure(context, rollback);
+                register_removal(context, rollback);
                 create_labelled(context, &spec, selinux_context)?;
                 None
             }
@@ -121,17 +129,17 @@ impl Interface for TapPlugin {
             let undo = container.clone();
             rollback.push(format!("delete {}", link.name), move || undo.purge_link(link.index).map(drop));
         }
-        container.set_alias(link.index, &context.mark.alias())?;
+        container.set_alias(link.index, &context.attachment.alias())?;
         let mac = configure(context, &link)?;
         if let Some(bridge) = bridge {
-            let doing = format!("failed to set tap {} as a port of bridge {}", link.name, bridge.name);
-            container.set_master(link.index, bridge.index).map_err(|error| Error::from(error).context(doing))?;
+            let action = format!("failed to set tap {} as a port of bridge {}", link.name, bridge.name);
+            container.set_master(link.index, bridge.index).map_err(|error| Error::from(error).context(action))?;
         }
         let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
         Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: tap })
     }
 
-    /// Makes the tap persistent: from here on it outlives this process.
+    /// Makes the tap persistent, so that it outlives this process.
     fn finish(&self, _context: &AttachmentContext<'_, Conf>, created: &mut CreatedLink<Option<Tap>>) -> Result<()> {
         match created.link.take() {
             Some(tap) => Ok(tap.keep()?),
@@ -148,8 +156,8 @@ impl Interface for TapPlugin {
             }
         }
         check.layer3()?;
-        // Duplicate address detection, which a tap of Go's needs, waits for the program that opens
-        // the tap.
+        // On a tap that Go's plugin has created, duplicate address detection runs, but only once a
+        // program has opened the tap (it is running). There is nothing to wait for before.
         if check.inner.running { check.wait_for_dad(check.dad_deadline()) } else { Ok(()) }
     }
 
@@ -158,20 +166,26 @@ impl Interface for TapPlugin {
     }
 }
 
+/// Returns the error for a configured bridge that the container does not have, with the text of
+/// Go's plugin.
 fn no_bridge(name: &str) -> Error {
     Error::config(format!("failed to get bridge {name}: Link not found"))
         .with_details("the container has no such interface")
 }
 
-fn create(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
+/// Creates a tap that ends with this process unless it is [kept](Tap::keep).
+///
+/// # Errors
+/// Code 102 if the container has an interface of that name.
+fn create_tap(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
     Tap::create(&context.netns, spec).map_err(|error| match error.is_exists() {
-        true => name_taken::<TapPlugin>(&context.mark),
+        true => name_taken::<TapPlugin>(&context.attachment),
         false => error.into(),
     })
 }
 
-/// Sets the hardware address and the MTU that the configuration asks for. Returns the hardware
-/// address.
+/// Sets the configured hardware address and MTU. Returns the hardware address that the tap then
+/// has.
 fn configure(context: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> {
     let AttachmentContext { container, conf, .. } = context;
     if let Some(mtu) = conf.mtu {
@@ -186,8 +200,9 @@ fn configure(context: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> 
     }
 }
 
-/// Registers the deletion of a tap that `ip` is about to create. The name was free.
-fn purge_on_failure<'a>(context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) {
+/// Registers the removal of the tap that `ip` is about to create, in case ADD fails. The name
+/// suffices to identify the tap: no interface had it before.
+fn register_removal<'a>(context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) {
     let (container, name) = (context.container.clone(), context.call.ifname.clone());
     rollback.push(format!("delete {name}"), move || match container.find_link(&name)? {
         Some(link) if link.kind.to_string() == TapPlugin::KIND => container.purge_link(link.index).map(drop),
@@ -195,11 +210,12 @@ fn purge_on_failure<'a>(context: &AttachmentContext<'a, Conf>, rollback: &mut Ro
     });
 }
 
-/// Runs `ip tuntap add` to create the tap with the SELinux label `selinux_context`. The tap has no
-/// virtio header, as in Go.
+/// Runs `ip tuntap add` to create the tap with the SELinux label `selinux_context`. As with Go's
+/// plugin, such a tap has no virtio header.
 ///
 /// # Errors
-/// Code 2 if `ip` is not installed; the label or the program failed.
+/// Code 2 if `ip` is not installed; 5 if it cannot be run; 100 if it fails or the kernel refuses
+/// the label.
 fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, selinux_context: &str) -> Result<()> {
     let missing =
         || Error::new(Code::UNSUPPORTED_FIELD, "\"selinuxContext\" needs the program ip, which is not installed");
@@ -220,14 +236,14 @@ fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, se
         on_sigterm: OnSigterm::Kill,
     };
     // The program inherits both the label and the namespace of the thread that starts it.
-    let run = || context.netns.run(|| context.call.machine.run(&child));
-    let labelled = selinux::with_exec_label(selinux_context, run);
-    let ran = labelled.map_err(|error| Error::from(error).context("failed set socket label"))??;
-    let output = ran.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;
+    let run_in_netns = || context.netns.run(|| context.call.machine.run(&child));
+    let outcome = selinux::with_exec_label(selinux_context, run_in_netns);
+    let outcome = outcome.map_err(|error| Error::from(error).context("failed set socket label"))??;
+    let output = outcome.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;
     if output.status == Exit::Status(0) {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let msg = format!("failed to run command {}: {}", said.trim(), output.status);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let msg = format!("failed to run command {}: {}", stderr.trim(), output.status);
     Err(Error::new(Code::KERNEL, msg).with_details(format!("ip tuntap add mode tap name {}", spec.name)))
 }

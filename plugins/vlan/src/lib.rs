@@ -1,8 +1,8 @@
-//! `vlan`: a container's network namespace gets an interface for one VLAN of an interface of the
-//! host, the master.
+//! The plugin `vlan`: creates an interface in the container's network namespace for one VLAN of an
+//! interface of the host, the master.
 //!
-//! Everything around the link is [`cni_plugin::interface`]'s. Nothing of this plugin is on the
-//! host.
+//! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
+//! The plugin changes nothing in the host's namespace.
 
 use cni::config::{self, NetConf};
 use cni::result::Dns;
@@ -15,19 +15,21 @@ use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Inte
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin's part that is not every interface plugin's.
+/// The plugin `vlan`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Vlan;
 
-/// A sound configuration.
+/// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
     link: Choices,
+    /// The IPAM plugin.
     ipam: String,
+    /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
 }
 
-/// The keys, as they stand in the JSON.
+/// The keys of the configuration, unchecked.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
@@ -55,7 +57,7 @@ impl Interface for Vlan {
         let master = keys::name(&keys.master).ok_or_else(|| Error::config(missing))?;
         Ok(Conf {
             link: Choices {
-                stacked: Stacked::Vlan(vlan_id(keys.vlan_id)?),
+                stacked: Stacked::Vlan(check_vlan_id(keys.vlan_id)?),
                 master: Some(master),
                 master_namespace: keys.link_in_container,
                 mtu: keys.mtu,
@@ -88,11 +90,15 @@ impl Interface for Vlan {
     }
 }
 
-fn vlan_id(id: Option<i64>) -> Result<u16> {
+/// Returns the VLAN ID if it is from 0 to 4094.
+///
+/// # Errors
+/// Code 7 if the key is missing or out of range.
+fn check_vlan_id(id: Option<i64>) -> Result<u16> {
     let Some(id) = id else {
         return Err(Error::config("\"vlanId\" field is required: an ID from 0 to 4094"));
     };
-    // 4095 is reserved, whatever Go's text says.
+    // The text of Go's plugin says that 4095 is valid, but it is reserved.
     u16::try_from(id).ok().filter(|id| *id < 4095).ok_or_else(|| {
         Error::config(format!("invalid VLAN ID {id} (must be between 0 and 4095 inclusive)"))
             .with_details("VLAN 4095 is reserved")

@@ -134,15 +134,15 @@ pub struct Options {
     /// The machine and boot, which are recorded with a new reservation.
     pub host: Host,
     /// The treatment of reservations that these plugins made before the machine was booted.
-    pub earlier: RebootPolicy,
+    pub after_reboot: RebootPolicy,
     /// What ADD does for an attachment that has addresses already.
-    pub again: RepeatPolicy,
+    pub on_repeat: RepeatPolicy,
 }
 
 impl Options {
     /// Returns the options that keep reservations of an earlier boot and refuse a repeated ADD.
     pub fn new(notes: Notes, host: Host) -> Options {
-        Options { notes, host, earlier: RebootPolicy::Keep, again: RepeatPolicy::Refuse }
+        Options { notes, host, after_reboot: RebootPolicy::Keep, on_repeat: RepeatPolicy::Refuse }
     }
 }
 

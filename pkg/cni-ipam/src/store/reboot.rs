@@ -69,7 +69,7 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder cannot be read. A reservation that cannot be removed is only noted.
     pub(super) fn reclaim(&mut self) -> Result<()> {
-        if self.store.options.earlier == RebootPolicy::Keep {
+        if self.store.options.after_reboot == RebootPolicy::Keep {
             return Ok(());
         }
         let dead = self.attempt(|locked| {
@@ -119,7 +119,9 @@ impl Store {
         let find = || -> Option<Vec<IpAddr>> {
             let (host, path) = (&self.options.host, self.index_path());
             let header = index::peek_header(&path)?;
-            if self.options.earlier == RebootPolicy::Keep || (header.boot == host.boot() && header.earlier.is_none()) {
+            if self.options.after_reboot == RebootPolicy::Keep
+                || (header.boot == host.boot() && header.earlier.is_none())
+            {
                 return None;
             }
             let booted = host.booted()?;

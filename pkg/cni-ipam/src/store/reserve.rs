@@ -135,7 +135,7 @@ impl Locked {
         // container.
         let [full_hash, id_hash] = owner.hashes();
         let mut reserved = self.held(full_hash, owner.content().trim().as_bytes())?.all()?;
-        if self.store.options.again == RepeatPolicy::Reuse {
+        if self.store.options.on_repeat == RepeatPolicy::Reuse {
             // A reservation that names only the container is not used again, because it may belong
             // to another interface.
             for address in &reserved {
@@ -159,7 +159,7 @@ impl Locked {
         if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
             let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
             let listed: Vec<String> = reserved.iter().take(MAX_LISTED).map(|address| self.describe(*address)).collect();
-            let advice = match self.store.options.again {
+            let advice = match self.store.options.on_repeat {
                 RepeatPolicy::Refuse => "run DEL to release it, or set \"reuse\": true in ipam to get it again",
                 RepeatPolicy::Reuse => {
                     "run DEL to release it; \"reuse\" does not return another address than the requested one, a gateway, or an address that was reserved without an interface name"

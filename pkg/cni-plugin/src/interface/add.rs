@@ -26,7 +26,7 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     // The kernel would refuse a taken name too, but only after `create` has created shared links,
     // for example the bridge.
     if in_kernel && context.earlier.is_none() && context.container.find_link(&call.ifname)?.is_some() {
-        return Err(name_taken::<I>(&context.mark));
+        return Err(name_taken::<I>(&context.attachment));
     }
     let policy = plugin.layer3(&context.conf);
     // On failure, `rollback` is dropped before `lease`: IPAM gets an address back only after the

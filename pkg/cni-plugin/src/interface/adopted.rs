@@ -12,7 +12,7 @@ use cni_linux::{Link, Netlink};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortMark {
     /// The attachment that the port belongs to, as the alias of a link of our own would name it.
-    pub mark: String,
+    pub attachment_alias: String,
     /// Which of the result's addresses this plugin added, as the position of the first and their
     /// number. The others belong to the earlier plugin, and DEL leaves them.
     pub addresses: (usize, usize),
@@ -24,10 +24,10 @@ impl PortMark {
     /// Parses an alias. Returns `None` if it is not a `cni-port:` alias.
     pub fn parse(alias: &str) -> Option<PortMark> {
         let mut parts = alias.strip_prefix("cni-port:")?.splitn(3, ' ');
-        let (mark, addresses, before) = (parts.next()?, parts.next()?, parts.next()?);
+        let (attachment_alias, addresses, before) = (parts.next()?, parts.next()?, parts.next()?);
         let (first, count) = addresses.split_once('+')?;
         let addresses = (first.parse().ok()?, count.parse().ok()?);
-        Some(PortMark { mark: mark.to_owned(), addresses, before: before.to_owned() })
+        Some(PortMark { attachment_alias: attachment_alias.to_owned(), addresses, before: before.to_owned() })
     }
 
     /// Parses a link's alias. Returns `None` if the link has no alias of this kind.
@@ -38,12 +38,12 @@ impl PortMark {
     /// Returns the alias for this mark.
     pub fn alias(&self) -> String {
         let (first, count) = self.addresses;
-        format!("cni-port:{} {first}+{count} {}", self.mark, self.before)
+        format!("cni-port:{} {first}+{count} {}", self.attachment_alias, self.before)
     }
 
     /// Whether the port belongs to this attachment.
     pub fn belongs_to(&self, attachment: &AttachmentId) -> bool {
-        self.mark == attachment.alias()
+        self.attachment_alias == attachment.alias()
     }
 }
 
@@ -100,15 +100,18 @@ mod tests {
 
     #[test]
     fn a_port_mark_keeps_the_alias_it_covers() {
-        let mark = AttachmentId::new("net", "c1", "eth0");
+        let attachment = AttachmentId::new("net", "c1", "eth0");
         for before in ["", "cni:net/c1/eth0", "my uplink, with spaces"] {
-            let port_mark = PortMark { mark: mark.alias(), addresses: (1, 2), before: before.to_owned() };
+            let port_mark =
+                PortMark { attachment_alias: attachment.alias(), addresses: (1, 2), before: before.to_owned() };
             assert_eq!(PortMark::parse(&port_mark.alias()), Some(port_mark.clone()));
-            assert!(port_mark.belongs_to(&mark));
+            assert!(port_mark.belongs_to(&attachment));
         }
         assert_eq!(PortMark::parse("cni:net/c1/eth0"), None);
         assert_eq!(
-            AttachmentId::parse(&PortMark { mark: mark.alias(), addresses: (0, 0), before: String::new() }.alias()),
+            AttachmentId::parse(
+                &PortMark { attachment_alias: attachment.alias(), addresses: (0, 0), before: String::new() }.alias()
+            ),
             None
         );
     }

@@ -146,7 +146,7 @@ fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
 fn absent<I: Interface>(context: &AttachmentContext<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
     let msg = format!("Interface name {} not found", context.call.ifname);
     if let HostEnd::Veth { .. } = I::HOST_END {
-        let mut host_names = vec![context.mark.host_name(0)];
+        let mut host_names = vec![context.attachment.host_name(0)];
         for interface in &prev.interfaces {
             if interface.sandbox.is_empty() && interface.name.starts_with("veth") {
                 host_names.push(interface.name.clone());
@@ -267,7 +267,7 @@ impl<'a, C> Check<'a, C> {
         if self.masquerade == Masquerading::Off {
             return Ok(None);
         }
-        Ok(Some(masquerade::open(self.context.call).check(&self.context.mark, addresses)?))
+        Ok(Some(masquerade::open(self.context.call).check(&self.context.attachment, addresses)?))
     }
 
     /// Writes the masquerade rules of these addresses again if some are missing and `mode` is

@@ -56,7 +56,7 @@ pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     for link in &links {
         let Link { index, alias: Some(alias), .. } = link else { continue };
         let removed = match PortMark::parse(alias) {
-            Some(port_mark) if is_garbage(&port_mark.mark) => give_back(&host, link),
+            Some(port_mark) if is_garbage(&port_mark.attachment_alias) => give_back(&host, link),
             None if is_garbage(alias) => host.purge_link(*index).map(drop),
             _ => Ok(()),
         };

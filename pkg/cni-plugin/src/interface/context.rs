@@ -16,7 +16,7 @@ pub struct AttachmentContext<'a, C> {
     /// The plugin's configuration.
     pub conf: C,
     /// The attachment, whose links carry it as their alias.
-    pub mark: AttachmentId,
+    pub attachment: AttachmentId,
     /// The container's network namespace.
     pub netns: Netns,
     /// The netlink socket in the host's namespace.
@@ -36,7 +36,7 @@ impl<'a, C> AttachmentContext<'a, C> {
         let netns = Netns::open(call.netns()?)?;
         let host = Rc::new(Netlink::open()?);
         let container = host.open_in(&netns)?;
-        Ok(AttachmentContext { call, conf, mark: call.attachment(), netns, host, container, earlier })
+        Ok(AttachmentContext { call, conf, attachment: call.attachment(), netns, host, container, earlier })
     }
 
     /// Returns CNI_IFNAME as an entry of the result's `interfaces`.

@@ -31,7 +31,7 @@ pub(super) fn ensure<'a, C>(
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let Masquerading::On(backend) = masquerading else { return Ok(()) };
-    let (call, attachment) = (context.call, &context.mark);
+    let (call, attachment) = (context.call, &context.attachment);
     // The undo is registered before the rules are written, because the rules of one address family
     // may be in force when the other fails. It restores rules that an earlier ADD of the same
     // attachment, into another namespace, had written: `ensure` fills `previous` with them.

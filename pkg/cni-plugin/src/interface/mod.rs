@@ -200,7 +200,7 @@ pub trait Interface {
     ///
     /// # Errors
     /// Something could not be removed.
-    fn clean(&self, _call: &Call<'_>, _mark: &AttachmentId) -> Result<()> {
+    fn clean(&self, _call: &Call<'_>, _attachment: &AttachmentId) -> Result<()> {
         Ok(())
     }
 
@@ -439,10 +439,10 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
 
 /// Returns the error of an ADD whose CNI_IFNAME exists already: code 102, for a veth with the Go
 /// plugin's text.
-pub fn name_taken<I: Interface>(mark: &AttachmentId) -> Error {
+pub fn name_taken<I: Interface>(attachment: &AttachmentId) -> Error {
     match I::HOST_END {
-        HostEnd::Veth { .. } => veth::name_taken(&mark.ifname, &mark.host_name(0)),
-        HostEnd::None => taken(&mark.ifname),
+        HostEnd::Veth { .. } => veth::name_taken(&attachment.ifname, &attachment.host_name(0)),
+        HostEnd::None => taken(&attachment.ifname),
     }
 }
 

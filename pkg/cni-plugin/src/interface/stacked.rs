@@ -120,7 +120,7 @@ pub fn create<'a, C>(
     };
     let (master, stacked) = (choices.find_master(master_side)?, choices.stacked);
     let spec = StackedSpec {
-        name: &context.mark.host_name(0),
+        name: &context.attachment.host_name(0),
         master: master.index,
         stacked,
         mtu: choices.checked_mtu(&master)?,
@@ -135,7 +135,7 @@ pub fn create<'a, C>(
     let link = container.link(spec.name)?;
     created_index.set(Some(link.index));
     container
-        .set_first_name(link.index, &context.call.ifname, &context.mark.alias())
+        .set_first_name(link.index, &context.call.ifname, &context.attachment.alias())
         .map_err(|error| if error.is_exists() { taken(&context.call.ifname) } else { error.into() })?;
     let Some(mac) = link.mac else {
         return Err(Error::new(Code::KERNEL, format!("{} has no Ethernet address", stacked.kind())));

@@ -47,19 +47,19 @@ pub fn create<'a, C>(
     choices: &Choices,
     rollback: &mut Rollback<'a>,
 ) -> Result<Pair> {
-    let (host, mark) = (&context.host, &context.mark);
+    let (host, attachment) = (&context.host, &context.attachment);
     let (mac, peer_mac) = (made_up_mac()?, choices.mac.map_or_else(made_up_mac, Ok)?);
-    let alias = mark.alias();
+    let alias = attachment.alias();
     let mut attempt = 0;
     let (name, veth) = loop {
-        let name = mark.host_name(attempt);
+        let name = attachment.host_name(attempt);
         let spec = VethSpec {
             mtu: choices.mtu,
             alias: Some(&alias),
             master: choices.master,
             up: true,
             peer_netns: Some(&context.netns),
-            ..VethSpec::new(&name, mac, &mark.ifname, peer_mac)
+            ..VethSpec::new(&name, mac, &attachment.ifname, peer_mac)
         };
         attempt += 1;
         // Registered before the creation: if the kernel's answer is lost, the pair may exist.
@@ -70,7 +70,7 @@ pub fn create<'a, C>(
                 break (name, veth);
             }
             Err(error) => match error.taken() {
-                Some(TakenName::ContainerName) => return Err(name_taken(&mark.ifname, &name)),
+                Some(TakenName::ContainerName) => return Err(name_taken(&attachment.ifname, &name)),
                 Some(TakenName::HostName) if attempt < HOST_NAME_ATTEMPTS => {}
                 _ => return Err(Error::from(error).context("failed to make veth pair")),
             },

@@ -31,7 +31,11 @@ fn store(net: &Net, host: Host) -> (Store, Lines) {
     let sink = Rc::clone(&lines);
     let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
     (
-        Store::open(net.data.path(), "net", Options { earlier: RebootPolicy::Reclaim, ..Options::new(notes, host) }),
+        Store::open(
+            net.data.path(),
+            "net",
+            Options { after_reboot: RebootPolicy::Reclaim, ..Options::new(notes, host) },
+        ),
         lines,
     )
 }
@@ -87,7 +91,7 @@ fn status_counts_reclaimable_addresses_as_free() {
     assert_eq!(used(&second), [2, 0]);
     assert_eq!(net.names().len(), 11);
     let mut keep = second.clone();
-    keep.options.earlier = RebootPolicy::Keep;
+    keep.options.after_reboot = RebootPolicy::Keep;
     assert_eq!(used(&keep), [5, 3]);
 }
 

@@ -195,7 +195,7 @@ fn a_refusal_names_what_is_held_and_the_ways_out() {
 }
 
 fn reusing(net: &Net) -> Locked {
-    let options = Options { again: RepeatPolicy::Reuse, ..Options::new(Notes::silent(), Host::new("m", "b")) };
+    let options = Options { on_repeat: RepeatPolicy::Reuse, ..Options::new(Notes::silent(), Host::new("m", "b")) };
     Store::open(net.data.path(), "net", options).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap()
 }
 
