@@ -1,5 +1,5 @@
-//! Checks what the plugins of a list need of each other, and what a plugin's keys and those of its
-//! delegate need of each other.
+//! Checks whether the plugins of a list work together, and whether the keys of a plugin fit to
+//! those of its IPAM plugin.
 
 use cni::Cidr;
 use cni::config::NetConf;
@@ -12,120 +12,133 @@ use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
 use super::rules::request;
-use super::{Problem, blame};
+use super::{Problem, locate};
 use crate::plugins;
 
 /// The MTUs that the kernel accepts for a veth, in bytes.
 const VETH_MTU: std::ops::RangeInclusive<i64> = 68..=65535;
 
-/// The least MTU of an interface with IPv6, in bytes.
-const IPV6_MTU: i64 = 1280;
+/// The smallest MTU of an interface with IPv6, in bytes.
+const MIN_IPV6_MTU: i64 = 1280;
 
-/// The effects of the plugins before one plugin.
+/// What the plugins before the current one in the list do.
 #[derive(Default)]
 struct Earlier {
-    /// The path of the first bridge plugin, and the bridge.
+    /// The path of the first bridge plugin, and the name of its bridge.
     bridge: Option<(String, String)>,
-    /// Whether a plugin may have created the interface.
-    interface: bool,
-    /// Whether a plugin came before whose addresses are not known here.
-    addresses: bool,
-    /// The reservations of addresses: the plugin's path, the folder, the ranges.
-    reserved: Vec<(String, Pool)>,
+    /// Whether one of them may create the interface.
+    may_create_interface: bool,
+    /// Whether one of them may add addresses, which are not known here.
+    may_add_addresses: bool,
+    /// The host-local ranges that they reserve addresses from, each with the plugin's path.
+    pools: Vec<(String, Pool)>,
 }
 
-/// One plugin of the document.
-struct One<'a> {
-    at: &'a str,
+/// A plugin of the list.
+struct Entry<'a> {
+    /// The path of its object, such as `plugins[0]`; empty in a file without a list.
+    path: &'a str,
+    /// Its `type`.
     kind: &'a str,
+    /// The type of its IPAM plugin; empty without one.
     ipam: &'a str,
+    /// Its object in the list.
     plugin: &'a Value,
-    /// The configuration that it would read on its standard input.
+    /// The configuration that it would get on stdin.
     request: Value,
 }
 
-/// Returns everything that is wrong between the plugins of a document.
+/// Returns the problems that the plugins of a document have with each other.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let plugins: Vec<(String, &Value)> = match document["plugins"].as_array() {
-        Some(plugins) => plugins.iter().enumerate().map(|(index, one)| (format!("plugins[{index}]"), one)).collect(),
+        Some(plugins) => {
+            plugins.iter().enumerate().map(|(index, plugin)| (format!("plugins[{index}]"), plugin)).collect()
+        }
         None => vec![(String::new(), document)],
     };
     let (mut problems, mut earlier) = (Vec::new(), Earlier::default());
-    for (index, (at, plugin)) in plugins.iter().enumerate() {
+    for (index, (path, plugin)) in plugins.iter().enumerate() {
         let Some(request) = request(document, plugin) else { continue };
         let text = |value: &'_ Value| value.as_str().map(str::to_owned).unwrap_or_default();
         let (kind, ipam) = (text(&plugin["type"]), text(&plugin["ipam"]["type"]));
-        let one = One { at, kind: &kind, ipam: &ipam, plugin, request };
+        let entry = Entry { path, kind: &kind, ipam: &ipam, plugin, request };
         let version = version(document);
         if index == 0 {
-            problems.extend(one.first());
+            problems.extend(entry.check_as_first());
         } else {
-            problems.extend(one.interface(&earlier));
+            problems.extend(entry.check_interface_exists(&earlier));
         }
-        problems.extend(one.reservation(&earlier));
+        problems.extend(entry.check_ipam(&earlier));
         if kind == "bridge" {
-            problems.extend(one.second_bridge(&earlier, version));
+            problems.extend(entry.check_second_bridge(&earlier, version));
         }
         if let Some(reader) = plugins::find(&kind).filter(|reader| reader.role() == Role::Interface) {
-            problems.extend(one.layer3(reader, &earlier, version));
+            problems.extend(entry.check_layer3(reader, &earlier, version));
         }
-        problems.extend(one.tuned(&earlier));
-        one.leave(&mut earlier);
+        problems.extend(entry.check_tuned_mtu(&earlier));
+        entry.add_effects_to(&mut earlier);
     }
     problems
 }
 
-/// Returns the list's version, if it is valid.
+/// Returns the list's version, or `None` if it is not valid.
 fn version(document: &Value) -> Option<Version> {
-    let mut head = document.clone();
-    head["plugins"] = json!([{"type": "x"}]);
-    head["name"] = json!("unnamed");
-    NetworkList::parse(head.to_string().as_bytes()).and_then(|list| list.version()).ok()
+    // With a valid name and plugin, only the version decides whether the list can be parsed.
+    let mut list = document.clone();
+    list["plugins"] = json!([{"type": "x"}]);
+    list["name"] = json!("unnamed");
+    NetworkList::parse(list.to_string().as_bytes()).and_then(|list| list.version()).ok()
 }
 
-impl One<'_> {
-    /// The plugin's role; `None` if it is another project's.
+impl Entry<'_> {
+    /// Returns the plugin's role, or `None` for a plugin of another project.
     fn role(&self) -> Option<Role> {
         plugins::role(self.kind)
     }
 
-    fn below(&self, key: &str) -> String {
-        match self.at {
+    /// Returns the path of one of the plugin's keys.
+    fn path_of(&self, key: &str) -> String {
+        match self.path {
             "" => key.to_owned(),
-            at => format!("{at}.{key}"),
+            path => format!("{path}.{key}"),
         }
     }
 
+    /// Returns an error about one of the plugin's keys.
     fn error(&self, key: &str, what: impl Into<String>) -> Problem {
-        Problem::error(self.below(key), what)
+        Problem::error(self.path_of(key), what)
     }
 
+    /// Returns a warning about one of the plugin's keys.
     fn warning(&self, key: &str, what: impl Into<String>) -> Problem {
-        Problem::warning(self.below(key), what)
+        Problem::warning(self.path_of(key), what)
     }
 
-    /// Checks the plugin as the first of the list.
-    fn first(&self) -> Option<Problem> {
-        let needs_result = self.role() == Some(Role::Chained) && self.plugin["prevResult"].is_null();
-        needs_result.then(|| {
-            let what = format!(
-                "{} needs the result of an earlier plugin: put it behind the plugin that creates the interface, for \
-                 example bridge",
-                self.kind
-            );
-            self.error("type", what)
-        })
+    /// Reports the list's first plugin if it needs the result of an earlier one.
+    fn check_as_first(&self) -> Option<Problem> {
+        if self.role() != Some(Role::Chained) || !self.plugin["prevResult"].is_null() {
+            return None;
+        }
+        let what = format!(
+            "{} needs the result of an earlier plugin: put it behind the plugin that creates the interface, for \
+             example bridge",
+            self.kind
+        );
+        Some(self.error("type", what))
     }
 
-    /// Checks the plugin as a later one of the list.
-    fn interface(&self, earlier: &Earlier) -> Option<Problem> {
-        let needs_interface = self.role() == Some(Role::Chained) && !earlier.interface;
-        needs_interface
-            .then(|| self.warning("type", format!("no plugin before {} creates the container's interface", self.kind)))
+    /// Reports the plugin if it needs an interface that no earlier plugin creates.
+    fn check_interface_exists(&self, earlier: &Earlier) -> Option<Problem> {
+        if self.role() != Some(Role::Chained) || earlier.may_create_interface {
+            return None;
+        }
+        let what = format!("no plugin before {} creates the container's interface", self.kind);
+        Some(self.warning("type", what))
     }
 
-    /// Checks the plugin as one that reserves addresses.
-    fn reservation(&self, earlier: &Earlier) -> Vec<Problem> {
+    /// Reports an IPAM plugin in the wrong place, another plugin in place of an IPAM plugin, and
+    /// ranges that an earlier plugin of the list reserves addresses from too.
+    fn check_ipam(&self, earlier: &Earlier) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.role() == Some(Role::Ipam) {
             let what = format!(
@@ -139,34 +152,40 @@ impl One<'_> {
             problems.push(self.error("ipam.type", format!("{} is not an IPAM plugin", self.ipam)));
         }
         let Some(pool) = self.pool().filter(|_| self.plugin["ipam"]["reuse"] != json!(true)) else { return problems };
-        let Some(ours) = &pool.ranges else { return problems };
-        for (at, other) in &earlier.reserved {
-            let Some(theirs) = &other.ranges else { continue };
-            let what = |when: &str| {
-                format!("{at} reserves addresses of these ranges too, and an attachment gets one alone: ADD {when}")
+        let Some(own_ranges) = &pool.ranges else { return problems };
+        for (path, other) in &earlier.pools {
+            let Some(other_ranges) = &other.ranges else { continue };
+            let what = |outcome: &str| {
+                format!(
+                    "{path} reserves addresses from these ranges too, but an attachment gets only one: ADD {outcome}"
+                )
             };
-            let all_in_ours = |set: &RangeSet| set.ranges().iter().all(|range| contains(ours, range));
-            if other.data_dir == pool.data_dir && theirs.sets().iter().any(all_in_ours) {
+            let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(own_ranges, range));
+            if other.data_dir == pool.data_dir && other_ranges.sets().iter().any(is_covered) {
                 problems.push(self.error("ipam", what("fails")));
-            } else if overlap(theirs, ours) {
-                problems.push(self.warning("ipam", what("fails where both would give the same address")));
+            } else if overlap(other_ranges, own_ranges) {
+                problems.push(self.warning("ipam", what("fails if both choose the same address")));
             }
         }
         problems
     }
 
-    /// Checks the plugin as a bridge behind another one.
-    fn second_bridge(&self, earlier: &Earlier, version: Option<Version>) -> Option<Problem> {
-        let (at, bridge) = earlier.bridge.as_ref()?;
+    /// Reports a bridge plugin behind another one if it names another bridge, or if the version has
+    /// no results for chained plugins.
+    fn check_second_bridge(&self, earlier: &Earlier, version: Option<Version>) -> Option<Problem> {
+        let (path, bridge) = earlier.bridge.as_ref()?;
         if version.is_some_and(|version| version < Version::V0_3_0) {
-            let what = format!("{at} creates the interface already, which results before 0.3.0 cannot express");
+            let what = format!("{path} already creates the interface, and results before 0.3.0 have no interfaces");
             return Some(self.error("type", what));
         }
-        (*bridge != self.bridge()).then(|| {
-            self.error("bridge", format!("{at} attaches the interface to {bridge:?}, and it can have one bridge"))
-        })
+        if *bridge == self.bridge() {
+            return None;
+        }
+        let what = format!("{path} attaches the interface to {bridge:?}, and it can be attached to one bridge only");
+        Some(self.error("bridge", what))
     }
 
+    /// Returns the name of the bridge that the plugin bridge uses.
     fn bridge(&self) -> String {
         match self.plugin["bridge"].as_str() {
             None | Some("") => plugin_bridge::DEFAULT_BRIDGE.to_owned(),
@@ -174,8 +193,9 @@ impl One<'_> {
         }
     }
 
-    /// Checks the addresses, routes and gateways of a plugin that creates an interface.
-    fn layer3(&self, reader: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
+    /// Checks the keys about addresses, routes and gateways of a plugin that creates an interface.
+    /// `reader` is that plugin.
+    fn check_layer3(&self, reader: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.ipam.is_empty() {
             let is_set = |value: &Value| value.as_object().is_some_and(|keys| !keys.is_empty());
@@ -197,30 +217,35 @@ impl One<'_> {
         if self.ipam != "host-local" {
             return problems;
         }
-        // The networks that the addresses of an earlier plugin reach are not known here.
-        let everything = ["0.0.0.0", "::"].map(|zero| zero.parse().ok().map(Cidr::default_route));
-        let before: Vec<Cidr> = everything.into_iter().flatten().filter(|_| earlier.addresses).collect();
-        problems.extend(self.routes(reader, &before));
-        if earlier.addresses {
+        // If an earlier plugin may have added addresses, they may reach every gateway: so they are
+        // assumed to be in networks that contain everything.
+        let mut earlier_addresses: Vec<Cidr> = Vec::new();
+        if earlier.may_add_addresses {
+            earlier_addresses
+                .extend(["0.0.0.0", "::"].iter().filter_map(|zero| zero.parse().ok().map(Cidr::default_route)));
+        }
+        problems.extend(self.check_routes(reader, &earlier_addresses));
+        if earlier.may_add_addresses {
             return problems;
         }
         let sets = self.pool().and_then(|pool| pool.ranges);
         let has_ipv6 = sets.is_some_and(|sets| sets.sets().iter().any(|set| !set.is_ipv4()));
-        if let Some(mtu) = self.plugin["mtu"].as_i64().filter(|mtu| has_ipv6 && (68..IPV6_MTU).contains(mtu)) {
-            problems.push(self.error("mtu", format!("IPv6 needs an MTU of at least {IPV6_MTU}, not {mtu}")));
+        if let Some(mtu) = self.plugin["mtu"].as_i64().filter(|mtu| has_ipv6 && (68..MIN_IPV6_MTU).contains(mtu)) {
+            problems.push(self.error("mtu", format!("IPv6 needs an MTU of at least {MIN_IPV6_MTU}, not {mtu}")));
         }
         problems
     }
 
-    /// Reports routes and gateways that no address of the ranges reaches, as the plugin judges
-    /// host-local's answers.
-    fn routes(&self, reader: &dyn Plugin, before: &[Cidr]) -> Vec<Problem> {
+    /// Reports routes and gateways that no address of the ranges can reach. `reader`, the plugin
+    /// itself, decides: it gets an example of a host-local result for each range.
+    fn check_routes(&self, reader: &dyn Plugin, earlier_addresses: &[Cidr]) -> Vec<Problem> {
         const NO_RANGES: &str = "no ranges in the configuration";
-        let refused = |value: &Value| -> Vec<Option<String>> {
+        // The error for each example, or `None` if the plugin accepts it.
+        let errors = |value: &Value| -> Vec<Option<String>> {
             let results = NetConf::parse(value.to_string()).and_then(|conf| {
                 let is_host_local = conf.ipam_type() == "host-local";
                 let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
-                reader.examine_answers(&conf, &results, before)
+                reader.examine_answers(&conf, &results, earlier_addresses)
             });
             match results {
                 Ok(results) if results.is_empty() => vec![Some(NO_RANGES.to_owned())],
@@ -228,34 +253,35 @@ impl One<'_> {
                 Err(error) => vec![Some(error.to_string())],
             }
         };
-        // Defects that either plugin refuses by itself have been reported already.
-        let by_itself = |conf: NetConf| {
+        // An error that one of the two plugins finds in its own keys has been reported already.
+        let has_examples = NetConf::parse(self.request.to_string()).and_then(|conf| {
             reader.examine(&conf)?;
-            plugin_host_local::possible_results(&conf).map(|results| results.is_empty())
-        };
-        if NetConf::parse(self.request.to_string()).and_then(by_itself).unwrap_or(true) {
+            Ok(!plugin_host_local::possible_results(&conf)?.is_empty())
+        });
+        if !has_examples.unwrap_or(false) {
             return Vec::new();
         }
-        let by_runtime = self.plugin["capabilities"]["ipRanges"] == json!(true);
-        let always = !by_runtime && refused(&self.request).iter().all(Option::is_some);
-        let check = |value: &Value| refused(value).into_iter().flatten().next().map_or(Ok(()), Err);
-        let wrong = blame::all(&self.request, &["cniVersion", "name", "type"], &check);
+        let runtime_has_ranges = self.plugin["capabilities"]["ipRanges"] == json!(true);
+        let fails_always = !runtime_has_ranges && errors(&self.request).iter().all(Option::is_some);
+        let check = |value: &Value| errors(value).into_iter().flatten().next().map_or(Ok(()), Err);
+        let found = locate::errors(&self.request, &["cniVersion", "name", "type"], &check);
         let problem = |(path, what): (String, String)| {
-            if always { self.error(&path, what) } else { self.warning(&path, what) }
+            if fails_always { self.error(&path, what) } else { self.warning(&path, what) }
         };
-        wrong.into_iter().map(problem).collect()
+        found.into_iter().map(problem).collect()
     }
 
-    /// Checks tuning behind bridge, whose interface is a veth.
-    fn tuned(&self, earlier: &Earlier) -> Option<Problem> {
+    /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have.
+    fn check_tuned_mtu(&self, earlier: &Earlier) -> Option<Problem> {
         let mtu = self.plugin["mtu"].as_i64().filter(|mtu| *mtu != 0 && !VETH_MTU.contains(mtu))?;
         let is_tuned = self.kind == "tuning" && earlier.bridge.is_some() && i32::try_from(mtu).is_ok_and(|mtu| mtu > 0);
         let (least, most) = (VETH_MTU.start(), VETH_MTU.end());
-        is_tuned
-            .then(|| self.error("mtu", format!("the interface of bridge takes an MTU of {least} to {most}, not {mtu}")))
+        let what = format!("the interface of bridge can have an MTU from {least} to {most}, not {mtu}");
+        is_tuned.then(|| self.error("mtu", what))
     }
 
-    /// Returns the ranges from which host-local would reserve an address.
+    /// Returns the ranges that host-local would reserve an address from, or `None` if the plugin
+    /// does not use host-local.
     fn pool(&self) -> Option<Pool> {
         if self.kind != "host-local" && self.ipam != "host-local" {
             return None;
@@ -264,30 +290,31 @@ impl One<'_> {
         Pool::read(&conf, &Notes::silent()).ok()
     }
 
-    /// Adds the plugin's own effects for the next one.
-    fn leave(self, earlier: &mut Earlier) {
+    /// Adds to `earlier` what this plugin does.
+    fn add_effects_to(self, earlier: &mut Earlier) {
         if let Some(pool) = self.pool() {
-            earlier.reserved.push((self.at.to_owned(), pool));
+            earlier.pools.push((self.path.to_owned(), pool));
         }
         if self.kind == "bridge" && earlier.bridge.is_none() {
-            earlier.bridge = Some((self.at.to_owned(), self.bridge()));
+            earlier.bridge = Some((self.path.to_owned(), self.bridge()));
         }
-        earlier.interface |= !matches!(self.role(), Some(Role::Namespace | Role::Ipam));
-        earlier.addresses |= self.role() != Some(Role::Namespace);
+        earlier.may_create_interface |= !matches!(self.role(), Some(Role::Namespace | Role::Ipam));
+        earlier.may_add_addresses |= self.role() != Some(Role::Namespace);
     }
 }
 
-/// Whether two configurations could hand out the same address.
+/// Whether an address is in both `a` and `b`.
 fn overlap(a: &RangeSets, b: &RangeSets) -> bool {
-    let meet = |one: &Range, other: &Range| one.contains(other.first()) || other.contains(one.first());
-    ranges(a).any(|one| ranges(b).any(|other| meet(one, other)))
+    let have_common_address = |one: &Range, other: &Range| one.contains(other.first()) || other.contains(one.first());
+    ranges(a).any(|one| ranges(b).any(|other| have_common_address(one, other)))
 }
 
-/// Whether every address of a range is in `sets`.
+/// Whether one of the ranges of `sets` contains the whole `range`.
 fn contains(sets: &RangeSets, range: &Range) -> bool {
     ranges(sets).any(|one| one.contains(range.first()) && one.contains(range.last()))
 }
 
+/// Returns all ranges of all sets.
 fn ranges(sets: &RangeSets) -> impl Iterator<Item = &Range> {
     sets.sets().iter().flat_map(RangeSet::ranges)
 }

@@ -1,5 +1,5 @@
-//! Reads a file's text as the plugins read it: keys in their usual spelling, and the last of
-//! duplicate keys.
+//! Reads a file's text as the plugins read it: keys of structures may have any case, and the last
+//! of duplicate keys counts.
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use serde_json::{Map, Value};
 
 use super::Problem;
 
-/// The keys that are looked up here by name. Structures match them in any case.
-const USUAL: [&str; 14] = [
+/// The usual spelling of the keys that other modules look up by name.
+const USUAL_SPELLING: [&str; 14] = [
     "cniVersion",
     "cniVersions",
     "name",
@@ -27,39 +27,41 @@ const USUAL: [&str; 14] = [
     "prevResult",
 ];
 
-/// The comparison of an object's keys.
+/// How the keys of an object are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Keys {
-    /// In any case: a structure.
+enum ObjectKind {
+    /// Keys that differ only in case are equal, as in Go's structures.
     Structure,
-    /// Byte by byte: a map, or an object whose meaning is unknown here.
-    Exact,
-    /// Byte by byte, and tuning refuses a duplicate.
+    /// Keys with equal bytes are equal, as in Go's maps. Also for objects that are unknown here.
+    Map,
+    /// The same, and tuning refuses duplicates.
     Sysctls,
 }
 
 /// The endings of the files that a runtime reads.
 const ENDINGS: [&str; 3] = ["conflist", "conf", "json"];
 
-/// Reads a text. Duplicate keys go to `problems`.
+/// Returns the document in `text`, with the keys of structures in their usual spelling. Adds a
+/// problem for each duplicate key.
 ///
 /// # Errors
-/// The text is not JSON; the problem has the place.
+/// The text is not JSON. The problem has the position.
 pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Problem> {
     if let Err(error) = serde_json::from_str::<Value>(text) {
-        let place = format!("@{}:{}", error.line(), error.column());
-        return Err(Problem::error(place, format!("not JSON: {error}")));
+        let position = format!("@{}:{}", error.line(), error.column());
+        return Err(Problem::error(position, format!("not JSON: {error}")));
     }
     let json = Json::parse(text.as_bytes()).map_err(|error| Problem::error("", format!("not JSON: {error}")))?;
-    Ok(Reader { problems }.top(&json))
+    Ok(Reader { problems }.read_document(&json))
 }
 
-/// Adds the plugins from the folder named after the network, which belong to the list.
+/// Reads the file at `path` as a runtime does, and adds to `document` the plugins that the list
+/// gets from the folder that is named after the network.
 ///
 /// # Errors
-/// A runtime cannot read the file.
-pub(super) fn complete(document: &mut Value, path: &Path) -> Result<(), Problem> {
-    if !path.extension().is_some_and(|ending| ENDINGS.iter().any(|one| ending == *one)) {
+/// A runtime cannot read the file, which also depends on the ending of its name.
+pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result<(), Problem> {
+    if !path.extension().is_some_and(|ending| ENDINGS.iter().any(|known| ending == *known)) {
         return Ok(());
     }
     let is_list = path.extension().is_some_and(|ending| ending == "conflist");
@@ -73,95 +75,111 @@ pub(super) fn complete(document: &mut Value, path: &Path) -> Result<(), Problem>
     };
     let inlined = document["plugins"].as_array().map_or(0, Vec::len);
     if is_list && list.plugins().len() > inlined {
-        let more = list.plugins().iter().skip(inlined).filter_map(|plugin| {
+        let added = list.plugins().iter().skip(inlined).filter_map(|plugin| {
             let raw = plugin.members().to_bytes().ok()?;
-            Some(Reader { problems: &mut Vec::new() }.plugin(&Json::parse(&raw).ok()?, ""))
+            Some(Reader { problems: &mut Vec::new() }.read_plugin(&Json::parse(&raw).ok()?, ""))
         });
         let mut plugins = document["plugins"].as_array().cloned().unwrap_or_default();
-        plugins.extend(more);
+        plugins.extend(added);
         document["plugins"] = Value::Array(plugins);
     }
     Ok(())
 }
 
+/// Converts a document and collects its problems.
 struct Reader<'p> {
     problems: &'p mut Vec<Problem>,
 }
 
 impl Reader<'_> {
-    fn top(&mut self, json: &Json) -> Value {
-        let mut top = self.plugin(json, "");
-        if let (Some(Json::Array(plugins)), Some(slot)) = (json.get("plugins"), top.get_mut("plugins")) {
-            let read = plugins.iter().enumerate().map(|(index, one)| self.plugin(one, &format!("plugins[{index}]")));
-            *slot = Value::Array(read.collect());
+    /// Reads the whole document: a list or one plugin.
+    fn read_document(&mut self, json: &Json) -> Value {
+        let mut document = self.read_plugin(json, "");
+        if let (Some(Json::Array(plugins)), Some(slot)) = (json.get("plugins"), document.get_mut("plugins")) {
+            let mut converted = Vec::new();
+            for (index, plugin) in plugins.iter().enumerate() {
+                converted.push(self.read_plugin(plugin, &format!("plugins[{index}]")));
+            }
+            *slot = Value::Array(converted);
         }
-        top
+        document
     }
 
-    /// Reads a plugin's object, or the whole document.
-    fn plugin(&mut self, json: &Json, path: &str) -> Value {
+    /// Reads a plugin's object, or the object of a list without its plugins.
+    fn read_plugin(&mut self, json: &Json, path: &str) -> Value {
         let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
-        self.object(json, path, Keys::Structure, &mut |reader, key, value, path| match key {
-            // The caller reads each of them as a plugin.
+        self.read_object(json, path, ObjectKind::Structure, &mut |reader, key, value, path| match key {
+            // `read_document` reads each of them.
             "plugins" if path == "plugins" && matches!(value, Json::Array(_)) => Value::Null,
-            "ipam" => {
-                reader.object(value, path, Keys::Structure, &mut |reader, _, value, path| reader.plain(value, path))
-            }
+            "ipam" => reader.read_object(value, path, ObjectKind::Structure, &mut |reader, _, value, path| {
+                reader.read_value(value, path)
+            }),
             "sysctl" if is_tuning => {
-                reader.object(value, path, Keys::Sysctls, &mut |reader, _, value, path| reader.plain(value, path))
+                reader.read_object(value, path, ObjectKind::Sysctls, &mut |reader, _, value, path| {
+                    reader.read_value(value, path)
+                })
             }
-            _ => reader.plain(value, path),
+            _ => reader.read_value(value, path),
         })
     }
 
-    /// Reads any other value; the meaning of its keys is unknown here.
-    fn plain(&mut self, json: &Json, path: &str) -> Value {
+    /// Reads any other value. If it is an object, its keys are unknown here.
+    fn read_value(&mut self, json: &Json, path: &str) -> Value {
         match json {
             Json::Null => Value::Null,
             Json::Bool(value) => Value::Bool(*value),
             Json::Number(number) => Value::Number(number.clone()),
             Json::String(text) => Value::String(text.clone()),
             Json::Array(items) => {
-                let read = items.iter().enumerate().map(|(index, one)| self.plain(one, &format!("{path}[{index}]")));
-                Value::Array(read.collect())
+                let mut converted = Vec::new();
+                for (index, item) in items.iter().enumerate() {
+                    converted.push(self.read_value(item, &format!("{path}[{index}]")));
+                }
+                Value::Array(converted)
             }
             Json::Object(_) => {
-                let keys = if path.ends_with("args.cni.sysctl") { Keys::Sysctls } else { Keys::Exact };
-                self.object(json, path, keys, &mut |reader, _, value, path| reader.plain(value, path))
+                let kind = if path.ends_with("args.cni.sysctl") { ObjectKind::Sysctls } else { ObjectKind::Map };
+                self.read_object(json, path, kind, &mut |reader, _, value, path| reader.read_value(value, path))
             }
         }
     }
 
-    fn object(
+    /// Reads an object. `read` reads the value of each key; it gets the key in its usual spelling,
+    /// the value and the value's path. Adds a problem for each duplicate key.
+    fn read_object(
         &mut self,
         json: &Json,
         path: &str,
-        keys: Keys,
+        kind: ObjectKind,
         read: &mut dyn FnMut(&mut Self, &str, &Json, &str) -> Value,
     ) -> Value {
-        let Json::Object(members) = json else { return self.plain(json, path) };
+        let Json::Object(members) = json else { return self.read_value(json, path) };
         let mut object = Map::new();
         for (written, value) in members {
-            let usual = USUAL.iter().find(|usual| keys == Keys::Structure && usual.eq_ignore_ascii_case(written));
+            let usual = USUAL_SPELLING
+                .iter()
+                .find(|usual| kind == ObjectKind::Structure && usual.eq_ignore_ascii_case(written));
             let key = usual.map_or(written.as_str(), |usual| *usual);
-            let same = |other: &String| match keys {
-                Keys::Structure => other.eq_ignore_ascii_case(key),
-                Keys::Exact | Keys::Sysctls => other == key,
+            let is_same_key = |other: &String| match kind {
+                ObjectKind::Structure => other.eq_ignore_ascii_case(key),
+                ObjectKind::Map | ObjectKind::Sysctls => other == key,
             };
-            let at = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
-            let before = object.keys().find(|other| same(other)).cloned();
-            if let Some(before) = before {
-                self.problems.push(match keys {
-                    Keys::Sysctls => Problem::error(&at, "duplicated sysctl keys are not allowed"),
-                    Keys::Structure | Keys::Exact => Problem::warning(&at, "duplicate key: only the last value counts"),
+            let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+            let duplicate = object.keys().find(|other| is_same_key(other)).cloned();
+            if let Some(duplicate) = duplicate {
+                self.problems.push(match kind {
+                    ObjectKind::Sysctls => Problem::error(&key_path, "duplicated sysctl keys are not allowed"),
+                    ObjectKind::Structure | ObjectKind::Map => {
+                        Problem::warning(&key_path, "duplicate key: only the last value counts")
+                    }
                 });
-                // `null` is the default, and replaces nothing.
-                if *value == Json::Null && keys == Keys::Structure {
+                // In a structure, `null` leaves the value of the earlier key in place.
+                if *value == Json::Null && kind == ObjectKind::Structure {
                     continue;
                 }
-                object.remove(&before);
+                object.remove(&duplicate);
             }
-            let value = read(self, key, value, &at);
+            let value = read(self, key, value, &key_path);
             object.insert(key.to_owned(), value);
         }
         Value::Object(object)

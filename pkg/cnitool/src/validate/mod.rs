@@ -1,17 +1,16 @@
-//! validate, and networks, which is validate for every file: all that is wrong with a network,
-//! found at once, each as a path into the JSON with line and column.
+//! The commands `validate`, which reports all problems of network files, and `networks`, which does
+//! so for every configured network. Each problem has its path in the JSON, its line and its column.
 //!
-//! What a plugin makes of its keys is asked of the plugin's own reading ([`rules`]): there is no
-//! second table of keys here that could say something else. For plugins of other projects only the
-//! list's side is checked. Without an error an ADD is expected to work:
-//! tests/tests/suite/operator/sound.rs compares the two.
+//! A plugin's keys are checked by the plugin's own code ([`rules`]), so this crate has no second
+//! list of keys. For plugins of other projects only the keys of the list are checked. If no error
+//! is reported, an ADD is expected to work: tests/tests/suite/operator/sound.rs checks that.
 
-mod blame;
 mod chain;
 mod document;
-mod place;
+mod host;
+mod locate;
+mod position;
 mod rules;
-mod surroundings;
 
 use std::path::{Path, PathBuf};
 
@@ -31,10 +30,10 @@ pub(crate) struct Validate {
     /// The network's file
     #[arg(required = true, value_hint = clap::ValueHint::FilePath)]
     files: Vec<PathBuf>,
-    /// The file alone: not this host's plugins, kernel, and other networks
+    /// Check the file only, without this host's plugins, kernel and other networks
     #[arg(long)]
     file_only: bool,
-    /// Exit with 1 on a warning, too
+    /// Exit with 1 also if there are only warnings
     #[arg(long)]
     strict: bool,
 }
@@ -42,17 +41,17 @@ pub(crate) struct Validate {
 /// The arguments of `networks`.
 #[derive(Debug, Args)]
 pub(crate) struct Networks {
-    /// Only these networks; without a name, all
+    /// The networks to list [default: all]
     #[arg(value_name = "NETWORK")]
     names: Vec<String>,
 }
 
-/// The meaning of a problem for the network.
+/// What a problem means for the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Severity {
     /// An ADD fails.
     Error,
-    /// An ADD can work, though perhaps not as the file's author meant.
+    /// An ADD can succeed, but perhaps does not do what the file's author intended.
     Warning,
 }
 
@@ -65,56 +64,65 @@ impl Severity {
     }
 }
 
-/// Something wrong.
+/// A problem of a network file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Problem {
     severity: Severity,
-    /// Where: `plugins[0].ipam.ranges`; empty for the whole document.
+    /// The path of the key that causes it, such as `plugins[0].ipam.ranges`. Empty for the whole
+    /// document; `@<line>:<column>` in a text that is not JSON.
     path: String,
-    /// What, and what could be done.
+    /// What is wrong, and what could be done.
     what: String,
 }
 
 impl Problem {
+    /// Returns a problem that makes ADD fail.
     fn error(path: impl Into<String>, what: impl Into<String>) -> Problem {
         Problem { severity: Severity::Error, path: path.into(), what: what.into() }
     }
 
+    /// Returns a problem with which ADD can succeed.
     fn warning(path: impl Into<String>, what: impl Into<String>) -> Problem {
         Problem { severity: Severity::Warning, path: path.into(), what: what.into() }
     }
 }
 
-/// Whether an ADD is expected to work.
+/// Whether an ADD is expected to work: none of the problems is an error.
 fn is_sound(problems: &[Problem]) -> bool {
     problems.iter().all(|problem| problem.severity == Severity::Warning)
 }
 
-/// A file and what is wrong with it.
-struct Checked {
+/// A network file and its problems.
+struct CheckedFile {
     path: PathBuf,
+    /// The content of the file.
     text: String,
+    /// The network's name, or `?` if the file has none.
     network: String,
     problems: Vec<Problem>,
 }
 
-/// Checks files.
+/// Runs `validate`: checks the files and writes their problems.
+///
+/// # Errors
+/// A file cannot be read, or stdout cannot be written.
 pub(crate) fn run(
     args: &Validate,
     shared: &Shared,
     call: &Call<'_>,
     streams: &mut Streams<'_>,
 ) -> Result<Exit, Failure> {
-    let check = |path: &PathBuf| {
-        let host = (!args.file_only).then_some((shared, call));
-        check(path, host, streams)
-    };
-    let checked: Result<Vec<Checked>, Error> = args.files.iter().map(check).collect();
-    let checked = checked.map_err(|error| failed("validate", error, shared.format()))?;
-    report(&checked, args, shared, streams).map_err(|error| failed("validate", error, shared.format()))
+    let host = if args.file_only { None } else { Some((shared, call)) };
+    let files: Result<Vec<CheckedFile>, Error> =
+        args.files.iter().map(|path| check_file(path, host, streams)).collect();
+    let files = files.map_err(|error| failed("validate", error, shared.format()))?;
+    write_report(&files, args, shared, streams).map_err(|error| failed("validate", error, shared.format()))
 }
 
-/// Lists the configured networks, and what is wrong with them.
+/// Runs `networks`: lists the configured networks and their problems.
+///
+/// # Errors
+/// The folder cannot be read, a requested network is not configured, or stdout cannot be written.
 pub(crate) fn networks(
     args: &Networks,
     shared: &Shared,
@@ -124,26 +132,28 @@ pub(crate) fn networks(
     list(&args.names, shared, call, streams).map_err(|error| failed("networks", error, shared.format()))
 }
 
-fn list(asked: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+/// Writes a row for each configured network that is in `requested`, or for all if that is empty.
+fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let folder = shared.conf_folder(&Variables(&call.environment));
     let mut files = node::by_precedence(folder.files()?);
-    for name in asked {
+    for name in requested {
         if !files.iter().any(|file| file.name.as_ref() == Some(name)) {
             let msg = format!("no net configuration with name {name:?} in {}", folder.path().display());
             return Err(Error::config(msg));
         }
     }
-    files.retain(|file| asked.is_empty() || file.name.as_ref().is_some_and(|name| asked.contains(name)));
+    files.retain(|file| requested.is_empty() || file.name.as_ref().is_some_and(|name| requested.contains(name)));
     let mut rows = vec![["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec()];
-    let (mut checked, mut names, mut networks, mut exit) = (Vec::new(), Vec::<String>::new(), Vec::new(), Exit::Done);
+    let (mut checked_files, mut used_names, mut networks, mut exit) =
+        (Vec::new(), Vec::<String>::new(), Vec::new(), Exit::Done);
     for ConfFile { path, name, list } in files {
-        let one = check(&path, Some((shared, call)), streams).unwrap_or_else(|error| Checked {
+        let checked = check_file(&path, Some((shared, call)), streams).unwrap_or_else(|error| CheckedFile {
             path: path.clone(),
             text: String::new(),
             network: "?".to_owned(),
             problems: vec![Problem::error("", error.to_string())],
         });
-        let shown = name.clone().unwrap_or_else(|| "?".to_owned());
+        let shown_name = name.clone().unwrap_or_else(|| "?".to_owned());
         let (version, kinds) = match &list {
             Ok(list) => {
                 let kinds: Vec<&str> = list.plugins().iter().map(|plugin| plugin.kind()).collect();
@@ -151,16 +161,16 @@ fn list(asked: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Stream
             }
             Err(_) => ("?".to_owned(), "?".to_owned()),
         };
-        let is_shadowed = list.is_ok() && names.contains(&shown);
+        let is_shadowed = list.is_ok() && used_names.contains(&shown_name);
         if list.is_ok() {
-            names.push(shown.clone());
+            used_names.push(shown_name.clone());
         }
         let state = match is_shadowed {
             true => "never used: another file has this network".to_owned(),
-            false => summary(&one.problems),
+            false => summary(&checked.problems),
         };
-        // No runtime reads a file behind another one of the same network.
-        if !is_shadowed && !is_sound(&one.problems) {
+        // Errors in a file that runtimes never read harm no container.
+        if !is_shadowed && !is_sound(&checked.problems) {
             exit = Exit::Failed;
         }
         networks.push(json!({
@@ -170,81 +180,91 @@ fn list(asked: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Stream
             "file": path.display().to_string(),
             "loads": list.is_ok(),
             "used": list.is_ok() && !is_shadowed,
-            "sound": is_sound(&one.problems),
-            "problems": one.as_json(),
+            "sound": is_sound(&checked.problems),
+            "problems": checked.as_json(),
         }));
-        rows.push(vec![shown, version, kinds, path.display().to_string(), state]);
-        checked.push(one);
+        rows.push(vec![shown_name, version, kinds, path.display().to_string(), state]);
+        checked_files.push(checked);
     }
     if shared.format() == Format::Json {
         write_json(streams, &json!({"folder": folder.path().display().to_string(), "networks": networks}))?;
-    } else if checked.is_empty() {
+    } else if checked_files.is_empty() {
         write(streams, &format!("No network is configured in {}.\n", folder.path().display()))?;
     } else {
-        let problems: String = checked.iter().flat_map(|one| one.lines(streams)).collect();
-        let gap = if problems.is_empty() { "" } else { "\n" };
-        write(streams, &format!("{}\n{gap}{problems}", table(&rows).join("\n")))?;
+        let problems: String = checked_files.iter().flat_map(|file| file.lines(streams)).collect();
+        let blank_line = if problems.is_empty() { "" } else { "\n" };
+        write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))?;
     }
     Ok(exit)
 }
 
-/// Returns `ok`, or the numbers of errors and warnings.
+/// Returns `ok`, or the numbers of errors and warnings, such as `1 error, 2 warnings`.
 fn summary(problems: &[Problem]) -> String {
-    let counted = |severity: Severity| {
+    let count_of = |severity: Severity| {
         let count = problems.iter().filter(|problem| problem.severity == severity).count();
         let plural = if count == 1 { "" } else { "s" };
         (count > 0).then(|| format!("{count} {}{plural}", severity.as_str()))
     };
-    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(counted).collect();
+    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(count_of).collect();
     if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
 }
 
-fn report(checked: &[Checked], args: &Validate, shared: &Shared, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+/// Writes the problems of all files. Returns [`Exit::Failed`] if one has an error, with `--strict`
+/// also if one has a warning.
+fn write_report(
+    files: &[CheckedFile],
+    args: &Validate,
+    shared: &Shared,
+    streams: &mut Streams<'_>,
+) -> Result<Exit, Error> {
     if shared.format() == Format::Json {
-        let file = |one: &Checked| {
+        let as_json = |file: &CheckedFile| {
             json!({
-                "file": one.path.display().to_string(),
-                "network": one.network,
-                "sound": is_sound(&one.problems),
-                "problems": one.as_json(),
+                "file": file.path.display().to_string(),
+                "network": file.network,
+                "sound": is_sound(&file.problems),
+                "problems": file.as_json(),
             })
         };
-        write_json(streams, &json!({"files": checked.iter().map(file).collect::<Vec<_>>()}))?;
+        write_json(streams, &json!({"files": files.iter().map(as_json).collect::<Vec<_>>()}))?;
     } else {
         let mut text = String::new();
-        for one in checked {
-            text += &one.lines(streams).concat();
-            if is_sound(&one.problems) {
-                text += &format!("{}: network {} is sound\n", one.path.display(), one.network);
+        for file in files {
+            text += &file.lines(streams).concat();
+            if is_sound(&file.problems) {
+                text += &format!("{}: network {} is sound\n", file.path.display(), file.network);
             }
         }
         write(streams, &text)?;
     }
-    let passes = |one: &Checked| if args.strict { one.problems.is_empty() } else { is_sound(&one.problems) };
-    Ok(if checked.iter().all(passes) { Exit::Done } else { Exit::Failed })
+    let passes = |file: &CheckedFile| if args.strict { file.problems.is_empty() } else { is_sound(&file.problems) };
+    Ok(if files.iter().all(passes) { Exit::Done } else { Exit::Failed })
 }
 
-impl Checked {
-    /// Writes `file:line:column: error: path: what`, the form that compilers and editors use.
+impl CheckedFile {
+    /// Returns a line for each problem, `file:line:column: error: path: what`, in the form that
+    /// compilers use and editors understand.
     fn lines(&self, streams: &Streams<'_>) -> Vec<String> {
         let line = |problem: &Problem| {
-            let (line, column) = place::find(&self.text, &problem.path);
-            let at = paint(streams.stdout_style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
+            let (line, column) = position::find(&self.text, &problem.path);
+            let position =
+                paint(streams.stdout_style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
             let colour = if problem.severity == Severity::Error { Colour::Red } else { Colour::Yellow };
             let severity = paint(streams.stdout_style, colour, &format!("{}:", problem.severity.as_str()));
-            // A place in a text that cannot be read has no path.
+            // A path with `@` is a position, which the line already begins with.
             let path = match problem.path.as_str() {
                 path if path.is_empty() || path.starts_with('@') => String::new(),
                 path => format!("{path}: "),
             };
-            format!("{at} {severity} {path}{}\n", problem.what)
+            format!("{position} {severity} {path}{}\n", problem.what)
         };
         self.problems.iter().map(line).collect()
     }
 
+    /// Returns the problems as a JSON list.
     fn as_json(&self) -> Value {
         let row = |problem: &Problem| {
-            let (line, column) = place::find(&self.text, &problem.path);
+            let (line, column) = position::find(&self.text, &problem.path);
             let severity = problem.severity.as_str();
             json!({"severity": severity, "path": problem.path, "line": line, "column": column, "what": problem.what})
         };
@@ -252,8 +272,12 @@ impl Checked {
     }
 }
 
-/// All that is wrong with one file; without a host the file alone.
-fn check(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>) -> Result<Checked, Error> {
+/// Checks one file. Without `host`, this host's plugins, kernel and other networks are not looked
+/// at.
+///
+/// # Errors
+/// Code 5 if the file cannot be read. Everything that is wrong in it is a problem, not an error.
+fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>) -> Result<CheckedFile, Error> {
     let raw = cni::file::read(path)
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error))?;
     let text = String::from_utf8_lossy(&raw).into_owned();
@@ -265,24 +289,23 @@ fn check(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>)
             if let Some(name) = document.get("name").and_then(Value::as_str) {
                 name.clone_into(&mut network);
             }
-            let loaded = document::complete(&mut document, path);
+            let outcome = document::add_plugins_of_folder(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
-            // A runtime's own reading decides: it depends on the file's name, too.
+            // Reported only if nothing else is wrong: it mostly repeats an error found above.
             if is_sound(&problems)
-                && let Err(problem) = loaded
+                && let Err(problem) = outcome
             {
                 problems.push(problem);
             }
             if let Some((shared, call)) = host {
-                problems.extend(surroundings::check(&document, path, &problems, shared, call, &streams.notes));
+                problems.extend(host::check(&document, path, &problems, shared, call, &streams.notes));
             }
         }
     }
-    // In the order of the text.
-    problems.sort_by_key(|problem| place::find(&text, &problem.path));
+    problems.sort_by_key(|problem| position::find(&text, &problem.path));
     problems.dedup();
-    Ok(Checked { path: path.to_owned(), text, network, problems })
+    Ok(CheckedFile { path: path.to_owned(), text, network, problems })
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! What a document says of itself: the list's keys, and each plugin's by the plugin's own reading.
+//! Checks a document by itself: the keys of the list, and the keys of each plugin by the plugin's
+//! own code.
 
 use cni::config::NetConf;
 use cni::delegate::check_plugin_name;
@@ -8,22 +9,22 @@ use cni::skel::{Plugin, Role};
 use libcni::NetworkList;
 use serde_json::{Value, json};
 
-use super::{Problem, blame};
+use super::{Problem, locate};
 use crate::plugins;
 
 /// The longest name of a network, in bytes. A runtime's result cache has a file
-/// `<network>-<container ID>-<interface>` for each attachment: 255 bytes, of which 64 are left to
-/// the ID and 15 to the interface.
+/// `<network>-<container ID>-<interface>` for each attachment. The name of a file has at most 255
+/// bytes, of which the ID may need 64 and the interface 15.
 const MAX_NAME: usize = 255 - "-".len() - 64 - "-".len() - 15;
 
 /// The keys of a list that a runtime reads.
-const LIST: [&str; 8] =
+const LIST_KEYS: [&str; 8] =
     ["cniVersion", "cniVersions", "name", "plugins", "disableCheck", "disableGC", "loadOnlyInlinedPlugins", "args"];
 /// The keys that every plugin's object may have.
-const STANDARD: [&str; 9] =
+const STANDARD_KEYS: [&str; 9] =
     ["cniVersion", "name", "type", "capabilities", "ipam", "dns", "args", "runtimeConfig", "prevResult"];
 
-/// Everything that is wrong with a document by itself.
+/// Returns the problems that the document has on every host.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let Some(members) = document.as_object() else { return vec![Problem::error("", "not a JSON object")] };
     let is_list = members.contains_key("plugins") || !members.contains_key("type");
@@ -39,63 +40,65 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
             details => format!("{error}: {details}"),
         })
     };
-    let wrong = blame::all(document, &["plugins", "name"], &load);
-    problems.extend(wrong.into_iter().map(|(path, what)| Problem::error(path, what)));
-    problems.extend(name(document));
+    let errors = locate::errors(document, &["plugins", "name"], &load);
+    problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path, what)));
+    problems.extend(check_name(document));
     if !is_list {
-        problems.extend(plugin(document, document, ""));
+        problems.extend(check_plugin(document, document, ""));
         return problems;
     }
-    for key in members.keys().filter(|key| !LIST.iter().any(|name| name.eq_ignore_ascii_case(key))) {
-        problems.push(Problem::warning(key, unknown_text(key, &LIST)));
+    for key in members.keys().filter(|key| !LIST_KEYS.iter().any(|name| name.eq_ignore_ascii_case(key))) {
+        problems.push(Problem::warning(key, unknown_text(key, &LIST_KEYS)));
     }
-    for (index, one) in document["plugins"].as_array().into_iter().flatten().enumerate() {
-        problems.extend(plugin(document, one, &format!("plugins[{index}]")));
+    for (index, plugin) in document["plugins"].as_array().into_iter().flatten().enumerate() {
+        problems.extend(check_plugin(document, plugin, &format!("plugins[{index}]")));
     }
     problems
 }
 
-/// Returns what is wrong with the network's name, if there is one.
-fn name(document: &Value) -> Option<Problem> {
+/// Checks the network's name. A missing one is reported with the list's keys.
+fn check_name(document: &Value) -> Option<Problem> {
     let name = document["name"].as_str().filter(|name| !name.is_empty())?;
     if let Err(error) = ident::check_network_name(name) {
         return Some(Problem::error("name", error.msg()));
     }
     let length = name.len();
-    (length > MAX_NAME).then(|| {
-        let what = format!(
-            "network name is too long: {length} bytes, at most {MAX_NAME} fit into the name of a file of the runtime's \
-             result cache, <network>-<container ID>-<interface>"
-        );
-        Problem::error("name", what)
-    })
+    if length <= MAX_NAME {
+        return None;
+    }
+    let what = format!(
+        "network name is too long: {length} bytes, at most {MAX_NAME} fit into the name of a file of the runtime's \
+         result cache, <network>-<container ID>-<interface>"
+    );
+    Some(Problem::error("name", what))
 }
 
-/// Returns the problems of one plugin's object, at `at`.
-fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
-    let below = |path: &str| match (at, path) {
-        ("", path) => path.to_owned(),
-        (at, "") => at.to_owned(),
-        (at, path) => format!("{at}.{path}"),
+/// Returns the problems of one plugin's object. `path` is its path in the document, which is empty
+/// in a file without a list.
+fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
+    let path_of = |key: &str| match (path, key) {
+        ("", key) => key.to_owned(),
+        (path, "") => path.to_owned(),
+        (path, key) => format!("{path}.{key}"),
     };
     let kind = plugin["type"].as_str().unwrap_or_default();
     let ipam = plugin["ipam"]["type"].as_str().unwrap_or_default();
     let mut problems = Vec::new();
-    let Some(whole) = request(list, plugin) else { return problems };
+    let Some(request) = request(list, plugin) else { return problems };
     for (key, kind) in [("type", kind), ("ipam.type", ipam)] {
         if !kind.is_empty()
             && let Err(error) = check_plugin_name(kind)
         {
-            problems.push(Problem::error(below(key), error.msg()));
+            problems.push(Problem::error(path_of(key), error.msg()));
         }
     }
     for kind in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()) {
         let Some(reader) = plugins::find(kind) else { continue };
         let is_ipam = reader.role() == Role::Ipam;
-        let Ok(json) = Json::parse(whole.to_string().as_bytes()) else { continue };
+        let Ok(json) = Json::parse(request.to_string().as_bytes()) else { continue };
         for UnknownKey { path, known } in reader.unknown_keys(&json) {
-            let standard = !path.contains('.') && STANDARD.iter().any(|name| name.eq_ignore_ascii_case(&path));
-            if standard
+            let is_standard = !path.contains('.') && STANDARD_KEYS.iter().any(|name| name.eq_ignore_ascii_case(&path));
+            if is_standard
                 || path.starts_with("runtimeConfig.")
                 || path.starts_with("prevResult.")
                 || path.starts_with("cni.dev/")
@@ -103,34 +106,35 @@ fn plugin(list: &Value, plugin: &Value, at: &str) -> Vec<Problem> {
                 continue;
             }
             let name = path.rsplit('.').next().unwrap_or_default();
-            let names: Vec<&str> = known
-                .iter()
-                .copied()
-                .chain(if path.contains('.') { &[][..] } else { &STANDARD }.iter().copied())
-                .collect();
-            problems.push(Problem::warning(below(&path), unknown_text(name, &names)));
+            let mut names: Vec<&str> = known.to_vec();
+            if !path.contains('.') {
+                names.extend(STANDARD_KEYS);
+            }
+            problems.push(Problem::warning(path_of(&path), unknown_text(name, &names)));
         }
-        let by_runtime = plugin["capabilities"]["ipRanges"] == json!(true);
+        let runtime_has_ranges = plugin["capabilities"]["ipRanges"] == json!(true);
         let check = |value: &Value| {
             let outcome = NetConf::parse(value.to_string()).and_then(|conf| reader.examine(&conf));
             match outcome {
-                // The runtime brings them.
-                Err(error) if is_ipam && by_runtime && error.msg() == "no IP ranges specified" => Ok(()),
-                Err(error) if is_ipam && by_runtime && error.msg().starts_with("failed to allocate ") => Ok(()),
-                // Reported for the list.
+                // The runtime provides the ranges.
+                Err(error) if is_ipam && runtime_has_ranges && error.msg() == "no IP ranges specified" => Ok(()),
+                Err(error) if is_ipam && runtime_has_ranges && error.msg().starts_with("failed to allocate ") => Ok(()),
+                // Reported with the list's keys.
                 Err(error) if error.code() == cni::Code::INCOMPATIBLE_VERSION => Ok(()),
                 outcome => outcome.map_err(|error| error.to_string()),
             }
         };
         let kept: &[&str] = &["cniVersion", "name", "type"];
-        let wrong = blame::all(&whole, kept, &check);
-        problems.extend(wrong.into_iter().map(|(path, what)| Problem::error(below(&path), what)));
+        let errors = locate::errors(&request, kept, &check);
+        problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path_of(&path), what)));
     }
-    problems.extend(capabilities(plugin, kind, ipam, &below));
+    problems.extend(unused_capabilities(plugin, kind, ipam, &path_of));
     problems
 }
 
-/// Returns the configuration that the plugin would read, without the runtime's additions.
+/// Returns the configuration that the plugin would get, without what the runtime adds. An invalid
+/// name or version, which is reported with the list's keys, is replaced by a valid one. `None` if
+/// `plugin` is not an object.
 pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     let mut request = plugin.as_object()?.clone();
     request.remove("capabilities");
@@ -140,7 +144,6 @@ pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
             None => request.remove(key),
         };
     }
-    // A wrong name or version is reported for the list.
     let name = request.get("name").and_then(Value::as_str);
     if name.is_none_or(|name| ident::check_network_name(name).is_err()) {
         request.insert("name".to_owned(), json!("unnamed"));
@@ -152,12 +155,13 @@ pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     Some(Value::Object(request))
 }
 
-/// Capabilities that neither the plugin nor its IPAM plugin would look at.
-fn capabilities(plugin: &Value, kind: &str, ipam: &str, below: &dyn Fn(&str) -> String) -> Vec<Problem> {
+/// Returns a warning for each declared capability that neither the plugin nor its IPAM plugin
+/// reads.
+fn unused_capabilities(plugin: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
     let Some(declared) = plugin["capabilities"].as_object() else { return Vec::new() };
     let readers: Option<Vec<&dyn Plugin>> =
         [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).map(plugins::find).collect();
-    // The keys of another project's plugin are not known.
+    // The keys of plugins of other projects are not known.
     let Some(readers) = readers else { return Vec::new() };
     let mut problems = Vec::new();
     for name in declared.keys() {
@@ -172,27 +176,29 @@ fn capabilities(plugin: &Value, kind: &str, ipam: &str, below: &dyn Fn(&str) -> 
         };
         if readers.iter().all(|reader| ignores(*reader, &mut names)) {
             let what = format!("{kind} does not use this capability{}", suggestion(name, &names));
-            problems.push(Problem::warning(below(&format!("capabilities.{name}")), what));
+            problems.push(Problem::warning(path_of(&format!("capabilities.{name}")), what));
         }
     }
     problems
 }
 
+/// Returns the warning about an unknown key, with the most similar of the known keys.
 fn unknown_text(name: &str, known: &[&str]) -> String {
     format!("unknown key, which is ignored{}", suggestion(name, known))
 }
 
-/// `; did you mean "mtu"?`, if one of the names is close.
+/// Returns `; did you mean "mtu"?` if one of the known names is similar, otherwise an empty text.
 fn suggestion(name: &str, known: &[&str]) -> String {
     let lower = name.to_ascii_lowercase();
-    let close = known.iter().map(|other| (distance(&lower, &other.to_ascii_lowercase()), *other)).min();
-    match close {
+    let closest = known.iter().map(|other| (distance(&lower, &other.to_ascii_lowercase()), *other)).min();
+    match closest {
         Some((distance, other)) if distance <= 1 + name.len() / 4 => format!("; did you mean {other:?}?"),
         _ => String::new(),
     }
 }
 
-/// How many letters must be changed, added, left out or swapped with their neighbour.
+/// Returns how many letters of `a` must be changed, added, removed or swapped with their neighbour
+/// to get `b` (the optimal string alignment distance).
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];

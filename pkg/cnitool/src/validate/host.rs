@@ -1,5 +1,5 @@
-//! What a document needs of this host: its plugins, its kernel, and that other networks leave it
-//! its addresses and host ports.
+//! Checks a document against this host: its plugins are installed, the kernel supports what they
+//! need, and no other configured network uses the same addresses or host ports.
 
 use std::path::Path;
 
@@ -18,8 +18,8 @@ use crate::Call;
 use crate::cli::{Shared, Variables};
 use crate::node;
 
-/// Returns the problems that this host adds: missing parts and conflicts. `own` has the problems of
-/// the document itself.
+/// Returns the problems that the document has on this host. `own` are the problems that it has on
+/// every host.
 pub(super) fn check(
     document: &Value,
     path: &Path,
@@ -31,55 +31,60 @@ pub(super) fn check(
     let runtime = shared.runtime(call, notes);
     let mut problems = Vec::new();
     let plugins: Vec<(String, &Value)> = match document["plugins"].as_array() {
-        Some(plugins) => plugins.iter().enumerate().map(|(index, one)| (format!("plugins[{index}]."), one)).collect(),
+        Some(plugins) => {
+            plugins.iter().enumerate().map(|(index, plugin)| (format!("plugins[{index}]."), plugin)).collect()
+        }
         None => vec![(String::new(), document)],
     };
-    for (at, plugin) in &plugins {
+    for (prefix, plugin) in &plugins {
         for (key, kind) in [("type", &plugin["type"]), ("ipam.type", &plugin["ipam"]["type"])] {
             if let Some(kind) = kind.as_str().filter(|kind| !kind.is_empty())
                 && check_plugin_name(kind).is_ok()
                 && let Err(error) = find_plugin(kind, &runtime.plugin_folders)
             {
-                problems.push(Problem::error(format!("{at}{key}"), error.to_string()));
+                problems.push(Problem::error(format!("{prefix}{key}"), error.to_string()));
             }
         }
     }
     let Some(list) = load(document) else { return problems };
-    // The plugins know best what they need of a kernel. Who is wrong or missing would only say so
-    // again.
+    // STATUS finds out whether the kernel supports what the plugins need. It is not run if there
+    // are errors, because it would report the same errors again.
     if is_sound(own) && problems.is_empty() {
-        // Asked in the newest version, because older ones cannot be.
+        // With the newest version, because older ones have no STATUS.
         let mut newest = document.clone();
         newest["cniVersion"] = json!("1.1.0");
         if let Some(members) = newest.as_object_mut() {
             members.remove("cniVersions");
         }
-        let speaks = |kind: &str| {
+        let supports_status = |kind: &str| {
             runtime.supported_versions(kind).is_ok_and(|versions| versions.iter().any(|version| version == "1.1.0"))
         };
-        if let Some(newest) = load(&newest).filter(|list| list.plugins().iter().all(|plugin| speaks(plugin.kind())))
+        if let Some(newest) =
+            load(&newest).filter(|list| list.plugins().iter().all(|plugin| supports_status(plugin.kind())))
             && let Err(error) = runtime.status(&newest)
         {
             problems.push(Problem::error("", format!("this host cannot handle an ADD: {error}")));
         }
     }
-    problems.extend(lost_routes(&list, document));
+    problems.extend(default_route_losses(&list, document));
     problems.extend(overlaps(&list, path, shared, call));
     problems
 }
 
-/// The devices without which this host would have no default route.
-fn lost_routes(list: &NetworkList, document: &Value) -> Vec<Problem> {
+/// Returns a warning for each host-device plugin that would move the interface with the host's only
+/// default routes into a container.
+fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "host-device") {
-        let at = if document["plugins"].is_array() { format!("plugins[{index}].") } else { String::new() };
+        let prefix = if document["plugins"].is_array() { format!("plugins[{index}].") } else { String::new() };
         let conf = list.request(plugin, None).and_then(NetConf::parse).ok();
-        let lost = conf.as_ref().and_then(plugin_host_device::lost_default_route);
-        problems.extend(lost.map(|(key, what)| Problem::warning(format!("{at}{key}"), what)));
+        let loss = conf.as_ref().and_then(plugin_host_device::lost_default_route);
+        problems.extend(loss.map(|(key, what)| Problem::warning(format!("{prefix}{key}"), what)));
     }
     problems
 }
 
+/// Parses the document as a runtime does; `None` if a runtime would refuse it.
 fn load(document: &Value) -> Option<NetworkList> {
     let raw = document.to_string();
     let list = if document.get("plugins").is_some() {
@@ -90,7 +95,7 @@ fn load(document: &Value) -> Option<NetworkList> {
     list.ok()
 }
 
-/// The ranges of a network, each with its plugin's index.
+/// Returns the host-local ranges of a network, each with its plugin's index.
 fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate() {
@@ -105,8 +110,8 @@ fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
     all
 }
 
-/// The host ports that stand in a network's configuration itself, each with its plugin's index.
-/// Those that a runtime asks for are not known before it does.
+/// Returns the port mappings that are in a network's configuration itself, each with its plugin's
+/// index. Those that a runtime requests are not known here.
 fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "portmap") {
@@ -117,7 +122,8 @@ fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
     all
 }
 
-/// The modes that a network gives to ipvlan masters, each with its plugin's index.
+/// Returns the masters of a network's ipvlan plugins and the modes that they get, each with its
+/// plugin's index.
 fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "ipvlan") {
@@ -133,36 +139,41 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
 /// Returns the addresses, ports and settings that another configured network also uses.
 fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
     let folder = shared.conf_folder(&Variables(&call.environment));
-    let (own, own_ports, own_modes) = (ranges(list), host_ports(list), ipvlan_modes(list));
+    let (own_ranges, own_ports, own_modes) = (ranges(list), host_ports(list), ipvlan_modes(list));
     let is_list = list.plugins().len() > 1 || path.extension().is_some_and(|ending| ending == "conflist");
-    let at = |index: &usize, key: &str| if is_list { format!("plugins[{index}].{key}") } else { key.to_owned() };
+    let path_of = |index: &usize, key: &str| if is_list { format!("plugins[{index}].{key}") } else { key.to_owned() };
     let mut problems = Vec::new();
     for other in node::networks(&folder).unwrap_or_default() {
         if other.name() == list.name() {
             continue;
         }
-        let whose = format!("of network {:?}", other.name());
-        for (_, theirs) in ranges(&other) {
-            for (index, ours) in &own {
-                if ours.contains(theirs.first()) || theirs.contains(ours.first()) {
-                    problems
-                        .push(Problem::warning(at(index, "ipam"), format!("{ours} overlaps with {theirs} {whose}")));
+        let of_network = format!("of network {:?}", other.name());
+        for (_, other_range) in ranges(&other) {
+            for (index, range) in &own_ranges {
+                if range.contains(other_range.first()) || other_range.contains(range.first()) {
+                    let what = format!("{range} overlaps with {other_range} {of_network}");
+                    problems.push(Problem::warning(path_of(index, "ipam"), what));
                 }
             }
         }
-        for (_, theirs) in host_ports(&other) {
-            for (index, ours) in own_ports.iter().filter(|(_, ours)| ours.overlaps(&theirs)) {
-                let what =
-                    format!("{} port {} of the host is mapped by portmap {whose} too", ours.protocol, ours.host_port);
-                problems.push(Problem::warning(at(index, "runtimeConfig.portMappings"), what));
+        for (_, other_mapping) in host_ports(&other) {
+            for (index, mapping) in own_ports.iter().filter(|(_, mapping)| mapping.overlaps(&other_mapping)) {
+                let what = format!(
+                    "{} port {} of the host is mapped by portmap {of_network} too",
+                    mapping.protocol, mapping.host_port
+                );
+                problems.push(Problem::warning(path_of(index, "runtimeConfig.portMappings"), what));
             }
         }
-        for (_, master, theirs) in ipvlan_modes(&other) {
-            for (index, _, ours) in own_modes.iter().filter(|(_, own, ours)| *own == master && *ours != theirs) {
+        for (_, master, other_mode) in ipvlan_modes(&other) {
+            for (index, own_master, mode) in &own_modes {
+                if *own_master != master || *mode == other_mode {
+                    continue;
+                }
                 let what = format!(
-                    "mode {ours} for master {master} differs from {theirs} {whose}: a master has one mode, the last ADD sets it for all containers"
+                    "mode {mode} for master {master} differs from {other_mode} {of_network}: a master has one mode, the last ADD sets it for all containers"
                 );
-                problems.push(Problem::warning(at(index, "mode"), what));
+                problems.push(Problem::warning(path_of(index, "mode"), what));
             }
         }
     }

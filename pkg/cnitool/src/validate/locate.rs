@@ -1,8 +1,9 @@
-//! Which key an error is about: the one without which the error would not be.
+//! Finds the keys that cause a plugin's errors, without knowing what the keys mean.
 //!
-//! A plugin's reading stops at the first thing that is wrong. So that is taken out, and the plugin
-//! asked again, until nothing is wrong; what had to be taken out is the path. No knowledge of any
-//! key is needed for it.
+//! A plugin's own check stops at the first error and does not say which key caused it. So single
+//! keys and elements are removed on trial, and the check is repeated: the one without which the
+//! error disappears is its cause. It stays removed, and the next error is located in the same way,
+//! until there is none.
 
 use std::ops::Range;
 
@@ -15,52 +16,54 @@ enum Step {
     Index(usize),
 }
 
-/// In a list longer than this not every element is taken out on its own.
-const LONG: usize = 64;
+/// The longest list of which every element is removed on trial. In a longer one [`halve`] searches.
+const MAX_TRIED_ELEMENTS: usize = 64;
 
-/// No document is asked about more often than this.
-const MOST: usize = 32;
+/// The largest number of errors that are located in a document.
+const MAX_ERRORS: usize = 32;
 
-/// Everything that `check` finds wrong with `document`: (path, what). `kept` are members at the top
-/// that are never to blame.
-pub(super) fn all(
+/// Returns all errors that `check` finds in `document`, each as the path of its cause and the text
+/// of the error. `kept` are keys of the top level that are never removed.
+pub(super) fn errors(
     document: &Value,
     kept: &[&str],
     check: &dyn Fn(&Value) -> Result<(), String>,
 ) -> Vec<(String, String)> {
     let mut document = document.clone();
     let (mut found, mut removed) = (Vec::<(Vec<Step>, String)>::new(), Vec::<Vec<Step>>::new());
-    for _ in 0..MOST {
+    for _ in 0..MAX_ERRORS {
         let Err(error) = check(&document) else { break };
         let mut path = Vec::new();
-        descend(&document, kept, &error, check, &mut path);
-        let place = original(&path, &removed);
-        // A missing key, or an error of the object that a key was removed from, is a consequence of
-        // the removal.
-        let is_consequence = found.iter().any(|(before, _)| before.starts_with(&place));
+        find_cause(&document, kept, &error, check, &mut path);
+        let original_path = before_removals(&path, &removed);
+        // An error about the object from which a key was removed is a consequence of the removal:
+        // for example, that the key is missing.
+        let is_consequence = found.iter().any(|(earlier, _)| earlier.starts_with(&original_path));
         if !is_consequence {
-            found.push((place, error));
+            found.push((original_path, error));
         }
         if path.is_empty() || is_consequence {
             break;
         }
-        // A list can do without an element more often than an element without a member.
+        // If the cause is inside a list's element, the whole element is removed: a list is more
+        // often valid without an element than an element without one of its keys.
         let element = path.iter().position(|step| matches!(step, Step::Index(_)));
-        path.truncate(element.map_or(path.len(), |at| at + 1));
+        path.truncate(element.map_or(path.len(), |position| position + 1));
         remove(&mut document, &path);
         removed.push(path);
     }
-    found.into_iter().map(|(path, error)| (text(&path), error)).collect()
+    found.into_iter().map(|(path, error)| (path_text(&path), error)).collect()
 }
 
-/// A path of the document as it was before these were removed, one after the other.
-fn original(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
+/// Converts a path in the document after the removals to one in the original document. `removed`
+/// has the paths in the order of their removal; removing a list's element shifts those behind it.
+fn before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
     let mut path = path.to_vec();
-    for gone in removed.iter().rev() {
-        let Some((Step::Index(at), list)) = gone.split_last() else { continue };
+    for removed_path in removed.iter().rev() {
+        let Some((Step::Index(removed_index), list)) = removed_path.split_last() else { continue };
         if path.starts_with(list)
             && let Some(Step::Index(index)) = path.get_mut(list.len())
-            && *index >= *at
+            && *index >= *removed_index
         {
             *index += 1;
         }
@@ -68,18 +71,18 @@ fn original(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
     path
 }
 
-/// Goes down to the smallest part without which the error would be another one, or none.
-fn descend(
+/// Extends `path` to the smallest part of the document without which `error` disappears or changes.
+fn find_cause(
     document: &Value,
     kept: &[&str],
     error: &str,
     check: &dyn Fn(&Value) -> Result<(), String>,
     path: &mut Vec<Step>,
 ) {
-    let Some(here) = get(document, path) else { return };
-    let steps: Vec<Step> = match here {
+    let Some(value) = get(document, path) else { return };
+    let steps: Vec<Step> = match value {
         Value::Object(members) => members.keys().map(|key| Step::Key(key.clone())).collect(),
-        Value::Array(items) if items.len() <= LONG => (0..items.len()).map(Step::Index).collect(),
+        Value::Array(items) if items.len() <= MAX_TRIED_ELEMENTS => (0..items.len()).map(Step::Index).collect(),
         Value::Array(items) => halve(document, items.len(), error, check, path).map(Step::Index).to_vec(),
         _ => return,
     };
@@ -91,10 +94,11 @@ fn descend(
         path.push(step.clone());
         let mut without = document.clone();
         remove(&mut without, path);
-        let removed = check(&without);
-        // An element that is emptied leaves the others their numbers.
-        let emptied = match step {
-            Step::Key(_) => removed.clone(),
+        let when_removed = check(&without);
+        // An element is also replaced by null on trial: then the others keep their numbers, which
+        // may be in the text of the error.
+        let when_emptied = match step {
+            Step::Key(_) => when_removed.clone(),
             Step::Index(_) => {
                 let mut without = document.clone();
                 empty(&mut without, path);
@@ -102,24 +106,27 @@ fn descend(
             }
         };
         path.pop();
-        let clarity = match (removed, emptied) {
+        // How clearly this step leads to the cause: best if there is no error without it, then if
+        // the error is another one, then if only a number in its text differs.
+        let clarity = match (when_removed, when_emptied) {
             (Ok(()), _) | (_, Ok(())) => 3,
             (Err(other), _) if unnumbered(&other) != unnumbered(error) => 2,
             (_, Err(other)) if other != error => 1,
             _ => continue,
         };
-        if best.as_ref().is_none_or(|(before, _)| clarity > *before) {
+        if best.as_ref().is_none_or(|(best_clarity, _)| clarity > *best_clarity) {
             best = Some((clarity, step));
         }
     }
     if let Some((_, step)) = best {
         path.push(step);
-        descend(document, kept, error, check, path);
+        find_cause(document, kept, error, check, path);
     }
 }
 
-/// Returns the first and the last element that the error needs of a list of `len` at `path`, by
-/// halving.
+/// Searches the list at `path`, which has `len` elements, by bisection. Returns the positions of
+/// the first and the last element without which `error` disappears: an error about two elements,
+/// such as a duplicate, needs both.
 fn halve(
     document: &Value,
     len: usize,
@@ -127,7 +134,7 @@ fn halve(
     check: &dyn Fn(&Value) -> Result<(), String>,
     path: &[Step],
 ) -> [usize; 2] {
-    let is_same = |kept: Range<usize>| {
+    let has_same_error = |kept: Range<usize>| {
         let mut document = document.clone();
         if let Some(Value::Array(items)) = get_mut(&mut document, path) {
             items.truncate(kept.end);
@@ -135,27 +142,28 @@ fn halve(
         }
         check(&document).is_err_and(|other| unnumbered(&other) == unnumbered(error))
     };
-    // The error is there with the elements up to `end`, and not with those up to `before`.
-    let (mut before, mut end) = (0, len);
-    while end - before > 1 {
-        let middle = before + (end - before) / 2;
-        if is_same(0..middle) { end = middle } else { before = middle }
+    // The first `end` elements have the error, the first `too_few` do not.
+    let (mut too_few, mut end) = (0, len);
+    while end - too_few > 1 {
+        let middle = too_few + (end - too_few) / 2;
+        if has_same_error(0..middle) { end = middle } else { too_few = middle }
     }
-    // It is there with the elements from `start` on, and not with those from `behind` on.
-    let (mut start, mut behind) = (0, end);
-    while behind - start > 1 {
-        let middle = start + (behind - start) / 2;
-        if is_same(middle..end) { start = middle } else { behind = middle }
+    // The elements from `start` to `end` have the error, those from `too_late` to `end` do not.
+    let (mut start, mut too_late) = (0, end);
+    while too_late - start > 1 {
+        let middle = start + (too_late - start) / 2;
+        if has_same_error(middle..end) { start = middle } else { too_late = middle }
     }
     [start, end - 1]
 }
 
-/// Returns the error without numbers: without a list's element the same error may speak of another
-/// number.
+/// Returns the text of an error without digits. The same error may have other numbers after an
+/// element of a list was removed.
 fn unnumbered(error: &str) -> String {
     error.replace(|c: char| c.is_ascii_digit(), "")
 }
 
+/// Returns the value that `path` leads to.
 fn get_mut<'v>(document: &'v mut Value, path: &[Step]) -> Option<&'v mut Value> {
     path.iter().try_fold(document, |value, step| match step {
         Step::Key(key) => value.get_mut(key),
@@ -163,6 +171,7 @@ fn get_mut<'v>(document: &'v mut Value, path: &[Step]) -> Option<&'v mut Value> 
     })
 }
 
+/// Returns the value that `path` leads to.
 fn get<'v>(document: &'v Value, path: &[Step]) -> Option<&'v Value> {
     path.iter().try_fold(document, |value, step| match step {
         Step::Key(key) => value.get(key),
@@ -170,9 +179,10 @@ fn get<'v>(document: &'v Value, path: &[Step]) -> Option<&'v Value> {
     })
 }
 
+/// Removes the key or element that `path` leads to.
 fn remove(document: &mut Value, path: &[Step]) {
-    let Some((last, before)) = path.split_last() else { return };
-    let parent = get_mut(document, before);
+    let Some((last, parent_path)) = path.split_last() else { return };
+    let parent = get_mut(document, parent_path);
     match (parent, last) {
         (Some(Value::Object(members)), Step::Key(key)) => drop(members.remove(key)),
         (Some(Value::Array(items)), Step::Index(index)) if *index < items.len() => drop(items.remove(*index)),
@@ -180,13 +190,15 @@ fn remove(document: &mut Value, path: &[Step]) {
     }
 }
 
+/// Replaces the value that `path` leads to by null.
 fn empty(document: &mut Value, path: &[Step]) {
     if let Some(value) = get_mut(document, path) {
         *value = Value::Null;
     }
 }
 
-fn text(path: &[Step]) -> String {
+/// Returns the path as text, such as `plugins[0].mtu`.
+fn path_text(path: &[Step]) -> String {
     path.iter().fold(String::new(), |text, step| match step {
         Step::Key(key) if text.is_empty() => key.clone(),
         Step::Key(key) => format!("{text}.{key}"),
@@ -215,14 +227,14 @@ mod tests {
         let mut list: Vec<Value> = (0..2000).map(|id| json!({ "id": id })).collect();
         list[300] = json!({"id": -1});
         list[1900] = json!({"id": -2});
-        let found = all(&json!({ "list": list }), &[], &check);
+        let found = errors(&json!({ "list": list }), &[], &check);
         let paths: Vec<&str> = found.iter().map(|(path, _)| path.as_str()).collect();
         assert_eq!(paths, ["list[300].id", "list[1900].id", "list[1000].id"]);
         assert!(asked.get() < 200, "{}", asked.get());
     }
 
     #[test]
-    fn each_error_is_blamed_on_the_smallest_part_it_hangs_on() {
+    fn each_error_is_located_at_its_smallest_cause() {
         let check = |value: &Value| -> Result<(), String> {
             if value["mtu"].as_i64().is_some_and(|mtu| mtu > 10) {
                 return Err(format!("mtu {} is too large", value["mtu"]));
@@ -234,7 +246,7 @@ mod tests {
             }
             if value["a"] == true && value["b"] == true { Err("not both".into()) } else { Ok(()) }
         };
-        let found = all(
+        let found = errors(
             &json!({"mtu": 11, "list": [{"id": 1}, {"id": 0}, {"id": 0, "x": 1}], "a": true, "b": true}),
             &[],
             &check,
@@ -242,6 +254,6 @@ mod tests {
         let paths: Vec<&str> = found.iter().map(|(path, _)| path.as_str()).collect();
         assert_eq!(paths, ["mtu", "list[1].id", "list[2].id", "a"]);
         let missing = |value: &Value| if value.get("name").is_some() { Ok(()) } else { Err("no name".to_owned()) };
-        assert_eq!(all(&json!({"x": 1}), &[], &missing), [(String::new(), "no name".to_owned())]);
+        assert_eq!(errors(&json!({"x": 1}), &[], &missing), [(String::new(), "no name".to_owned())]);
     }
 }
