@@ -1,8 +1,8 @@
-//! The longer words of `--help`: what stands before the options, and what stands behind them.
+//! The longer texts of `--help`: those before the options, and those after them.
 //!
-//! Each line fits into 80 columns: they go out as they are.
+//! They are printed without wrapping, so each line has at most 80 columns.
 
-/// Behind `cnitool --help`.
+/// After the options of `cnitool --help`.
 pub(crate) const AFTER_OVERVIEW: &str = "\
 'cnitool help VERB' prints more.
 
@@ -11,7 +11,7 @@ Environment:
   NETCONFPATH  the networks' folder                           [/etc/cni/net.d]
   CNI_IFNAME   the interface's name in the namespace          [eth0]
   CNI_ARGS     KEY=VALUE;KEY=VALUE for the plugins
-  CAP_ARGS     a JSON object: what each capability is given
+  CAP_ARGS     a JSON object with the value of each capability
 
 Exit codes:
   0  done; nothing wrong was found
@@ -24,11 +24,13 @@ Examples:
   cnitool check mynet /run/netns/blue
   cnitool del mynet /run/netns/blue";
 
+/// Before the options of `cnitool add --help`.
 pub(crate) const ADD: &str = "\
 Runs ADD of the network's plugins in order, prints the last one's result and
-remembers it for check, del and gc. If a plugin fails, every plugin gets a DEL,
-so that nothing stays behind, and all errors are printed.";
+stores it for check, del and gc. If a plugin fails, DEL of every plugin is run,
+so that nothing is left, and all errors are printed.";
 
+/// After the options of `cnitool add --help`.
 pub(crate) const AFTER_ADD: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
 Exit codes: 0 attached, 1 failed, 2 the arguments are invalid
@@ -41,56 +43,67 @@ Examples:
   }'
   cnitool add mynet /run/netns/blue";
 
+/// Before the options of `cnitool check --help`.
 pub(crate) const CHECK: &str = "\
 Runs CHECK of the network's plugins in order until one fails. CNI_ARGS and
 CAP_ARGS are those of the add unless they are given again. Needs a network of
-CNI version 0.4.0 or newer. Prints nothing if all is well.";
+CNI version 0.4.0 or newer. Prints nothing if it succeeds.";
 
+/// After the options of `cnitool check --help`.
 pub(crate) const AFTER_CHECK: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
-Exit codes: 0 all is well (or disableCheck is set), 1 something is not,
+Exit codes: 0 no difference (or disableCheck is set), 1 a difference,
             2 the arguments are invalid
 
 Example:
   cnitool check mynet /run/netns/blue";
 
+/// Before the options of `cnitool del --help`.
 pub(crate) const DEL: &str = "\
 Runs DEL of the network's plugins in reverse. It stops at the first error and
 can then be repeated. The namespace need not exist any more: give the path it
 had, or --container-id. CNI_ARGS and CAP_ARGS are those of the add unless they
-are given again; a network that has left the configuration folder is detached
-by the configuration remembered at the add. Prints nothing if it succeeds.";
+are given again. If the network is not configured any more, the configuration
+that was stored at the add is used. Prints nothing if it succeeds.";
 
+/// After the options of `cnitool del --help`.
 pub(crate) const AFTER_DEL: &str = "\
 Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
-Exit codes: 0 detached, or was not attached; 1 failed; 2 the arguments are invalid
+Exit codes: 0 detached, or was not attached; 1 failed;
+            2 the arguments are invalid
 
 Examples:
   cnitool del mynet /run/netns/blue
   cnitool del mynet --container-id 0123456789ab --keep-going";
 
+/// Before the options of `cnitool gc --help`.
 pub(crate) const GC: &str = "\
-Valid are the attachments that cnitool remembers and whose namespace exists,
-and those named with --keep. What is remembered and not valid gets a full DEL;
-then (CNI version 1.1.0 and newer) every plugin removes what it still holds for
-others: addresses, rules, interfaces. That includes what a container runtime
-attached to this network: name its attachments too.
-Nothing of the network may be added or deleted meanwhile.";
+Removes everything of the network that belongs to no valid attachment. Valid are
+the attachments that cnitool has stored and whose namespace exists, and those
+that --keep names. Stored attachments that are not valid get a full DEL. Then,
+for CNI version 1.1.0 and newer, every plugin removes its other addresses, rules
+and interfaces. That includes those of a container runtime that uses the same
+network: name its attachments with --keep. No other add or del of the network
+must run at the same time.";
 
+/// After the options of `cnitool gc --help`.
 pub(crate) const AFTER_GC: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 done, 1 failed or refused without --all, 2 the arguments are invalid
+Exit codes: 0 done, 1 failed or refused without --all,
+            2 the arguments are invalid
 
 Examples:
   cnitool gc mynet --dry-run
   cnitool gc mynet --keep 0123456789ab/eth0
   cnitool gc mynet --all";
 
+/// Before the options of `cnitool status --help`.
 pub(crate) const STATUS: &str = "\
-Runs STATUS of the network's plugins in order until one is not ready. Networks
-of a CNI version below 1.1.0 cannot be asked and count as ready. Prints nothing
-if all are.";
+Runs STATUS of the network's plugins in order until one is not ready. A network
+of a CNI version below 1.1.0 has no STATUS and counts as ready. Prints nothing
+if all plugins are ready.";
 
+/// After the options of `cnitool status --help`.
 pub(crate) const AFTER_STATUS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 ready, 1 not ready (with its CNI code: 50, 51, ...),
@@ -99,30 +112,36 @@ Exit codes: 0 ready, 1 not ready (with its CNI code: 50, 51, ...),
 Example:
   cnitool status mynet --json";
 
+/// Before the options of `cnitool version --help`.
 pub(crate) const VERSION: &str = "\
 Fails if a plugin is missing or does not support the network's version.
 'cnitool --version' is cnitool's own version.";
 
+/// After the options of `cnitool version --help`.
 pub(crate) const AFTER_VERSION: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 all fit, 1 one does not, 2 the arguments are invalid
+Exit codes: 0 all support it, 1 one does not, 2 the arguments are invalid
 
 Example:
   cnitool version mynet";
 
+/// After the options of `cnitool completions --help`.
 pub(crate) const AFTER_COMPLETIONS: &str = "\
 Examples:
   cnitool completions bash > /usr/share/bash-completion/completions/cnitool
   cnitool completions zsh > /usr/local/share/zsh/site-functions/_cnitool
   cnitool completions fish > ~/.config/fish/completions/cnitool.fish";
 
+/// Before the options of `cnitool man --help`.
 pub(crate) const MAN: &str = "\
 Writes cnitool.1, and a page for each verb (cnitool-add.1).";
 
+/// After the options of `cnitool man --help`.
 pub(crate) const AFTER_MAN: &str = "\
 Example:
   cnitool man /usr/local/share/man/man1";
 
+/// After the options of `cnitool ipam --help`.
 pub(crate) const AFTER_IPAM: &str = "\
 'cnitool ipam help VERB' prints more.
 
@@ -136,16 +155,18 @@ Examples:
   cnitool ipam release mynet 10.61.0.7
   cnitool ipam dhcp";
 
+/// Before the options of `cnitool ipam gc --help`.
 pub(crate) const IPAM_GC: &str = "\
-Goes through the reservations under the store's own lock, so that it disturbs no
-running plugin. What a runtime remembers goes if its network namespace is gone
-and no link on the host has its mark. A reservation of an unknown container
-stays unless --unknown is given.
+Removes reservations of containers that do not exist any more. A reservation of
+an attachment that a runtime has stored is removed if the attachment's network
+namespace is gone and no link on the host belongs to it. A reservation of an
+unknown container stays unless --unknown is given. Plugins may run at the same
+time: both use the same lock.
 
-If rules and links of the attachment are left over too, 'cnitool gc' or the
-runtime's own garbage collection removes all of them; this verb removes only
-addresses.";
+This verb removes only addresses. If rules and links are left over too, 'cnitool
+gc' or the runtime's own garbage collection removes all of them.";
 
+/// After the options of `cnitool ipam gc --help`.
 pub(crate) const AFTER_IPAM_GC: &str = "\
 Exit codes: 0 done, 1 failed, 2 the arguments are invalid
 
@@ -153,10 +174,12 @@ Examples:
   cnitool ipam gc mynet --dry-run
   cnitool ipam gc mynet --unknown --keep 0123456789ab";
 
+/// Before the options of `cnitool ipam release --help`.
 pub(crate) const IPAM_RELEASE: &str = "\
-Refuses what is in use, unless it is forced to: the address may then be given to
-another container while the first one still answers to it.";
+Refuses to release an address that is in use, unless --force is given: another
+container may then get the address while the first one still uses it.";
 
+/// After the options of `cnitool ipam release --help`.
 pub(crate) const AFTER_IPAM_RELEASE: &str = "\
 Exit codes: 0 released, 1 not reserved, in use, or failed,
             2 the arguments are invalid
@@ -165,22 +188,25 @@ Examples:
   cnitool ipam release mynet 10.61.0.7
   cnitool ipam release mynet --container-id 0123456789ab -i eth0";
 
+/// After the options of `cnitool rules --help`.
 pub(crate) const AFTER_RULES: &str = "\
 'cnitool rules help VERB' prints more.
 
 Example:
   cnitool rules restore --dry-run";
 
+/// Before the options of `cnitool rules restore --help`.
 pub(crate) const RULES_RESTORE: &str = "\
 For a node whose rules were removed by 'firewall-cmd --reload', 'nft flush
 ruleset' or 'iptables-restore' without --noflush: containers have lost
 masquerading, host ports, acceptance by the firewall and the spoof check.
-Compares the rules of each attachment that a runtime or cnitool remembers, by
+Compares the rules of each attachment that a runtime or cnitool has stored with
 the result and the configuration of its add, and writes those that are missing.
-Rules that exist stay, and so do other programs' rules. Attachments whose
-network namespace or interface is gone are skipped. The plugins of other
-projects are not examined.";
+Existing rules and rules of other programs stay. Attachments whose network
+namespace or interface is gone are skipped. Plugins of other projects are not
+examined.";
 
+/// After the options of `cnitool rules restore --help`.
 pub(crate) const AFTER_RULES_RESTORE: &str = "\
 Run it in the host's network namespace.
 
@@ -191,35 +217,41 @@ Examples:
   cnitool rules restore --dry-run
   cnitool rules restore mynet";
 
+/// Before the options of `cnitool inspect --help`.
 pub(crate) const INSPECT: &str = "\
-For each attachment that a runtime or cnitool remembers: the links on the host
-and in the container, addresses, routes, rules, the reservation, what tuning
-saved; a '!' marks a difference from the result of the add. Then the leftovers
-of lost attachments, each with the command that removes it. Changes nothing.
+Shows for each attachment that a runtime or cnitool has stored: the links on the
+host and in the container, addresses, routes, rules, the reservation, and the
+values that tuning has saved. A '!' marks a difference from the result of the
+add. Then shows what is left over of other attachments, each with the command
+that removes it. Changes nothing.
 
-Objects of an add that is still running look left over for a moment: look twice.
-'cnitool check' asks the plugins whether everything is as they want it.";
+The objects of an add that is still running look like leftovers: repeat the
+command before you remove them. 'cnitool check' runs the plugins' own checks.";
 
+/// After the options of `cnitool inspect --help`.
 pub(crate) const AFTER_INSPECT: &str = "\
 Run it in the host's network namespace.
 
 Environment: NETCONFPATH
-Exit codes: 0 all is as it should be; 1 something differs or is left over, or it
-            failed; 2 the arguments are invalid
+Exit codes: 0 nothing differs or is left over; 1 something does, or it failed;
+            2 the arguments are invalid
 
 Examples:
   cnitool inspect
   cnitool inspect mynet
   cnitool inspect mynet 0123";
 
+/// Before the options of `cnitool doctor --help`.
 pub(crate) const DOCTOR: &str = "\
 Checks the networks' files, the plugins and who may change them, the plugins'
 own STATUS, how full the ranges are, forwarding, links, MTUs, rp_filter,
 policies that drop what containers send, br_netfilter, mixed variants of
 iptables, the table of connections, and leftovers. Changes nothing.";
 
+/// After the options of `cnitool doctor --help`.
 pub(crate) const AFTER_DOCTOR: &str = "\
-Run it in the host's network namespace. Read a command before you run it.
+Run it in the host's network namespace. Read each suggested command before you
+run it.
 
 Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 nothing wrong was found; 1 something was, or it failed;
@@ -228,17 +260,19 @@ Exit codes: 0 nothing wrong was found; 1 something was, or it failed;
 Example:
   cnitool doctor";
 
+/// Before the options of `cnitool explain --help`.
 pub(crate) const EXPLAIN: &str = "\
 Runs add, check, del, gc or status as without 'explain': it does what they do.
-Of each plugin it prints the steps, in the order in which they ended, with their
-durations in milliseconds: requests to the kernel, files, programs, and what its
-delegates did. A '!' marks the step by which a plugin failed, with the request
-itself. An error without a '!' was only an answer, for example when a plugin
-asks whether a link exists. The result follows as without 'explain'.";
+Prints for each plugin its steps, in the order in which they ended, with their
+durations in milliseconds: requests to the kernel, files, programs, and the
+steps of its delegates. A '!' marks the step that made a plugin fail, with the
+request itself. An error without a '!' is harmless, for example when a plugin
+finds out whether a link exists. The result follows as without 'explain'.";
 
+/// After the options of `cnitool explain --help`.
 pub(crate) const AFTER_EXPLAIN: &str = "\
-'cnitool explain help VERB' prints a verb's arguments. Plugins that keep no log,
-as Go's, show their duration alone.
+'cnitool explain help VERB' prints a verb's arguments. Of plugins that
+write no log, such as Go's, only the duration is shown.
 
 Environment and exit codes: the verb's
 
@@ -246,33 +280,38 @@ Examples:
   cnitool explain add mynet /run/netns/blue
   cnitool explain del mynet /run/netns/blue --json";
 
+/// Before the options of `cnitool networks --help`.
 pub(crate) const NETWORKS: &str = "\
-Lists the files of the networks' folder: whether each one loads, and what
-'cnitool validate' finds in it. With names, only those networks.";
+Lists the files in the networks' folder: whether each one can be loaded, and the
+problems that 'cnitool validate' finds in it. With names, only those networks.";
 
+/// After the options of `cnitool networks --help`.
 pub(crate) const AFTER_NETWORKS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 every listed network is sound (a warning does not count),
-            1 one has an error or does not exist, 2 the arguments are invalid
+Exit codes: 0 no listed network has an error, 1 one has, or does not exist,
+            2 the arguments are invalid
 
 Examples:
   cnitool networks
   cnitool networks mynet";
 
+/// Before the options of `cnitool validate --help`.
 pub(crate) const VALIDATE: &str = "\
-Finds everything at once. An error makes every add fail:
+Reports all problems of a network's file. With an error every add fails:
   wrong types and values, as each plugin would refuse them; a plugin that needs
   the result of an earlier one; a gateway that no address reaches; a plugin that
-  is missing; what this host's kernel and tools lack, by the plugins' STATUS.
-A warning does not, but may not be what was meant:
-  unknown keys (with what may have been meant), duplicate keys, capabilities
-  that no plugin uses; addresses and host ports that another network has, too.
-Plugins other than bridge, host-local, portmap and tuning are not looked into.";
+  is not installed; something that the plugins need and this host's kernel or
+  tools do not have, according to the plugins' STATUS.
+With a warning an add works, but perhaps not as intended:
+  unknown keys (with a similar known key), duplicate keys, capabilities that no
+  plugin uses; addresses and host ports that another network uses too.
+The keys of plugins of other projects are not checked.";
 
+/// After the options of `cnitool validate --help`.
 pub(crate) const AFTER_VALIDATE: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 no error was found (with --strict: no warning, either),
-            1 one was, 2 the arguments are invalid
+Exit codes: 0 no error (with --strict: and no warning), 1 at least one,
+            2 the arguments are invalid
 
 Examples:
   cnitool validate /etc/cni/net.d/10-mynet.conflist

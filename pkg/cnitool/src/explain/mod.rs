@@ -1,9 +1,9 @@
-//! explain: a verb of a network with the log of its steps: what each plugin did, how long it took,
-//! and the very request that failed.
+//! The command `explain`: runs a verb of a network and prints what each plugin did, how long it
+//! took, and the request that failed.
 //!
-//! The verb is run as without it, but that the plugins are asked for their log (`CNI_LOG=debug`)
-//! into a file of this call's alone. What the log gained while a plugin ran is that plugin's. The
-//! clock around a plugin is ours, so one that keeps no log, as Go's, is timed too.
+//! The verb does the same as without `explain`, but `CNI_LOG=debug` makes the plugins write a log,
+//! to a file that only this call uses. The lines that are added while a plugin runs are its steps.
+//! Go's plugins write no log, so only their durations are printed.
 
 mod recorder;
 mod steps;
@@ -40,7 +40,10 @@ enum Verb {
     Status(network::Named),
 }
 
-/// Does what the arguments ask for; fails as the verb does.
+/// Runs the verb and prints its plugins, their steps and its result.
+///
+/// # Errors
+/// The error of the verb; the log cannot be created; stdout cannot be written.
 pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let format = shared.format();
     let command = match args.verb {
@@ -50,10 +53,10 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         Verb::Gc(args) => args.command(shared),
         Verb::Status(args) => args.command("status", shared),
     };
-    let doing = format!("explain {}", command.subject());
-    let log = Log::new().map_err(|error| failed(doing.as_str(), error, format))?;
+    let subject = format!("explain {}", command.subject());
+    let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;
     let recorder = Recorder::new(call.machine, &log);
-    let explained = Call {
+    let recorded_call = Call {
         args: Vec::new(),
         environment: log.environment(&call.environment),
         folder: call.folder.clone(),
@@ -64,15 +67,15 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         let stdout = &mut result;
         let Streams { notes, stdout_style, stderr_style, .. } = &*streams;
         let (notes, stdout_style, stderr_style) = (notes.clone(), *stdout_style, *stderr_style);
-        network::run(command, &explained, &mut Streams { stdout, notes, stdout_style, stderr_style })
+        network::run(command, &recorded_call, &mut Streams { stdout, notes, stdout_style, stderr_style })
     };
-    let ran = recorder.into_ran();
+    let runs = recorder.into_runs();
     match format {
         Format::Text => {
-            let text: String = ran.iter().map(|one| text(one, streams)).collect();
+            let text: String = runs.iter().map(|run| run_as_text(run, streams)).collect();
             let written = write(streams, &text).and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
             outcome?;
-            written.map_err(|error| failed(doing, error, format))?;
+            written.map_err(|error| failed(subject, error, format))?;
             Ok(Exit::Done)
         }
         Format::Json => {
@@ -82,35 +85,35 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
                 Err(_) => return outcome.map(|()| Exit::Done),
             };
             let result: Value = serde_json::from_slice(&result).unwrap_or_default();
-            let calls: Vec<Value> = ran.iter().map(as_json).collect();
+            let calls: Vec<Value> = runs.iter().map(run_as_json).collect();
             write_json(streams, &json!({"calls": calls, "result": result, "error": error}))
-                .map_err(|error| failed(doing, error, format))?;
+                .map_err(|error| failed(subject, error, format))?;
             Ok(if outcome.is_ok() { Exit::Done } else { Exit::Failed })
         }
     }
 }
 
-/// A plugin's call: a line that says how it went, one for each step, and after the one it failed by
-/// the request itself.
-fn text(ran: &PluginRun, streams: &Streams<'_>) -> String {
+/// Returns the text about a plugin: a line with its duration and outcome, a line for each step, and
+/// the request below the step that made it fail.
+fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
     let style = streams.stdout_style;
-    let steps = steps::read(ran);
-    let end = match &ran.error {
+    let steps = steps::read(run);
+    let outcome = match &run.error {
         None => "done".to_owned(),
         Some((Some(code), _)) => format!("failed with code {code}"),
         Some((None, _)) => "failed".to_owned(),
     };
-    let head = format!("{} {}, {:.1} ms: {end}", ran.plugin, ran.verb, ran.ms);
+    let head = format!("{} {}, {:.1} ms: {outcome}", run.plugin, run.verb, run.ms);
     let mut text = format!("{}\n", paint(style, Colour::Bold, &head));
     if steps.is_empty() {
-        text += "               it keeps no log\n";
+        text += "               it writes no log\n";
     }
     for step in &steps {
         let sign = if step.failed { '!' } else { ' ' };
         let ms = step.ms.map(|ms| format!("{ms:.3}")).unwrap_or_default();
-        let whose = if step.program == ran.plugin { String::new() } else { format!("  {}: ", step.program) };
+        let delegate = if step.program == run.plugin { String::new() } else { format!("  {}: ", step.program) };
         let end = step.end.as_ref().map(|end| format!(": {end}")).unwrap_or_default();
-        let line = format!("{sign} {ms:>10}  {whose}{}{end}", step.what);
+        let line = format!("{sign} {ms:>10}  {delegate}{}{end}", step.what);
         text += &if step.failed { paint(style, Colour::Red, &line) } else { line };
         text.push('\n');
         if step.failed {
@@ -120,13 +123,14 @@ fn text(ran: &PluginRun, streams: &Streams<'_>) -> String {
             }
         }
     }
-    if ran.error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.failed) {
-        text += "               none of these failed: the plugin itself refused\n";
+    if run.error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.failed) {
+        text += "               none of these failed: the plugin itself returned the error\n";
     }
     text
 }
 
-fn as_json(ran: &PluginRun) -> Value {
+/// Returns the same as JSON.
+fn run_as_json(run: &PluginRun) -> Value {
     let step = |step: &Step| {
         json!({
             "program": step.program,
@@ -139,11 +143,11 @@ fn as_json(ran: &PluginRun) -> Value {
         })
     };
     json!({
-        "plugin": ran.plugin,
-        "verb": ran.verb,
-        "ms": ran.ms,
-        "error": ran.error.as_ref().map(|(code, msg)| json!({"code": code, "msg": msg})),
-        "steps": steps::read(ran).iter().map(step).collect::<Vec<_>>(),
+        "plugin": run.plugin,
+        "verb": run.verb,
+        "ms": run.ms,
+        "error": run.error.as_ref().map(|(code, msg)| json!({"code": code, "msg": msg})),
+        "steps": steps::read(run).iter().map(step).collect::<Vec<_>>(),
     })
 }
 

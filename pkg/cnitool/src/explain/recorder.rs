@@ -1,4 +1,4 @@
-//! A machine that remembers what it ran, and the log that the plugins write meanwhile.
+//! Records each plugin that cnitool runs: duration, error, and the lines that it wrote to the log.
 
 use std::cell::RefCell;
 use std::ffi::OsString;
@@ -11,46 +11,52 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::{Code, Error};
 
-/// Names that are tried for the log: two callers may read the same time.
-const TRIES: u32 = 16;
+/// How many names are tried for the log, in case another process has just used one.
+const MAX_TRIES: u32 = 16;
 
-/// The plugins' log: a file that only this user can read. Dropping the value removes the file.
+/// A temporary file for the plugins' log, which only this user can read. It is removed when the
+/// value is dropped.
 pub(super) struct Log {
     path: PathBuf,
     file: File,
 }
 
 impl Log {
+    /// Creates the file.
+    ///
     /// # Errors
-    /// Code 5.
+    /// Code 5 if it cannot be created.
     pub(super) fn new() -> Result<Log, Error> {
         let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().subsec_nanos();
         let mut tries = 0;
         loop {
             let path = std::env::temp_dir().join(format!("cnitool-{}-{nanos}-{tries}.log", std::process::id()));
-            // An existing file or link is never used.
+            // `create_new` never opens an existing file or follows a link.
             match OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path) {
                 Ok(file) => return Ok(Log { path, file }),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tries < TRIES => tries += 1,
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tries < MAX_TRIES => tries += 1,
                 Err(error) => {
-                    return Err(Error::caused(Code::IO, format_args!("failed to make {}", path.display()), error));
+                    return Err(Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error));
                 }
             }
         }
     }
 
-    /// An environment in which the plugins write it.
+    /// Returns the environment for the plugins: `inherited`, with the variables that make them
+    /// write this log.
     pub(super) fn environment(&self, inherited: &[(OsString, OsString)]) -> Vec<(OsString, OsString)> {
         let own = [("CNI_LOG", "debug".into()), ("CNI_LOG_FILE", self.path.clone().into_os_string())];
         let others = inherited.iter().filter(|(key, _)| !own.iter().any(|(name, _)| key == name)).cloned();
         others.chain(own.iter().map(|(key, value)| ((*key).into(), value.clone()))).collect()
     }
 
-    fn end(&self) -> u64 {
+    /// Returns the length of the log in bytes.
+    fn len(&self) -> u64 {
         self.file.metadata().map(|metadata| metadata.len()).unwrap_or_default()
     }
 
-    fn since(&self, begin: u64) -> String {
+    /// Returns the text of the log from the offset `begin` on.
+    fn text_from(&self, begin: u64) -> String {
         let read = || -> io::Result<Vec<u8>> {
             let mut bytes = Vec::new();
             let mut file = &self.file;
@@ -68,32 +74,35 @@ impl Drop for Log {
     }
 }
 
-/// A plugin's call.
+/// A plugin that was run.
 #[derive(Debug)]
 pub(super) struct PluginRun {
     pub(super) plugin: String,
     pub(super) verb: String,
+    /// How long it ran, in milliseconds.
     pub(super) ms: f64,
-    /// Code, if it gave one, and message.
+    /// Its error, or `None` if it succeeded: the code, if it reported one, and the message.
     pub(super) error: Option<(Option<u64>, String)>,
-    /// The text that the log gained meanwhile.
+    /// The lines that were added to the log while it ran.
     pub(super) log: String,
 }
 
-/// The machine, and what was run on it.
+/// A [`Machine`] that runs everything on another one and records the plugins that it runs.
 pub(super) struct Recorder<'a> {
     machine: &'a dyn Machine,
     log: &'a Log,
-    ran: RefCell<Vec<PluginRun>>,
+    runs: RefCell<Vec<PluginRun>>,
 }
 
 impl<'a> Recorder<'a> {
+    /// Returns a recorder that runs the plugins on `machine`; they write to `log`.
     pub(super) fn new(machine: &'a dyn Machine, log: &'a Log) -> Recorder<'a> {
-        Recorder { machine, log, ran: RefCell::default() }
+        Recorder { machine, log, runs: RefCell::default() }
     }
 
-    pub(super) fn into_ran(self) -> Vec<PluginRun> {
-        self.ran.into_inner()
+    /// Returns the recorded plugins, in the order in which they ended.
+    pub(super) fn into_runs(self) -> Vec<PluginRun> {
+        self.runs.into_inner()
     }
 }
 
@@ -111,29 +120,31 @@ impl Machine for Recorder<'_> {
     }
 
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
-        let (before, begun) = (self.log.end(), Instant::now());
+        let (log_begin, started) = (self.log.len(), Instant::now());
         let output = self.machine.run(child);
         // Rounded to microseconds, as in the log.
-        let ms = (begun.elapsed().as_secs_f64() * 1e6).round() / 1e3;
+        let ms = (started.elapsed().as_secs_f64() * 1e6).round() / 1e3;
         let verb = child.env.iter().flatten().find(|(key, _)| key == "CNI_COMMAND");
-        self.ran.borrow_mut().push(PluginRun {
+        self.runs.borrow_mut().push(PluginRun {
             plugin: child.program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             verb: verb.map(|(_, verb)| verb.to_string_lossy().into_owned()).unwrap_or_default(),
             ms,
-            error: error(&output),
-            log: self.log.since(before),
+            error: error_of(&output),
+            log: self.log.text_from(log_begin),
         });
         output
     }
 }
 
-fn error(output: &Result<Output, RunError>) -> Option<(Option<u64>, String)> {
+/// Returns the code and message of a plugin that failed, or `None` if it succeeded. A plugin that
+/// was killed or could not be started has no code.
+fn error_of(output: &Result<Output, RunError>) -> Option<(Option<u64>, String)> {
     match output {
         Ok(output) if output.status == Exit::Status(0) => None,
         Ok(output) => {
-            let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-            let msg = said["msg"].as_str().map_or_else(|| output.status.to_string(), str::to_owned);
-            Some((said["code"].as_u64(), msg))
+            let answer: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+            let msg = answer["msg"].as_str().map_or_else(|| output.status.to_string(), str::to_owned);
+            Some((answer["code"].as_u64(), msg))
         }
         Err(error) => Some((None, error.to_string())),
     }

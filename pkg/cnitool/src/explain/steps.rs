@@ -1,56 +1,59 @@
-//! What the log of one plugin's call says: its steps and its delegates', and which of them it
-//! failed by.
+//! Reads the steps of a plugin and of its delegates from the log, and finds the one that made the
+//! plugin fail.
 //!
-//! Most errors in a log are answers: whether there is a bridge is asked by asking for it. The step
-//! that a call failed by is the one whose error its message repeats.
+//! Most errors in a log are harmless: a plugin finds out by a request whether a bridge exists. The
+//! step that made a plugin fail is the one whose error is in the plugin's own error message.
 
 use cni::steps::fields;
 
 use super::recorder::PluginRun;
 
-/// A step.
+/// A step of a plugin: a request to the kernel, a file, a program, a delegate.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Step {
-    /// Whose: the plugin's or a delegate's.
+    /// The name of the plugin or delegate that did it.
     pub(super) program: String,
+    /// What it did.
     pub(super) what: String,
+    /// How long it took, in milliseconds.
     pub(super) ms: Option<f64>,
-    /// How it ended, where there is something to say about it.
+    /// Its error or exit status, or `None` if it succeeded.
     pub(super) end: Option<String>,
-    /// The message of a program that failed.
+    /// What a program that failed wrote to stderr.
     pub(super) said: Option<String>,
-    /// The request itself, of one that was refused.
+    /// The request that the kernel refused.
     pub(super) request: Option<String>,
-    /// Whether it is a delegate's whole call.
+    /// Whether it is a whole run of a delegate, with all of its steps.
     is_call: bool,
-    /// Whether the call failed by it.
+    /// Whether it made the plugin fail.
     pub(super) failed: bool,
 }
 
-/// The steps in the order in which they ended.
-pub(super) fn read(ran: &PluginRun) -> Vec<Step> {
-    let mut steps: Vec<Step> = ran.log.lines().filter_map(step).collect();
-    // The plugin's own line says what is known.
-    if steps.last().is_some_and(|step| step.program == ran.plugin && step.what.starts_with(&ran.verb)) {
+/// Returns the plugin's steps in the order in which they ended.
+pub(super) fn read(run: &PluginRun) -> Vec<Step> {
+    let mut steps: Vec<Step> = run.log.lines().filter_map(parse_line).collect();
+    // The last line is about the plugin as a whole, which `run` already has.
+    if steps.last().is_some_and(|step| step.program == run.plugin && step.what.starts_with(&run.verb)) {
         steps.pop();
     }
-    if let Some((code, message)) = &ran.error
-        && let Some(at) = culprit(&steps, *code, message)
-        && let Some(step) = steps.get_mut(at)
+    if let Some((code, message)) = &run.error
+        && let Some(position) = find_failed_step(&steps, *code, message)
+        && let Some(step) = steps.get_mut(position)
     {
         step.failed = true;
     }
     steps
 }
 
-/// A line of the log: `TIME LEVEL cni-PROGRAM KEY=VALUE...`.
-fn step(line: &str) -> Option<Step> {
+/// Parses a line of the log, `TIME LEVEL cni-PROGRAM KEY=VALUE...`. Returns `None` if it is not
+/// about a step.
+fn parse_line(line: &str) -> Option<Step> {
     let mut words = line.split(' ');
     let program = words.nth(2)?.strip_prefix("cni-")?.to_owned();
     let mut fields = fields(line);
     let mut take = |name: &str| {
-        let at = fields.iter().position(|(key, _)| key == name)?;
-        Some(fields.swap_remove(at).1)
+        let position = fields.iter().position(|(key, _)| key == name)?;
+        Some(fields.swap_remove(position).1)
     };
     let ms = take("ms").and_then(|ms| ms.parse().ok());
     if let Some(what) = take("step") {
@@ -67,18 +70,23 @@ fn step(line: &str) -> Option<Step> {
     Some(Step { program, what, ms, end: take("error"), is_call: true, ..Step::default() })
 }
 
-/// The last step before the rollback whose error stands in the message, else the delegate's call
-/// whose error does. If the message words the error differently: the last program that failed, and
-/// of a kernel's refusal (100 and above) the last request.
-fn culprit(steps: &[Step], code: Option<u64>, message: &str) -> Option<usize> {
-    let undone = steps.iter().position(|step| step.what.starts_with("rollback: ")).unwrap_or(steps.len());
-    let last =
-        |is_it: &dyn Fn(&Step) -> bool| steps.iter().take(undone).rposition(|step| step.end.is_some() && is_it(step));
-    let is_told = |step: &Step| step.end.as_deref().is_some_and(|end| message.contains(end));
-    let is_refused = code.is_some_and(|code| code >= 100);
-    last(&|step| !step.is_call && is_told(step))
-        .or_else(|| last(&|step| step.is_call && is_told(step)))
-        .or_else(|| last(&|step| step.said.is_some() || (is_refused && step.request.is_some())))
+/// Returns the position of the step that made the plugin fail with `code` and `message`, or `None`
+/// if no step did. Steps of the rollback do not count. The first of these rules that finds one
+/// decides:
+/// 1. the last step whose error is in the message;
+/// 2. the last run of a delegate whose error is in the message;
+/// 3. the last program that failed or, for a code of the kernel (100 and above), the last refused
+///    request.
+fn find_failed_step(steps: &[Step], code: Option<u64>, message: &str) -> Option<usize> {
+    let rollback_begin = steps.iter().position(|step| step.what.starts_with("rollback: ")).unwrap_or(steps.len());
+    let last_failed = |condition: &dyn Fn(&Step) -> bool| {
+        steps.iter().take(rollback_begin).rposition(|step| step.end.is_some() && condition(step))
+    };
+    let is_in_message = |step: &Step| step.end.as_deref().is_some_and(|end| message.contains(end));
+    let is_kernel_error = code.is_some_and(|code| code >= 100);
+    last_failed(&|step| !step.is_call && is_in_message(step))
+        .or_else(|| last_failed(&|step| step.is_call && is_in_message(step)))
+        .or_else(|| last_failed(&|step| step.said.is_some() || (is_kernel_error && step.request.is_some())))
 }
 
 #[cfg(test)]
@@ -130,7 +138,7 @@ T debug cni-bridge pid=7 step=\"run /bin/host-local\" ms=2.000 end=\"exit status
         .to_owned();
         let marked = |ran: &PluginRun| read(ran).into_iter().find(|step| step.failed).map(|step| step.what);
         assert_eq!(marked(&by_delegate).as_deref(), Some("ADD in all, code 11"));
-        // One that keeps no log.
+        // A plugin that writes no log.
         by_delegate.log = by_delegate.log.lines().skip(1).collect();
         assert_eq!(marked(&by_delegate).as_deref(), Some("run /bin/host-local"));
         let link = "failed to find br0: No such device (os error 19)";

@@ -1,4 +1,4 @@
-//! The arguments of the network verbs.
+//! Defines the arguments of `add`, `check`, `del`, `gc`, `status` and `version`.
 
 use std::ffi::OsString;
 
@@ -19,7 +19,7 @@ pub(crate) struct Command {
     /// gc: container IDs and interface names of attachments that are valid even without a
     /// namespace.
     pub(super) keep: Vec<(String, String)>,
-    /// gc: whether it may remove everything.
+    /// gc: whether it runs even if no attachment is valid or a cache entry cannot be read.
     pub(super) all: bool,
     /// gc: whether it only prints what it would remove.
     pub(super) dry_run: bool,
@@ -53,13 +53,13 @@ pub(crate) struct Detach {
     keep_going: bool,
 }
 
-/// The interface and the container.
+/// The arguments that say which interface and which container it is about.
 #[derive(Debug, Args)]
 pub(crate) struct Interface {
-    /// The interface's name in the namespace [CNI_IFNAME, else eth0]
+    /// The interface's name in the namespace [default: CNI_IFNAME or eth0]
     #[arg(long, short, value_name = "NAME")]
     ifname: Option<String>,
-    /// The container's ID [cnitool- and 20 digits of the SHA-512 of NETNS]
+    /// The container's ID [default: derived from NETNS]
     #[arg(long, value_name = "ID")]
     container_id: Option<String>,
 }
@@ -73,9 +73,9 @@ pub(crate) struct Collect {
     #[arg(hide = true)]
     netns: Option<OsString>,
     /// Keep this attachment; can be repeated
-    #[arg(long, value_name = "ID/IFNAME", value_parser = attachment)]
+    #[arg(long, value_name = "ID/IFNAME", value_parser = parse_attachment)]
     keep: Vec<(String, String)>,
-    /// Even if that removes everything, or a cache entry cannot be read
+    /// Run also if no attachment is valid, or a cache entry cannot be read
     #[arg(long)]
     all: bool,
     /// Print what would be removed, and change nothing
@@ -94,12 +94,12 @@ pub(crate) struct Named {
 }
 
 impl Command {
-    /// Returns the verb and the network, for error messages.
+    /// Returns the verb and the network's name, for error messages.
     pub(crate) fn subject(&self) -> String {
         format!("{} {}", self.verb, self.network)
     }
 
-    /// Returns a command without options.
+    /// Returns a command with default options.
     fn new(verb: &'static str, network: String, shared: Shared) -> Command {
         Command {
             verb,
@@ -117,7 +117,7 @@ impl Command {
 }
 
 impl Attach {
-    /// Returns the command `add` or `check`.
+    /// Converts the arguments to the command `verb`: `add` or `check`.
     ///
     /// # Errors
     /// The path is empty.
@@ -131,7 +131,7 @@ impl Attach {
 }
 
 impl Detach {
-    /// Returns the command `del`.
+    /// Converts the arguments to the command `del`.
     ///
     /// # Errors
     /// Neither a path nor a container ID is given.
@@ -147,7 +147,7 @@ impl Detach {
 }
 
 impl Collect {
-    /// Returns the command `gc`.
+    /// Converts the arguments to the command `gc`.
     pub(crate) fn command(self, shared: Shared) -> Command {
         let Collect { network, netns: _, keep, all, dry_run } = self;
         Command { keep, all, dry_run, ..Command::new("gc", network, shared) }
@@ -155,14 +155,14 @@ impl Collect {
 }
 
 impl Named {
-    /// Returns the command `status` or `version`.
+    /// Converts the arguments to the command `verb`: `status` or `version`.
     pub(crate) fn command(self, verb: &'static str, shared: Shared) -> Command {
         Command::new(verb, self.network, shared)
     }
 }
 
-/// Parses a value of `--keep`.
-fn attachment(text: &str) -> Result<(String, String), &'static str> {
+/// Parses a value of `--keep`: a container ID and an interface name.
+fn parse_attachment(text: &str) -> Result<(String, String), &'static str> {
     match text.split_once('/') {
         Some((id, ifname)) if !id.is_empty() && !ifname.is_empty() => Ok((id.to_owned(), ifname.to_owned())),
         _ => Err("CONTAINER-ID/IFNAME is expected"),

@@ -333,7 +333,7 @@ fn completions_and_man_pages_know_every_verb() {
     let dir = node.folder.path().join("man/man1");
     node.done(&format!("man {}", dir.display()));
     let page = std::fs::read_to_string(dir.join("cnitool-gc.1")).unwrap();
-    for words in ["dry\\-run", "gets a full DEL", "cnitool gc mynet"] {
+    for words in ["dry\\-run", "get a full DEL", "cnitool gc mynet"] {
         assert!(page.starts_with(".ie") && page.contains(words), "{words}: {page}");
     }
     assert!(dir.join("cnitool.1").exists() && !dir.join("cnitool-help.1").exists());
