@@ -1,5 +1,5 @@
-//! Reads, writes and compares files so that the result is on the disk and no other process's file
-//! is written to.
+//! Reads, writes and compares files. What is written is on the disk when a function returns, and
+//! existing files are replaced, never written to: another process may have them open.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -8,8 +8,8 @@ use std::path::Path;
 
 use nix::errno::Errno;
 
-/// Gives a file a second name: a hard link or, where the file system or the kernel's protection of
-/// links does not allow one, a copy.
+/// Makes `to` a hard link of `from` or, if the file system or the kernel's protection of links does
+/// not allow one, a copy.
 pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if fs::hard_link(from, to).is_ok() {
         return Ok(());
@@ -17,26 +17,28 @@ pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if fs::symlink_metadata(from)?.is_symlink() {
         return symlink(fs::read_link(from)?, to);
     }
-    fs::copy(from, to)?; // with its mode
+    // `copy` also copies the mode.
+    fs::copy(from, to)?;
     File::open(to)?.sync_all()
 }
 
-/// Whether `place` holds what `kept` holds: the same file, or a link or regular file with equal
-/// content and mode.
-pub(crate) fn holds(place: &Path, kept: &Path) -> io::Result<bool> {
-    let kept_is = fs::symlink_metadata(kept)?;
-    let Some(place_is) = metadata(place)? else { return Ok(false) };
-    if (kept_is.dev(), kept_is.ino()) == (place_is.dev(), place_is.ino()) {
+/// Whether both paths lead to the same file, to regular files with equal content and mode, or to
+/// symbolic links with the same target. `installed` need not exist.
+pub(crate) fn is_same(installed: &Path, kept: &Path) -> io::Result<bool> {
+    let of_kept = fs::symlink_metadata(kept)?;
+    let Some(of_installed) = metadata(installed)? else { return Ok(false) };
+    if (of_kept.dev(), of_kept.ino()) == (of_installed.dev(), of_installed.ino()) {
         return Ok(true);
     }
-    if kept_is.is_symlink() && place_is.is_symlink() {
-        return Ok(fs::read_link(kept)? == fs::read_link(place)?);
+    if of_kept.is_symlink() && of_installed.is_symlink() {
+        return Ok(fs::read_link(kept)? == fs::read_link(installed)?);
     }
-    let alike = kept_is.is_file() && place_is.is_file() && kept_is.len() == place_is.len();
-    Ok(alike && kept_is.mode() == place_is.mode() && read(kept)? == read(place)?)
+    let are_similar = of_kept.is_file() && of_installed.is_file() && of_kept.len() == of_installed.len();
+    Ok(are_similar && of_kept.mode() == of_installed.mode() && read(kept)? == read(installed)?)
 }
 
-/// Returns what is at `path` without following links; `None` if nothing is there.
+/// Returns the metadata of the file at `path`, or of the link itself if it is one. `None` if it
+/// does not exist.
 pub(crate) fn metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
     match fs::symlink_metadata(path) {
         Ok(metadata) => Ok(Some(metadata)),
@@ -45,16 +47,17 @@ pub(crate) fn metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
     }
 }
 
-/// Reads a regular file. Opening or reading anything else, a FIFO for instance, might never return.
+/// Reads a regular file. Fails for every other kind of file: reading a FIFO, for example, might
+/// never end.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     open(path)?.map_or_else(|| Err(io::Error::other("it is not a regular file")), |(_, content)| Ok(content))
 }
 
-/// Reads the mode and the content of the regular file that `path`, or a link there, leads to;
-/// `None` if there is none.
-pub(crate) fn look(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
+/// Returns the mode and the content of the regular file at `path`, which may be a link to it.
+/// `None` if it does not exist or is not a regular file.
+pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     match open(path) {
-        // Nothing, a dangling link, links in a circle; a socket.
+        // ENOENT: missing, or a link to a missing file; ELOOP: links in a circle; ENXIO: a socket.
         Err(cause)
             if [Errno::ENOENT, Errno::ELOOP, Errno::ENXIO]
                 .map(|errno| Some(errno as i32))
@@ -62,11 +65,13 @@ pub(crate) fn look(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
         {
             Ok(None)
         }
-        found => found,
+        outcome => outcome,
     }
 }
 
+/// Reads the mode and content of a file, following links. `None` if it is not a regular file.
 fn open(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
+    // Non-blocking, because opening a FIFO without a writer would block.
     let mut file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
@@ -77,23 +82,25 @@ fn open(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     Ok(Some((metadata.mode(), content)))
 }
 
-/// Writes a new file with this content to the disk, after removing any file of that name.
-pub(crate) fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+/// Replaces the file at `path` by a new one with this content and mode.
+pub(crate) fn write_new(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     absent_is_fine(fs::remove_file(path))?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
-    file.set_permissions(fs::Permissions::from_mode(mode))?; // whatever the umask was
+    // The mode above is reduced by the umask.
+    file.set_permissions(fs::Permissions::from_mode(mode))?;
     file.sync_all()
 }
 
-/// Writes the changes of a folder's entries to the disk.
+/// Waits until the created, renamed and removed files of a folder are so on the disk.
 pub(crate) fn sync(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-pub(crate) fn absent_is_fine(done: io::Result<()>) -> io::Result<()> {
-    match done {
+/// Turns the error of a missing file into success.
+pub(crate) fn absent_is_fine(outcome: io::Result<()>) -> io::Result<()> {
+    match outcome {
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(()),
-        done => done,
+        outcome => outcome,
     }
 }

@@ -1,8 +1,9 @@
-//! A kept set: files that installed programs have replaced, in a folder with two lists.
+//! A kept set: a folder with the files that installed programs have replaced, for a rollback.
 //!
-//! `SHA256SUMS` has the programs that were put in their places, and `ABSENT` the names that were
-//! not there. In the original set, which outlives many installs, a name has a line in `SHA256SUMS`
-//! for each program that was ever put there.
+//! It has two lists. `SHA256SUMS` lists the programs that were installed in place of the kept
+//! files, and `ABSENT` the names under which no file existed. The original set is kept over many
+//! installs: in its `SHA256SUMS` a name has a line for each program that was ever installed under
+//! it.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File};
@@ -12,29 +13,32 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::Error;
-use crate::disk::{absent_is_fine, holds, link_or_copy, metadata, put, read, sync};
+use crate::disk::{absent_is_fine, is_same, link_or_copy, metadata, read, sync, write_new};
 use crate::set::{self, ABSENT, Program, SUMS, Set};
 
-/// A kept set, complete on the disk.
+/// A complete kept set.
 #[derive(Debug)]
 pub(crate) struct Kept {
     folder: PathBuf,
+    /// The programs that were installed in place of the kept files.
     programs: Vec<Program>,
+    /// The names under which no file existed.
     absent: BTreeSet<String>,
-    /// The time when an install replaced it.
+    /// The time of the install that replaced the files.
     pub(crate) since: SystemTime,
 }
 
 impl Kept {
-    /// Reads a kept set; `None` if there is none, or if it is not complete.
+    /// Reads a kept set. `None` if the folder does not exist or lacks one of the lists.
     pub(crate) fn read(folder: &Path) -> Result<Option<Kept>, Error> {
         let is_folder = metadata(folder).map_err(Error::io("look at", folder))?.is_some_and(|found| found.is_dir());
         let (absent_path, sums_path) = (folder.join(ABSENT), folder.join(SUMS));
         if !is_folder {
             return Ok(None);
         }
-        let (Some(absent), Some(sums)) = (text(&absent_path)?, text(&sums_path)?) else { return Ok(None) };
-        let programs = set::parse_lines(&sums).map_err(|why| Error::new(format!("{}: {why}", sums_path.display())))?;
+        let (Some(absent), Some(sums)) = (read_text(&absent_path)?, read_text(&sums_path)?) else { return Ok(None) };
+        let programs =
+            set::parse_lines(&sums).map_err(|reason| Error::new(format!("{}: {reason}", sums_path.display())))?;
         let since = fs::metadata(&absent_path).and_then(|found| found.modified());
         Ok(Some(Kept {
             folder: folder.to_owned(),
@@ -44,18 +48,23 @@ impl Kept {
         }))
     }
 
-    /// Keeps the files that the set's programs will replace.
-    pub(crate) fn take(places: &Path, set: &Set, folder: &Path) -> Result<(), Error> {
-        let _ = fs::remove_dir_all(folder); // left by an installer that was killed before it used the folder
+    /// Copies or links the files of `plugin_folder` that the programs of `set` will replace into
+    /// `folder`, which becomes a kept set.
+    ///
+    /// # Errors
+    /// A folder has the name of a program, or a file cannot be kept.
+    pub(crate) fn create(plugin_folder: &Path, set: &Set, folder: &Path) -> Result<(), Error> {
+        // It may exist if an installer was killed here.
+        let _ = fs::remove_dir_all(folder);
         DirBuilder::new().mode(0o755).create(folder).map_err(Error::io("create the folder", folder))?;
         let mut absent = String::new();
         for Program { name, .. } in set.programs() {
-            let place = places.join(name);
-            match metadata(&place).map_err(Error::io("look at", &place))? {
+            let path = plugin_folder.join(name);
+            match metadata(&path).map_err(Error::io("look at", &path))? {
                 Some(found) if found.is_dir() => {
-                    return Err(Error::new(format!("{} is a folder", place.display())));
+                    return Err(Error::new(format!("{} is a folder", path.display())));
                 }
-                Some(_) => link_or_copy(&place, &folder.join(name)).map_err(Error::io("keep", &place))?,
+                Some(_) => link_or_copy(&path, &folder.join(name)).map_err(Error::io("keep", &path))?,
                 None => {
                     absent.push_str(name);
                     absent.push('\n');
@@ -64,76 +73,85 @@ impl Kept {
         }
         for (name, text) in [(ABSENT, &absent), (SUMS, &set::text(set.programs()))] {
             let path = folder.join(name);
-            put(&path, text.as_bytes(), 0o644).map_err(Error::io("write", &path))?;
+            write_new(&path, text.as_bytes(), 0o644).map_err(Error::io("write", &path))?;
         }
         sync(folder).map_err(Error::io("write out", folder))
     }
 
-    /// Returns the names of the set, each once.
+    /// Returns the names of the installed programs, each once.
     pub(crate) fn names(&self) -> Vec<&str> {
         let mut seen = BTreeSet::new();
         self.programs.iter().map(|program| program.name.as_str()).filter(|name| seen.insert(*name)).collect()
     }
 
-    /// Whether no file had this name.
+    /// Whether no file of this name existed before the install.
     pub(crate) fn was_absent(&self, name: &str) -> bool {
         self.absent.contains(name)
     }
 
-    /// Returns the path of the kept file of that name.
+    /// Returns the path of the kept file of this name.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
 
-    /// Whether an install has put the program with this sum in the place of that name.
-    pub(crate) fn is_ours(&self, name: &str, sum: &str) -> bool {
+    /// Whether an install has installed a program with this name and checksum.
+    pub(crate) fn was_installed(&self, name: &str, sum: &str) -> bool {
         self.programs.iter().any(|program| program.name == name && program.sum == sum)
     }
 
-    /// Returns the names of the kept files that `folder` does not hold.
-    pub(crate) fn not_held_by(&self, folder: &Path) -> Result<Vec<String>, Error> {
+    /// Returns the names of the kept files that `folder` does not have.
+    pub(crate) fn missing_in(&self, folder: &Path) -> Result<Vec<String>, Error> {
         let mut names = Vec::new();
         for name in self.names() {
             let file = self.file(name);
-            let place = folder.join(name);
+            let path = folder.join(name);
             let has_file = !self.was_absent(name) && exists(&file)?;
-            if has_file && !holds(&place, &file).map_err(Error::io("compare", &place))? {
+            if has_file && !is_same(&path, &file).map_err(Error::io("compare", &path))? {
                 names.push(name.to_owned());
             }
         }
         Ok(names)
     }
 
-    /// Merges this set into the one in `folder`, or creates it. A file that is already kept under a
-    /// name is not replaced.
+    /// Merges this set into the one in `folder`, or creates that one. A name that it already has
+    /// keeps its file.
     ///
-    /// The list of programs is written last: until then an interrupted run has no effect.
+    /// `SHA256SUMS` is written last. If the process is killed before, the set in `folder` is as it
+    /// was.
+    ///
+    /// # Errors
+    /// A file cannot be kept or a list cannot be written.
     pub(crate) fn add_to(&self, folder: &Path) -> Result<(), Error> {
-        let known = Kept::read(folder)?;
-        let since = known.as_ref().map_or(self.since, |known| known.since);
-        let before = known.as_ref().map(Kept::names).unwrap_or_default();
-        // An interrupted run may have listed names in `ABSENT` whose programs are not in `SUMS`.
-        let mut absent: BTreeSet<&str> =
-            before.iter().copied().filter(|name| known.as_ref().is_some_and(|known| known.was_absent(name))).collect();
-        let mut new = Vec::new();
-        for name in self.names().into_iter().filter(|name| !before.contains(name)) {
+        let existing = Kept::read(folder)?;
+        let since = existing.as_ref().map_or(self.since, |existing| existing.since);
+        let existing_names = existing.as_ref().map(Kept::names).unwrap_or_default();
+        // A killed process may have listed names in `ABSENT` whose programs are not in
+        // `SHA256SUMS`: they are dropped.
+        let mut absent: BTreeSet<&str> = existing_names
+            .iter()
+            .copied()
+            .filter(|name| existing.as_ref().is_some_and(|existing| existing.was_absent(name)))
+            .collect();
+        let mut new_names = Vec::new();
+        for name in self.names().into_iter().filter(|name| !existing_names.contains(name)) {
             if self.was_absent(name) || exists(&self.file(name))? {
-                new.push(name);
+                new_names.push(name);
             }
         }
-        let mut programs = known.as_ref().map(|known| known.programs.clone()).unwrap_or_default();
-        let listed = programs.len();
+        let mut programs = existing.as_ref().map(|existing| existing.programs.clone()).unwrap_or_default();
+        let count_before = programs.len();
         for program in &self.programs {
-            let counts = before.contains(&program.name.as_str()) || new.contains(&program.name.as_str());
-            if counts && !programs.contains(program) {
+            let name = program.name.as_str();
+            let is_in_merged_set = existing_names.contains(&name) || new_names.contains(&name);
+            if is_in_merged_set && !programs.contains(program) {
                 programs.push(program.clone());
             }
         }
-        if programs.len() == listed {
+        if programs.len() == count_before {
             return Ok(());
         }
-        make_folder(folder).map_err(Error::io("create the folder", folder))?;
-        for name in new {
+        create_folder(folder).map_err(Error::io("create the folder", folder))?;
+        for name in new_names {
             if self.was_absent(name) {
                 absent.insert(name);
                 continue;
@@ -143,17 +161,18 @@ impl Kept {
             link_or_copy(&from, &to).map_err(Error::io("keep", &from))?;
         }
         let absent: String = absent.iter().map(|name| format!("{name}\n")).collect();
-        replace(folder, (ABSENT, &absent), since)?;
-        replace(folder, (SUMS, &set::text(&programs)), since)
+        replace_list(folder, (ABSENT, &absent), since)?;
+        replace_list(folder, (SUMS, &set::text(&programs)), since)
     }
 }
 
+/// Whether a file, folder or link exists at `path`.
 pub(crate) fn exists(path: &Path) -> Result<bool, Error> {
     Ok(metadata(path).map_err(Error::io("look at", path))?.is_some())
 }
 
-/// Reads the text of a file; `None` if there is none.
-fn text(path: &Path) -> Result<Option<String>, Error> {
+/// Reads a text file. `None` if it does not exist.
+fn read_text(path: &Path) -> Result<Option<String>, Error> {
     match read(path) {
         Ok(text) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -161,8 +180,8 @@ fn text(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// Makes a folder, replacing a link or a file of that name.
-fn make_folder(path: &Path) -> io::Result<()> {
+/// Creates the folder. A file or a link of that name is replaced.
+fn create_folder(path: &Path) -> io::Result<()> {
     match metadata(path)? {
         Some(found) if found.is_dir() => return Ok(()),
         Some(_) => fs::remove_file(path)?,
@@ -171,12 +190,13 @@ fn make_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o755).create(path)
 }
 
-/// Writes a list to the disk in one step, together with what was written before it.
-fn replace(folder: &Path, (name, text): (&str, &str), modified: SystemTime) -> Result<(), Error> {
+/// Replaces a list atomically and gives it the time of modification `modified`. The files that were
+/// written to the folder before are on the disk before the list is.
+fn replace_list(folder: &Path, (name, text): (&str, &str), modified: SystemTime) -> Result<(), Error> {
     let (path, temporary) = (folder.join(name), folder.join(format!(".{name}")));
-    let put = put(&temporary, text.as_bytes(), 0o644);
-    let put = put.and_then(|()| File::options().write(true).open(&temporary)?.set_modified(modified));
-    put.map_err(Error::io("write", &temporary))?;
+    write_new(&temporary, text.as_bytes(), 0o644)
+        .and_then(|()| File::options().write(true).open(&temporary)?.set_modified(modified))
+        .map_err(Error::io("write", &temporary))?;
     sync(folder).map_err(Error::io("write out", folder))?;
     fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
     sync(folder).map_err(Error::io("write out", folder))

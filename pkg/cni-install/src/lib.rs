@@ -1,17 +1,16 @@
-//! Installs a set of plugins into a folder from which runtimes execute programs at the same time.
+//! Installs a set of plugins into a folder while runtimes execute programs from it.
 //!
-//! - [`set`]: a folder with programs and their `SHA256SUMS`, read and verified.
-//! - [`folder`]: the folder runtimes use: install, roll back, forget, compare. Its documentation
-//!   describes the states.
-//! - [`report`]: what was done.
+//! - [`set`]: reads and verifies a folder with programs and their `SHA256SUMS`.
+//! - [`folder`]: installs into the folder that runtimes use, rolls back, forgets, compares. Its
+//!   documentation describes the states.
+//! - [`report`]: reports what was done.
 //!
-//! It is a program of its own, static and without needs, because a container image made from
-//! nothing but it and the plugins installs them onto a node; `scripts/install` runs the same one.
+//! This is a separate, static program, because a container image that contains only it and the
+//! plugins installs them onto a node. `scripts/install` runs the same program.
 //!
-//! A rename replaces *one* program at a time. A pod that
-//! starts meanwhile may run the new `bridge` and the old `host-local`. That is fine because every
-//! release, and Go's, can work with every other; what must never happen is a torn, missing or
-//! unrunnable program, and none is.
+//! Each rename replaces *one* program. A pod that starts at the same time may run the new `bridge`
+//! and the old `host-local`, which works: every release, and Go's plugins, work together. There is
+//! never an incomplete, missing or unusable program.
 
 mod disk;
 pub mod folder;
@@ -45,9 +44,9 @@ impl Error {
         Error(text.into())
     }
 
-    /// `failed to <what> <path>: <cause>`.
-    pub(crate) fn io<'a>(what: &'a str, path: &'a Path) -> impl FnOnce(io::Error) -> Error + 'a {
-        move |cause| Error(format!("failed to {what} {}: {cause}", path.display()))
+    /// Returns a function that makes the error `failed to <action> <path>: <cause>`.
+    pub(crate) fn io<'a>(action: &'a str, path: &'a Path) -> impl FnOnce(io::Error) -> Error + 'a {
+        move |cause| Error(format!("failed to {action} {}: {cause}", path.display()))
     }
 }
 
@@ -55,7 +54,7 @@ impl Error {
 #[command(
     name = "cni-install",
     version = cni::release::release(),
-    about = "Puts a set of CNI plugins into a folder that runtimes are using, and takes it back",
+    about = "Installs a set of CNI plugins into a folder that runtimes are using, and rolls it back",
     after_help = "Each command that changes the folder first undoes an installation, or finishes a rollback, that was interrupted.\n\
                   An older cni-install, without `rollback --original`, refuses a folder that this one has installed into.",
     disable_help_subcommand = true
@@ -67,7 +66,7 @@ struct Call {
 
 #[derive(Subcommand)]
 enum Verb {
-    /// Replace the plugins, keeping what was there
+    /// Replace the plugins, and keep the earlier ones
     ///
     /// Verifies DIR against its SHA256SUMS, copies its programs beside their places, runs each
     /// once, and only then renames them into place, one by one: a runtime that starts a plugin
@@ -82,7 +81,7 @@ enum Verb {
         #[arg(long, value_name = "DIR")]
         from: PathBuf,
         #[command(flatten)]
-        place: Place,
+        dest: Dest,
         #[command(flatten)]
         stay: Stay,
     },
@@ -99,7 +98,7 @@ enum Verb {
         #[arg(long)]
         original: bool,
         #[command(flatten)]
-        place: Place,
+        dest: Dest,
         #[command(flatten)]
         stay: Stay,
     },
@@ -108,38 +107,40 @@ enum Verb {
     /// The next install takes the programs that are in the folder then as the original set.
     Forget {
         #[command(flatten)]
-        place: Place,
+        dest: Dest,
     },
-    /// Say whether the folder holds what was installed, exit status 1 if not, and what is kept
+    /// Show whether the folder has the installed programs (exit status 1 if not), and what is kept
     Status {
         #[command(flatten)]
-        place: Place,
+        dest: Dest,
     },
 }
 
+/// The option `--dest`.
 #[derive(Args)]
-struct Place {
-    /// The folder runtimes use
-    #[arg(long, value_name = "DIR", default_value = DEST)]
-    dest: PathBuf,
+struct Dest {
+    /// The folder that runtimes use
+    #[arg(id = "dest", long, value_name = "DIR", default_value = DEST)]
+    path: PathBuf,
 }
 
+/// The option `--stay`.
 #[derive(Args)]
 struct Stay {
-    /// When done, wait for SIGTERM or SIGINT: for a container that must go on to run
+    /// Wait for SIGTERM or SIGINT afterwards: for a container that must keep running
     #[arg(long)]
     stay: bool,
 }
 
 impl Verb {
+    /// Returns the folder that runtimes use.
     fn dest(&self) -> &Path {
-        let (Verb::Install { place, .. }
-        | Verb::Rollback { place, .. }
-        | Verb::Forget { place }
-        | Verb::Status { place }) = self;
-        &place.dest
+        let (Verb::Install { dest, .. } | Verb::Rollback { dest, .. } | Verb::Forget { dest } | Verb::Status { dest }) =
+            self;
+        &dest.path
     }
 
+    /// Whether the program waits for a signal afterwards.
     fn stays(&self) -> bool {
         match self {
             Verb::Install { stay, .. } | Verb::Rollback { stay, .. } => stay.stay,
@@ -148,40 +149,44 @@ impl Verb {
     }
 }
 
-/// Runs the installer; returns its exit status: 0 done, 1 failed or different, 2 called wrongly.
+/// Runs the installer with the arguments `args`. Returns its exit status: 0 for success, 1 if it
+/// failed or `status` found a difference, 2 for invalid arguments.
 pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     let verb = match Call::try_parse_from(std::iter::once(OsString::from("cni-install")).chain(args)) {
         Ok(call) => call.verb,
-        Err(asked) if !asked.use_stderr() => return told(out, &asked.to_string(), 0),
-        Err(wrong) => return told(err, &format!("cni-install: {wrong}"), 2),
+        Err(help) if !help.use_stderr() => return write_line(out, &help.to_string(), 0),
+        Err(error) => return write_line(err, &format!("cni-install: {error}"), 2),
     };
-    // Before the work: process 1 of a container would never see a signal that came in its midst.
-    let waiting = match verb.stays().then(block_signals).transpose() {
+    // Before the work: as process 1 of a container it would otherwise lose a signal that arrives
+    // during the work.
+    let blocked_signals = match verb.stays().then(block_signals).transpose() {
         Ok(signals) => signals,
-        Err(cause) => return told(err, &format!("cni-install: failed to block SIGTERM and SIGINT: {cause}"), 1),
+        Err(cause) => return write_line(err, &format!("cni-install: failed to block SIGTERM and SIGINT: {cause}"), 1),
     };
-    let (text, status) = match act(&verb) {
-        Ok(done) => done,
-        Err(error) => return told(err, &format!("cni-install: {error}"), 1),
+    let (text, status) = match execute(&verb) {
+        Ok(outcome) => outcome,
+        Err(error) => return write_line(err, &format!("cni-install: {error}"), 1),
     };
-    if told(out, &text, status) != 0 {
+    if write_line(out, &text, status) != 0 {
         return status.max(1);
     }
-    match waiting.map(|signals| signals.wait()) {
+    match blocked_signals.map(|signals| signals.wait()) {
         None => status,
-        Some(Ok(signal)) => told(out, &format!("{signal}: leaving {} as it is", verb.dest().display()), 0),
-        Some(Err(cause)) => told(err, &format!("cni-install: failed to wait for a signal: {cause}"), 1),
+        Some(Ok(signal)) => write_line(out, &format!("{signal}: leaving {} as it is", verb.dest().display()), 0),
+        Some(Err(cause)) => write_line(err, &format!("cni-install: failed to wait for a signal: {cause}"), 1),
     }
 }
 
-fn told(stream: &mut dyn Write, text: &str, status: u8) -> u8 {
+/// Writes the text. Returns `status`, or at least 1 if it cannot be written.
+fn write_line(stream: &mut dyn Write, text: &str, status: u8) -> u8 {
     match writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush()) {
         Ok(()) => status,
         Err(_) => status.max(1),
     }
 }
 
-fn act(verb: &Verb) -> Result<(String, u8), Error> {
+/// Executes a command. Returns the text to print and the exit status.
+fn execute(verb: &Verb) -> Result<(String, u8), Error> {
     let (path, dest) = (verb.dest(), verb.dest().display());
     Ok(match verb {
         Verb::Install { from, .. } => {
@@ -196,10 +201,10 @@ fn act(verb: &Verb) -> Result<(String, u8), Error> {
             };
             (format!("{recovered}{text}"), 0)
         }
-        Verb::Rollback { original: false, .. } => rolled_back(verb, &Folder::open(path)?.rollback()?),
+        Verb::Rollback { original: false, .. } => rollback_text(verb, &Folder::open(path)?.rollback()?),
         Verb::Rollback { original: true, .. } => {
-            let (recovered, done) = Folder::open(path)?.rollback_to_original()?;
-            let (text, status) = rolled_back(verb, &done);
+            let (recovered, report) = Folder::open(path)?.rollback_to_original()?;
+            let (text, status) = rollback_text(verb, &report);
             (format!("{recovered}{text}"), status)
         }
         Verb::Forget { .. } => match Folder::open(path)?.forget()? {
@@ -214,9 +219,9 @@ fn act(verb: &Verb) -> Result<(String, u8), Error> {
             let folder = Folder::open(path)?;
             let (text, status) = match folder.compare()? {
                 Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
-                Comparison::CutOff(what) => (
+                Comparison::Interrupted(command) => (
                     format!(
-                        "{what} in {dest} was interrupted; the next install, rollback or forget completes or undoes it first"
+                        "{command} in {dest} was interrupted; the next install, rollback or forget completes or undoes it first"
                     ),
                     1,
                 ),
@@ -230,9 +235,10 @@ fn act(verb: &Verb) -> Result<(String, u8), Error> {
     })
 }
 
-fn rolled_back(verb: &Verb, done: &RollbackReport) -> (String, u8) {
+/// Returns the text about a rollback, and the exit status: 1 if a kept file was lost.
+fn rollback_text(verb: &Verb, report: &RollbackReport) -> (String, u8) {
     let dest = verb.dest().display();
-    match done {
+    match report {
         RollbackReport::NothingKept { original: false } => {
             (format!("nothing to roll back in {dest}: no earlier set is kept"), 0)
         }
@@ -247,13 +253,13 @@ fn rolled_back(verb: &Verb, done: &RollbackReport) -> (String, u8) {
                 Verb::Rollback { original: true, .. } => "as before the first install",
                 _ => "as before the last install",
             };
-            (format!("{dest}:{}", done.lines(since)), u8::from(!lost.is_empty()))
+            (format!("{dest}:{}", report.lines(since)), u8::from(!lost.is_empty()))
         }
     }
 }
 
-/// SIGTERM and SIGINT wait until they are asked for. The kernel shields process 1 of a container
-/// from signals it has no handler for, unless they are blocked.
+/// Blocks SIGTERM and SIGINT, so that they stay pending until the program waits for them. For
+/// process 1 of a container the kernel discards signals that are neither handled nor blocked.
 fn block_signals() -> nix::Result<SigSet> {
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGTERM);

@@ -1,5 +1,4 @@
-//! Puts a set of plugins into a folder that runtimes are using, and takes it back. All of it is in
-//! the library; here the process becomes values.
+//! The program `cni-install`. The library does everything; this file connects it to the process.
 
 use std::io::{stderr, stdout};
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! Reports what the commands did, as values and as the text that is printed.
+//! Defines the outcomes of the commands, and the texts about them that are printed.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
@@ -6,16 +6,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::kept::Kept;
 
-/// The recovery that was done first, because an earlier command had been cut off.
+/// What a command did first because an earlier command had been interrupted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecoveryReport {
-    /// Nothing: no command had been cut off.
+    /// Nothing: no command had been interrupted.
     Nothing,
     /// An installation was undone.
     InstallUndone,
     /// A rollback was finished.
     RollbackFinished,
-    /// The kept sets were dropped.
+    /// A forget was finished.
     ForgetFinished,
 }
 
@@ -33,7 +33,7 @@ impl fmt::Display for RecoveryReport {
 /// The outcome of an install.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Installed {
-    /// Nothing: the folder holds these very programs.
+    /// Nothing: the folder already has these programs.
     AlreadyThere,
     /// The programs are in place.
     Replaced,
@@ -42,32 +42,34 @@ pub enum Installed {
 /// The outcome of a rollback.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RollbackReport {
-    /// Nothing: the set that was asked for is not kept.
+    /// Nothing: the requested set is not kept.
     NothingKept {
         /// Whether the original set is kept.
         original: bool,
     },
-    /// By name.
+    /// It was done, with these names.
     Done {
-        /// Put back.
+        /// Programs that were put back.
         restored: Vec<String>,
-        /// Removed, because an install brought them.
+        /// Programs that were removed, because they did not exist before.
         removed: Vec<String>,
-        /// Left, because another installer has replaced or removed them since.
+        /// Programs that were left as they are, because another installer has replaced or removed
+        /// them since.
         left: Vec<String>,
-        /// Left, because the kept file has gone.
+        /// Programs that were left as they are, because the kept file is gone.
         lost: Vec<String>,
-        /// Still kept, because the folder does not hold them.
+        /// Kept files that are still kept, because the folder does not have them.
         kept: Vec<String>,
     },
 }
 
 impl RollbackReport {
-    /// Writes a line about each group of names; `since` names the install.
+    /// Returns a line about each group of names that is not empty. `since` is the line's beginning
+    /// for the programs that were put back.
     pub(crate) fn lines(&self, since: &str) -> String {
         let RollbackReport::Done { restored, removed, left, lost, kept } = self else { return String::new() };
         let mut text = String::new();
-        for (what, names) in [
+        for (outcome, names) in [
             (since, restored),
             ("removed, because they did not exist before", removed),
             ("left alone, because another installer has replaced or removed them since", left),
@@ -75,7 +77,7 @@ impl RollbackReport {
             ("still kept, because the folder does not hold them (`cni-install forget` drops them)", kept),
         ] {
             if !names.is_empty() {
-                let _ = write!(text, "\n  {what}: {}", names.join(", "));
+                let _ = write!(text, "\n  {outcome}: {}", names.join(", "));
             }
         }
         text
@@ -87,24 +89,24 @@ impl RollbackReport {
 pub enum ForgetReport {
     /// Nothing: no earlier set was kept.
     NothingKept,
-    /// These are not kept any more.
+    /// The kept sets that were removed.
     Dropped(KeptSets),
 }
 
-/// The folder beside what was installed.
+/// The outcome of comparing the folder with what was installed.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Comparison {
-    /// This program installed nothing here.
+    /// cni-install has installed nothing here.
     NothingInstalled,
-    /// This command was killed half-way.
-    CutOff(&'static str),
-    /// These are there, unchanged.
+    /// The command of this name was interrupted.
+    Interrupted(&'static str),
+    /// All programs are as installed; their names.
     Same(Vec<String>),
-    /// A line for each that is not.
+    /// Some are not; a text for each of those.
     Different(Vec<String>),
 }
 
-/// The sets that can be put back.
+/// The sets that a rollback can put back.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct KeptSets {
     /// The files from before the first install.
@@ -113,34 +115,39 @@ pub struct KeptSets {
     pub previous: Option<KeptSet>,
 }
 
-/// A set that can be put back.
+/// A set that a rollback can put back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptSet {
-    /// The time when an install replaced it.
+    /// The time of the install that replaced the files.
     pub since: SystemTime,
-    /// The programs that are kept.
+    /// The names of the kept programs.
     pub programs: Vec<String>,
-    /// The names that were not there.
+    /// The names of installed programs that did not exist before.
     pub absent: Vec<String>,
 }
 
 impl KeptSets {
-    /// Combines both sets. `original` is as on the disk: it lacks what the last install has
-    /// replaced.
+    /// Combines the sets that are on the disk. There `original` does not contain the previous set
+    /// yet: the next install adds it.
     pub(crate) fn new(original: Option<&Kept>, previous: Option<&Kept>) -> KeptSets {
         let sets: Vec<&Kept> = original.into_iter().chain(previous).collect();
-        KeptSets { original: KeptSet::of(&sets), previous: previous.and_then(|previous| KeptSet::of(&[previous])) }
+        KeptSets {
+            original: KeptSet::merge(&sets),
+            previous: previous.and_then(|previous| KeptSet::merge(&[previous])),
+        }
     }
 }
 
 impl KeptSet {
-    /// Merges several sets: for each name the first set that has it counts.
-    fn of(sets: &[&Kept]) -> Option<KeptSet> {
+    /// Merges several sets, or returns `None` if there are none. For each name the first set that
+    /// has it counts.
+    fn merge(sets: &[&Kept]) -> Option<KeptSet> {
         let (mut seen, mut programs, mut absent) = (BTreeSet::new(), Vec::new(), Vec::new());
         for kept in sets {
             for name in kept.names() {
                 if seen.insert(name) {
-                    if kept.was_absent(name) { &mut absent } else { &mut programs }.push(name.to_owned());
+                    let names = if kept.was_absent(name) { &mut absent } else { &mut programs };
+                    names.push(name.to_owned());
                 }
             }
         }
@@ -153,7 +160,7 @@ impl fmt::Display for KeptSet {
         let since = self.since.duration_since(UNIX_EPOCH).unwrap_or_default();
         let names = if self.programs.is_empty() { "no program".to_owned() } else { self.programs.join(", ") };
         write!(f, "from before {}: {names}", cni::time::rfc3339(since))?;
-        if self.absent.is_empty() { Ok(()) } else { write!(f, "; not there: {}", self.absent.join(", ")) }
+        if self.absent.is_empty() { Ok(()) } else { write!(f, "; did not exist: {}", self.absent.join(", ")) }
     }
 }
 

@@ -1,7 +1,8 @@
-//! A set of programs: a folder with `SHA256SUMS`, as `sha256sum` writes it, one line per program.
+//! Reads a set of programs: a folder with the file `SHA256SUMS`, as `sha256sum` writes it, with one
+//! line per program.
 //!
-//! Only what the list names belongs to the set. A name is a plain file name; nothing in a list can
-//! reach another folder.
+//! Other files in the folder do not belong to the set. Names are checked to be plain file names, so
+//! a list cannot name a file in another folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,8 @@ use crate::Error;
 /// The list's name, in a set and in the installer's own folder.
 pub const SUMS: &str = "SHA256SUMS";
 
-/// The list of the names that were not there, beside kept programs. No program can have this name.
+/// The name of the list of programs that did not exist before, in a kept set. No program can have
+/// this name.
 pub(crate) const ABSENT: &str = "ABSENT";
 
 /// A program's name and the SHA-256 of its content, in lower-case hexadecimal.
@@ -25,7 +27,7 @@ pub struct Program {
     pub sum: String,
 }
 
-/// A folder of programs with their sums. The content is verified when it is read
+/// A folder of programs with their checksums. The content is verified when it is read
 /// ([`Set::content`]).
 #[derive(Debug)]
 pub struct Set {
@@ -37,31 +39,31 @@ impl Set {
     /// Reads the list of `folder`.
     ///
     /// # Errors
-    /// There is no list, it is empty, or a line of it is none of `sha256sum`'s.
+    /// The list cannot be read, is empty, or has a line in another format.
     pub fn read(folder: &Path) -> Result<Set, Error> {
         let path = folder.join(SUMS);
         let text = fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-        let programs = parse(&text).map_err(|why| Error::new(format!("{}: {why}", path.display())))?;
+        let programs = parse(&text).map_err(|reason| Error::new(format!("{}: {reason}", path.display())))?;
         if programs.is_empty() {
             return Err(Error::new(format!("{} lists no program", path.display())));
         }
         Ok(Set { folder: folder.to_owned(), programs })
     }
 
-    /// The programs, in the list's order.
+    /// Returns the programs, in the order of the list.
     pub fn programs(&self) -> &[Program] {
         &self.programs
     }
 
-    /// Their names.
+    /// Returns the names of the programs.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.programs.iter().map(|program| program.name.as_str())
     }
 
-    /// A program's content, verified.
+    /// Reads a program and verifies its checksum.
     ///
     /// # Errors
-    /// It is not a regular file, cannot be read, or is not what the list says.
+    /// It is not a regular file, cannot be read, or has another checksum.
     pub fn content(&self, program: &Program) -> Result<Vec<u8>, Error> {
         let path = self.folder.join(&program.name);
         let metadata = fs::symlink_metadata(&path).map_err(Error::io("look at", &path))?;
@@ -81,20 +83,20 @@ impl Set {
     }
 }
 
-/// The SHA-256 of `content`, in hexadecimal.
+/// Returns the SHA-256 of `content`, in hexadecimal.
 pub fn sum(content: &[u8]) -> String {
     Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The lines of a list, as `sha256sum` writes them.
+/// Returns the text of a list, as `sha256sum` writes it.
 pub fn text(programs: &[Program]) -> String {
     programs.iter().map(|program| format!("{}  {}\n", program.sum, program.name)).collect()
 }
 
-/// Reads the lines of a list.
+/// Parses the text of a list.
 ///
 /// # Errors
-/// The number of the first line that is none, and why.
+/// The number of the first invalid line and the reason; a name has two lines.
 pub fn parse(text: &str) -> Result<Vec<Program>, String> {
     let programs = parse_lines(text)?;
     for (number, Program { name, .. }) in programs.iter().enumerate() {
@@ -114,9 +116,9 @@ pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
         if sum.len() != 64 || !sum.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
             return Err(format!("line {number}: {sum:?} is not a SHA-256 checksum"));
         }
-        let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-        let list = name == SUMS || name == ABSENT;
-        if name.is_empty() || name.len() > 255 || name.starts_with('.') || list || !name.bytes().all(plain) {
+        let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+        let is_list = name == SUMS || name == ABSENT;
+        if name.is_empty() || name.len() > 255 || name.starts_with('.') || is_list || !name.bytes().all(is_allowed) {
             return Err(format!("line {number}: {name:?} is not a program's name"));
         }
         programs.push(Program { name: name.to_owned(), sum: sum.to_owned() });

@@ -1,4 +1,5 @@
-//! The folder in which new programs are written and tried before they are renamed into place.
+//! Writes new programs into a temporary folder and runs each once, before they are renamed into
+//! place.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
@@ -7,18 +8,23 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::Error;
-use crate::disk::{absent_is_fine, link_or_copy, put};
+use crate::disk::{absent_is_fine, link_or_copy, write_new};
 use crate::set::{Program, Set};
 
-/// Writes the new programs to the disk and runs each once, because the folder may be mounted
-/// `noexec` and a program may be built for another processor. `contents` are by checksum; programs
-/// with equal content become hard links of one file, if the file system has them.
-pub(crate) fn fill(staging: &Path, set: &Set, contents: &BTreeMap<&str, Vec<u8>>) -> Result<(), Error> {
-    empty(staging)?;
+/// Writes the programs of `set` to the folder `staging` and runs each once: the folder may be
+/// mounted `noexec`, or a program may be built for another processor.
+///
+/// `contents` has the content for each checksum. Programs with equal content become hard links of
+/// one file, if the file system supports them.
+///
+/// # Errors
+/// A program cannot be written or does not run.
+pub(crate) fn write_and_try(staging: &Path, set: &Set, contents: &BTreeMap<&str, Vec<u8>>) -> Result<(), Error> {
+    create_empty(staging)?;
     for (sum, content) in contents {
         let mut names = set.programs().iter().filter(|program| program.sum == *sum).map(|program| &program.name);
         let Some(first) = names.next().map(|name| staging.join(name)) else { continue };
-        put(&first, content, 0o755).map_err(Error::io("write", &first))?;
+        write_new(&first, content, 0o755).map_err(Error::io("write", &first))?;
         for name in names {
             let path = staging.join(name);
             link_or_copy(&first, &path).map_err(Error::io("write", &path))?;
@@ -30,16 +36,19 @@ pub(crate) fn fill(staging: &Path, set: &Set, contents: &BTreeMap<&str, Vec<u8>>
     Ok(())
 }
 
-/// Makes an empty folder.
-pub(crate) fn empty(staging: &Path) -> Result<(), Error> {
+/// Creates the folder, or replaces it by an empty one.
+pub(crate) fn create_empty(staging: &Path) -> Result<(), Error> {
     absent_is_fine(fs::remove_dir_all(staging)).map_err(Error::io("remove", staging))?;
     DirBuilder::new().mode(0o700).create(staging).map_err(Error::io("create the folder", staging))
 }
 
-/// A plugin that is asked for its versions answers and exits, whatever the node looks like.
+/// Runs the program with the verb VERSION, which needs nothing of the node.
+///
+/// # Errors
+/// It cannot be executed, fails, or does not return the versions.
 fn run_once(path: &Path, program: &Program) -> Result<(), Error> {
-    let ran = Command::new(path).env_clear().env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
-    let output = ran.map_err(|cause| {
+    let outcome = Command::new(path).env_clear().env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
+    let output = outcome.map_err(|cause| {
         Error::new(format!(
             "{} does not run here ({cause}): is the folder mounted noexec, or is it for another processor?",
             program.name

@@ -1,27 +1,28 @@
-//! `.cni-install/state`: the installed generation, or the command that is running.
+//! Reads and writes `.cni-install/state`: the installed generation, or the command that is running.
 
 use std::fs;
 use std::path::Path;
 
 use crate::Error;
-use crate::disk::{absent_is_fine, put, read, sync};
+use crate::disk::{absent_is_fine, read, sync, write_new};
 
-/// The first line of the file. The number is that of the generation.
+/// The state, which is in the first line of the file. The number is the generation's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Installing(u64),
     Installed(u64),
     RollingBack(u64),
-    /// `rollback --original`; by now `original/` has all that it needs.
+    /// `rollback --original` is running. `original/` is complete.
     Restoring,
     Forgetting(u64),
 }
 
-/// The second line. An older cni-install would delete what is kept; it reads one line only, so this
-/// line makes it refuse the folder.
+/// The second line of the file. An older cni-install, which would delete kept files, accepts only a
+/// file with one line, so it refuses the folder.
 const NOTE: &str = "An older cni-install, without `rollback --original`, must not change this folder.";
 
 impl State {
+    /// Parses the text of the file; `None` if the first line is invalid.
     fn parse(text: &str) -> Option<State> {
         let line = text.lines().next()?;
         if line == "restoring" {
@@ -38,6 +39,7 @@ impl State {
         }
     }
 
+    /// Returns the text of the file.
     fn text(self) -> String {
         let line = match self {
             State::Installing(generation) => format!("installing {generation}"),
@@ -49,7 +51,7 @@ impl State {
         format!("{line}\n{NOTE}\n")
     }
 
-    /// Reads the state from the installer's own folder; `None` if there is none.
+    /// Reads the state from `own`, the installer's own folder. `None` if the file does not exist.
     pub(crate) fn read(own: &Path) -> Result<Option<State>, Error> {
         let path = own.join("state");
         let text = match read(&path) {
@@ -61,15 +63,15 @@ impl State {
         state.map(Some).ok_or_else(|| Error::new(format!("{} is not ours: {text:?}", path.display())))
     }
 
-    /// Writes the state in one step, to the disk.
+    /// Replaces the state atomically, and waits until it is on the disk.
     pub(crate) fn write(self, own: &Path) -> Result<(), Error> {
         let (path, temporary) = (own.join("state"), own.join("state.new"));
-        put(&temporary, self.text().as_bytes(), 0o644).map_err(Error::io("write", &temporary))?;
+        write_new(&temporary, self.text().as_bytes(), 0o644).map_err(Error::io("write", &temporary))?;
         fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
         sync(own).map_err(Error::io("write out", own))
     }
 
-    /// Removes the state, from the disk too.
+    /// Removes the state, and waits until the disk has that too.
     pub(crate) fn remove(own: &Path) -> Result<(), Error> {
         let path = own.join("state");
         absent_is_fine(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;

@@ -1,11 +1,11 @@
-//! The table of all plugins. The program of this crate runs each of them; cnitool reads
+//! Lists all plugins. The program of this crate runs each of them, and cnitool checks
 //! configurations with them.
 
 use cni::skel::Plugin;
 use cni_plugin::InterfacePlugin;
 
-/// Every plugin, in the order of the names. One more line here, and the program has it and `cnitool
-/// validate` covers it.
+/// All plugins, sorted by name. A plugin that is added here is in the program, and `cnitool
+/// validate` checks its keys.
 pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_bandwidth::Bandwidth,
     &InterfacePlugin(plugin_bridge::Bridge),
@@ -27,7 +27,7 @@ pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_vrf::Vrf,
 ];
 
-/// Returns the plugin of that name, unless it is another project's.
+/// Returns the plugin of this name, or `None` if it is not one of these plugins.
 pub fn find(name: &str) -> Option<&'static dyn Plugin> {
     PLUGINS.iter().copied().find(|plugin| plugin.name() == name)
 }

@@ -1,4 +1,4 @@
-//! All plugins in one program: the name that it is called by chooses the plugin.
+//! A program that contains all plugins. It runs the one whose name it is called by.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -6,10 +6,11 @@ use std::process::ExitCode;
 
 use cni::skel::Plugin;
 
-/// The exit status of a call without a plugin's name.
+/// The exit status if the program is called by another name.
 const USAGE: u8 = 2;
 
-// Not `cni_plugin::main!`: its allocator never gives memory back, and the DHCP daemon lives long.
+// Not `cni_plugin::main!`: its allocator never frees memory, and the DHCP daemon runs for a long
+// time.
 fn main() -> ExitCode {
     let mut args = std::env::args_os();
     let name = args.next().unwrap_or_default();
