@@ -205,7 +205,7 @@ fn one_installer_at_a_time() {
     let set = place.set("v1", &["bridge"]);
     let held = fs::File::open(place.dest()).unwrap();
     held.lock().unwrap();
-    place.install(&set).failed("another cni-install is at work");
+    place.install(&set).failed("another cni-install is running");
     // Not by closing it: a child that another test has just forked may have the locked file until
     // it runs its program.
     held.unlock().unwrap();

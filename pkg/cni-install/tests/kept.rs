@@ -28,7 +28,10 @@ fn the_original_set_survives_upgrades_and_restarts() {
         place.install(set).fine();
     }
     let status = place.call("status").fine();
-    assert!(status.contains("the original set, from before 20") && status.contains("did not exist: portmap"), "{status}");
+    assert!(
+        status.contains("the original set, from before 20") && status.contains("did not exist: portmap"),
+        "{status}"
+    );
     assert!(status.contains("Z: bridge, tuning; did not exist: portmap\nkept, the previous set"), "{status}");
     place.call("rollback").fine();
     assert_eq!((place.says("bridge"), place.says("portmap")), (Some("v1 of bridge".into()), None));

@@ -121,7 +121,7 @@ pub fn plant(
         first: number(*first),
         last: number(*last),
         used: *used,
-        last_asked: 0,
+        last_used: 0,
     };
     let header = Header {
         clean: true,

@@ -1,7 +1,7 @@
-//! Queries of an index.
+//! Queries an index. They change nothing and read only the table.
 //!
-//! A query changes nothing and reads only the table. An answer describes an earlier state of the
-//! folder, so the caller reads an address's file before acting on it.
+//! An answer may be outdated, because it describes the folder at an earlier time. So the caller
+//! reads the file of an address before it acts on the answer.
 
 use std::io;
 use std::net::IpAddr;
@@ -13,13 +13,13 @@ use super::{Holder, Index, Record, bits, is_of};
 use crate::ranges::{Range, RangeSet, number};
 
 impl Index {
-    /// Returns the record of an address.
+    /// Returns the record of an address. `None` if the address is free and has no file.
     pub(crate) fn record(&self, address: IpAddr) -> Result<Option<Record>, TableError> {
         let key = Record::key(address);
         Ok(self.table.get(&key)?.map(|payload| Record::decode(&key, &payload)))
     }
 
-    /// Everything that is known.
+    /// Returns all records, in no order.
     pub(crate) fn records(&self) -> io::Result<Vec<Record>> {
         let mut records = Vec::new();
         self.table.for_each(|key, payload| {
@@ -30,8 +30,8 @@ impl Index {
         Ok(records)
     }
 
-    /// The addresses whose files could not be read when the folder was. Costs a pass over the table
-    /// where there are any.
+    /// Returns the addresses whose files could not be read when the folder was read. Reads the
+    /// whole table if there are any.
     pub(crate) fn unread(&self) -> io::Result<Vec<IpAddr>> {
         if !self.header.unread {
             return Ok(Vec::new());
@@ -40,8 +40,8 @@ impl Index {
         Ok(unread.map(|record| record.address).collect())
     }
 
-    /// Returns the addresses that files other than reservations occupied when the folder was read.
-    /// Costs a pass over the table if there are any.
+    /// Returns the addresses whose names belong to something else than reservations. Reads the
+    /// whole table if there are any.
     pub(crate) fn foreign(&self) -> io::Result<Vec<IpAddr>> {
         if !self.header.foreign {
             return Ok(Vec::new());
@@ -50,9 +50,9 @@ impl Index {
         Ok(foreign.map(|record| record.address).collect())
     }
 
-    /// Returns the set's addresses that have been taken longest, the oldest first, as a rebuild for
-    /// this set found them, which is true while the index is exact. Empty if no rebuild was for
-    /// this set.
+    /// Returns the set's addresses that have been reserved longest, the oldest first, as the last
+    /// rebuild has stored them. They are only right while the index is exact. Empty if the rebuild
+    /// was not for this set.
     pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
         let mut known = Vec::new();
         while let Some(payload) = self.table.get(&oldest_key(set, known.len() as u32))? {
@@ -61,22 +61,25 @@ impl Index {
         Ok(known)
     }
 
-    /// The addresses whose files have a content of this hash, in no order.
+    /// Returns the addresses whose files have a content with this hash, in no order: those of one
+    /// attachment.
     pub(crate) fn held(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
-        let mut held = Vec::new();
-        while let Some(address) = self.held_at(hash, held.len() as u32)? {
-            held.push(address);
+        let mut addresses = Vec::new();
+        while let Some(address) = self.held_at(hash, addresses.len() as u32)? {
+            addresses.push(address);
         }
-        Ok(held)
+        Ok(addresses)
     }
 
+    /// Returns the address with this rank among those with this hash. Ranks begin at 0 and have no
+    /// gaps; `None` behind the last one.
     fn held_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
         let Some(payload) = self.table.get(&Index::held_key(hash, rank))? else { return Ok(None) };
         Ok(Some(from_payload(&payload)))
     }
 
-    /// How many addresses are listed under a hash; ranks have no gaps, so this is a search and no
-    /// count.
+    /// Returns how many addresses have this hash, by a binary search for the first rank that does
+    /// not exist.
     pub(super) fn count_held(&self, hash: u64) -> Result<u32, TableError> {
         let (mut low, mut high) = (0, 1);
         while self.held_at(hash, high - 1)?.is_some() {
@@ -91,19 +94,20 @@ impl Index {
         Ok(low)
     }
 
-    /// The lowest free address from `from` on, in its family.
+    /// Returns the lowest free address of the family that is not below `from`. `None` if there is
+    /// none.
     pub(crate) fn next_free(&self, from: IpAddr) -> Result<Option<IpAddr>, TableError> {
         let family = family(from);
         let found = bits::next_free(&self.table, family, number(from))?;
         Ok(found.map(|number| to_address(family.number(), number)))
     }
 
-    /// Whether an address is taken.
+    /// Whether an address is occupied.
     pub(crate) fn is_occupied(&self, address: IpAddr) -> Result<bool, TableError> {
         bits::is_occupied(&self.table, family(address), number(address))
     }
 
-    /// How many addresses of a range are taken, if the range is among the counted ones.
+    /// Returns how many addresses of the range are occupied, or `None` if the range has no counter.
     pub(crate) fn counted(&self, range: &Range) -> Option<u64> {
         self.header.counters.iter().find(|counter| is_of(counter, range)).map(|counter| counter.used)
     }

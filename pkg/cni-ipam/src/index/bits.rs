@@ -1,17 +1,17 @@
-//! Which addresses are occupied, as a tree of 64-bit words, so that the next free one is found in a
-//! few reads.
+//! Stores which addresses are occupied, in a tree of 64-bit words, so that a few reads find the
+//! next free address.
 //!
-//! A word of level 0 covers 64 addresses, bit set = occupied. A word of level n+1 covers 64 words
-//! of level n, bit set = that word is full. Words of zeros are not stored: an empty network costs
-//! nothing, and IPv6 is as cheap as IPv4. A set bit above level 0 means
-//! *full*, not *something in it*.
+//! A word of level 0 has a bit for each of 64 addresses, which is set if the address is occupied. A
+//! word of level n+1 has a bit for each of 64 words of level n, which is set if that word is
+//! *full*, not if it only has some bits. Words without bits are not stored, so a large free range
+//! needs no space.
 
 use super::table::{Key, PAYLOAD, Table, TableError};
 
 /// The tag of a word of level 0; level n has this plus n.
 pub(crate) const WORD: u8 = 16;
 
-/// An address's family, with its width.
+/// The family of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Family {
     V4,
@@ -19,6 +19,7 @@ pub(crate) enum Family {
 }
 
 impl Family {
+    /// Returns 4 or 6, as in the file of the index.
     pub(crate) fn number(self) -> u8 {
         match self {
             Family::V4 => 4,
@@ -26,6 +27,7 @@ impl Family {
         }
     }
 
+    /// Returns the number of bits of an address.
     fn width(self) -> u32 {
         match self {
             Family::V4 => 32,
@@ -33,6 +35,7 @@ impl Family {
         }
     }
 
+    /// Returns the highest address.
     fn max(self) -> u128 {
         match self {
             Family::V4 => u128::from(u32::MAX),
@@ -41,14 +44,17 @@ impl Family {
     }
 }
 
+/// Returns the key of a word in the table. `number` is its position in its level.
 fn key(family: Family, level: u32, number: u128) -> Key {
     Key { tag: WORD + level as u8, family: family.number(), rank: 0, number }
 }
 
+/// Shifts right. A shift by 128 bits or more gives 0.
 fn shr(number: u128, bits: u32) -> u128 {
     number.checked_shr(bits).unwrap_or(0)
 }
 
+/// Reads a word. One that is not stored is 0.
 fn word(table: &Table, family: Family, level: u32, number: u128) -> Result<u64, TableError> {
     let Some(payload) = table.get(&key(family, level, number))? else { return Ok(0) };
     let mut bytes = [0; 8];
@@ -56,6 +62,7 @@ fn word(table: &Table, family: Family, level: u32, number: u128) -> Result<u64, 
     Ok(u64::from_le_bytes(bytes))
 }
 
+/// Stores a word, or removes it if it is 0.
 fn set_word(table: &mut Table, family: Family, level: u32, number: u128, word: u64) -> Result<(), TableError> {
     let key = key(family, level, number);
     if word == 0 {
@@ -76,8 +83,9 @@ pub(crate) fn occupy(table: &mut Table, family: Family, address: u128) -> Result
         if after != before {
             set_word(table, family, level, number, after)?;
         }
-        // The word above changes only when this one has just become full.
-        if after != u64::MAX || before == u64::MAX {
+        // The bit in the level above changes only if this word has just become full.
+        let has_become_full = after == u64::MAX && before != u64::MAX;
+        if !has_become_full {
             break;
         }
         level += 1;
@@ -95,6 +103,7 @@ pub(crate) fn vacate(table: &mut Table, family: Family, address: u128) -> Result
         if after != before {
             set_word(table, family, level, number, after)?;
         }
+        // The bit in the level above is set only if this word was full.
         if before != u64::MAX {
             break;
         }
@@ -108,29 +117,29 @@ pub(crate) fn is_occupied(table: &Table, family: Family, address: u128) -> Resul
     Ok(word(table, family, 0, shr(address, 6))? >> (address & 63) & 1 == 1)
 }
 
-/// The lowest address from `from` on, itself included, that is free. `None` at the end of the
-/// family.
+/// Returns the lowest free address that is not below `from`. `None` if all addresses up to the end
+/// of the family are occupied.
 pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Option<u128>, TableError> {
-    let (mut level, mut at) = (0, from);
+    let (mut level, mut start) = (0, from);
     loop {
         let shift = level * 6;
         if shift >= family.width() {
             return Ok(None);
         }
-        let number = shr(at, shift + 6);
-        let free = !word(table, family, level, number)? & (u64::MAX << (shr(at, shift) & 63));
-        if free == 0 {
-            // Up, to the right of this word.
+        let number = shr(start, shift + 6);
+        let free_bits = !word(table, family, level, number)? & (u64::MAX << (shr(start, shift) & 63));
+        if free_bits == 0 {
+            // Nothing free in the rest of this word: one level up, from the next word on.
             let Some(next) = (number + 1).checked_mul(1u128.checked_shl(shift + 6).unwrap_or(0)) else {
                 return Ok(None);
             };
             if next == 0 || next > family.max() {
                 return Ok(None);
             }
-            (level, at) = (level + 1, next);
+            (level, start) = (level + 1, next);
             continue;
         }
-        let found = (number << 6 | u128::from(free.trailing_zeros())) << shift;
+        let found = (number << 6 | u128::from(free_bits.trailing_zeros())) << shift;
         // The last word of a level may extend beyond the family's last address.
         if found > family.max() {
             return Ok(None);
@@ -138,8 +147,8 @@ pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Opt
         if level == 0 {
             return Ok(Some(found));
         }
-        // Down: the word there is not full, so the search below it succeeds.
-        (level, at) = (level - 1, found);
+        // One level down: the word there is not full, so it has a free bit.
+        (level, start) = (level - 1, found);
     }
 }
 

@@ -1,7 +1,7 @@
-//! The first page of an index: for which state of the folder its table is true.
+//! Encodes and decodes the header of an index, its first page. It says which state of the folder
+//! the table describes.
 //!
-//! This module only encodes and decodes it. A *dirty* header is still readable, because a rebuild
-//! uses the old records; only its table must not be queried.
+//! If the header is not *clean*, the table must not be queried. A rebuild still uses its records.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -10,18 +10,17 @@ use super::bits::Family;
 use super::table::{HEADER, SLOT, hash};
 use crate::host::Timestamp;
 
-/// Changes with the format of the page, of the slots, or of [`hash`]. An index of another format is
-/// not read, and is rebuilt.
+/// The first bytes of the file. They change with the format of the page, of the slots, or of
+/// [`hash`]: an index of another format is not read, but rebuilt.
 const MAGIC: &[u8; 8] = b"cni-ix\x00\x03";
-/// Where the state stands; it is outside the checksum, so that one small write makes a header
-/// dirty.
+/// The offset of the field `clean`. It is not in the checksum, so one small write changes it.
 pub(crate) const STATE: u64 = 8;
-/// How many ranges are counted at a time.
+/// How many ranges have a counter at most.
 pub(crate) const COUNTERS: usize = 32;
-/// A table of more slots is not believed: 1 GiB, good for some five million reservations.
+/// The largest table that is accepted, in slots: 1 GiB, enough for five million reservations.
 const MAX_SLOTS: u64 = 1 << 24;
 
-/// The folder as a header remembers it.
+/// What identifies a state of the folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub(crate) device: u64,
@@ -31,6 +30,7 @@ pub(crate) struct Stamp {
 }
 
 impl Stamp {
+    /// Returns the stamp of a folder with this metadata.
     pub(crate) fn of(metadata: &Metadata) -> Stamp {
         Stamp {
             device: metadata.dev(),
@@ -48,43 +48,51 @@ pub(crate) struct Counter {
     pub(crate) first: u128,
     pub(crate) last: u128,
     pub(crate) used: u64,
-    /// The sequence number when an ADD last asked for this range; the oldest makes way.
-    pub(crate) last_asked: u64,
+    /// The header's sequence number when the counter was last used. The one that was not used
+    /// longest is replaced if there is no room for another.
+    pub(crate) last_used: u64,
 }
 
 impl Counter {
+    /// Whether the address is in the range.
     pub(crate) fn has(&self, family: Family, number: u128) -> bool {
         self.family == family && (self.first..=self.last).contains(&number)
     }
 }
 
-/// The decoded page.
+/// The content of the header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// Whether the table is true for the folder of this stamp.
+    /// Whether the table describes the folder with the stamp `stamp`.
     pub(crate) clean: bool,
-    /// Whether no unnoticed change of the folder is possible since the last rebuild, because these
-    /// plugins have made no change since.
+    /// Whether these plugins have not changed the folder since the last rebuild. Then no change by
+    /// another program can have been missed.
     pub(crate) exact: bool,
-    /// Whether there may be files that could not be read when the folder was.
+    /// Whether some files could not be read at the last rebuild.
     pub(crate) unread: bool,
-    /// Whether files other than reservations may occupy names of addresses.
+    /// Whether some names of addresses belonged to other files than reservations.
     pub(crate) foreign: bool,
-    /// Whether another machine may have the folder on a disk of its own: what is reserved here gets
-    /// no boot.
+    /// Whether another machine may also use the folder, on a shared file system. Then reservations
+    /// are recorded without a boot.
     pub(crate) shared: bool,
+    /// The number of slots of the table, a power of two.
     pub(crate) slots: u64,
+    /// How many of them are used.
     pub(crate) used: u64,
     pub(crate) stamp: Stamp,
+    /// A hash of the machine's ID.
     pub(crate) machine: u64,
+    /// A hash of the boot's ID.
     pub(crate) boot: u64,
-    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if
-    /// there is none.
+    /// The time of the oldest reservation of an earlier boot that could be released, or an earlier
+    /// time. `None` if there is none.
     pub(crate) earlier: Option<Timestamp>,
+    /// The number of times that the header was written.
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
 }
 
+/// Writes numbers in little-endian order.
 pub(super) struct Writer(pub(super) Vec<u8>);
 
 impl Writer {
@@ -100,6 +108,7 @@ impl Writer {
     }
 }
 
+/// Reads numbers that [`Writer`] has written; `None` at the end.
 pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl Reader<'_> {
@@ -120,7 +129,7 @@ impl Reader<'_> {
 }
 
 impl Header {
-    /// The bytes of the page that matter; the rest of it is unused.
+    /// Returns the bytes of the page. The rest of the page is unused.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = Writer(Vec::with_capacity(512));
         let flags = [self.exact, self.unread, self.shared, self.foreign];
@@ -142,7 +151,7 @@ impl Header {
             body.u128(counter.first);
             body.u128(counter.last);
             body.u64(counter.used);
-            body.u64(counter.last_asked);
+            body.u64(counter.last_used);
         }
         // The number of further ranges. Older builds kept ranges here for STATUS, and refuse a page
         // without the number.
@@ -155,12 +164,13 @@ impl Header {
         page.0
     }
 
-    /// How long the file of this header is.
+    /// Returns the length of the index file with this header, or `None` if it is impossible.
     pub(crate) fn file_size(&self) -> Option<u64> {
         self.slots.checked_mul(SLOT as u64)?.checked_add(HEADER)
     }
 
-    /// Reads a page; `None` if it is not a header of this format, or describes an impossible table.
+    /// Decodes a page. `None` if it is not a header of this format, is damaged, or describes an
+    /// impossible table.
     pub(crate) fn decode(page: &[u8]) -> Option<Header> {
         let mut page = Reader(page);
         if page.take::<8>()? != *MAGIC {
@@ -184,20 +194,21 @@ impl Header {
         header.earlier = is_some.then_some(earlier);
         header.sequence = body.u64()?;
         let counters = body.u64()?;
-        let possible = header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
-        if counters > COUNTERS as u64 || !possible {
+        let is_possible = header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
+        if counters > COUNTERS as u64 || !is_possible {
             return None;
         }
         for _ in 0..counters {
             let family = if body.u64()? == 4 { Family::V4 } else { Family::V6 };
             let (first, last) = (body.u128()?, body.u128()?);
-            header.counters.push(Counter { family, first, last, used: body.u64()?, last_asked: body.u64()? });
+            header.counters.push(Counter { family, first, last, used: body.u64()?, last_used: body.u64()? });
         }
         // The rest of an older build's page is ignored.
         Some(header)
     }
 }
 
+/// The length of a header with all counters.
 const FULL: usize = 32 + 17 * 8 + COUNTERS * 56;
 const _: () = assert!(FULL <= HEADER as usize, "a full header must fit its page");
 
@@ -206,7 +217,7 @@ mod tests {
     use super::*;
 
     fn sample() -> Header {
-        let counter = Counter { family: Family::V6, first: 1, last: 1 << 90, used: 5, last_asked: 3 };
+        let counter = Counter { family: Family::V6, first: 1, last: 1 << 90, used: 5, last_used: 3 };
         Header {
             clean: true,
             exact: true,

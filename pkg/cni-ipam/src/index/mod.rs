@@ -1,37 +1,39 @@
-//! The index: what is in the folder of reservations, so that no verb has to read all of it.
+//! The index of the folder of reservations, so that a verb need not read the whole folder.
 //!
-//! One file, `<dataDir>/.cni/<network>/index`: a header page and a table ([`table`]) with four
-//! kinds of entries: records by address, addresses by holder, the words of a tree of occupied
-//! addresses ([`bits`]), and the oldest of a set. It never decides who may have an address, and may
-//! be deleted at any time.
+//! It is one file, `<dataDir>/.cni/<network>/index`: a header page ([`header`]) and a table
+//! ([`table`]) with four kinds of entries: a record for each address, the addresses of each
+//! attachment, a tree that finds free addresses ([`bits`]), and the oldest reservations of full
+//! sets ([`oldest`]). It is only a cache: the files decide who has an address, and the index may be
+//! deleted at any time.
 //!
-//! # Why a stale index is never used
+//! # How a stale index is recognised
 //!
-//! Every program that changes the folder holds its lock, Go's plugin included, and so do all
-//! functions here but [`peek`]. Creating or removing a name makes the kernel set the folder's mtime
-//! to the time of day. A clean header names an mtime that the kernel never writes by itself: a past
-//! second and random nanoseconds, set by us. So while folder and header agree, no name has come or
-//! gone since. The order of a change:
+//! A program that changes the folder holds its lock, Go's plugin too, and so do all functions here
+//! except [`peek`]. When a file is created or removed, the kernel sets the folder's mtime to the
+//! present time. A clean header has an mtime that the kernel never sets by itself: a time in the
+//! past with random nanoseconds, which [`mark`] has set. So as long as the folder has the mtime of
+//! the header, no file was created or removed. A change has these steps:
 //!
-//! 1. [`Index::begin`] compares folder and header, and makes the header dirty.
-//! 2. The caller links and unlinks. What it is about to link it [`put`](Index::put)s before, as far
-//!    as it knows it: killed right after the link, it has left a record of its own for the rebuild,
-//!    which no other could make.
-//! 3. [`Index::mark`] sets a new past mtime on the folder and remembers it, in memory only.
+//! 1. [`Index::begin`] compares the folder with the header, and makes the header dirty.
+//! 2. The caller creates and removes files. Before it creates one, it [`put`](Index::put)s a
+//!    provisional record: if it is killed then, the rebuild knows that this plugin made the file.
+//! 3. [`Index::mark`] gives the folder a new mtime in the past.
 //! 4. [`Index::put`] and [`Index::remove`] change the table in place.
-//! 5. [`Index::finish`] writes the header with the new stamp, clean.
+//! 5. [`Index::finish`] writes a clean header with the new mtime.
 //!
-//! Killed between 1 and 5, the header is dirty; and even if the page with the dirty mark were lost,
-//! from 2 on the folder's mtime differs from the header's. Either way the next holder of the lock
-//! rebuilds. A change by a program that ignores the lock is noticed too, except between 1 and 3, a
-//! few microseconds; the next rebuild finds it, which an exhausted range starts
-//! ([`Index::is_exact`]). A rebuild marks first and reads afterwards, so that it has no such gap.
-//! Editing a file in place does not change the folder's mtime. Reservations are not edited in
-//! normal operation, and an operation reads the file before acting on it; but the new owner is
-//! found only after the next rebuild.
+//! If the process is killed between 1 and 5, the header is dirty, and the next verb rebuilds the
+//! index. Even if the dirty header did not reach the disk, the folder's mtime differs from step 2
+//! on.
 //!
-//! Without step 3 this would be unsound. The kernel's clock for mtime
-//! ticks every few milliseconds, so two changes may leave the same mtime.
+//! A program that ignores the lock is noticed by the mtime too, unless it changes the folder
+//! between 1 and 3, which takes microseconds. Such a change is found by the next rebuild, at the
+//! latest when a range seems to be full ([`Index::is_exact`]). A rebuild marks the folder before it
+//! reads it, so it misses nothing. A file that is edited in place does not change the folder's
+//! mtime. Reservations are not edited in normal operation, and every verb reads a file before it
+//! acts on it, but until the next rebuild the new owner's DEL does not find the file.
+//!
+//! The present mtime would not do instead of step 3: the kernel's clock for it ticks every few
+//! milliseconds, so two changes may leave the same mtime.
 
 mod answers;
 pub(crate) mod bits;
@@ -55,28 +57,30 @@ use header::{Counter, Header, STATE, Stamp};
 use record::{RECORD, family, to_payload};
 use table::{HEADER, Key, Storage, Table, TableError};
 
-pub(crate) use rebuild::{Content, LONGEST, is_unchanged, names_in, read, read_name, scan};
+pub(crate) use rebuild::{Content, MAX_LENGTH, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
 pub(crate) use rebuild::{canonical, classify};
 pub(crate) use record::{Holder, LINKING, Record};
 pub(crate) use table::hash;
 
+/// The tag of the entries with the addresses of an attachment.
 const HOLDER: u8 = 2;
-/// How many records room is made for before one of them has been read.
-const ROOM: usize = 1 << 16;
+/// For how many records memory is allocated at most before they have been read: the header may be
+/// wrong about their number.
+const MAX_PREALLOCATED: usize = 1 << 16;
 
-/// The index of one folder, while its lock is held.
+/// The index of one folder. The caller holds the folder's lock.
 #[derive(Debug)]
 pub(crate) struct Index {
     table: Table,
     header: Header,
-    /// Where it lies; `None` in memory.
+    /// The path of its file, or `None` if it is only in memory.
     path: Option<PathBuf>,
-    /// Whether a header may be written: the folder has the mtime that this index set.
-    marked: bool,
+    /// Whether the folder has been marked and the header, which is still dirty, may become clean.
+    is_marked: bool,
 }
 
-/// Opens the index if it is true for the folder as it is now.
+/// Opens the index if it describes the folder as it is now. `None` if it must be rebuilt.
 pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
     let file = open_file(path, OpenOptions::new().read(true).write(true)).ok()?;
     let header = read_header(&file)?;
@@ -84,17 +88,18 @@ pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
         return None;
     }
     let table = Table::over(Storage::File(file), header.slots, header.used);
-    Some(Index { table, header, path: Some(path.to_owned()), marked: false })
+    Some(Index { table, header, path: Some(path.to_owned()), is_marked: false })
 }
 
-/// Opens a file of the sidecar: only a regular file is accepted. Opening never blocks and follows
-/// no symbolic link.
+/// Opens an index file. Only a regular file is accepted: symbolic links are not followed, and
+/// opening a FIFO does not block.
 fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let file = options.custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
 }
 
-/// The header, if the file is as long as it says: nothing is sized by what it says otherwise.
+/// Reads the header. `None` if it is invalid or the file has another length than it says: memory is
+/// allocated by that length.
 fn read_header(file: &File) -> Option<Header> {
     let mut page = [0; HEADER as usize];
     file.read_exact_at(&mut page, 0).ok()?;
@@ -102,71 +107,73 @@ fn read_header(file: &File) -> Option<Header> {
     (header.file_size()? == file.metadata().ok()?.len()).then_some(header)
 }
 
-/// The header of an index without the lock, whatever state it is in.
+/// Reads the header of an index without the lock, even if it is dirty or stale.
 pub(crate) fn peek_header(path: &Path) -> Option<Header> {
     read_header(&open_file(path, OpenOptions::new().read(true)).ok()?)
 }
 
-/// Asks a question of an index without the lock, for STATUS: the answer counts only if header and
-/// folder agreed before and after it. `None` if they did not, or there is no index.
+/// Queries an index without the lock, for STATUS. Returns `None` if there is no index, or if the
+/// folder was changed before or during the query. `folder_stamp` returns the folder's present
+/// stamp.
 pub(crate) fn peek<T>(
     path: &Path,
-    folder: impl Fn() -> Option<Stamp>,
-    ask: impl FnOnce(&Index) -> Result<Option<T>, TableError>,
+    folder_stamp: impl Fn() -> Option<Stamp>,
+    query: impl FnOnce(&Index) -> Result<Option<T>, TableError>,
 ) -> Option<T> {
     let file = open_file(path, OpenOptions::new().read(true)).ok()?;
     let header = read_header(&file).filter(|header| header.clean)?;
-    let again = file.try_clone().ok()?;
-    if folder()? != header.stamp {
+    let second_handle = file.try_clone().ok()?;
+    if folder_stamp()? != header.stamp {
         return None;
     }
     let table = Table::over(Storage::File(file), header.slots, header.used);
-    let index = Index { table, header, path: None, marked: false };
-    let answer = ask(&index).ok()??;
-    // A change makes the header dirty before it touches the table, and gives it another stamp
+    let index = Index { table, header, path: None, is_marked: false };
+    let answer = query(&index).ok()??;
+    // A change makes the header dirty before it changes the table, and writes another stamp
     // afterwards.
-    let unchanged = read_header(&again).as_ref() == Some(&index.header) && folder()? == index.header.stamp;
-    unchanged.then_some(answer)
+    let is_unchanged =
+        read_header(&second_handle).as_ref() == Some(&index.header) && folder_stamp()? == index.header.stamp;
+    is_unchanged.then_some(answer)
 }
 
-/// The records an index holds, and its header, whatever state it is in: each record is true for the
-/// file whose inode and times it names.
+/// Returns the records and the header of an index, even if it is dirty or stale: each record is
+/// still right about a file that has its inode and times. Returns nothing if there is no index.
 pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Header) {
     let read = || -> Option<(HashMap<IpAddr, Record>, Header)> {
         let file = open_file(path, OpenOptions::new().read(true)).ok()?;
         let header = read_header(&file)?;
-        let mut records = HashMap::with_capacity(ROOM.min(header.used as usize / 2));
-        let read = Table::over(Storage::File(file), header.slots, header.used).for_each(|key, payload| {
+        let mut records = HashMap::with_capacity(MAX_PREALLOCATED.min(header.used as usize / 2));
+        let outcome = Table::over(Storage::File(file), header.slots, header.used).for_each(|key, payload| {
             if key.tag == RECORD {
                 let mut record = Record::decode(key, payload);
                 if header.machine != host.machine() || header.machine == 0 {
-                    // A copied disk, or who knows: the files may be what they were, but not who
-                    // made them when.
+                    // The index comes from another machine, perhaps with a copied disk: its boots
+                    // mean nothing here.
                     record.boot = 0;
                 }
                 records.insert(record.address, record);
             }
         });
-        read.ok()?;
+        outcome.ok()?;
         Some((records, header))
     };
     read().unwrap_or_default()
 }
 
 impl Index {
-    /// An index of these records, each of another address, in memory. It counts what the former one
-    /// counted, whose header this is.
-    pub(crate) fn of(records: &[Record], former: &Header, host: &Host) -> Result<Index, TableError> {
+    /// Returns a new index in memory with these records, each of another address. It has counters
+    /// for the same ranges as the old index, whose header is `old_header`.
+    pub(crate) fn of(records: &[Record], old_header: &Header, host: &Host) -> Result<Index, TableError> {
         let unread = records.iter().any(|record| record.holder == Holder::Unread);
         let foreign = records.iter().any(|record| record.holder == Holder::Unknown);
         let (machine, boot) = (host.machine(), host.boot());
         let header = Header { machine, boot, exact: true, unread, foreign, ..Header::default() };
-        // Two entries per record, and the words of the tree: few, unless the addresses lie far
-        // apart.
+        // Two entries per record, and the words of the tree, which are few unless the addresses are
+        // far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
-        let mut index = Index { table: Table::in_memory(entries), header, path: None, marked: false };
-        index.header.counters = former.counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
-        // As `put` does, but without asking what was there before.
+        let mut index = Index { table: Table::in_memory(entries), header, path: None, is_marked: false };
+        index.header.counters = old_header.counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
+        // The same as `put`, but faster, because no address has a record yet.
         let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
         for record in records {
             let (family, number) = (family(record.address), number(record.address));
@@ -178,12 +185,9 @@ impl Index {
             }
             if record.is_occupied() {
                 bits::occupy(&mut index.table, family, number)?;
-                index
-                    .header
-                    .counters
-                    .iter_mut()
-                    .filter(|counter| counter.has(family, number))
-                    .for_each(|c| c.used += 1);
+                for counter in index.header.counters.iter_mut().filter(|counter| counter.has(family, number)) {
+                    counter.used += 1;
+                }
             }
             if index.table.is_crowded() {
                 index.grow()?;
@@ -192,7 +196,8 @@ impl Index {
         Ok(index)
     }
 
-    /// Step 1: whether the folder is still as this index has it. From here on the header is dirty.
+    /// Step 1 of a change: makes the header dirty. Returns `false` if the folder has been changed
+    /// by another program since the index was opened.
     pub(crate) fn begin(&mut self, folder: &File) -> Result<bool, TableError> {
         if let Storage::File(file) = &self.table.storage {
             if Stamp::of(&folder.metadata()?) != self.header.stamp {
@@ -204,43 +209,45 @@ impl Index {
         Ok(true)
     }
 
-    /// Step 3, or before a rebuild reads the folder: a stamp that only we can have set.
+    /// Step 3 of a change: marks the folder, see [`mark`].
     pub(crate) fn mark(&mut self, folder: &File) -> io::Result<()> {
         let stamp = mark(folder)?;
-        self.marked_as(stamp);
+        self.set_stamp(stamp);
         Ok(())
     }
 
-    /// The stamp that [`mark`] returned belongs to this index.
-    pub(crate) fn marked_as(&mut self, stamp: Stamp) {
+    /// Sets the stamp that [`mark`] has returned for the folder. A rebuild calls it, which marks
+    /// the folder before it reads it and creates the index.
+    pub(crate) fn set_stamp(&mut self, stamp: Stamp) {
         self.header.stamp = stamp;
-        self.marked = true;
+        self.is_marked = true;
     }
 
-    /// Step 5: the table is true for the marked folder.
+    /// Step 5 of a change: writes a clean header, unless the folder could not be marked.
     pub(crate) fn finish(&mut self) -> Result<(), TableError> {
         if self.table.is_crowded() {
             self.grow()?;
         }
-        if !self.marked {
+        if !self.is_marked {
             return Ok(());
         }
-        self.marked = false;
+        self.is_marked = false;
         self.header.clean = true;
         self.header.sequence = self.header.sequence.wrapping_add(1);
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         Ok(self.table.storage.write(&self.header.encode(), 0)?)
     }
 
-    /// Writes an index of memory to its place, atomically, and goes on in the file.
+    /// Writes an index that is in memory to the file at `path`, which is replaced atomically. From
+    /// then on the index uses the file.
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
-        self.header.clean = self.marked;
+        self.header.clean = self.is_marked;
         self.header.sequence = self.header.sequence.wrapping_add(1);
         let page = self.header.encode();
         let Storage::Memory(bytes) = &mut self.table.storage else { return Ok(()) };
         bytes[..page.len()].copy_from_slice(&page);
-        // One writer at a time: the lock is held. What a killed one left is overwritten.
+        // The lock is held, so only a killed process can have left this file.
         let temporary = path.with_extension("new");
         let mut options = OpenOptions::new();
         let file = open_file(&temporary, options.read(true).write(true).create(true).truncate(true).mode(0o600))?;
@@ -248,11 +255,11 @@ impl Index {
         std::fs::rename(&temporary, path)?;
         self.table = Table::over(Storage::File(file), self.header.slots, self.header.used);
         self.path = Some(path.to_owned());
-        self.marked = false;
+        self.is_marked = false;
         Ok(())
     }
 
-    /// Moves to a table of twice the room. The file it comes from is replaced, not changed.
+    /// Moves all entries to a table of twice the size. A file is replaced, not changed in place.
     fn grow(&mut self) -> Result<(), TableError> {
         let mut table = Table::in_memory(self.table.slots());
         let mut outcome = Ok(());
@@ -264,62 +271,68 @@ impl Index {
         outcome?;
         self.table = table;
         if let Some(path) = self.path.clone() {
-            // The index stays dirty until `finish` has written everything.
-            let marked = std::mem::replace(&mut self.marked, false);
+            // `save` must not write a clean header yet: only `finish` does.
+            let is_marked = std::mem::replace(&mut self.is_marked, false);
             self.save(&path)?;
-            self.marked = marked;
+            self.is_marked = is_marked;
         }
         Ok(())
     }
 
-    /// Whether it outlives this process.
+    /// Whether the index is in a file, not only in memory.
     pub(crate) fn is_on_disk(&self) -> bool {
         matches!(self.table.storage, Storage::File(_))
     }
 
-    /// Whether nothing can have been overlooked: the folder was read in full and not been changed
-    /// by us since.
+    /// Whether the index cannot have missed a change by a program that ignores the lock: these
+    /// plugins have not changed the folder since the last rebuild.
     pub(crate) fn is_exact(&self) -> bool {
         self.header.exact
     }
 
-    /// Whether another machine may have the folder on a disk of its own.
+    /// Whether another machine may also use the folder, on a shared file system.
     pub(crate) fn is_shared(&self) -> bool {
         self.header.shared
     }
 
-    /// Says so. Written with the index.
+    /// Records that the folder is shared. The header is written with the next change.
     pub(crate) fn set_shared(&mut self) {
         self.header.shared = true;
     }
 
-    /// No reservation of an earlier boot that could be reclaimed was made before this; `None` if
-    /// there is none.
+    /// Returns the time of the oldest reservation of an earlier boot that could be released, or an
+    /// earlier time. `None` if there is none.
     pub(crate) fn earlier(&self) -> Option<Timestamp> {
         self.header.earlier
     }
 
-    /// Says from when on there are reservations that could be reclaimed. Written with the next
-    /// change.
+    /// Sets that time. The header is written with the next change.
     pub(crate) fn set_earlier(&mut self, earlier: Option<Timestamp>) {
         self.header.earlier = earlier;
     }
 
-    /// Adds or replaces what is known of an address.
+    /// Adds the record of an address, or replaces it.
     pub(crate) fn put(&mut self, record: &Record) -> Result<(), TableError> {
         let before = self.record(record.address)?;
         self.table.put(&Record::key(record.address), &record.encode())?;
-        self.changed(record.address, before, Some(*record))
+        self.update_dependents(record.address, before, Some(*record))
     }
 
-    /// Forgets an address.
+    /// Removes the record of an address, whose file has been removed.
     pub(crate) fn remove(&mut self, address: IpAddr) -> Result<(), TableError> {
         let before = self.record(address)?;
         self.table.remove(&Record::key(address))?;
-        self.changed(address, before, None)
+        self.update_dependents(address, before, None)
     }
 
-    fn changed(&mut self, address: IpAddr, before: Option<Record>, after: Option<Record>) -> Result<(), TableError> {
+    /// Updates the other entries and the counters after the record of an address has changed from
+    /// `before` to `after`.
+    fn update_dependents(
+        &mut self,
+        address: IpAddr,
+        before: Option<Record>,
+        after: Option<Record>,
+    ) -> Result<(), TableError> {
         let content = |record: Option<Record>| match record.map(|record| record.holder) {
             Some(Holder::Content(hash)) => Some(hash),
             _ => None,
@@ -333,9 +346,9 @@ impl Index {
                 self.put_held(hash, rank, address)?;
             }
         }
-        let occupied = |record: Option<Record>| record.is_some_and(|record| record.is_occupied());
+        let is_occupied = |record: Option<Record>| record.is_some_and(|record| record.is_occupied());
         let (family, number) = (family(address), number(address));
-        match (occupied(before), occupied(after)) {
+        match (is_occupied(before), is_occupied(after)) {
             (false, true) => bits::occupy(&mut self.table, family, number)?,
             (true, false) => bits::vacate(&mut self.table, family, number)?,
             _ => return Ok(()),
@@ -343,36 +356,42 @@ impl Index {
         for counter in self.header.counters.iter_mut() {
             if counter.has(family, number) {
                 let used = counter.used;
-                counter.used = if occupied(after) { used.saturating_add(1) } else { used.saturating_sub(1) };
+                counter.used = if is_occupied(after) { used.saturating_add(1) } else { used.saturating_sub(1) };
             }
         }
         Ok(())
     }
 
+    /// Returns the key of an entry with an address of the attachment whose files have this hash.
     fn held_key(hash: u64, rank: u32) -> Key {
         Key { tag: HOLDER, family: 0, rank, number: u128::from(hash) }
     }
 
+    /// Stores an address of the attachment with this hash, with a rank.
     fn put_held(&mut self, hash: u64, rank: u32, address: IpAddr) -> Result<(), TableError> {
         self.table.put(&Index::held_key(hash, rank), &to_payload(address))
     }
 
+    /// Removes an address from those of the attachment with this hash. The last one gets its rank,
+    /// so that ranks have no gap.
     fn remove_held(&mut self, hash: u64, address: IpAddr) -> Result<(), TableError> {
-        let held = self.held(hash)?;
-        let Some(rank) = held.iter().position(|other| *other == address) else { return Err(TableError::Corrupt) };
-        let last = held.len() - 1;
+        let addresses = self.held(hash)?;
+        let Some(rank) = addresses.iter().position(|other| *other == address) else {
+            return Err(TableError::Corrupt);
+        };
+        let last = addresses.len() - 1;
         if rank != last {
-            self.put_held(hash, rank as u32, held[last])?;
+            self.put_held(hash, rank as u32, addresses[last])?;
         }
         self.table.remove(&Index::held_key(hash, last as u32))
     }
 
-    /// Returns the number of taken addresses of a range. The first question about a range costs one
-    /// pass over the table; from then on the range has a counter.
+    /// Returns how many addresses of a range are occupied. The first call for a range reads the
+    /// whole table; from then on the range has a counter.
     pub(crate) fn count(&mut self, range: &Range) -> Result<u64, TableError> {
         let sequence = self.header.sequence;
         if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_of(counter, range)) {
-            counter.last_asked = sequence;
+            counter.last_used = sequence;
             return Ok(counter.used);
         }
         let records = self.records()?;
@@ -385,60 +404,61 @@ impl Index {
         Ok(used)
     }
 
-    /// One whose every check holds, whatever it says.
+    /// Returns an index with this table and header, for fuzzing. Its checksums are right, so the
+    /// content is used even if it is wrong.
     #[cfg(feature = "fuzzing")]
     pub(crate) fn forged(table: Table, header: Header) -> Index {
-        Index { table, header, path: None, marked: true }
+        Index { table, header, path: None, is_marked: true }
     }
 
-    /// Reads and writes so far.
+    /// Returns how many reads and writes there were so far.
     #[cfg(test)]
     pub(crate) fn accesses(&self) -> u64 {
         self.table.accesses()
     }
 }
 
+/// Whether the counter is for this range.
 fn is_of(counter: &Counter, range: &Range) -> bool {
     (counter.family, counter.first, counter.last)
         == (family(range.first()), number(range.first()), number(range.last()))
 }
 
 impl Header {
-    /// Adds a counter for a range that has none, or makes way for it. It must be counted
-    /// afterwards.
+    /// Adds a counter for a range that has none. It replaces the one that was not used longest if
+    /// there is no room. It is 0: the caller must count.
     pub(crate) fn start_counting(&mut self, range: &Range) {
         if self.counters.iter().any(|counter| is_of(counter, range)) {
             return;
         }
         let (first, last) = (number(range.first()), number(range.last()));
-        let counter = Counter { family: family(range.first()), first, last, used: 0, last_asked: self.sequence };
+        let counter = Counter { family: family(range.first()), first, last, used: 0, last_used: self.sequence };
         if self.counters.len() < header::COUNTERS {
             self.counters.push(counter);
-        } else if let Some(oldest) = self.counters.iter_mut().min_by_key(|counter| counter.last_asked) {
+        } else if let Some(oldest) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
             *oldest = counter;
         }
     }
 }
 
-/// Gives the folder an mtime that the kernel never writes by itself, and returns the stamp that
-/// results.
+/// Gives the folder an mtime that the kernel never sets by itself: yesterday, with random
+/// nanoseconds. Returns the folder's new stamp.
 ///
 /// # Errors
-/// Also where the file system keeps coarser times: the stamp would prove nothing.
+/// Also if the file system does not store nanoseconds: then two marks could be equal.
 pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
     let nanoseconds = random_nanos()?;
-    // Yesterday: the kernel writes the present only, and a clock set back by exactly a day to the
-    // nanosecond does not occur.
-    let day = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs().saturating_sub(86_400);
-    folder.set_times(FileTimes::new().set_modified(UNIX_EPOCH + Duration::new(day, nanoseconds)))?;
+    let yesterday = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs().saturating_sub(86_400);
+    folder.set_times(FileTimes::new().set_modified(UNIX_EPOCH + Duration::new(yesterday, nanoseconds)))?;
     let stamp = Stamp::of(&folder.metadata()?);
-    if stamp.mtime != (day as i64, nanoseconds) {
+    if stamp.mtime != (yesterday as i64, nanoseconds) {
         return Err(io::Error::other("the file system does not keep nanoseconds, or the folder was changed meanwhile"));
     }
     Ok(stamp)
 }
 
-/// A random number of nanoseconds, never a round one: coarse clocks and copying tools write those.
+/// Returns a random number of nanoseconds that is not divisible by 1000: coarse clocks and tools
+/// that copy files set round times.
 pub(crate) fn random_nanos() -> io::Result<u32> {
     let random = getrandom::u32().map_err(|error| io::Error::other(error.to_string()))?;
     Ok(random % 999_999_000 / 1000 * 1000 + 1 + random % 999)

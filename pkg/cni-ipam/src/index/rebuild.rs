@@ -1,9 +1,9 @@
-//! Reading the folder of reservations: every name, and of the files only those that are new or
-//! changed.
+//! Reads the folder of reservations for a rebuild of the index: all names, and the content of files
+//! that are new or changed.
 //!
-//! It changes nothing. A name is a reservation only if it is an address in the one spelling that Go
-//! and these plugins write; other files in the folder are ignored. Metadata comes from std, which
-//! has 64-bit inodes and times everywhere; the C library of a 32-bit machine does not.
+//! Nothing in the folder is changed. A file is a reservation only if its name is an address as Go's
+//! plugin and this one spell it; other files are ignored. Metadata is read with std, because the C
+//! library of a 32-bit machine cuts off inodes and times.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -22,30 +22,32 @@ use nix::sys::stat::Mode;
 use super::{Holder, Record, hash};
 
 /// The length of the longest reservation, in bytes. Only this much of a longer file is read.
-pub(crate) const LONGEST: u64 = 64 * 1024;
+pub(crate) const MAX_LENGTH: u64 = 64 * 1024;
 /// The length of the longest container ID, in bytes. A longer first line is not an ID.
-const LONGEST_ID: usize = 4096;
-/// A file that changed less than this many seconds ago may change again without its times telling.
-const SETTLED: i64 = 2;
+const MAX_ID_LENGTH: usize = 4096;
+/// A file that changed less than this many seconds ago may change again without getting other
+/// times: the kernel's clock for them is coarse.
+const CLOCK_UNCERTAINTY: i64 = 2;
 
-/// The address that a file's name is, in its only spelling.
+/// Returns the address that is the file's name. `None` if the name is not an address, or another
+/// spelling of one than these plugins and Go's write.
 pub(crate) fn canonical(name: &[u8]) -> Option<IpAddr> {
-    // Longer than any address, or no hexadecimal digit in front: most foreign names end here.
+    // A quick check for most other names: longer than any address, or another first character.
     if name.len() > 45 || !name.first().is_some_and(|byte| byte.is_ascii_hexdigit() || *byte == b':') {
         return None;
     }
     let name = std::str::from_utf8(name).ok()?;
     let address: IpAddr = name.parse().ok()?;
-    // An IPv4 address has one spelling that parses; of IPv6 we and Go write the same one.
-    let exact = match address {
+    // An IPv4 address has only one spelling that can be parsed.
+    let is_canonical = match address {
         IpAddr::V4(_) => true,
         IpAddr::V6(v6) => v6.to_ipv4_mapped().is_none() && v6.to_string() == name,
     };
-    exact.then_some(address)
+    is_canonical.then_some(address)
 }
 
-/// The addresses that are names in a folder, without looking at a single file: for STATUS without
-/// an index.
+/// Returns the addresses that are names of files in the folder, without reading a file. STATUS uses
+/// it if there is no index.
 pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for entry in std::fs::read_dir(folder)? {
@@ -54,58 +56,60 @@ pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     Ok(addresses)
 }
 
-/// Everything in the folder that is named as an address, in no order. `known` are records of an
-/// earlier time.
+/// Returns a record for each file whose name is an address, in no order. `known` are earlier
+/// records: a file that is unchanged since then is not read.
 ///
 /// # Errors
-/// The folder cannot be read. A single file that cannot be read is taken, and read again next time.
+/// The folder cannot be read. A single file that cannot be read gets a record with
+/// [`Holder::Unread`], and the next call tries again.
 pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) -> io::Result<Vec<Record>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64;
     let mut records = Vec::with_capacity(known.len());
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
         let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
-        // Reads the name itself, by the folder's descriptor: walking the path again for each would
-        // double the time.
+        // `DirEntry::metadata` uses the folder's descriptor. With a path for each file it would
+        // take twice the time.
         let metadata = match entry.metadata() {
             Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            // A broken inode must not keep every container of the network from ending.
+            // One damaged file must not make every DEL of the network fail.
             Err(_) => {
-                records.push(unread(address));
+                records.push(unread_record(address));
                 continue;
             }
         };
         let record = match known.get(&address) {
-            // A file without a known owner may have one now: older builds did not read files that
-            // are too long.
+            // A file without a known owner is read again: older builds did not read files that are
+            // too long.
             Some(known) if !matches!(known.holder, Holder::Unread | Holder::Unknown) && is_same(known, &metadata) => {
                 Record { ctime: ctime(&metadata), ..*known }
             }
-            _ => fresh(address, &metadata, read(folder, address), now),
+            _ => new_record(address, &metadata, read(folder, address), now),
         };
         records.push(record);
     }
     Ok(records)
 }
 
-/// A record of a file of which nothing can be had.
-fn unread(address: IpAddr) -> Record {
+/// Returns the record of a file whose metadata cannot be read.
+fn unread_record(address: IpAddr) -> Record {
     Record { address, inode: 0, ctime: (0, 0), mtime_nanos: 0, holder: Holder::Unread, boot: 0 }
 }
 
-/// When a file was last changed in any way.
+/// Returns the time when the file was last changed in any way, in seconds and nanoseconds.
 fn ctime(metadata: &Metadata) -> (i64, u32) {
     (metadata.ctime(), metadata.ctime_nsec() as u32)
 }
 
+/// Whether `metadata` is that of the file that the record describes, unchanged.
 fn is_same(known: &Record, metadata: &Metadata) -> bool {
     known.inode == metadata.ino()
         && known.is_of_ctime(ctime(metadata))
         && known.mtime_nanos == metadata.mtime_nsec() as u32
 }
 
-/// Whether a file is still the one that a record describes, unchanged.
+/// Whether the file of the record's address is still the one that the record describes, unchanged.
 pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
     let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let Ok(file) = openat(folder.as_fd(), record.address.to_string().as_str(), flags, Mode::empty()) else {
@@ -114,16 +118,16 @@ pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
     File::from(file).metadata().is_ok_and(|metadata| is_same(record, &metadata))
 }
 
-/// A record of a file whose making we did not see.
-fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
-    let settled = (0..=now - SETTLED).contains(&metadata.ctime());
+/// Returns the record of a file that was just read. `now` is in seconds.
+fn new_record(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
+    let is_ctime_reliable = (0..=now - CLOCK_UNCERTAINTY).contains(&metadata.ctime());
     let holder = match content {
         Ok(Content::Text(text)) => Holder::Content(hash(&text)),
         Ok(Content::Blank | Content::Absent) => Holder::Free,
         Ok(Content::Foreign) => Holder::Unknown,
         Err(_) => Holder::Unread,
     };
-    let ctime = if settled { ctime(metadata) } else { (0, 0) };
+    let ctime = if is_ctime_reliable { ctime(metadata) } else { (0, 0) };
     Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
 }
 
@@ -132,23 +136,29 @@ fn fresh(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now
 pub(crate) enum Content {
     /// There is no file of that name.
     Absent,
-    /// A file of nothing but NULs and white space: what a killed Go plugin leaves. The address is
-    /// free.
+    /// The file is empty or has only NULs and white space, as a killed Go plugin leaves it. The
+    /// address is free.
     Blank,
-    /// The reservation's text, trimmed as Go trims it; for a file that is too long, the owner that
-    /// its beginning names.
+    /// The reservation's text, without white space at both ends, as in Go's plugin. For a file that
+    /// is too long: the owner that its beginning names.
     Text(Vec<u8>),
-    /// Neither a reservation nor free: not a regular file, or a file that is too long and names no
-    /// owner.
+    /// Something that is neither a reservation nor free: not a regular file, or a file that is too
+    /// long and does not name an owner.
     Foreign,
 }
 
-/// Reads one reservation by its address.
+/// Reads the file of an address.
+///
+/// # Errors
+/// It exists and cannot be read.
 pub(crate) fn read(folder: &File, address: IpAddr) -> io::Result<Content> {
     read_name(folder, &address.to_string())
 }
 
-/// Reads a small file of the folder. It is never waited for, and a symbolic link never followed.
+/// Reads a file of the folder. Symbolic links are not followed, and opening a FIFO does not block.
+///
+/// # Errors
+/// The file exists and cannot be read.
 pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
     let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC | OFlag::O_NOCTTY;
     let file: OwnedFd = match openat(folder.as_fd(), name, flags, Mode::empty()) {
@@ -162,13 +172,14 @@ pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
         return Ok(Content::Foreign);
     }
     let mut bytes = Vec::with_capacity(256);
-    file.take(LONGEST + 1).read_to_end(&mut bytes)?;
+    file.take(MAX_LENGTH + 1).read_to_end(&mut bytes)?;
     Ok(classify(&bytes))
 }
 
+/// Returns what a file with these bytes is.
 pub(crate) fn classify(bytes: &[u8]) -> Content {
-    if bytes.len() as u64 > LONGEST {
-        return owner_of_oversized(&bytes[..LONGEST as usize]);
+    if bytes.len() as u64 > MAX_LENGTH {
+        return owner_of_oversized(&bytes[..MAX_LENGTH as usize]);
     }
     if bytes.iter().all(|byte| *byte == 0 || byte.is_ascii_whitespace()) {
         return Content::Blank;
@@ -180,9 +191,10 @@ pub(crate) fn classify(bytes: &[u8]) -> Content {
     }
 }
 
-/// Returns the owner that the `beginning` of a file names: a container ID in its first line and, in
-/// a reservation, an interface in the second one. Whatever the rest of the file is, the owner's DEL
-/// and a GC without the owner must find it.
+/// Returns the owner that the beginning of a file names, which is too long: a container ID in the
+/// first line and, if the second line is the name of an interface, that interface. The file is
+/// treated as a reservation of this owner, so that the owner's DEL, or a GC without the owner,
+/// removes it.
 fn owner_of_oversized(beginning: &[u8]) -> Content {
     let text = String::from_utf8_lossy(beginning);
     let text = text.trim_start();
@@ -190,8 +202,8 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     let (id, rest) = text.split_at(end);
     let id = match id.trim_end() {
         "" => return Content::Foreign,
-        // This text is not a container's ID: no ID contains its last character.
-        id if id.len() > LONGEST_ID => format!("{}…", id.chars().take(64).collect::<String>()),
+        // Too long for an ID. `…` is in no ID, so this matches no attachment.
+        id if id.len() > MAX_ID_LENGTH => format!("{}…", id.chars().take(64).collect::<String>()),
         id => id.to_owned(),
     };
     let ifname = rest.strip_prefix("\r\n").and_then(|rest| rest.split(|c: char| c.is_whitespace() || c == '\0').next());
@@ -245,7 +257,7 @@ mod tests {
     fn a_file_that_is_too_long_is_its_beginnings_owners() {
         let oversized = |beginning: &str, filler: u8| {
             let mut bytes = beginning.as_bytes().to_vec();
-            bytes.resize(LONGEST as usize + 1, filler);
+            bytes.resize(MAX_LENGTH as usize + 1, filler);
             classify(&bytes)
         };
         let text = |text: &str| Content::Text(text.as_bytes().to_vec());
@@ -257,9 +269,9 @@ mod tests {
         assert_eq!(oversized("", b'x'), text(&format!("{}…", "x".repeat(64))));
         assert_eq!(oversized("", 0), Content::Foreign, "blank as far as it is read, so the owner is unknown");
         assert_eq!(oversized("\r\n", b' '), Content::Foreign);
-        let mut invalid = vec![0xff; LONGEST as usize + 1];
+        let mut invalid = vec![0xff; MAX_LENGTH as usize + 1];
         assert!(matches!(classify(&invalid), Content::Text(_)));
-        invalid.truncate(LONGEST as usize);
+        invalid.truncate(MAX_LENGTH as usize);
         assert_eq!(classify(&invalid), Content::Text(invalid));
     }
 
@@ -289,9 +301,9 @@ mod tests {
         let open = File::open(folder.path()).unwrap();
         let metadata = std::fs::metadata(folder.path().join("10.0.0.2")).unwrap();
         let address = canonical(b"10.0.0.2").unwrap();
-        let at = |now: i64| fresh(address, &metadata, read(&open, address), now);
+        let at = |now: i64| new_record(address, &metadata, read(&open, address), now);
         assert!(!is_same(&at(metadata.ctime()), &metadata));
         assert!(!is_same(&at(metadata.ctime() - 100), &metadata), "a clock that was set back");
-        assert!(is_same(&at(metadata.ctime() + SETTLED), &metadata));
+        assert!(is_same(&at(metadata.ctime() + CLOCK_UNCERTAINTY), &metadata));
     }
 }

@@ -1,7 +1,7 @@
-//! The record of one address in the index.
+//! Encodes and decodes the record of one address in the index.
 //!
-//! A record applies only to the file whose inode and times it names. It has a hash instead of the
-//! file's content.
+//! A record describes the file whose inode and times it has: a file with other ones must be read
+//! again. It has a hash of the file's content instead of the content.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -13,22 +13,22 @@ use crate::ranges::number;
 /// The tag of a record in the table.
 pub(super) const RECORD: u8 = 1;
 
-/// Nanoseconds that no time has, in the ctime of a record written before its file had a name:
-/// getting one changes a file's ctime, to what cannot be known beforehand. Until the true record
-/// has taken its place, inode and mtime tell the file.
+/// The nanoseconds of the ctime in a provisional record, which is written before its file is linked
+/// to its name. Linking changes the ctime to one that cannot be known before. Until the final
+/// record replaces the provisional one, inode and mtime identify the file.
 pub(crate) const LINKING: u32 = u32::MAX;
-/// No more seconds than these are between such a record and the name.
+/// How many seconds after the provisional record the file is linked at most.
 const LINKED_WITHIN: i64 = 10;
 
 /// The holder of an address, according to a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// The file is blank.
+    /// The file is empty, so the address is free.
     Free,
-    /// A file that is not a reservation occupies the name: a directory, a link, or a file that is
-    /// too long and names no owner.
+    /// The name belongs to something else than a reservation: a directory, a link, or a file that
+    /// is too long and does not name an owner.
     Unknown,
-    /// The file could not be read when the folder was: its owner is unknown.
+    /// The file could not be read, so its owner is unknown.
     Unread,
     /// The hash of the file's trimmed content.
     Content(u64),
@@ -39,19 +39,22 @@ pub(crate) enum Holder {
 pub(crate) struct Record {
     pub(crate) address: IpAddr,
     pub(crate) inode: u64,
-    /// All zero if the file changed so recently that its times prove nothing.
+    /// The time of the last change in seconds and nanoseconds, or zeros if the file had changed so
+    /// recently that another change could have left the same time.
     pub(crate) ctime: (i64, u32),
     pub(crate) mtime_nanos: u32,
     pub(crate) holder: Holder,
-    /// The boot in which we made the reservation; 0 if it is not known to be ours, or was made
-    /// through a shared file system.
+    /// A hash of the boot in which this plugin made the reservation. 0 if another program may have
+    /// made it, or if the folder is on a shared file system.
     pub(crate) boot: u64,
 }
 
+/// Returns the family of an address.
 pub(super) fn family(address: IpAddr) -> Family {
     if address.is_ipv4() { Family::V4 } else { Family::V6 }
 }
 
+/// Returns the address with this number. `family` is 4 or 6.
 pub(super) fn to_address(family: u8, number: u128) -> IpAddr {
     match family {
         4 => IpAddr::V4(Ipv4Addr::from_bits(number as u32)),
@@ -59,7 +62,7 @@ pub(super) fn to_address(family: u8, number: u128) -> IpAddr {
     }
 }
 
-/// An address as a payload.
+/// Encodes an address as the payload of an entry.
 pub(super) fn to_payload(address: IpAddr) -> Payload {
     let mut payload = [0; PAYLOAD];
     payload[..16].copy_from_slice(&number(address).to_le_bytes());
@@ -67,7 +70,7 @@ pub(super) fn to_payload(address: IpAddr) -> Payload {
     payload
 }
 
-/// The address that a payload is.
+/// Decodes an address that [`to_payload`] has encoded.
 pub(super) fn from_payload(payload: &Payload) -> IpAddr {
     let mut bytes = [0; 16];
     bytes.copy_from_slice(&payload[..16]);
@@ -75,10 +78,12 @@ pub(super) fn from_payload(payload: &Payload) -> IpAddr {
 }
 
 impl Record {
+    /// Returns the key of an address's record.
     pub(super) fn key(address: IpAddr) -> Key {
         Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }
     }
 
+    /// Returns the payload of the record's entry.
     pub(super) fn encode(&self) -> Payload {
         let mut payload = [0; PAYLOAD];
         payload[..8].copy_from_slice(&self.inode.to_le_bytes());
@@ -96,10 +101,11 @@ impl Record {
         payload
     }
 
+    /// Decodes the record in an entry of the table.
     pub(super) fn decode(key: &Key, payload: &Payload) -> Record {
-        let word = |at: usize| {
+        let word = |offset: usize| {
             let mut bytes = [0; 8];
-            bytes.copy_from_slice(&payload[at..at + 8]);
+            bytes.copy_from_slice(&payload[offset..offset + 8]);
             u64::from_le_bytes(bytes)
         };
         Record {
@@ -117,13 +123,13 @@ impl Record {
         }
     }
 
-    /// Whether we made it in an earlier boot than this one of this machine.
+    /// Whether this plugin made the reservation on this machine before it was booted.
     pub(crate) fn is_of_earlier_boot(&self, host: &Host) -> bool {
-        let known = self.boot != 0 && host.boot() != 0 && host.machine() != 0;
-        known && self.boot != host.boot() && matches!(self.holder, Holder::Content(_)) && self.ctime != (0, 0)
+        let are_boots_known = self.boot != 0 && host.boot() != 0 && host.machine() != 0;
+        are_boots_known && self.boot != host.boot() && matches!(self.holder, Holder::Content(_)) && self.ctime != (0, 0)
     }
 
-    /// Whether a file with this ctime has not been touched since we recorded it.
+    /// Whether a file with this ctime is unchanged since the record was made.
     pub(super) fn is_of_ctime(&self, ctime: (i64, u32)) -> bool {
         match self.ctime {
             (0, 0) => false,
@@ -132,6 +138,7 @@ impl Record {
         }
     }
 
+    /// Whether the address is not free.
     pub(crate) fn is_occupied(&self) -> bool {
         self.holder != Holder::Free
     }

@@ -1,34 +1,35 @@
-//! A hash table in a file: slots of 64 bytes, open addressing, linear probing, changed in place.
+//! A hash table in a file, with slots of 64 bytes, linear probing, and changes in place.
 //!
-//! It knows keys and payloads, not addresses. A slot carries a check of its own, so that a page
-//! that never reached the disk, or garbage, is noticed as [`Corrupt`]. A removal must move later
-//! slots back into the hole (there are no tombstones), so a change of one key may write several
-//! slots; only the caller's dirty header makes that safe against a kill.
+//! Each slot has its own checksum, so a page that did not reach the disk, or other damage, is
+//! noticed ([`TableError::Corrupt`]). A removal moves later entries back into the free slot,
+//! because there are no tombstones. So one change may write several slots, and only the caller's
+//! dirty header makes that safe if the process is killed.
 
 use std::cell::Cell;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Bytes of a slot: 2 check, 1 tag, 1 family, 4 rank, 16 number, 40 payload.
+/// The bytes of a slot: 2 for the checksum, 1 tag, 1 family, 4 rank, 16 number, 40 payload.
 pub(crate) const SLOT: usize = 64;
-/// Bytes of a payload.
+/// The bytes of a payload.
 pub(crate) const PAYLOAD: usize = 40;
-/// Bytes before the first slot.
+/// The bytes before the first slot.
 pub(crate) const HEADER: u64 = 4096;
-/// The smallest table.
+/// The number of slots of the smallest table.
 pub(crate) const MIN_SLOTS: u64 = 512;
-/// Slots read at a time: at the loads we allow, one read nearly always sees the whole run.
+/// How many slots are read at a time. As a table is never more than 5/8 full, one read is nearly
+/// always enough to find a key.
 const CHUNK: u64 = 8;
 
-/// The key of a payload.
+/// The key of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key {
     /// The kind of the entry; never 0, which is an empty slot.
     pub(crate) tag: u8,
-    /// 4 or 6, or 0 where there is no address.
+    /// 4 or 6, or 0 if the number is not an address.
     pub(crate) family: u8,
-    /// Which of several under the same number.
+    /// Distinguishes several entries with the same number.
     pub(crate) rank: u32,
     /// An address, a part of one, or a hash.
     pub(crate) number: u128,
@@ -42,14 +43,14 @@ pub(crate) type Payload = [u8; PAYLOAD];
 pub(crate) enum Storage {
     /// An open index file.
     File(File),
-    /// A copy that dies with the process.
+    /// The bytes of a file that does not exist.
     Memory(Vec<u8>),
 }
 
-/// Why an entry could not be read.
+/// Why the table could not be read or changed.
 #[derive(Debug)]
 pub(crate) enum TableError {
-    /// A slot is not what was written, or the table has no hole left.
+    /// The checksum of a slot is wrong, or the table has no free slot.
     Corrupt,
     /// The file could not be read or written.
     Io(io::Error),
@@ -71,7 +72,7 @@ impl std::fmt::Display for TableError {
 }
 
 impl Storage {
-    /// Fills `buffer` from `offset`.
+    /// Fills `buffer` with the bytes at `offset`.
     pub(crate) fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         match self {
             Storage::File(file) => file.read_exact_at(buffer, offset),
@@ -98,25 +99,30 @@ impl Storage {
     }
 }
 
-/// The table behind the header page of its storage.
+/// A table. Its slots begin after the header page of its storage.
 #[derive(Debug)]
 pub(crate) struct Table {
     /// The header page and the slots.
     pub(crate) storage: Storage,
+    /// The number of slots, a power of two.
     slots: u64,
+    /// How many slots have an entry.
     used: u64,
+    /// How many reads and writes there were.
     accesses: Cell<u64>,
 }
 
 type Slot = [u8; SLOT];
 
-/// FNV-1a with a finaliser: stable across builds, as a file format must be.
+/// Returns the hash of a text: FNV-1a with a finaliser, because the hashes of the standard library
+/// may change, and these are in a file. Never 0 to 2.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     let fnv = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
-    // Reserves 0 to 2 for `Holder::Free`, `Unknown` and `Unread`.
+    // 0 to 2 stand for `Holder::Free`, `Unknown` and `Unread`.
     mix(fnv).max(3)
 }
 
+/// Distributes the bits of a number evenly (the finaliser of MurmurHash3).
 fn mix(mut h: u64) -> u64 {
     h ^= h >> 33;
     h = h.wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -126,11 +132,13 @@ fn mix(mut h: u64) -> u64 {
 }
 
 impl Key {
-    fn home(&self) -> u64 {
+    /// Returns the hash of the key.
+    fn hash(&self) -> u64 {
         let small = u64::from(self.tag) << 40 | u64::from(self.family) << 32 | u64::from(self.rank);
         mix(mix(mix(small) ^ self.number as u64) ^ (self.number >> 64) as u64)
     }
 
+    /// Returns the slot with this key and payload.
     pub(crate) fn encode(&self, payload: &Payload) -> Slot {
         let mut slot = [0; SLOT];
         slot[2] = self.tag;
@@ -138,14 +146,15 @@ impl Key {
         slot[4..8].copy_from_slice(&self.rank.to_le_bytes());
         slot[8..24].copy_from_slice(&self.number.to_le_bytes());
         slot[24..].copy_from_slice(payload);
-        let check = check(&slot);
-        slot[..2].copy_from_slice(&check);
+        let sum = checksum(&slot);
+        slot[..2].copy_from_slice(&sum);
         slot
     }
 }
 
-/// Over whole words, because a rebuild computes some hundred thousand of them.
-fn check(slot: &[u8]) -> [u8; 2] {
+/// Returns the checksum of a slot. It adds whole words, because a rebuild computes hundreds of
+/// thousands of checksums.
+fn checksum(slot: &[u8]) -> [u8; 2] {
     let head = u64::from_le_bytes([0, 0, slot[2], slot[3], slot[4], slot[5], slot[6], slot[7]]);
     let sum = slot[8..].chunks_exact(8).fold(mix(head ^ 0x5107), |sum, bytes| {
         let mut word = [0; 8];
@@ -156,12 +165,15 @@ fn check(slot: &[u8]) -> [u8; 2] {
     ((sum >> 48) as u16).to_le_bytes()
 }
 
-/// The entry in a slot; `None` if it is empty.
+/// Returns the entry in a slot, or `None` if the slot is free.
+///
+/// # Errors
+/// [`TableError::Corrupt`] if the checksum is wrong.
 pub(crate) fn decode(slot: &[u8]) -> Result<Option<(Key, Payload)>, TableError> {
     if slot[2] == 0 {
         return if slot.iter().all(|byte| *byte == 0) { Ok(None) } else { Err(TableError::Corrupt) };
     }
-    if slot[..2] != check(slot) {
+    if slot[..2] != checksum(slot) {
         return Err(TableError::Corrupt);
     }
     let (mut rank, mut number, mut payload) = ([0; 4], [0; 16], [0; PAYLOAD]);
@@ -173,70 +185,80 @@ pub(crate) fn decode(slot: &[u8]) -> Result<Option<(Key, Payload)>, TableError> 
 }
 
 impl Table {
-    /// An empty table in memory, with room for `entries` before it is crowded.
+    /// Returns an empty table in memory that is not crowded with `entries` entries.
     pub(crate) fn in_memory(entries: u64) -> Table {
         let slots = (entries.saturating_mul(7) / 4 + 1).next_power_of_two().max(MIN_SLOTS);
         let bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
         Table::over(Storage::Memory(bytes), slots, 0)
     }
 
-    /// The table in a storage of `slots` slots, of which `used` are taken.
+    /// Returns the table in a storage with `slots` slots, of which `used` have an entry.
     pub(crate) fn over(storage: Storage, slots: u64, used: u64) -> Table {
         Table { storage, slots, used, accesses: Cell::new(0) }
     }
 
+    /// Returns the number of slots.
     pub(crate) fn slots(&self) -> u64 {
         self.slots
     }
 
+    /// Returns how many slots have an entry.
     pub(crate) fn used(&self) -> u64 {
         self.used
     }
 
-    /// Whether it must grow before many more entries come: beyond 5/8 the runs get long.
+    /// Whether the table is more than 5/8 full and should grow: then keys are found too slowly.
     pub(crate) fn is_crowded(&self) -> bool {
         self.used * 8 > self.slots * 5
     }
 
-    /// Reads and writes so far: what a test of flat cost counts.
+    /// Returns how many reads and writes there were, for tests of the cost.
     #[cfg(test)]
     pub(crate) fn accesses(&self) -> u64 {
         self.accesses.get()
     }
 
+    /// Counts a read or write.
     fn count(&self) {
         self.accesses.set(self.accesses.get() + 1);
     }
 
+    /// Returns the offset of a slot in the storage.
     fn offset(&self, slot: u64) -> u64 {
         HEADER + slot * SLOT as u64
     }
 
+    /// Returns the slot where the search for a key begins.
     fn home(&self, key: &Key) -> u64 {
-        key.home() & (self.slots - 1)
+        key.hash() & (self.slots - 1)
     }
 
+    /// Writes a slot.
     fn write_slot(&mut self, slot: u64, bytes: &Slot) -> Result<(), TableError> {
         self.count();
         let offset = self.offset(slot);
         Ok(self.storage.write(bytes, offset)?)
     }
 
-    /// Walks the run that begins at `slot`, at most once around; `visit` says when to stop.
+    /// Calls `visit` for each slot from `slot` on, at most once for each, with its entry or `None`
+    /// for a free slot, until `visit` returns a value. Returns that value.
+    ///
+    /// # Errors
+    /// A slot is damaged; `visit` never returned a value.
     fn walk<T>(
         &self,
         slot: u64,
         mut visit: impl FnMut(u64, Option<(Key, Payload)>) -> Option<T>,
     ) -> Result<T, TableError> {
         let mut chunk = [0; CHUNK as usize * SLOT];
-        let mut at = slot;
-        let mut left = self.slots;
-        while left > 0 {
-            let slots = CHUNK.min(self.slots - at).min(left);
-            let offset = self.offset(at);
+        let mut position = slot;
+        let mut remaining = self.slots;
+        while remaining > 0 {
+            let slots = CHUNK.min(self.slots - position).min(remaining);
+            let offset = self.offset(position);
             self.count();
             let bytes = match &self.storage {
-                // A rebuild walks hundreds of thousands of times: no copy.
+                // Not copied, because a rebuild does this hundreds of thousands of times.
                 Storage::Memory(bytes) => {
                     let from = offset as usize;
                     bytes.get(from..from + slots as usize * SLOT).ok_or(TableError::Corrupt)?
@@ -247,18 +269,18 @@ impl Table {
                     bytes
                 }
             };
-            for (position, bytes) in bytes.chunks_exact(SLOT).enumerate() {
-                if let Some(found) = visit(at + position as u64, decode(bytes)?) {
+            for (index, bytes) in bytes.chunks_exact(SLOT).enumerate() {
+                if let Some(found) = visit(position + index as u64, decode(bytes)?) {
                     return Ok(found);
                 }
             }
-            left -= slots;
-            at = (at + slots) & (self.slots - 1);
+            remaining -= slots;
+            position = (position + slots) & (self.slots - 1);
         }
         Err(TableError::Corrupt)
     }
 
-    /// The slot of `key`, or the hole where its run ends.
+    /// Returns the slot of `key` and its payload, or the free slot for it and `None`.
     fn find(&self, key: &Key) -> Result<(u64, Option<Payload>), TableError> {
         self.walk(self.home(key), |slot, entry| match entry {
             None => Some((slot, None)),
@@ -266,11 +288,12 @@ impl Table {
         })
     }
 
+    /// Returns the payload of a key, or `None` if it has no entry.
     pub(crate) fn get(&self, key: &Key) -> Result<Option<Payload>, TableError> {
         Ok(self.find(key)?.1)
     }
 
-    /// Adds an entry or replaces its payload.
+    /// Adds an entry, or replaces its payload.
     pub(crate) fn put(&mut self, key: &Key, payload: &Payload) -> Result<(), TableError> {
         let (slot, before) = self.find(key)?;
         if before.is_none() {
@@ -282,16 +305,17 @@ impl Table {
         self.write_slot(slot, &key.encode(payload))
     }
 
-    /// Removes an entry, if it is there, and closes its run.
+    /// Removes an entry, if there is one, and moves later entries so that they are still found.
     pub(crate) fn remove(&mut self, key: &Key) -> Result<(), TableError> {
         let (mut hole, Some(_)) = self.find(key)? else { return Ok(()) };
         let mut moves: Vec<(u64, Slot)> = Vec::new();
         let mask = self.slots - 1;
         self.walk((hole + 1) & mask, |slot, entry| {
             let Some((key, payload)) = entry else { return Some(()) };
-            // An entry may fill the hole unless its home lies behind the hole.
-            let distance = slot.wrapping_sub(self.home(&key)) & mask;
-            if distance >= slot.wrapping_sub(hole) & mask {
+            // An entry can move into the hole if the search for it begins at the hole or before.
+            let distance_from_home = slot.wrapping_sub(self.home(&key)) & mask;
+            let distance_from_hole = slot.wrapping_sub(hole) & mask;
+            if distance_from_home >= distance_from_hole {
                 moves.push((hole, key.encode(&payload)));
                 hole = slot;
             }
@@ -304,19 +328,19 @@ impl Table {
         self.write_slot(hole, &[0; SLOT])
     }
 
-    /// Every readable entry. Damaged slots are passed over.
+    /// Calls `visit` for each entry, in no order. Damaged slots are skipped.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Key, &Payload)) -> io::Result<()> {
         let mut bytes = vec![0; SLOT << 12];
         let end = HEADER + self.slots * SLOT as u64;
-        let mut at = HEADER;
-        while at < end {
-            let part = bytes.len().min((end - at) as usize);
+        let mut offset = HEADER;
+        while offset < end {
+            let part = bytes.len().min((end - offset) as usize);
             self.count();
-            self.storage.read(&mut bytes[..part], at)?;
+            self.storage.read(&mut bytes[..part], offset)?;
             for (key, payload) in bytes[..part].chunks_exact(SLOT).filter_map(|slot| decode(slot).ok().flatten()) {
                 visit(&key, &payload);
             }
-            at += part as u64;
+            offset += part as u64;
         }
         Ok(())
     }

@@ -96,7 +96,7 @@ fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
         let sets = sets(gateway);
         let mut index = Index::of(records, &Header::default(), &Host::default()).unwrap();
         assert_eq!(index.oldest(&sets.sets()[0]).unwrap(), [] as [IpAddr; 0], "found by the rebuild of an ADD alone");
-        index.find_oldest(&sets, records).unwrap();
+        index.store_oldest(&sets, records).unwrap();
         let before = index.accesses();
         let oldest = index.oldest(&sets.sets()[0]).unwrap();
         assert!(index.accesses() - before < 10, "found again without a pass over the table");
@@ -162,7 +162,7 @@ fn a_table_in_a_file_grows_while_it_is_used() {
     index.save(&path).unwrap();
     for n in 0..2000 {
         index.put(&record(v4(n * 3), Holder::Content(u64::from(n) + 10))).unwrap();
-        index.marked = true;
+        index.is_marked = true;
         index.finish().unwrap();
     }
     drop(index);
@@ -241,25 +241,20 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
     // A sparse file may be as long as one likes: room is made for what is read, not for what is
     // promised.
     forge(&path, &Header { slots: 1 << 20, used: (1 << 20) - 1, ..Header::default() }, HEADER + (64 << 20));
-    assert!(old_records(&path, &Host::default()).0.capacity() < 4 * ROOM);
+    assert!(old_records(&path, &Host::default()).0.capacity() < 4 * MAX_PREALLOCATED);
 }
 
 #[test]
 fn forged_counters_saturate() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("index");
-    let counter = Counter {
-        family: bits::Family::V4,
-        first: 0,
-        last: u128::from(u32::MAX),
-        used: u64::MAX,
-        last_asked: u64::MAX,
-    };
+    let counter =
+        Counter { family: bits::Family::V4, first: 0, last: u128::from(u32::MAX), used: u64::MAX, last_used: u64::MAX };
     let header = Header { clean: true, slots: 512, sequence: u64::MAX, counters: vec![counter], ..Header::default() };
     forge(&path, &header, HEADER + 512 * 64);
     let mut index = open(&path, &Stamp::default(), &Host::default()).unwrap();
     index.put(&record(v4(1), Holder::Content(7))).unwrap();
-    index.marked = true;
+    index.is_marked = true;
     index.finish().unwrap();
     assert_eq!(index.header.counters[0].used, u64::MAX);
 }

@@ -212,7 +212,7 @@ impl Folder {
             _ if kind.is_dir() => "it is a directory, not a reservation".to_owned(),
             _ if kind.is_symlink() => "it is a symbolic link, not a reservation".to_owned(),
             _ if !kind.is_file() => "it is not a regular file".to_owned(),
-            length if length > crate::index::LONGEST => {
+            length if length > crate::index::MAX_LENGTH => {
                 format!("its file has {length} bytes, more than any reservation")
             }
             _ => return None,

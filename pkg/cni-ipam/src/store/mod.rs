@@ -439,14 +439,14 @@ impl Locked {
         }
         let mut index = Index::of(&records, &old_header, host)?;
         if let Some(range_sets) = &self.range_sets {
-            index.find_oldest(range_sets, &records)?;
+            index.store_oldest(range_sets, &records)?;
         }
         index.set_earlier(self.earlier_in(&records));
         if !reboot::is_local(&self.folder.file) {
             index.set_shared();
         }
         if let Some(stamp) = stamp {
-            index.marked_as(stamp);
+            index.set_stamp(stamp);
             if let Err(error) = index.save(&path) {
                 self.store.note_unusable_index(error);
             }
