@@ -1,10 +1,11 @@
-//! The command line.
+//! Parses the command line. `scripts/bench` is the command that users run; it passes these options.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::{Doing as _, Error, Result};
 
+/// The text of `--help`.
 pub(crate) const HELP: &str = "\
 Usage: cni-bench --ours DIR --theirs DIR --out DIR [--quick] [--only TEXT]...
        cni-bench guard --ours DIR --table FILE [--update]
@@ -12,7 +13,7 @@ Usage: cni-bench --ours DIR --theirs DIR --out DIR [--quick] [--only TEXT]...
 See scripts/bench --help.
 ";
 
-/// What is to be done.
+/// What the program does.
 #[derive(Debug)]
 pub(crate) enum Job {
     Help,
@@ -20,14 +21,17 @@ pub(crate) enum Job {
     Guard(Guard),
 }
 
-/// A comparison.
+/// Measures two sets of plugins and compares them.
 #[derive(Debug)]
 pub(crate) struct Bench {
+    /// The folder of these plugins.
     pub(crate) ours: PathBuf,
+    /// The folder of the plugins to compare with.
     pub(crate) theirs: PathBuf,
+    /// The folder that the results are written to.
     pub(crate) out: PathBuf,
     pub(crate) extent: Extent,
-    /// Cases whose `group: name` contains one of these; all if empty.
+    /// Only cases whose `group: name` contains one of these texts; all if empty.
     pub(crate) only: Vec<String>,
 }
 
@@ -39,7 +43,7 @@ pub(crate) enum Extent {
 }
 
 impl Extent {
-    /// The time that one case may take, and the least and the greatest number of rounds.
+    /// Returns how long one case is measured, and the minimum and maximum number of rounds.
     pub(crate) fn rounds(self) -> (Duration, usize, usize) {
         match self {
             Extent::Full => (Duration::from_millis(8500), 12, 300),
@@ -47,7 +51,7 @@ impl Extent {
         }
     }
 
-    /// How many, of these, is enough.
+    /// Returns the sizes that are measured: all, or the first two.
     pub(crate) fn sizes(self, all: &[usize]) -> Vec<usize> {
         match self {
             Extent::Full => all.to_vec(),
@@ -56,22 +60,29 @@ impl Extent {
     }
 }
 
-/// A look at the counts alone.
+/// Compares counts, such as those of system calls, with a table of expected counts.
 #[derive(Debug)]
 pub(crate) struct Guard {
+    /// The folder of these plugins.
     pub(crate) ours: PathBuf,
+    /// The file with the expected counts.
     pub(crate) table: PathBuf,
     pub(crate) mode: GuardMode,
 }
 
-/// What becomes of the counts.
+/// What is done with the counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GuardMode {
+    /// Fail if a count is higher than in the table.
     Compare,
+    /// Write the counts to the table.
     Update,
 }
 
-/// `scripts/bench` is the interface; this takes what that hands on, and nothing shorter.
+/// Parses the arguments of this process.
+///
+/// # Errors
+/// An argument is unknown or missing, or a folder does not exist.
 pub(crate) fn parse() -> Result<Job> {
     let mut words = std::env::args_os().skip(1);
     let (mut ours, mut theirs, mut out, mut table) = (None, None, None, None);
@@ -105,7 +116,7 @@ pub(crate) fn parse() -> Result<Job> {
     Ok(Job::Bench(Bench { ours, theirs, out, extent, only }))
 }
 
-/// A folder that exists, by the path that the kernel knows it by.
+/// Returns the absolute path of an existing folder, without links.
 fn folder(path: PathBuf) -> Result<PathBuf> {
     std::fs::canonicalize(&path).doing(format_args!("failed to find {}", path.display()))
 }

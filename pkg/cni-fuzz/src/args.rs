@@ -1,10 +1,9 @@
-//! CNI_ARGS. What is accepted is read again from its own pairs as the same; of duplicates the last
-//! counts; nothing is refused but pieces without a value, and no key is unknown to who ignores
-//! unknown ones.
+//! CNI_ARGS. Accepted pairs that are joined again are read as the same. The last of duplicate keys
+//! counts. Only pieces without a key or `=` are refused, and with IgnoreUnknown no key is.
 
 use cni::args::CniArgs;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let is_pair = |piece: &&str| piece.find('=').is_some_and(|at| at > 0);

@@ -1,6 +1,6 @@
-//! The runtime's memory of attachments. No key leads out of its folder; whatever a file holds, only
-//! an entry of this very key is found under it; an entry that is found can be written, and is then
-//! found as it was; nothing but the file of the key is ever changed.
+//! The runtime's cache of attachments. No attachment leads to a file outside the cache's folder. A
+//! file is only accepted if its entry is about the attachment of its name. An entry that was read
+//! can be written, and is then read unchanged. No other file is changed.
 //!
 //! The input: network, container and interface, a line each; the rest is the file.
 
@@ -17,7 +17,7 @@ use libcni::cache::Entry;
 
 use crate::input::Input;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let (network, container_id, ifname) = (input.line_text(), input.line_text(), input.line_text());

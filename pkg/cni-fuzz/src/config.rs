@@ -1,11 +1,10 @@
-//! A whole call, environment and configuration, through the skeleton and the configuration reader
-//! of each plugin.
+//! A whole call, with its environment and configuration, through the skeleton and the configuration
+//! reader of each plugin.
 //!
-//! Every input gets one JSON document as its answer, never code 999 (a defect of the program), and
-//! an accepted configuration keeps what the readers promise. A key that no plugin knows changes
-//! nothing, nor does the case of keys. DEL gets as far as its cleaning even if every key of the
-//! plugin is wrong but those that say where to clean. The program that would be run for IPAM is a
-//! file of exactly that name, in a folder of CNI_PATH.
+//! Every call returns one JSON document and never code 999 (a defect of the program). An unknown
+//! key, and the case of keys, do not change the outcome. DEL does not fail because of a wrong key,
+//! unless the key says where to clean up. The program that would be run for IPAM is a file of
+//! exactly that name in a folder of CNI_PATH.
 //!
 //! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each;
 //! the rest is stdin.
@@ -27,7 +26,7 @@ use cni_plugin::Interface;
 use crate::input::Input;
 use crate::machine::NoMachine;
 
-/// A plugin that reads its configuration with the real reader and does nothing.
+/// A plugin that reads its configuration as the real plugin does, and does nothing else.
 #[derive(Clone, Copy)]
 struct Reader(&'static dyn Plugin);
 
@@ -37,8 +36,9 @@ fn parse<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
 }
 
 impl Reader {
+    /// Reads the whole configuration, as ADD does. Returns the result of host-local.
     fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
-        judge_program(call.conf.ipam_type());
+        check_found_program(call.conf.ipam_type());
         match self.name() {
             "bridge" => plugin_bridge::fuzzing::read(call)?,
             "firewall" => plugin_firewall::fuzzing::read(call)?,
@@ -52,8 +52,9 @@ impl Reader {
         Ok(None)
     }
 
+    /// Reads the keys that DEL and GC need.
     fn read_place(self, call: &Call<'_>) -> Result<()> {
-        judge_program(call.conf.ipam_type());
+        check_found_program(call.conf.ipam_type());
         match self.name() {
             "host-local" => plugin_host_local::fuzzing::read_location(call)?,
             "portmap" => drop(plugin_portmap::fuzzing::valid_mappings(call)),
@@ -109,15 +110,15 @@ impl Plugin for Reader {
     }
 }
 
-/// A folder with programs is looked into, and none is run.
-fn judge_program(kind: &str) {
+/// Checks that a plugin of this type is only found as a file of exactly that name. Runs no program.
+fn check_found_program(kind: &str) {
     let folder = Path::new("/bin");
     if let Ok(program) = find_plugin(kind, &[folder.to_owned()]) {
         assert_eq!((program.parent(), program.file_name()), (Some(folder), Some(OsStr::new(kind))), "{kind:?}");
     }
 }
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let head = input.line_text();

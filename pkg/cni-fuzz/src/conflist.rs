@@ -8,7 +8,7 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use libcni::{Members, NetworkList, PluginConf, fuzzing};
 
-/// Injected or taken out.
+/// Keys that the runtime adds to a plugin's configuration or removes from it.
 const NOT_THE_PLUGINS: [&str; 7] = [
     "capabilities",
     "cniVersion",
@@ -19,7 +19,7 @@ const NOT_THE_PLUGINS: [&str; 7] = [
     "cni.dev/attachments",
 ];
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     for list in [NetworkList::parse(data), NetworkList::parse_single(data)].into_iter().flatten() {
         assert!(!list.plugins().is_empty() && !list.name().is_empty());
@@ -35,12 +35,14 @@ pub fn run(data: &[u8]) {
     }
 }
 
+/// Returns all keys and values.
 fn keys(members: &Members) -> Vec<(String, Json)> {
     let bytes = members.to_bytes().expect("members are JSON");
     let Ok(Json::Object(members)) = Json::parse(&bytes) else { panic!("members are an object") };
     members
 }
 
+/// Checks the configuration that the plugin gets.
 fn request(list: &NetworkList, plugin: &PluginConf) {
     let result = serde_json::value::RawValue::from_string(r#"{"ips":[]}"#.to_owned()).expect("JSON");
     let args = Members::parse(r#"{"portMappings":[],"mac":"x","ips":["1.2.3.4"],"":0}"#).expect("JSON");

@@ -1,5 +1,5 @@
-//! What the kernel says of a tracked connection. The key that an entry is deleted by names that
-//! very entry, and no other: its tuple, byte for byte, and its identity.
+//! The kernel's messages about tracked connections. The key with which an entry is deleted has that
+//! entry's tuple, byte for byte, and its ID, so it cannot delete another one.
 
 use cni_linux::conntrack::entry;
 use cni_linux::fuzzing::conntrack_key;
@@ -10,25 +10,26 @@ const NFGENMSG: usize = 4;
 const TUPLE_ORIG: u16 = 1;
 const TUPLE_REPLY: u16 = 2;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
-    judge(&Message { kind: NEW, flags: 0, sequence: 0, payload: data });
+    check(&Message { kind: NEW, flags: 0, sequence: 0, payload: data });
     for message in messages(data) {
         let _ = outcome(&message);
-        judge(&message);
-        judge(&Message { kind: NEW, ..message });
+        check(&message);
+        check(&Message { kind: NEW, ..message });
     }
 }
 
-fn judge(message: &Message<'_>) {
+/// Checks the key of the entry in a message, if it has one.
+fn check(message: &Message<'_>) {
     let Some(found) = entry(message) else { return };
-    let find = |bytes, wanted| attributes(bytes).find(|(kind, _)| *kind == wanted).map(|(_, value): (_, &[u8])| value);
+    let find = |bytes, sought| attributes(bytes).find(|(kind, _)| *kind == sought).map(|(_, value): (_, &[u8])| value);
     let (body, key) = (&message.payload[NFGENMSG..], conntrack_key(&found));
     assert_eq!(key[0], message.payload[0], "the family");
     for kind in [TUPLE_ORIG, 12, 18] {
         assert_eq!(find(&key[NFGENMSG..], kind), find(body, kind), "attribute {kind}");
     }
-    // With the reply's tuple, which a key has no use for, it is read as the same entry.
+    // With the tuple of the reply, which a key does not need, the key is read as the same entry.
     let reply = find(body, TUPLE_REPLY).expect("an entry has a reply");
     let mut again = key.to_vec();
     again.extend(u16::try_from(reply.len() + 4).expect("it came in an attribute").to_ne_bytes());

@@ -1,5 +1,5 @@
-//! A DHCP server's answer. What is used of it is the offered address and the requested options; the
-//! times are in order.
+//! A DHCP server's answer. Only the offered address, the mask, the times and the requested options
+//! are used, and the times are in order.
 
 use cni_dhcp::message::{Client, DEFAULT_REQUEST, LeaseParameters, Reply, ReplyMode};
 
@@ -8,20 +8,21 @@ const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 /// The length of a message before its options.
 const HEADER: usize = 240;
 
-/// The target: as it is, and as an answer to this client.
+/// Runs the target with one input: as it is, and changed to an answer to this client.
 pub fn run(data: &[u8]) {
-    judge(data);
+    check(data);
     let mut bytes = data.to_vec();
     if bytes.len() >= HEADER {
         bytes[..3].copy_from_slice(&[2, 1, 6]);
         bytes[4..8].copy_from_slice(&XID.to_be_bytes());
         bytes[28..34].copy_from_slice(&MAC);
         bytes[236..HEADER].copy_from_slice(&[99, 130, 83, 99]);
-        judge(&bytes);
+        check(&bytes);
     }
 }
 
-fn judge(bytes: &[u8]) {
+/// Checks what the client reads from an answer.
+fn check(bytes: &[u8]) {
     let terms = |request: &[u8]| match client(request).read(bytes, XID)? {
         Reply::Offer(terms) | Reply::Ack(terms) => Some(terms),
         Reply::Nak(_) => None,
@@ -34,7 +35,7 @@ fn judge(bytes: &[u8]) {
     assert!(result.routes.iter().all(|route| route.priority == Some(5)));
     let names = result.dns.search.iter().chain([&result.dns.domain]);
     assert!(names.flat_map(|name| name.bytes()).all(|byte| byte.is_ascii_graphic()), "{:?}", result.dns);
-    // Without a request for anything, nothing but the address, the mask and the times is there.
+    // Without requested options, only the address, the mask and the times are read.
     let bare = terms(&[]).expect("the same answer");
     let expected = LeaseParameters {
         routers: Vec::new(),
@@ -49,6 +50,7 @@ fn judge(bytes: &[u8]) {
     assert_eq!(bare, expected);
 }
 
+/// Returns a client that requests these options.
 fn client(request: &[u8]) -> Client {
     Client {
         mac: MAC,

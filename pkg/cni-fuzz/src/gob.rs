@@ -1,11 +1,11 @@
-//! What plugin and daemon of dhcp say to each other. Where the bytes are divided makes no
-//! difference.
+//! The messages between the plugin dhcp and its daemon. They are read the same way if the bytes
+//! arrive in two parts.
 
 use cni_dhcp::rpc::Connection;
 
 use crate::input::Input;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let at = usize::from(input.u16());
@@ -15,30 +15,32 @@ pub fn run(data: &[u8]) {
     assert_eq!(responses(&[first, second]), responses(&[bytes]), "responses");
 }
 
+/// Returns the requests in these parts, as text.
 fn requests(parts: &[&[u8]]) -> Vec<String> {
-    all(parts, |conversation| conversation.request().map(|request| request.map(|request| format!("{request:?}"))))
+    all(parts, |connection| connection.request().map(|request| request.map(|request| format!("{request:?}"))))
 }
 
+/// Returns the responses in these parts, as text.
 fn responses(parts: &[&[u8]]) -> Vec<String> {
-    all(parts, |conversation| conversation.response().map(|answer| answer.map(|answer| format!("{answer:?}"))))
+    all(parts, |connection| connection.response().map(|answer| answer.map(|answer| format!("{answer:?}"))))
 }
 
-/// Everything that is read, and an error as the last.
+/// Returns everything that `next` reads from the parts. An error is the last item.
 fn all<E>(parts: &[&[u8]], mut next: impl FnMut(&mut Connection) -> Result<Option<String>, E>) -> Vec<String> {
-    let mut conversation = Connection::default();
-    let mut read = Vec::new();
+    let mut connection = Connection::default();
+    let mut messages = Vec::new();
     for part in parts {
-        conversation.push(part);
+        connection.push(part);
         loop {
-            match next(&mut conversation) {
-                Ok(Some(one)) => read.push(one),
+            match next(&mut connection) {
+                Ok(Some(message)) => messages.push(message),
                 Ok(None) => break,
                 Err(_) => {
-                    read.push("refused".to_owned());
-                    return read;
+                    messages.push("refused".to_owned());
+                    return messages;
                 }
             }
         }
     }
-    read
+    messages
 }

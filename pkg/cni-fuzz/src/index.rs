@@ -12,7 +12,7 @@ use cni_ipam::fuzzing::{ConsistentIndex, CraftedEntry, ask_forged, read_forged_h
 
 use crate::input::Input;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     match input.byte() % 4 {
@@ -27,7 +27,8 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Few networks, so that neighbours meet, and the ends of each family.
+/// Returns an address from a few networks, so that addresses are often neighbours, or at an end of
+/// its family.
 pub(crate) fn address(input: &mut Input<'_>) -> IpAddr {
     let low = input.u16();
     match input.byte() % 6 {
@@ -40,10 +41,11 @@ pub(crate) fn address(input: &mut Input<'_>) -> IpAddr {
     }
 }
 
-/// Entries that a forger would write: of the kinds there are, about addresses there are.
-pub(crate) fn entries(input: &mut Input<'_>, most: usize) -> Vec<CraftedEntry> {
+/// Returns up to `max` entries as an attacker could forge them: of existing kinds, about existing
+/// addresses.
+pub(crate) fn entries(input: &mut Input<'_>, max: usize) -> Vec<CraftedEntry> {
     let mut entries = Vec::new();
-    while !input.is_empty() && entries.len() < most {
+    while !input.is_empty() && entries.len() < max {
         let number = match address(input) {
             IpAddr::V4(v4) => u128::from(v4.to_bits()),
             IpAddr::V6(v6) => v6.to_bits(),
@@ -65,6 +67,7 @@ pub(crate) fn entries(input: &mut Input<'_>, most: usize) -> Vec<CraftedEntry> {
     entries
 }
 
+/// Compares an index with a map of addresses, over up to 200 changes.
 fn against_model(input: &mut Input<'_>) {
     let mut index = ConsistentIndex::new();
     let mut model: BTreeMap<IpAddr, u64> = BTreeMap::new();
@@ -94,6 +97,7 @@ fn against_model(input: &mut Input<'_>) {
     }
 }
 
+/// Returns the lowest address from `from` on that is not in the model.
 fn next_free(model: &BTreeMap<IpAddr, u64>, from: IpAddr) -> Option<IpAddr> {
     let mut at = from;
     while model.contains_key(&at) {

@@ -1,4 +1,5 @@
-//! Bytes as a sequence of choices. It never fails: where the input ends, zeros follow.
+//! Reads the bytes of an input as a sequence of choices. It never fails: after the end it reads
+//! zeros.
 
 /// The remaining input.
 #[derive(Debug)]
@@ -13,7 +14,7 @@ impl<'a> Input<'a> {
         self.0.is_empty()
     }
 
-    /// All that is left.
+    /// Returns all remaining bytes.
     pub(crate) fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.0)
     }
@@ -40,7 +41,7 @@ impl<'a> Input<'a> {
         u128::from_be_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    /// As many bytes as the next one says, or all that are left.
+    /// Reads a byte, and then as many bytes as it says, or all that remain.
     pub(crate) fn bytes(&mut self) -> &'a [u8] {
         let len = usize::from(self.byte()).min(self.0.len());
         let (bytes, rest) = self.0.split_at(len);
@@ -48,12 +49,12 @@ impl<'a> Input<'a> {
         bytes
     }
 
-    /// The same as text; bytes that are not UTF-8 become replacement characters.
+    /// Does the same, and converts the bytes to text; invalid UTF-8 becomes replacement characters.
     pub(crate) fn text(&mut self) -> String {
         String::from_utf8_lossy(self.bytes()).into_owned()
     }
 
-    /// Up to the next newline, which is left out, or the end.
+    /// Reads up to the next newline or the end. Returns the bytes without the newline.
     pub(crate) fn line(&mut self) -> &'a [u8] {
         let end = self.0.iter().position(|byte| *byte == b'\n');
         let line = &self.0[..end.unwrap_or(self.0.len())];
@@ -65,7 +66,7 @@ impl<'a> Input<'a> {
         String::from_utf8_lossy(self.line()).into_owned()
     }
 
-    /// One of these.
+    /// Reads a byte, and returns the choice that it selects.
     pub(crate) fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[usize::from(self.byte()) % choices.len()]
     }

@@ -1,10 +1,10 @@
-//! What goes to `iptables-restore`, and users' conditions in it. Read by an independent reader, the
-//! text is the commands that were asked for, in order, each of the very words, and no other; what
-//! `iptables-save` would print of it is read back as those words. No condition that is let pass
-//! holds a command, a target or a table in either language.
+//! The text for `iptables-restore`, and users' conditions in it. An independent reader finds in the
+//! text exactly the requested commands, in order, with the same words. What `iptables-save` would
+//! print for it is read back as those words. An accepted condition contains no command, target or
+//! table, neither of iptables nor of nft.
 //!
-//! The input: lines `command chain word word...`, the words apart by 0x01; those of `?` and `!` are
-//! conditions.
+//! The input: `command chain word word...`, separated by 0x02, with the words separated by 0x01.
+//! The words of the commands `?` and `!` are conditions.
 
 use cni_firewall::fuzzing;
 use cni_firewall::iptables::{Chain, Edit, check_conditions};
@@ -12,10 +12,10 @@ use cni_firewall::portmap::conditions::compile;
 use cni_linux::Family;
 use plugin_portmap::fuzzing::{accepts_for_nft, nft_keywords_refused};
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    // What iptables-save says is not ours to doubt, but must not end a plugin.
+    // The output of iptables-save may be anything, but must not make a plugin panic.
     for (name, chain) in fuzzing::saved_chains(&text) {
         assert!(!name.contains('\n'));
         chain.rules.iter().for_each(|rule| {
@@ -85,8 +85,8 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// A line as iptables-restore reads it: `:CHAIN POLICY COUNTERS`, or words apart by blanks, quoted
-/// or not.
+/// Reads a line as iptables-restore does: `:CHAIN POLICY COUNTERS`, or words that are separated by
+/// blanks and may be quoted.
 fn read(line: &str) -> Vec<String> {
     assert!(line.len() < 10_240 && !line.contains(['\n', '\r', '\0']));
     if let Some(chain) = line.strip_prefix(':') {
@@ -96,6 +96,7 @@ fn read(line: &str) -> Vec<String> {
     words(line)
 }
 
+/// Splits a line into words, and removes their quotes.
 fn words(line: &str) -> Vec<String> {
     let (mut words, mut rest) = (Vec::new(), line.trim_start_matches([' ', '\t']));
     while !rest.is_empty() {
@@ -121,6 +122,7 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
+/// Checks that an accepted condition contains no command, target or table.
 fn conditions(words: &[String]) {
     for family in [Family::V4, Family::V6] {
         let _ = compile(words, family);
@@ -137,8 +139,8 @@ fn conditions(words: &[String]) {
     }
 }
 
-/// As getopt would take the word with iptables' own options: those without a value may have another
-/// one behind them.
+/// Whether iptables would read the word as a command, a target or a table, as getopt reads options:
+/// several options without a value may share one word.
 fn is_order_of_iptables(word: &str) -> bool {
     let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else { return word == "COMMIT" };
     if let Some(long) = options.strip_prefix('-') {
@@ -162,9 +164,9 @@ fn is_order_of_iptables(word: &str) -> bool {
     }
     for option in options.chars() {
         match option {
-            // These take what follows as their value.
+            // The rest of the word is the value of these.
             's' | 'd' | 'p' | 'i' | 'o' | 'm' => return false,
-            // A number is none of getopt's business, but for the families.
+            // Not options; 4 and 6 are, for the families.
             '0'..='3' | '5' | '7'..='9' => return false,
             'f' | 'b' | 'v' | 'n' | 'x' => {}
             _ => return true,
@@ -173,17 +175,17 @@ fn is_order_of_iptables(word: &str) -> bool {
     false
 }
 
-/// Whether hexadecimal digits with two colons or more among them are an address: the scanner knows
-/// which are one, this not, so both are tried.
+/// How [`tokens_of_nft`] treats hexadecimal digits with two or more colons: as an address or not.
+/// nft recognises addresses exactly, this reader does not, so both are tried.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Colons {
     Apart,
     InAddresses,
 }
 
-/// As nft's scanner has it, the longest that fits: words of letters, digits and `_/.-` that begin
-/// with a letter, strings, numbers (`7`, `0x1e`), times (`1h5ms`) and addresses whole, all else by
-/// itself.
+/// Splits a text into tokens as nft's scanner does, each as long as possible: words of letters,
+/// digits and `_/.-` that begin with a letter, strings, numbers (`7`, `0x1e`), times (`1h5ms`),
+/// addresses, and every other character by itself.
 fn tokens_of_nft(text: &str, colons: Colons) -> Vec<String> {
     let mut tokens = Vec::new();
     let mut rest = text;
@@ -207,7 +209,7 @@ fn tokens_of_nft(text: &str, colons: Colons) -> Vec<String> {
     tokens
 }
 
-/// How many bytes of it are a number or a time.
+/// Returns the length of the number or time at the beginning of the text, in bytes.
 fn number(text: &str) -> usize {
     let digits = |from: usize, of: fn(&u8) -> bool| text.bytes().skip(from).take_while(of).count();
     let mut end = digits(0, u8::is_ascii_digit);

@@ -1,13 +1,12 @@
-//! Test only: for each thing that comes from outside, a function that takes any bytes and fails by
-//! panicking if what must hold does not.
+//! Fuzzing targets: for each kind of input from outside, a function that takes any bytes and panics
+//! if a property does not hold. The head of each module describes its property.
 //!
-//! libFuzzer calls them (the crate `fuzz/`, outside the workspace, which needs a nightly compiler),
-//! and so does `tests/corpus.rs` for each file of `fuzz/corpus/`, with the rest of `scripts/test`.
-//! What the plugins' crates keep private they open in their modules `fuzzing`, behind a feature
-//! that nothing but this crate turns on.
+//! libFuzzer calls them from the crate `fuzz/`, which is outside the workspace and needs a nightly
+//! compiler. `tests/corpus.rs` calls them in `scripts/test` for each file of `fuzz/corpus/`. The
+//! plugins' crates make their private functions available in modules `fuzzing`, behind a feature
+//! that only this crate enables.
 //!
-//! Nothing here touches the kernel's network state or any file but in temporary folders of its own.
-//! No target only looks for panics: each checks a property, which is described at its head.
+//! No target changes the kernel's network state, or a file outside its own temporary folder.
 
 #![allow(
     clippy::unwrap_used,
@@ -34,10 +33,10 @@ pub mod store;
 pub mod sums;
 pub mod tuning;
 
-/// A target.
+/// A target: it panics if its property does not hold for these bytes.
 pub type Target = fn(&[u8]);
 
-/// All of them, each with the name of its folder below `fuzz/corpus`.
+/// All targets, each with the name of its folder below `fuzz/corpus`.
 pub const TARGETS: [(&str, Target); 16] = [
     ("args", args::run),
     ("cache", cache::run),

@@ -1,4 +1,5 @@
-//! A machine that is a value: no child is ever run, and one path is the plugin's own namespace.
+//! A [`Machine`] for the targets: it runs no program, and one fixed path is the plugin's own
+//! namespace.
 
 use std::io;
 use std::path::Path;
@@ -6,10 +7,11 @@ use std::time::Instant;
 
 use cni::machine::{Child, Machine, Output, RunError};
 
+/// See the head of this module.
 #[derive(Debug)]
 pub(crate) struct NoMachine;
 
-/// What the guard takes for the plugin's own namespace.
+/// The path that counts as the plugin's own namespace.
 pub(crate) const OWN_NETNS: &str = "/own";
 
 impl Machine for NoMachine {

@@ -1,9 +1,9 @@
-//! Rules of nf_tables as netlink has them. Any bytes are read without a panic; any rule that can be
-//! written is read back as it was, with its comment and its tags; and what is put into the words of
-//! iptables has target and comment.
+//! Rules of nf_tables in netlink messages. Any bytes are read without a panic. A rule that can be
+//! written is read back unchanged, with its comment and its tags. A rule that is translated to the
+//! words of iptables keeps its target and comment.
 //!
-//! The input: if the first byte is odd a rule is made of the rest, else the rest is what the kernel
-//! said.
+//! The input: if the first byte is odd, the rest selects the parts of a rule; otherwise the rest is
+//! a message of the kernel.
 
 use cni_firewall::fuzzing;
 use cni_firewall::iptables::{Edit, split};
@@ -15,12 +15,13 @@ use cni_linux::netlink::wire;
 
 use crate::input::Input;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     if input.byte() % 2 == 1 { write_and_read(&mut input) } else { read(input.rest()) }
 }
 
+/// Reads the bytes as messages of the kernel and as the user data of a rule.
 fn read(bytes: &[u8]) {
     payload(bytes);
     let (comment, tags) = fuzzing::read_userdata(bytes);
@@ -34,6 +35,7 @@ fn read(bytes: &[u8]) {
     }
 }
 
+/// Reads the bytes as the payload of a message, and checks the rule in it, if it has one.
 fn payload(bytes: &[u8]) {
     let _ = (decode::chain(bytes), decode::generation(bytes), decode::whole_generation(bytes));
     let place = decode::place(bytes);
@@ -51,7 +53,7 @@ fn payload(bytes: &[u8]) {
         if listed.rule.comment.is_some() {
             assert!(words.words().iter().any(|word| word == "--comment"));
         }
-        // The part that iptables can express comes back as these words.
+        // If iptables can express the rule, the text for iptables-restore has the same words.
         let mut edit = Edit::new();
         edit.delete("C", &words);
         if let Ok(text) = fuzzing::restore_text(&edit) {
@@ -61,6 +63,7 @@ fn payload(bytes: &[u8]) {
     }
 }
 
+/// Writes a rule that the input selects, and reads it back.
 fn write_and_read(input: &mut Input<'_>) {
     let (table, chain) = (name(input), name(input));
     let mut rule = Rule::default();
@@ -73,7 +76,7 @@ fn write_and_read(input: &mut Input<'_>) {
     while !input.is_empty() && rule.exprs.len() < 64 {
         rule.exprs.push(expr(input));
     }
-    // Only what the kernel has no room for cannot be written.
+    // Writing fails only if the comment or the tags are too long for the kernel.
     let size = rule.comment.as_ref().map_or(0, |comment| userdata::comment_len(comment))
         + rule.tags.iter().map(|(_, value)| value.len() + 2).sum::<usize>();
     let bytes = match fuzzing::rule_message(&table, &chain, &rule) {
@@ -96,11 +99,12 @@ fn write_and_read(input: &mut Input<'_>) {
     self::payload(&payload);
 }
 
-/// A name without NULs, as every name in the kernel.
+/// Returns a name. It has no NUL, which ends a name in the kernel.
 fn name(input: &mut Input<'_>) -> String {
     input.text().replace('\0', "")
 }
 
+/// Returns an expression that the input selects.
 fn expr(input: &mut Input<'_>) -> Expr {
     match input.byte() % 10 {
         0 => Expr::Meta { key: MetaKey(input.u32()), to: Reg(input.u32()) },
@@ -121,7 +125,7 @@ fn expr(input: &mut Input<'_>) -> Expr {
             2 => Verdict::Return,
             3 => Verdict::Jump(name(input)),
             4 => Verdict::Goto(name(input)),
-            // 0 and 1 are DROP and ACCEPT; the negative ones are those above.
+            // 0 and 1 are DROP and ACCEPT, and the verdicts above have negative numbers.
             _ => Verdict::Other(u32::from(input.byte()) + 2),
         }),
         _ => Expr::Other(["counter", "ct", "log", "limit"][usize::from(input.byte()) % 4].to_owned()),

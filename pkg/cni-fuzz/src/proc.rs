@@ -17,27 +17,28 @@ const TUPLE_IP: u16 = 1;
 const DEVICE: (u64, u64) = (0xfd, 1);
 const INODE: u64 = 77;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     connections(&text);
     locks(&text);
 }
 
+/// Checks the entries that are read from `/proc/net/nf_conntrack`.
 fn connections(text: &str) {
     let ports = [(Protocol::Udp, 53), (Protocol::Tcp, 80), (Protocol::Sctp, 80), (Protocol::Tcp, 8080)];
-    for wanted in [&ports[..], &ports[..1]] {
-        let Some(found) = conntrack_text(text, wanted) else { continue };
-        assert!(found.len() <= text.lines().count());
-        for found in found {
-            assert!(wanted.contains(&(found.protocol, found.destination.port())), "{found:?}");
-            assert_eq!(again(&found), Some(found));
+    for requested in [&ports[..], &ports[..1]] {
+        let Some(entries) = conntrack_text(text, requested) else { continue };
+        assert!(entries.len() <= text.lines().count());
+        for entry in entries {
+            assert!(requested.contains(&(entry.protocol, entry.destination.port())), "{entry:?}");
+            assert_eq!(from_key(&entry), Some(entry));
         }
     }
 }
 
-/// What the kernel would say of the entry that the key names, if this one answered it.
-fn again(found: &Entry) -> Option<Entry> {
+/// Returns the entry that the kernel would report for the key of this one, with the same replier.
+fn from_key(found: &Entry) -> Option<Entry> {
     let (kind, address) = match found.answered_by {
         std::net::IpAddr::V4(address) => (1, address.octets().to_vec()),
         std::net::IpAddr::V6(address) => (3, address.octets().to_vec()),
@@ -47,12 +48,14 @@ fn again(found: &Entry) -> Option<Entry> {
     entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &payload })
 }
 
-/// All values here are of whole words.
+/// Returns a netlink attribute. The value's length must be a multiple of 4, so that no padding
+/// follows.
 fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let length = u16::try_from(value.len() + 4).expect("a short value");
     [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
 }
 
+/// Checks the holder that is found in `/proc/locks`.
 fn locks(text: &str) {
     let holder = |text: &str| lock_holder(text, DEVICE, INODE);
     if let Some(pid) = holder(text) {

@@ -1,5 +1,5 @@
-//! A resolver's configuration file. No value has white space in it or is empty, and what was read,
-//! written as such a file again, is read as the same; so is it as the `dns` of a result.
+//! A resolver's configuration file. No value is empty or has white space. What was read is the same
+//! after it was written as such a file, or as the `dns` of a result, and read again.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use cni::result::AddResult;
 use cni::version::Version;
 use plugin_host_local::fuzzing::resolv_conf;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let dns = resolv_conf(&String::from_utf8_lossy(data));
     let lists = [&dns.nameservers, &dns.search, &dns.options];

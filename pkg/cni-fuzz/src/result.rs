@@ -1,11 +1,12 @@
-//! Results. What one version reads, every version writes, or says why not; what it wrote it reads
-//! back as the same less what it has no words for, and writes the same bytes again.
+//! Results. A result that was read in one version can be written in every version, unless it has no
+//! address. What was written is read back as the same result, without the parts that the version
+//! cannot express, and written again as the same bytes.
 
 use cni::json::Json;
 use cni::result::{AddResult, Interface, ResultError, Route};
 use cni::version::{Shape, Version};
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let Ok(json) = Json::parse(data) else { return };
     for version in [Version::V0_2_0, Version::V0_4_0, Version::V1_1_0] {
@@ -20,7 +21,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// The properties of one result in all versions.
+/// Checks the properties of one result in all versions.
 pub(crate) fn convert(result: &AddResult) {
     for version in Version::ALL {
         let has_address = !result.ips.is_empty();
@@ -40,7 +41,7 @@ pub(crate) fn convert(result: &AddResult) {
     }
 }
 
-/// The part of a result that a version can express.
+/// Returns the part of a result that a version can express.
 fn expressible(result: &AddResult, version: Version) -> AddResult {
     let mut left = result.clone();
     if version != Version::V1_1_0 {

@@ -19,12 +19,13 @@ use crate::index::{address, entries};
 use crate::input::Input;
 use crate::machine::NoMachine;
 
+/// How long to wait for the lock.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What lies in the folder: a regular file's content, or `None` for what is none.
+/// The files in the folder: the content of a regular file, or `None` for anything else.
 type Files = BTreeMap<String, Option<Vec<u8>>>;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let dir = tempfile::tempdir().expect("a temporary folder");
@@ -33,7 +34,7 @@ pub fn run(data: &[u8]) {
     fs::create_dir_all(&folder).expect("a folder");
     let outside = dir.path().join("outside");
     fs::write(&outside, "c1\r\neth0").expect("a file outside");
-    let is_lockable = furnish(&mut input, &folder, &outside);
+    let is_lockable = fill_folder(&mut input, &folder, &outside);
     let host = Host::new("m", "b");
     let sets = sets();
     for _ in 0..8 {
@@ -105,8 +106,7 @@ pub fn run(data: &[u8]) {
                 let mut removed: Vec<String> =
                     locked.release(&owner).expect("DEL").iter().map(ToString::to_string).collect();
                 removed.sort();
-                // A forged index may hide what is there until the next rebuild; it may never add to
-                // it.
+                // A forged index may hide reservations until the next rebuild, but never add any.
                 assert!(removed.iter().all(|name| mine_now.contains(name)), "{removed:?} of {mine_now:?}");
                 assert_eq!(files(&folder), without(&before, &removed));
             }
@@ -135,9 +135,9 @@ pub fn run(data: &[u8]) {
     assert_eq!(names, ["data", "outside"]);
 }
 
-/// Puts things into the folder. Returns whether its lock can be taken.
-fn furnish(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
-    let mut lockable = true;
+/// Creates files, links and folders in the folder. Returns whether its lock can be taken.
+fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
+    let mut is_lockable = true;
     for _ in 0..input.byte() % 12 {
         let name = match input.byte() % 8 {
             0..=4 => address(input).to_string(),
@@ -150,7 +150,7 @@ fn furnish(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
             continue;
         }
         let kind = input.byte() % 16;
-        // A lock that leads elsewhere is what it is for Go, too.
+        // The lock may be a link in normal operation, so it is not replaced by one here.
         let made = match kind {
             0 => fs::create_dir(&path),
             1 if name != "lock" => symlink(outside, &path),
@@ -162,16 +162,18 @@ fn furnish(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
             11 => fs::write(&path, b"\0\0\0"),
             _ => fs::write(&path, input.bytes()),
         };
-        lockable &= made.is_err() || !(name == "lock" && kind == 0);
+        is_lockable &= made.is_err() || !(name == "lock" && kind == 0);
     }
-    lockable
+    is_lockable
 }
 
+/// Returns two small range sets.
 fn sets() -> RangeSets {
     let set = |subnet: &str| vec![RangeConf { subnet: Some(subnet.to_owned()), ..RangeConf::default() }];
     RangeSets::check(&[], &RangeConf::default(), &[set("10.0.0.0/28"), set("fd00::/125")]).expect("two sets")
 }
 
+/// Reads all files in the folder except the lock.
 fn files(folder: &Path) -> Files {
     let entries = fs::read_dir(folder).expect("the folder");
     let paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
@@ -182,15 +184,16 @@ fn files(folder: &Path) -> Files {
     paths.iter().filter(|path| name(path) != "lock").map(|path| (name(path), content(path))).collect()
 }
 
-/// The reservations whose text is as asked.
-fn held(files: &Files, is_wanted: impl Fn(&[u8]) -> bool) -> Vec<String> {
+/// Returns the names of the reservations whose text fulfils the condition.
+fn held(files: &Files, condition: impl Fn(&[u8]) -> bool) -> Vec<String> {
     let text = |content: &Option<Vec<u8>>| reservation_text(content.as_deref()?);
     let is_held = |(name, content): &(&String, &Option<Vec<u8>>)| {
-        address_of_name(name.as_bytes()).is_some() && text(content).is_some_and(|text| is_wanted(&text))
+        address_of_name(name.as_bytes()).is_some() && text(content).is_some_and(|text| condition(&text))
     };
     files.iter().filter(is_held).map(|(name, _)| name.clone()).collect()
 }
 
+/// Returns the files without the removed ones.
 fn without(files: &Files, removed: &[String]) -> Files {
     files
         .iter()

@@ -1,13 +1,13 @@
-//! `SHA256SUMS`, the list of a set of programs to be installed. Every name in what is read is a
-//! plain file name, of a file beside the list that is not the list itself, and no name is there
-//! twice; the list that is written from it is read as the same.
+//! `SHA256SUMS`, the list of programs that are installed. Each accepted name is a plain file name
+//! and not that of the list itself, and no name occurs twice. A list that was written again is read
+//! as the same.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
 use cni_install::set::{SUMS, parse, text};
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let Ok(programs) = parse(&String::from_utf8_lossy(data)) else { return };
     let mut names = BTreeSet::new();

@@ -1,6 +1,6 @@
-//! tuning's names of sysctls, allow-list and backup. No key leads out of `/proc/sys/net`; what a
-//! list permits, the key alone permits too; one pattern more never permits less, a list of comments
-//! nothing; a backup is read as it was written.
+//! The names of sysctls, the allow-list and the backup of the plugin tuning. No key leads to a file
+//! outside `/proc/sys/net`. A list permits only what is permitted without a list. A further pattern
+//! never permits less, and a list of comments permits nothing. A backup is read as it was written.
 //!
 //! The input: the key, the interface, then the list, or a backup if the first line is `backup`.
 
@@ -8,7 +8,7 @@ use plugin_tuning::fuzzing::{permitted, rewritten_backup};
 
 use crate::input::Input;
 
-/// The target.
+/// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let key = input.line_text();
@@ -32,7 +32,7 @@ pub fn run(data: &[u8]) {
     assert!(files.iter().all(|file| all.contains(file)));
     let more = permitted(&[list, b"\n^net[./]core"].concat(), &key, &ifname).unwrap_or_default();
     assert!(files.iter().all(|file| more.contains(file)), "{files:?} {more:?}");
-    // Where the interface's name is not in it, it says nothing.
+    // The interface matters only for keys with its name.
     if !key.contains("IFNAME") {
         assert_eq!(permitted(list, &key, "another0"), Some(files));
     }

@@ -149,7 +149,7 @@ mod tests {
             assert_eq!(error.code(), Code::TRY_AGAIN);
             error.to_string()
         };
-        cni_testkit::locks::assert_named(&format!("it is held by process {} (", std::process::id()), refused);
+        cni_testkit::locks::assert_names_holder(&format!("it is held by process {} (", std::process::id()), refused);
     }
 
     #[test]

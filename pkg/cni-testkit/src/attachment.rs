@@ -1,4 +1,4 @@
-//! The life of one attachment: the same network, container and interface through all verbs.
+//! Runs several verbs for one attachment: the same network, container and interface.
 
 use std::path::{Path, PathBuf};
 
@@ -6,8 +6,7 @@ use serde_json::{Value, json};
 
 use crate::{Container, Invocation, Node, Outcome};
 
-/// A (network, container, interface) and how it is called. Cheap to clone and to change between
-/// verbs.
+/// An attachment and the plugins that are called for it. It can be changed between two verbs.
 #[derive(Clone, Debug)]
 pub struct Attachment<'n> {
     node: &'n Node,
@@ -25,7 +24,8 @@ pub struct Attachment<'n> {
 }
 
 impl<'n> Attachment<'n> {
-    /// `eth0` of `container` in the network `config`.
+    /// Returns the attachment of `eth0` of `container` to the network with the configuration
+    /// `config`.
     pub fn new(node: &'n Node, container: &Container, config: Value) -> Attachment<'n> {
         Attachment {
             node,
@@ -38,42 +38,42 @@ impl<'n> Attachment<'n> {
         }
     }
 
-    /// The same, with another interface name.
+    /// Sets another interface name.
     #[must_use]
     pub fn ifname(mut self, name: &str) -> Self {
         self.ifname = name.to_owned();
         self
     }
 
-    /// The same, with `CNI_ARGS`.
+    /// Sets `CNI_ARGS`.
     #[must_use]
     pub fn args(mut self, args: &str) -> Self {
         self.args = Some(args.to_owned());
         self
     }
 
-    /// The same, with another `CNI_NETNS`; an empty one is the variable set to nothing.
+    /// Sets another `CNI_NETNS`. With an empty path the variable is set and empty.
     #[must_use]
     pub fn netns(mut self, path: impl AsRef<Path>) -> Self {
         self.netns = path.as_ref().to_owned();
         self
     }
 
-    /// The same attachment handled by the plugins of another folder.
+    /// Uses the plugins of another folder.
     #[must_use]
     pub fn by(mut self, bin_dir: impl Into<PathBuf>) -> Self {
         self.bin_dir = bin_dir.into();
         self
     }
 
-    /// The same attachment under a changed configuration.
+    /// Sets another configuration.
     #[must_use]
     pub fn config(mut self, config: Value) -> Self {
         self.config = config;
         self
     }
 
-    /// A call of `verb`, ready to run.
+    /// Returns a call of `verb` that can be run. `prev` becomes `prevResult`.
     #[track_caller]
     pub fn invocation(&self, verb: &str, prev: Option<&Value>) -> Invocation<'n> {
         let mut config = self.config.clone();
@@ -89,43 +89,44 @@ impl<'n> Attachment<'n> {
         }
     }
 
-    /// ADD.
+    /// Runs ADD.
     #[track_caller]
     pub fn add(&self) -> Outcome {
         self.invocation("ADD", None).run()
     }
 
-    /// ADD of a plugin that stands behind another one.
+    /// Runs ADD of a plugin behind another one, whose result is `prev`.
     #[track_caller]
     pub fn add_after(&self, prev: &Value) -> Outcome {
         self.invocation("ADD", Some(prev)).run()
     }
 
-    /// CHECK with the result of the ADD.
+    /// Runs CHECK with the result of the ADD.
     #[track_caller]
     pub fn check(&self, prev: &Value) -> Outcome {
         self.invocation("CHECK", Some(prev)).run()
     }
 
-    /// DEL without a prevResult.
+    /// Runs DEL without `prevResult`.
     #[track_caller]
     pub fn del(&self) -> Outcome {
         self.invocation("DEL", None).run()
     }
 
-    /// DEL with the result of the ADD, as runtimes send it from 0.4.0 on.
+    /// Runs DEL with the result of the ADD, as runtimes do from version 0.4.0 on.
     #[track_caller]
     pub fn del_with(&self, prev: &Value) -> Outcome {
         self.invocation("DEL", Some(prev)).run()
     }
 
-    /// STATUS of the network.
+    /// Runs STATUS of the network.
     #[track_caller]
     pub fn status(&self) -> Outcome {
         self.network_call("STATUS", self.config.clone())
     }
 
-    /// GC of the network; `valid` as (container ID, interface).
+    /// Runs GC of the network. `valid` has the container ID and the interface of each valid
+    /// attachment.
     #[track_caller]
     pub fn gc(&self, valid: &[(&str, &str)]) -> Outcome {
         let mut config = self.config.clone();
@@ -134,6 +135,7 @@ impl<'n> Attachment<'n> {
         self.network_call("GC", config)
     }
 
+    /// Runs a verb that is about the network, not the attachment.
     #[track_caller]
     fn network_call(&self, verb: &str, config: Value) -> Outcome {
         let plugin = config["type"].as_str().expect("a configuration has a type").to_owned();

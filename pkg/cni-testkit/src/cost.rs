@@ -1,4 +1,4 @@
-//! How the time that something takes grows with what it is given.
+//! Compares the CPU time of two functions.
 
 use std::time::Duration;
 
@@ -6,13 +6,11 @@ use nix::time::{ClockId, clock_gettime};
 
 /// Asserts that `large` takes less than `times` as long as `small`.
 ///
-/// It is a ratio, so it does not matter how fast the machine is. It is the CPU time of the calling
-/// thread, the least of several runs of each, so it hardly matters who else is at work. What that
-/// still leaves is met by another run: the least values come closer to the truth with each, and
-/// what grows too fast stays above it in all of them.
+/// It compares the CPU time of the calling thread, in the fastest of 3 to 6 runs of each, so
+/// neither the speed of the machine nor other processes matter much.
 ///
 /// # Panics
-/// If it takes longer.
+/// If it takes as long or longer.
 #[track_caller]
 pub fn assert_cost_below(times: u32, small: impl Fn(), large: impl Fn()) {
     let (mut least_small, mut least_large) = (Duration::MAX, Duration::MAX);
@@ -26,11 +24,12 @@ pub fn assert_cost_below(times: u32, small: impl Fn(), large: impl Fn()) {
     panic!("{least_large:?}, not less than {times} times {least_small:?}");
 }
 
+/// Returns the CPU time that `work` takes.
 fn cost(work: impl Fn()) -> Duration {
     let now = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("a thread has a clock"));
-    let begun = now();
+    let start = now();
     work();
-    now() - begun
+    now() - start
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! One run of a plugin: environment, standard input, deadline.
+//! Runs a plugin with an environment, a standard input and a deadline.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -17,8 +17,7 @@ use serde_json::Value;
 
 use crate::{Container, Node, Outcome, schema};
 
-/// A plugin about to be run in a node. Starts with `CNI_PATH` alone in its environment, besides
-/// `PATH`.
+/// A call of a plugin in a node. At first its environment has only `CNI_PATH` and `PATH`.
 #[derive(Clone, Debug)]
 #[must_use = "nothing happens before `run` or `start`"]
 pub struct Invocation<'n> {
@@ -31,19 +30,19 @@ pub struct Invocation<'n> {
     stdout: Stdout,
 }
 
-/// Who reads what a plugin writes to its standard output.
+/// What the plugin's standard output is.
 #[derive(Clone, Copy, Debug)]
 enum Stdout {
-    /// A file.
+    /// A file, which is read afterwards.
     Kept,
     /// A pipe without a reader: writing fails.
     Closed,
-    /// A full pipe that is not read.
+    /// A full pipe that is not read: writing blocks.
     Stuck,
 }
 
 impl Node {
-    /// The plugin `name` of the folder under test.
+    /// Prepares a call of the plugin `name` under test.
     pub fn plugin(&self, name: &str) -> Invocation<'_> {
         Invocation::new(self, crate::bin_dir().join(name)).cni_path(crate::bin_dir())
     }
@@ -55,7 +54,7 @@ impl Node {
 }
 
 impl<'n> Invocation<'n> {
-    /// Any program.
+    /// Prepares a call of any program.
     pub fn new(node: &'n Node, program: impl Into<PathBuf>) -> Invocation<'n> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         Invocation {
@@ -69,91 +68,94 @@ impl<'n> Invocation<'n> {
         }
     }
 
-    /// `CNI_COMMAND`.
+    /// Sets `CNI_COMMAND`.
     pub fn command(self, verb: &str) -> Self {
         self.env("CNI_COMMAND", verb)
     }
 
-    /// `CNI_CONTAINERID`.
+    /// Sets `CNI_CONTAINERID`.
     pub fn id(self, id: &str) -> Self {
         self.env("CNI_CONTAINERID", id)
     }
 
-    /// `CNI_NETNS`.
+    /// Sets `CNI_NETNS`.
     pub fn netns(self, path: impl AsRef<Path>) -> Self {
         self.env("CNI_NETNS", path.as_ref())
     }
 
-    /// `CNI_IFNAME`.
+    /// Sets `CNI_IFNAME`.
     pub fn ifname(self, name: &str) -> Self {
         self.env("CNI_IFNAME", name)
     }
 
-    /// `CNI_ARGS`.
+    /// Sets `CNI_ARGS`.
     pub fn cni_args(self, args: &str) -> Self {
         self.env("CNI_ARGS", args)
     }
 
-    /// `CNI_PATH`.
+    /// Sets `CNI_PATH`.
     pub fn cni_path(self, path: impl AsRef<OsStr>) -> Self {
         self.env("CNI_PATH", path.as_ref())
     }
 
-    /// Everything that names `container`'s interface `eth0`: ID, namespace, name.
+    /// Sets the variables for the interface `eth0` of `container`.
     pub fn container(self, container: &Container) -> Self {
         self.id(&container.id).netns(container.netns()).ifname("eth0")
     }
 
-    /// One variable.
+    /// Sets a variable.
     pub fn env(mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
         self.env.insert(name.as_ref().to_owned(), value.as_ref().to_owned());
         self
     }
 
-    /// One variable less.
+    /// Removes a variable.
     pub fn without(mut self, name: &str) -> Self {
         self.env.remove(OsStr::new(name));
         self
     }
 
-    /// One command line argument more.
+    /// Adds a command line argument.
     pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Self {
         self.args.push(arg.as_ref().to_owned());
         self
     }
 
-    /// The configuration. It must be one: the schema says so here, before the plugin is asked.
+    /// Sets the configuration.
+    ///
+    /// # Panics
+    /// If it is not valid by the schema.
     #[track_caller]
     pub fn config(self, config: &Value) -> Self {
-        let errors = schema::of_config(config);
-        assert!(errors.is_empty(), "the test's configuration is none: {errors:?}\n{config:#}");
+        let errors = schema::config_errors(config);
+        assert!(errors.is_empty(), "the test's configuration is invalid: {errors:?}\n{config:#}");
         self.bad_config(config)
     }
 
-    /// A configuration that is wrong on purpose.
+    /// Sets a configuration that may be invalid.
     pub fn bad_config(self, config: &Value) -> Self {
         self.stdin(config.to_string())
     }
 
-    /// Any bytes.
+    /// Sets any bytes as standard input.
     pub fn stdin(mut self, bytes: impl Into<Vec<u8>>) -> Self {
         self.stdin = bytes.into();
         self
     }
 
-    /// When to give up, on a machine that is not slow ([`crate::patience`]); a minute if not said.
+    /// Sets the deadline on a machine that is not slow ([`crate::patience`]); a minute by default.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// The plugin's standard output is a pipe without a reader: writing fails.
+    /// Makes standard output a pipe without a reader: writing fails.
     pub fn with_closed_stdout(mut self) -> Self {
         self.stdout = Stdout::Closed;
         self
     }
 
-    /// The plugin's standard output is a full pipe that is not read: writing waits.
+    /// Makes standard output a full pipe that is not read: writing blocks.
     pub fn with_stuck_stdout(mut self) -> Self {
         self.stdout = Stdout::Stuck;
         self
@@ -162,8 +164,8 @@ impl<'n> Invocation<'n> {
     /// Runs the plugin to its end.
     ///
     /// # Panics
-    /// If it cannot be started, if it outlives its deadline (it is killed then, its children with
-    /// it), or if it succeeds with a 1.x result that the schema refuses.
+    /// If it cannot be started, if it runs longer than its deadline (then it is killed with its
+    /// children), or if it succeeds with a result of version 1.x that is invalid by the schema.
     #[track_caller]
     pub fn run(self) -> Outcome {
         let stdin = file_with(&self.stdin);
@@ -171,9 +173,9 @@ impl<'n> Invocation<'n> {
         started.end()
     }
 
-    /// Starts the plugin and keeps its standard input open: it waits for its configuration to end,
-    /// as every plugin must, until [`Started::finish`] closes it. So a crowd of them can be let go
-    /// at one moment.
+    /// Starts the plugin and keeps its standard input open. A plugin waits for the end of its
+    /// configuration, which [`Started::finish`] and [`Started::release`] cause. So many plugins can
+    /// begin to work at the same moment.
     pub fn start(self) -> Started {
         let config = self.stdin.clone();
         let mut started = self.spawn(Stdio::piped());
@@ -182,7 +184,7 @@ impl<'n> Invocation<'n> {
         started
     }
 
-    /// Starts a shell that becomes the plugin once it is [let go](Started::let_go).
+    /// Starts a shell that becomes the plugin when [`Started::let_go`] is called.
     pub(crate) fn held(self) -> Started {
         let (call, verb, config) = (self.describe(), self.verb(), self.stdin.clone());
         let (shell, script) = crate::trace::HOLDER;
@@ -193,6 +195,7 @@ impl<'n> Invocation<'n> {
         started
     }
 
+    /// Starts the program with this standard input.
     fn spawn(self, stdin: Stdio) -> Started {
         let (stdout, stderr) = (file_with(b""), file_with(b""));
         let (out, err) = (stdout.try_clone().unwrap(), stderr.try_clone().unwrap());
@@ -206,8 +209,8 @@ impl<'n> Invocation<'n> {
         };
         let mut command = Command::new(&self.program);
         command.args(&self.args).env_clear().envs(&self.env).stdin(stdin).stdout(out).stderr(err);
-        // A group of its own, so that a deadline takes Go's delegates too. Ours die with their
-        // plugin.
+        // In its own process group, so that Go's delegates are killed too at the deadline.
+        // Delegates of these plugins end with their plugin.
         command.process_group(0).current_dir("/");
         let child = self.node.enter(|| command.spawn());
         let child = child.unwrap_or_else(|error| panic!("to run {}: {error}", self.program.display()));
@@ -215,10 +218,12 @@ impl<'n> Invocation<'n> {
         Started { child, stdout, stderr, timeout: self.timeout, call, verb, config: Vec::new(), _reader: reader }
     }
 
+    /// Returns `CNI_COMMAND`, or an empty text.
     fn verb(&self) -> String {
         self.env.get(OsStr::new("CNI_COMMAND")).map(|verb| verb.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
+    /// Returns the command line, the environment and the configuration, for failure messages.
     fn describe(&self) -> String {
         let mut text = format!("{} {:?}\n", self.program.display(), self.args);
         for (name, value) in self.env.iter().filter(|(name, _)| *name != "PATH") {
@@ -241,24 +246,24 @@ pub struct Started {
     timeout: Duration,
     call: String,
     verb: String,
-    /// What a held plugin waits for.
+    /// The configuration of a held plugin, which [`let_go`](Started::let_go) writes.
     config: Vec<u8>,
-    /// Of a full pipe: as long as it is open, writing waits.
+    /// The reading end of a full pipe: as long as it is open, writing blocks.
     _reader: Option<PipeReader>,
 }
 
 impl Started {
-    /// The process.
+    /// Returns the process ID.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Ends its standard input, so that it begins to work.
+    /// Closes its standard input, so that it begins to work.
     pub fn release(&mut self) {
         self.child.stdin.take();
     }
 
-    /// Sends it SIGTERM, as a runtime does that has lost patience.
+    /// Sends it SIGTERM, as a runtime does at its deadline.
     pub fn terminate(&self) {
         let pid = Pid::from_raw(i32::try_from(self.child.id()).expect("a pid"));
         nix::sys::signal::kill(pid, Signal::SIGTERM).expect("to signal our own child");
@@ -270,7 +275,7 @@ impl Started {
         killpg(group, signal).expect("to signal our own child");
     }
 
-    /// Ends its standard input and waits for its end.
+    /// Closes its standard input and waits until it has ended.
     ///
     /// # Panics
     /// As [`Invocation::run`].
@@ -279,7 +284,7 @@ impl Started {
         self.end()
     }
 
-    /// Waits for its end while its standard input stays open, as a terminal's does.
+    /// Waits until it has ended, with its standard input still open, like that of a terminal.
     ///
     /// # Panics
     /// As [`Invocation::run`].
@@ -291,52 +296,55 @@ impl Started {
         outcome
     }
 
-    /// Makes the shell of [`Invocation::held`] the plugin, with its configuration before it.
+    /// Makes the shell of [`Invocation::held`] become the plugin, and writes its configuration.
     pub(crate) fn let_go(&mut self) {
         let mut stdin = self.child.stdin.take().expect("standard input is a pipe");
         let config = [b"go\n", self.config.as_slice()].concat();
-        // One that dies before it has read is what some tests are about.
+        // Fails if the plugin ends before it has read it, which some tests want.
         let _ = stdin.write_all(&config);
     }
 
+    /// Returns the deadline on a machine that is not slow.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// What has been written, of a process that has been waited for elsewhere.
+    /// Returns the outcome of a process that the caller has waited for.
     pub(crate) fn outcome(&mut self, status: ExitStatus) -> Outcome {
         Outcome::new(status, read(&mut self.stdout), read(&mut self.stderr), self.call.clone(), self.verb.clone())
     }
 
+    /// Closes standard input, waits until the process has ended, and returns its outcome.
     #[track_caller]
     fn end(&mut self) -> Outcome {
         self.release();
-        let (status, in_time) = self.wait();
+        let (status, is_in_time) = self.wait();
         let outcome = self.outcome(status);
-        assert!(in_time, "still running after {:?}\n{}", self.timeout, outcome.report());
+        assert!(is_in_time, "still running after {:?}\n{}", self.timeout, outcome.report());
         outcome.validated()
     }
 
-    /// The exit status, and whether it came in time. The process is gone and reaped afterwards.
+    /// Waits until the process has ended, and kills its process group at the deadline. Returns the
+    /// exit status, and whether it ended before the deadline.
     fn wait(&mut self) -> (ExitStatus, bool) {
         let group = Pid::from_raw(i32::try_from(self.child.id()).expect("a pid"));
         let (child, timeout) = (&mut self.child, self.timeout);
         thread::scope(|scope| {
             let (ended, end) = mpsc::channel();
             scope.spawn(move || ended.send(child.wait()));
-            let (status, in_time) = match end.recv_timeout(crate::patience(timeout)) {
+            let (status, is_in_time) = match end.recv_timeout(crate::patience(timeout)) {
                 Ok(status) => (status, true),
                 Err(_) => {
                     let _ = killpg(group, Signal::SIGKILL);
                     (end.recv().expect("a killed process ends"), false)
                 }
             };
-            (status.expect("to wait for our own child"), in_time)
+            (status.expect("to wait for our own child"), is_in_time)
         })
     }
 }
 
-/// An open, nameless file that holds `bytes` and stands at its beginning.
+/// Returns an open temporary file with this content, at its beginning.
 fn file_with(bytes: &[u8]) -> File {
     use std::io::Seek;
     let mut file = tempfile::tempfile().expect("a temporary file");
@@ -345,14 +353,14 @@ fn file_with(bytes: &[u8]) -> File {
     file
 }
 
-/// The writing end of a pipe whose reader has gone.
+/// Returns the writing end of a pipe whose reading end is closed.
 fn broken_pipe() -> File {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
     File::from(std::os::fd::OwnedFd::from(writer))
 }
 
-/// A pipe that has no room left.
+/// Returns both ends of a full pipe.
 fn full_pipe() -> (PipeReader, PipeWriter) {
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
     let (reader, mut writer) = std::io::pipe().expect("a pipe");
@@ -362,9 +370,10 @@ fn full_pipe() -> (PipeReader, PipeWriter) {
     (reader, writer)
 }
 
+/// Returns the content of a file that a plugin has written.
 fn read(file: &mut File) -> String {
     use std::io::{Read, Seek};
-    // The plugin has written through the same open file and left the position at the end.
+    // The plugin shares the position in the file, which is now at the end.
     file.rewind().expect("to rewind a temporary file");
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes).expect("to read a temporary file");

@@ -1,8 +1,8 @@
-//! What is still on a node when its test is over: links, reservations, firewall rules.
+//! Finds leftovers on a node at the end of a test: links, reservations, firewall rules.
 //!
-//! Bridges without ports stay by design, and so do the empty base chains of the firewall and what
-//! all host ports, and all forwarded packets, share: they name no container. Everything else
-//! must have gone with the last DEL.
+//! Some things stay by design, because they do not belong to one container: bridges without ports,
+//! the empty base chains of the firewall, and the rules that all host ports and all forwarded
+//! packets share. Everything else must be removed by the last DEL.
 
 use std::fs;
 use std::path::Path;
@@ -13,9 +13,9 @@ use serde_json::Value;
 
 use crate::Node;
 
-/// One line for each thing left. Waits a little where something is: the kernel ends namespaces, and
-/// the links in them, some time after their last holder has gone, one after the other for all tests
-/// that run.
+/// Returns a line for each thing that is left. Waits up to 10 s for links to vanish: the kernel
+/// removes a namespace and its links some time after it was closed, one after the other for all
+/// running tests.
 pub(crate) fn of(node: &Node) -> Vec<String> {
     let deadline = Instant::now() + crate::patience(Duration::from_secs(10)).min(Duration::from_secs(60));
     loop {
@@ -27,20 +27,22 @@ pub(crate) fn of(node: &Node) -> Vec<String> {
     }
 }
 
+/// Returns the links that are left on the host.
 fn links(node: &Node) -> Vec<String> {
     let expected = node.inner.expected.lock().unwrap().clone();
     let links = node.json(&["ip", "-j", "-d", "link", "show"]);
     let mut left = Vec::new();
     for link in links.as_array().into_iter().flatten() {
         let name = link["ifname"].as_str().unwrap_or_default();
-        let fine = link["linkinfo"]["info_kind"] == "bridge" || expected.iter().any(|e| e == name);
-        if !fine {
+        let is_expected = link["linkinfo"]["info_kind"] == "bridge" || expected.iter().any(|e| e == name);
+        if !is_expected {
             left.push(format!("link {name} (master {}, alias {})", link["master"], link["ifalias"]));
         }
     }
     left
 }
 
+/// Returns the reservations and cached results that are left.
 fn stored(node: &Node) -> Vec<String> {
     let mut left = Vec::new();
     for network in subfolders(&node.data_dir()) {
@@ -62,14 +64,15 @@ fn stored(node: &Node) -> Vec<String> {
     left
 }
 
+/// Returns the folders of networks in a folder of host-local.
 fn subfolders(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter(|entry| entry.path().is_dir()).filter_map(|entry| entry.file_name().into_string().ok());
-    // Ours alone, deletable at any time, and no reservation (decision 18).
+    // Only a cache of these plugins, which may be deleted at any time.
     names.filter(|name| name != ".cni").collect()
 }
 
-/// The reservations in the folder of one network as (address, content).
+/// Returns the reservations in the folder of a network, each as its address and content.
 pub(crate) fn reservations(dir: &Path) -> Vec<(String, String)> {
     let mut found: Vec<(String, String)> = Vec::new();
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -84,8 +87,8 @@ pub(crate) fn reservations(dir: &Path) -> Vec<(String, String)> {
     found
 }
 
-/// Rules, and chains of single containers, in nf_tables: what `iptables-nft` makes is seen
-/// here too.
+/// Returns the rules, chains and elements of sets in nf_tables that belong to a container. The
+/// rules of `iptables-nft` are in nf_tables too.
 fn nft(node: &Node) -> Vec<String> {
     const BASE: [&str; 5] = ["PREROUTING", "POSTROUTING", "INPUT", "FORWARD", "OUTPUT"];
     if !crate::probe::has_tool("nft") {
@@ -120,38 +123,43 @@ fn nft(node: &Node) -> Vec<String> {
     left
 }
 
+/// The nf_tables table of masquerading.
 const MASQUERADE: &str = "cni_plugins_masquerade";
 
-/// What leads to the containers' rules; their own are in another chain.
+/// Whether a rule is the one that leads to the chain with the containers' rules.
 fn is_masquerades_shared_rule(rule: &Value) -> bool {
     rule["table"] == MASQUERADE && rule["chain"] == "postrouting"
 }
 
-/// What all host ports have in common is made by the first and stays, as with Go.
+/// Whether a rule is shared by all host ports. The first ADD creates it and it stays, as with Go's
+/// plugin.
 fn is_portmaps_shared_rule(rule: &Value) -> bool {
     if rule["table"] == "cni_hostport" {
-        // A container's have its ID as their comment.
+        // The rules of a container have its ID as the comment.
         return rule.get("comment").is_none();
     }
     let in_chain = ["CNI-HOSTPORT-SETMARK", "CNI-HOSTPORT-MASQ"].iter().any(|name| rule["chain"] == *name);
     in_chain || rule["expr"].to_string().contains("\"target\":\"CNI-HOSTPORT-")
 }
 
+/// Whether a chain is shared by all host ports.
 fn is_portmaps_shared_chain(chain: &Value) -> bool {
     chain["table"] == "cni_hostport" || chain["name"].as_str().is_some_and(|name| name.starts_with("CNI-HOSTPORT-"))
 }
 
-/// The chains that all containers' forwarding shares.
+/// The iptables chains of the plugin firewall that all containers share.
 const FIREWALL: [&str; 5] =
     ["CNI-FORWARD", "CNI-ADMIN", "CNI-FW-OWNERS", "CNI-ISOLATION-STAGE-1", "CNI-ISOLATION-STAGE-2"];
+/// The same in nf_tables.
 const FIREWALL_NFT: [&str; 4] = ["cni_forward", "cni_owners", "cni_isolation_1", "cni_isolation_2"];
 
+/// Whether a chain of the plugin firewall is shared by all containers.
 fn is_firewalls_shared_chain(chain: &Value) -> bool {
     let name = chain["name"].as_str().unwrap_or_default();
     chain["table"] == "cni_firewall" || FIREWALL.contains(&name) || FIREWALL_NFT.contains(&name)
 }
 
-/// What leads to the shared chains, and their ends.
+/// Whether a rule leads to a chain of the plugin firewall that all containers share, or ends one.
 fn is_firewalls_shared_rule(rule: &Value) -> bool {
     let (chain, exprs) = (rule["chain"].as_str().unwrap_or_default(), rule["expr"].to_string());
     let leads = FIREWALL.iter().chain(&FIREWALL_NFT).any(|to| exprs.contains(&format!("\"target\":\"{to}\"")));
@@ -159,7 +167,7 @@ fn is_firewalls_shared_rule(rule: &Value) -> bool {
     (leads && !of_bridge) || chain == "cni_forward" || (FIREWALL.contains(&chain) && exprs.contains("\"return\""))
 }
 
-/// Rules of legacy iptables. Its tables exist only where it has been used.
+/// Returns the rules of containers in legacy iptables. Its tables exist only if it has been used.
 fn legacy(node: &Node) -> Vec<String> {
     let mut left = Vec::new();
     for (names, save) in [("ip_tables_names", "iptables-legacy-save"), ("ip6_tables_names", "ip6tables-legacy-save")] {

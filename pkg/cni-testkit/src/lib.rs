@@ -1,29 +1,24 @@
-//! Test only: a node to play on, plugins to run there, and the truth about what they left behind.
+//! Helps tests to run plugins on a test node in namespaces, and to check what they have left there.
 //!
-//! - [`Node`]: one host network namespace with a private mount namespace, its [`Container`]s, its
-//!   own data folder. Its drop asserts that nothing is left of any attachment.
-//! - [`Invocation`]: one run of a plugin binary in a node; [`Outcome`]: what came back, with
-//!   assertions that print the whole call when they fail. Configurations sent and results received
-//!   are validated by JSON Schema.
-//! - [`Attachment`]: one (network, container, interface) and its verbs, for tests that go through a
-//!   whole life.
-//! - [`trace`]: a run in which one system call is a program's last, or fails.
-//! - [`locks`]: who holds one and who waits, as the kernel lists them.
-//! - [`program`]: scripts and copies that can be run as soon as they are written.
-//! - [`probe`]: what this kernel can do, found out by doing it; [`require!`] and [`skip!`] make a
-//!   test a visible skip, or a failure with `CNI_TEST_REQUIRE=all`.
-//! - [`patience`]: deadlines of tests, longer where everything is slower.
-//! - [`assert_cost_below`]: how the time that something takes grows, which does not depend on the
-//!   machine.
-//! - [`deviation`]: what is known to be different in the plugins under test, as data.
+//! - [`Node`]: a network namespace for the host, a private mount namespace, and the node's
+//!   [`Container`]s. When it is dropped, it asserts that no attachment has left anything.
+//! - [`Invocation`]: one run of a plugin on a node. [`Outcome`]: what it returned, with assertions
+//!   that print the whole call when they fail. Configurations and results are checked with the JSON
+//!   Schemas.
+//! - [`Attachment`]: one attachment and its verbs, for tests that use several.
+//! - [`trace`]: a run in which a program is killed, or gets an error, at a chosen system call.
+//! - [`locks`]: waits for locks of other processes.
+//! - [`program`]: writes scripts and copies programs so that they can be run at once.
+//! - [`probe`]: finds out what this kernel supports. With [`require!`] and [`skip!`] a test is
+//!   skipped visibly, or fails with `CNI_TEST_REQUIRE=all`.
+//! - [`patience`]: longer deadlines on slow machines.
+//! - [`assert_cost_below`]: compares the CPU time of two functions.
+//! - [`deviation`]: the known differences of the plugins under test.
 //!
-//! Nothing here is named on the machine: namespaces live by file descriptors, paths to them are
-//! symlinks in the node's temporary folder, and several nodes live side by side in one process.
-//! Never shipped.
-//!
-//! A namespace is a property of a *thread*. Programs are
-//! started, and closures run, on throw-away threads that have entered the node; the test's own
-//! thread never leaves home.
+//! Nothing on the machine itself is changed: namespaces are held by file descriptors, paths to them
+//! are links in the node's temporary folder, and several nodes can exist in one process. A
+//! namespace is a property of a *thread*: programs are started, and closures run, on new threads
+//! that have entered the node, and the test's own thread never enters one.
 
 #![allow(
     clippy::unwrap_used,
@@ -59,8 +54,8 @@ pub use skip::{skipped, unprovoked};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Says that it is over when it goes, by a panic too: to threads that work until then, and are
-/// waited for.
+/// Sets the flag when it is dropped, also by a panic. Threads that work until the flag is set then
+/// end, and the test can wait for them.
 pub struct Ended<'a>(pub &'a AtomicBool);
 
 impl Drop for Ended<'_> {
@@ -69,7 +64,8 @@ impl Drop for Ended<'_> {
     }
 }
 
-/// The folder of the plugins under test: `CNI_BIN_DIR`, else the one this test was built into.
+/// Returns the folder of the plugins under test: `CNI_BIN_DIR` or, if that is not set, the folder
+/// that this test was built into.
 ///
 /// # Panics
 /// If there is no such folder: tests build nothing themselves.
@@ -88,9 +84,8 @@ pub fn bin_dir() -> PathBuf {
     }
 }
 
-/// Returns the folder of the Go plugins, for tests that mix both: `CNI_GO_BIN_DIR`, else the
-/// release that `scripts/test` has unpacked into the target folder, else the one that Debian
-/// installs.
+/// Returns the folder of Go's plugins: `CNI_GO_BIN_DIR`, or the release that `scripts/test` has
+/// unpacked into the target folder, or the folder of Debian's package.
 pub fn go_bin_dir() -> PathBuf {
     let unpacked = || {
         let test = std::env::current_exe().ok()?;

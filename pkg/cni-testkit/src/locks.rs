@@ -1,4 +1,4 @@
-//! Locks on files, as the kernel's list of them shows them.
+//! Waits for other processes to lock files, or to wait for locks.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -10,25 +10,26 @@ use crate::patience;
 /// Waits until the file is locked.
 ///
 /// # Panics
-/// If it never is.
+/// If it is not locked within 20 s.
 #[track_caller]
 pub fn wait_until_locked(path: &Path) {
     wait_until(&format!("no process locked {}", path.display()), || {
         let file = File::open(path).expect("a file to lock");
-        let free = file.try_lock().is_ok();
-        if free {
-            // Closing does not do: a child that another test has just forked has the file too.
+        let is_free = file.try_lock().is_ok();
+        if is_free {
+            // Closing the file is not enough: a child that another test has just forked has it open
+            // too.
             file.unlock().expect("to unlock");
         }
-        !free
+        !is_free
     });
 }
 
-/// Waits until the process stands in the kernel's queue for a lock: `12: -> FLOCK ADVISORY WRITE
-/// 4711 …`.
+/// Waits until the process waits for a lock, as `/proc/locks` shows it: `12: -> FLOCK ADVISORY
+/// WRITE 4711 …`.
 ///
 /// # Panics
-/// If it never does.
+/// If it does not wait within 20 s.
 #[track_caller]
 pub fn wait_until_waiting(pid: u32) {
     let waiter = format!(" {pid} ");
@@ -38,21 +39,26 @@ pub fn wait_until_waiting(pid: u32) {
     });
 }
 
-/// Asserts that the error of `refused` names the holder of the lock. The kernel's list can miss a
-/// line while other tests' locks come and go, so `refused` is called up to twenty times.
+/// Asserts that the error text that `failing_call` returns names the holder of the lock.
+/// `/proc/locks` may lack a line while other locks change, so `failing_call` is called up to 20
+/// times.
 ///
 /// # Panics
 /// If no error names the holder.
 #[track_caller]
-pub fn assert_named(holder: &str, mut refused: impl FnMut() -> String) {
-    let texts: Vec<String> = (0..20).map(|_| refused()).take_while(|text| !text.contains(holder)).collect();
-    assert!(texts.len() < 20, "it should say `{holder}`: {texts:?}");
+pub fn assert_names_holder(holder: &str, mut failing_call: impl FnMut() -> String) {
+    let texts: Vec<String> = (0..20).map(|_| failing_call()).take_while(|text| !text.contains(holder)).collect();
+    assert!(texts.len() < 20, "no error names `{holder}`: {texts:?}");
 }
 
+/// Waits until `condition` holds.
+///
+/// # Panics
+/// With the text `otherwise`, if it does not hold within 20 s.
 #[track_caller]
-fn wait_until(otherwise: &str, done: impl Fn() -> bool) {
+fn wait_until(otherwise: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + patience(Duration::from_secs(20));
-    while !done() {
+    while !condition() {
         assert!(Instant::now() < deadline, "{otherwise}");
         sleep(Duration::from_millis(5));
     }

@@ -1,8 +1,8 @@
-//! Making and entering namespaces, on threads that are thrown away.
+//! Creates and enters namespaces, each time on a new thread, because a namespace is a property of a
+//! thread.
 //!
-//! A namespace is held by the open file of `/proc/thread-self/ns/*`; it ends when the last holder
-//! closes it. `self` instead of `thread-self` would name the main thread's namespace, which is
-//! never the one meant.
+//! A namespace exists as long as its file `/proc/thread-self/ns/*` is open. With `self` in place of
+//! `thread-self` the path would name the main thread's namespace.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -17,10 +17,10 @@ use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// Runs `f` on a fresh thread and returns what it returns; a panic in it continues here.
+/// Runs `f` on a new thread and returns its value. A panic in it continues here.
 ///
-/// With hundreds of plugins at once the kernel may refuse a thread for a moment (EAGAIN): then it
-/// is asked again.
+/// While hundreds of plugins run, the kernel may refuse to create a thread (EAGAIN): this is
+/// repeated for 10 s.
 fn on_a_thread<T: Send>(f: impl FnOnce() -> T + Send) -> T {
     let deadline = Instant::now() + Duration::from_secs(10);
     let f = Mutex::new(Some(f));
@@ -42,11 +42,12 @@ fn on_a_thread<T: Send>(f: impl FnOnce() -> T + Send) -> T {
     })
 }
 
+/// Opens the calling thread's namespace of this kind: `net` or `mnt`.
 fn open(kind: &str) -> File {
     File::open(format!("/proc/thread-self/ns/{kind}")).expect("a thread can open its own namespace")
 }
 
-/// A new, empty network namespace.
+/// Creates an empty network namespace.
 pub(crate) fn network() -> File {
     on_a_thread(|| {
         unshare(CloneFlags::CLONE_NEWNET).expect("to make a network namespace: run as root or by scripts/test");
@@ -54,8 +55,8 @@ pub(crate) fn network() -> File {
     })
 }
 
-/// Runs `body` on a fresh thread in a fresh namespace. Without the privilege it says so and skips,
-/// unless `CNI_TEST_REQUIRE=all` forbids that.
+/// Runs `body` on a new thread in a new network namespace. Without the privilege for that, the test
+/// is skipped visibly, or fails with `CNI_TEST_REQUIRE=all`.
 #[track_caller]
 pub fn in_new_netns(body: impl FnOnce() + Send) {
     thread::scope(|scope| {
@@ -69,8 +70,11 @@ pub fn in_new_netns(body: impl FnOnce() + Send) {
     });
 }
 
-/// What another program sees in the calling thread's namespace: its output. Arguments are separated
-/// by one space.
+/// Runs a program in the calling thread's namespaces and returns its stdout. Arguments are
+/// separated by one space.
+///
+/// # Panics
+/// If it cannot be run or fails.
 pub fn output(command: &str) -> String {
     let mut words = command.split(' ');
     let output = Command::new(words.next().unwrap()).args(words).output().unwrap();
@@ -78,8 +82,8 @@ pub fn output(command: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A new network namespace and, with it, a mount namespace in which the folders that CNI writes to
-/// by default are empty and private, and `/sys` shows the new network namespace.
+/// Creates a network namespace and a mount namespace for a node. In the mount namespace the folders
+/// that CNI writes to by default are empty and private, and `/sys` shows the new network namespace.
 pub(crate) fn node() -> (File, File) {
     static LIMIT: Once = Once::new();
     LIMIT.call_once(allow_many_descriptors);
@@ -101,15 +105,14 @@ pub(crate) fn node() -> (File, File) {
     })
 }
 
-/// Each running plugin and each container takes some of this process's descriptors, and 1024, the
-/// usual soft limit, is less than what a crowd of plugins needs beside other tests. The hard limit
-/// is what the administrator allows.
+/// Raises the limit of open files to the hard limit. Each running plugin and each container needs
+/// some descriptors of this process, and the usual soft limit of 1024 is too low for some tests.
 fn allow_many_descriptors() {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("a process has limits");
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).expect("a process may raise its soft limit to the hard one");
 }
 
-/// Runs `f` on a fresh thread inside the two namespaces. Programs that it starts are born there.
+/// Runs `f` on a new thread inside the two namespaces. Programs that it starts run there too.
 pub(crate) fn within<T: Send>(net: &File, mnt: &File, f: impl FnOnce() -> T + Send) -> T {
     on_a_thread(|| {
         // A thread that shares its root and working directory with others cannot change its mount

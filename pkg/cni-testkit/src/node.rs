@@ -1,4 +1,4 @@
-//! A node: the host's side of a test, and the containers on it.
+//! Provides a test node, which stands for a host, and the containers on it.
 
 use std::fs::{self, File};
 use std::io::{Seek, Write};
@@ -22,8 +22,8 @@ use crate::{leftovers, namespace, program};
 /// A host: a network namespace, a mount namespace with private `/run` and `/var/lib`, and a
 /// temporary folder.
 ///
-/// Its drop asserts that no link, reservation or firewall rule is left, unless the test is failing
-/// already.
+/// When it is dropped, it asserts that no link, reservation or firewall rule is left, unless the
+/// test has already failed.
 #[derive(Debug)]
 pub struct Node {
     pub(crate) inner: Arc<Inner>,
@@ -34,17 +34,20 @@ pub(crate) struct Inner {
     dir: TempDir,
     net: File,
     mnt: File,
-    made: AtomicUsize,
-    /// Containers' namespaces, kept to the end: a namespace that ends takes its links with it, host
-    /// ends included, and would hide what a plugin left behind.
+    /// How many containers were created.
+    container_count: AtomicUsize,
+    /// The containers' namespaces. They are kept to the end of the test: the kernel would remove
+    /// the links of a namespace that ends, also those on the host, and hide what a plugin has left.
     kept: Mutex<Vec<Arc<File>>>,
+    /// The names of links that may be left.
     pub(crate) expected: Mutex<Vec<String>>,
-    abandoned: AtomicBool,
+    /// Whether leftovers are not looked for.
+    is_abandoned: AtomicBool,
 }
 
 impl Node {
-    /// A fresh node with `lo` up.
-    #[expect(clippy::new_without_default, reason = "a node is made on purpose, never by default")]
+    /// Creates a node, whose `lo` is up.
+    #[expect(clippy::new_without_default, reason = "creating a node has side effects")]
     pub fn new() -> Node {
         let (net, mnt) = namespace::node();
         let dir = tempfile::Builder::new().prefix("cni-node-").tempdir().expect("a temporary folder");
@@ -53,10 +56,10 @@ impl Node {
             dir,
             net,
             mnt,
-            made: AtomicUsize::new(0),
+            container_count: AtomicUsize::new(0),
             kept: Mutex::default(),
             expected: Mutex::default(),
-            abandoned: AtomicBool::new(false),
+            is_abandoned: AtomicBool::new(false),
         };
         let node = Node { inner: Arc::new(inner) };
         node.exec(&["ip", "link", "set", "lo", "up"]);
@@ -70,9 +73,9 @@ impl Node {
         node
     }
 
-    /// A new container on this node.
+    /// Creates a container on this node.
     pub fn container(&self) -> Container {
-        let number = self.inner.made.fetch_add(1, Ordering::Relaxed);
+        let number = self.inner.container_count.fetch_add(1, Ordering::Relaxed);
         let net = Arc::new(namespace::network());
         self.inner.kept.lock().unwrap().push(Arc::clone(&net));
         let path = self.dir().join(format!("netns/c{number}"));
@@ -80,23 +83,23 @@ impl Node {
         Container { inner: Arc::clone(&self.inner), id: format!("container-{number}"), net, path }
     }
 
-    /// A path to the node's own network namespace.
+    /// Returns a path to the node's own network namespace.
     pub fn netns(&self) -> PathBuf {
         fd_path(&self.inner.net)
     }
 
-    /// The node's temporary folder.
+    /// Returns the node's temporary folder.
     pub fn dir(&self) -> &Path {
         self.inner.dir.path()
     }
 
-    /// Where host-local keeps its reservations on this node. The first plugin that needs the folder
-    /// creates it.
+    /// Returns the folder in which host-local keeps its reservations on this node. The first plugin
+    /// that needs the folder creates it.
     pub fn data_dir(&self) -> PathBuf {
         self.dir().join("networks")
     }
 
-    /// The reservations of `network` as (address, content), in the order of their names.
+    /// Returns the reservations of `network`, each as its address and content, sorted.
     pub fn reservations(&self, network: &str) -> Vec<(String, String)> {
         leftovers::reservations(&self.data_dir().join(network))
     }
@@ -117,24 +120,24 @@ impl Node {
         path
     }
 
-    /// From now on the drop accepts that the link `name` is left on the host.
+    /// Accepts that the link `name` is left on the host at the end.
     pub fn expect_left(&self, name: &str) {
         self.inner.expected.lock().unwrap().push(name.to_owned());
     }
 
-    /// Ends the node without looking for leftovers: the test has looked and reported them itself.
+    /// Drops the node without looking for leftovers.
     pub fn abandon(self) {
-        self.inner.abandoned.store(true, Ordering::Relaxed);
+        self.inner.is_abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Runs `f` on a fresh thread inside the node, the mount namespace included.
+    /// Runs `f` on a new thread in the node's network and mount namespaces.
     pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
         namespace::within(&self.inner.net, &self.inner.mnt, f)
     }
 
-    /// Runs a program in the node, whatever it returns.
+    /// Runs a program in the node. It may fail.
     pub fn run(&self, argv: &[&str]) -> Ran {
-        self.enter(|| ran(argv))
+        self.enter(|| run_program(argv))
     }
 
     /// Runs a program in the node, asserts success and returns what it printed.
@@ -143,40 +146,40 @@ impl Node {
         self.run(argv).success()
     }
 
-    /// Asserts that an address answers from the node. Asks again and again: under load the kernel
-    /// answers for a new address some seconds late, and `ping` itself ends at the first error.
+    /// Asserts that an address can be reached from the node. Repeats `ping`: under load a new
+    /// address may answer only after some seconds, and `ping` ends at the first error.
     #[track_caller]
     pub fn ping(&self, address: &str) {
-        answered(|| self.run(&["ping", "-nqc1", "-W2", address]));
+        repeat_until_success(|| self.run(&["ping", "-nqc1", "-W2", address]));
     }
 
-    /// Like [`exec`](Node::exec), for programs that print JSON (`ip -j`); nothing printed is
-    /// `null`.
+    /// Runs a program that prints JSON, such as `ip -j`, asserts success and returns the JSON, or
+    /// `null` if it printed nothing.
     #[track_caller]
     pub fn json(&self, argv: &[&str]) -> Value {
         parse(argv, &self.exec(argv))
     }
 
-    /// One link of the host as `ip -j -d` shows it.
+    /// Returns a link of the host as `ip -j -d` shows it, or `None` if it does not exist.
     pub fn link(&self, name: &str) -> Option<Value> {
         find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
     }
 
-    /// The names of the links whose master is `bridge`.
+    /// Returns the names of the links whose master is `bridge`.
     pub fn ports(&self, bridge: &str) -> Vec<String> {
         let links = self.json(&["ip", "-j", "-d", "link", "show"]);
         let ports = links.as_array().into_iter().flatten().filter(|link| link["master"] == bridge);
         ports.filter_map(|link| link["ifname"].as_str().map(str::to_owned)).collect()
     }
 
-    /// Has one `ip` do all of this, a line each without the word `ip`, and asserts success. Half of
-    /// what a test costs where programs start slowly is a dozen of them that set the scene.
+    /// Runs several `ip` commands, a line each without the word `ip`, and asserts success. It is
+    /// one process for all of them, which saves much time where programs start slowly.
     #[track_caller]
     pub fn ip(&self, lines: &[&str]) {
         self.enter(|| ip(lines)).success();
     }
 
-    /// A sysctl of the node, by its path below `/proc/sys`, without the newline.
+    /// Returns a sysctl of the node, by its path below `/proc/sys`, without the newline.
     #[track_caller]
     pub fn sysctl(&self, path: &str) -> String {
         self.enter(|| read_sysctl(path))
@@ -188,28 +191,30 @@ impl Node {
         self.enter(|| write_sysctl(path, value));
     }
 
-    /// The processes on this node, this one's threads aside: plugins, what they have started, what
-    /// outlives them. Those that have ended and wait to be reaped are gone.
+    /// Returns the IDs of the processes on this node, without this one: plugins and what they have
+    /// started. Ended processes that were not waited for do not count.
     pub fn processes(&self) -> Vec<u32> {
         self.inner.processes()
     }
 
-    /// All rules of nf_tables as `nft` writes them, those of `iptables-nft` among them, without
-    /// counters: packets that the kernel sends by itself change those at any time (a new bridge's
-    /// IGMP report, within its first second).
+    /// Returns all rules of nf_tables as `nft` prints them, those of `iptables-nft` too. Without
+    /// counters, which change at any time: the kernel sends packets by itself, such as the IGMP
+    /// report of a new bridge.
     #[track_caller]
     pub fn ruleset(&self) -> String {
         self.exec(&["nft", "--stateless", "list", "ruleset"])
     }
 
-    /// A file of the node's below `/proc/net`; nothing if there is none.
+    /// Returns the content of a file of the node below `/proc/net`, or nothing if it does not
+    /// exist.
     pub fn proc_net(&self, name: &str) -> String {
-        // Of the thread that is in the node: `/proc/net` would be the main thread's.
+        // `thread-self`, because `/proc/net` would be that of the main thread.
         self.enter(|| fs::read_to_string(Path::new("/proc/thread-self/net").join(name)).unwrap_or_default())
     }
 }
 
 impl Inner {
+    /// Returns the IDs of the processes in the node's mount namespace.
     fn processes(&self) -> Vec<u32> {
         let mnt = fs::read_link(fd_path(&self.mnt)).expect("an open namespace has a name");
         let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -218,8 +223,8 @@ impl Inner {
     }
 }
 
-/// Ends what still runs on the node: a test that fails does not wait for what it has started, and a
-/// program that makes a file while the folder is being removed leaves both behind.
+/// Kills the processes that still run on the node. A test that fails does not wait for them, and
+/// one that creates a file while the temporary folder is removed would make that fail.
 impl Drop for Inner {
     fn drop(&mut self) {
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -238,7 +243,7 @@ impl Drop for Inner {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        if thread::panicking() || self.inner.abandoned.load(Ordering::Relaxed) {
+        if thread::panicking() || self.inner.is_abandoned.load(Ordering::Relaxed) {
             return;
         }
         let left = leftovers::of(self);
@@ -246,66 +251,64 @@ impl Drop for Node {
     }
 }
 
-/// A container: a network namespace with a path. It lives as long as its node, or until
+/// A container: a network namespace with a path. It exists as long as its node, or until
 /// [`destroy`](Self::destroy).
 #[derive(Debug)]
 pub struct Container {
     inner: Arc<Inner>,
-    /// Its container ID; each on a node has its own.
+    /// Its container ID, which is unique on the node.
     pub id: String,
     net: Arc<File>,
     path: PathBuf,
 }
 
 impl Container {
-    /// The path a runtime would put into `CNI_NETNS`.
+    /// Returns the path of the namespace, for `CNI_NETNS`.
     pub fn netns(&self) -> &Path {
         &self.path
     }
 
-    /// Runs `f` on a fresh thread inside the container's network namespace and the node's mount
+    /// Runs `f` on a new thread in the container's network namespace and the node's mount
     /// namespace.
     pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
         namespace::within(&self.net, &self.inner.mnt, f)
     }
 
-    /// Runs a program in the container, whatever it returns.
+    /// Runs a program in the container. It may fail.
     pub fn run(&self, argv: &[&str]) -> Ran {
-        self.enter(|| ran(argv))
+        self.enter(|| run_program(argv))
     }
 
-    /// Runs a program in the container, asserts success and returns what it printed.
+    /// Runs a program in the container, asserts success and returns its stdout.
     #[track_caller]
     pub fn exec(&self, argv: &[&str]) -> String {
         self.run(argv).success()
     }
 
-    /// Asserts that an address answers from the container. Asks again and again: under load the
-    /// kernel answers for a new address some seconds late, and `ping` itself ends at the first
-    /// error.
+    /// Asserts that an address can be reached from the container, see [`Node::ping`].
     #[track_caller]
     pub fn ping(&self, address: &str) {
-        answered(|| self.run(&["ping", "-nqc1", "-W2", address]));
+        repeat_until_success(|| self.run(&["ping", "-nqc1", "-W2", address]));
     }
 
-    /// Like [`exec`](Container::exec), for programs that print JSON.
+    /// Runs a program that prints JSON, see [`Node::json`].
     #[track_caller]
     pub fn json(&self, argv: &[&str]) -> Value {
         parse(argv, &self.exec(argv))
     }
 
-    /// One link of the container as `ip -j -d` shows it.
+    /// Returns a link of the container as `ip -j -d` shows it, or `None` if it does not exist.
     pub fn link(&self, name: &str) -> Option<Value> {
         find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
     }
 
-    /// Like [`Node::ip`].
+    /// Runs several `ip` commands in the container, see [`Node::ip`].
     #[track_caller]
     pub fn ip(&self, lines: &[&str]) {
         self.enter(|| ip(lines)).success();
     }
 
-    /// A sysctl of the container, by its path below `/proc/sys`, without the newline.
+    /// Returns a sysctl of the container, by its path below `/proc/sys`, without the newline.
     #[track_caller]
     pub fn sysctl(&self, path: &str) -> String {
         self.enter(|| read_sysctl(path))
@@ -317,7 +320,7 @@ impl Container {
         self.enter(|| write_sysctl(path, value));
     }
 
-    /// The addresses of an interface as `address/prefix`, the kernel's link-local ones left out.
+    /// Returns the addresses of an interface as `address/prefix`, without link-local ones.
     pub fn addresses(&self, interface: &str) -> Vec<String> {
         let links = self.json(&["ip", "-j", "addr", "show", "dev", interface]);
         let infos = links.as_array().into_iter().flatten().filter_map(|link| link["addr_info"].as_array()).flatten();
@@ -325,28 +328,26 @@ impl Container {
         global.map(|info| format!("{}/{}", info["local"].as_str().unwrap(), info["prefixlen"])).collect()
     }
 
-    /// Makes the path what a runtime leaves after unmounting it: a plain file. The namespace itself
-    /// lives on.
+    /// Replaces the path by a plain file, as after a runtime has unmounted it. The namespace still
+    /// exists.
     pub fn unmount(&self) {
         fs::remove_file(&self.path).expect("to remove the path");
         fs::write(&self.path, "").expect("to write a plain file");
     }
 
-    /// Removes the path alone: the namespace and the links in it live on, out of any plugin's
-    /// reach.
+    /// Removes the path. The namespace and its links still exist, but no plugin can reach them.
     pub fn unlink(&self) {
         fs::remove_file(&self.path).expect("to remove the path");
     }
 
-    /// Removes the path and ends the namespace, and the links in it with it (a moment later: the
-    /// kernel takes its time).
+    /// Removes the path and the namespace. The kernel removes the namespace's links a moment later.
     pub fn destroy(self) {
         let _ = fs::remove_file(&self.path);
         self.inner.kept.lock().unwrap().retain(|kept| !Arc::ptr_eq(kept, &self.net));
     }
 }
 
-/// How a program ended and what it wrote.
+/// The outcome of a program.
 #[derive(Debug)]
 pub struct Ran {
     argv: Vec<String>,
@@ -367,11 +368,13 @@ impl Ran {
     }
 }
 
-fn ran(argv: &[&str]) -> Ran {
-    ran_with(argv, Stdio::null())
+/// Runs a program in the calling thread's namespaces.
+fn run_program(argv: &[&str]) -> Ran {
+    run_with_stdin(argv, Stdio::null())
 }
 
-fn ran_with(argv: &[&str], stdin: Stdio) -> Ran {
+/// Runs a program with this stdin.
+fn run_with_stdin(argv: &[&str], stdin: Stdio) -> Ran {
     let mut command = Command::new(argv[0]);
     command.args(&argv[1..]).stdin(stdin);
     let output = command.output().unwrap_or_else(|error| panic!("to run `{}`: {error}", argv[0]));
@@ -384,56 +387,63 @@ fn ran_with(argv: &[&str], stdin: Stdio) -> Ran {
     }
 }
 
-/// Repeats what must succeed once, as long as patience says.
+/// Repeats `attempt` until it succeeds.
+///
+/// # Panics
+/// If it does not succeed within 20 s.
 #[track_caller]
-fn answered(ask: impl Fn() -> Ran) {
-    let until = Instant::now() + crate::patience(Duration::from_secs(20));
+fn repeat_until_success(attempt: impl Fn() -> Ran) {
+    let deadline = Instant::now() + crate::patience(Duration::from_secs(20));
     loop {
-        let ran = ask();
-        if ran.ok || Instant::now() > until {
+        let ran = attempt();
+        if ran.ok || Instant::now() > deadline {
             ran.success();
             return;
         }
     }
 }
 
+/// Parses the JSON that the program `argv` has printed.
 #[track_caller]
 fn parse(argv: &[&str], text: &str) -> Value {
     if text.trim().is_empty() {
         return Value::Null;
     }
-    serde_json::from_str(text).unwrap_or_else(|error| panic!("`{}` printed no JSON: {error}: {text}", argv.join(" ")))
+    serde_json::from_str(text)
+        .unwrap_or_else(|error| panic!("`{}` did not print JSON: {error}: {text}", argv.join(" ")))
 }
 
+/// Returns the link of this name in the list that `ip -j` has printed.
 fn find_link(links: Value, name: &str) -> Option<Value> {
     let Value::Array(links) = links else { return None };
     links.into_iter().find(|link| link["ifname"] == name)
 }
 
-/// One `ip` for all lines.
+/// Runs one `ip` for all lines.
 fn ip(lines: &[&str]) -> Ran {
     let mut batch = tempfile::tempfile().expect("a temporary file");
     batch.write_all((lines.join("\n") + "\n").as_bytes()).expect("to write a temporary file");
     batch.rewind().expect("to rewind a temporary file");
-    let mut ran = ran_with(&["ip", "-batch", "-"], Stdio::from(batch));
+    let mut ran = run_with_stdin(&["ip", "-batch", "-"], Stdio::from(batch));
     ran.stderr.insert_str(0, &format!("of {lines:?}: "));
     ran
 }
 
-// Read and written by this process: `cat` and `sysctl` would be most of what many tests cost.
+/// Reads a sysctl of the calling thread's namespace. It does not run `cat`: starting programs would
+/// take most of the time of many tests.
 fn read_sysctl(path: &str) -> String {
     let path = format!("/proc/sys/{path}");
     let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("to read {path}: {error}"));
     text.trim_end().to_owned()
 }
 
+/// Sets a sysctl of the calling thread's namespace.
 fn write_sysctl(path: &str, value: &str) {
     let path = format!("/proc/sys/{path}");
     fs::write(&path, value).unwrap_or_else(|error| panic!("to write {value} to {path}: {error}"));
 }
 
-/// A path to an open file that holds for as long as this process keeps the descriptor. Needs no
-/// mount and no name.
+/// Returns a path to an open file, which is valid as long as this process has the file open.
 fn fd_path(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/{}/fd/{}", process::id(), file.as_raw_fd()))
 }

@@ -1,4 +1,4 @@
-//! What a plugin's run came to, and assertions that print the whole call when they fail.
+//! The outcome of a plugin's run, with assertions that print the whole call when they fail.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::deviation::Deviation;
 use crate::schema;
 
-/// How a plugin ended and what it wrote.
+/// The exit status of a plugin and what it wrote.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// Its exit status; `None` if a signal ended it.
@@ -30,20 +30,20 @@ impl Outcome {
         Outcome { status: status.code(), signal: status.signal(), stdout, stderr, json, call, verb }
     }
 
-    /// Refuses a successful 1.x result that is none.
+    /// Asserts that a successful result of version 1.x is valid by the schema.
     #[track_caller]
     pub(crate) fn validated(self) -> Outcome {
         let result =
             self.json.as_ref().filter(|json| self.status == Some(0) && json.get("supportedVersions").is_none());
         let version = result.and_then(|json| json["cniVersion"].as_str()).unwrap_or_default();
         if version.starts_with("1.") {
-            let errors = schema::of_result(result.unwrap_or(&Value::Null));
-            assert!(errors.is_empty(), "no valid result of version {version}: {errors:?}\n{}", self.report());
+            let errors = schema::result_errors(result.unwrap_or(&Value::Null));
+            assert!(errors.is_empty(), "an invalid result of version {version}: {errors:?}\n{}", self.report());
         }
         self
     }
 
-    /// The whole story: call, environment, configuration, what came back.
+    /// Returns the call, its environment and configuration, and what the plugin returned.
     pub fn report(&self) -> String {
         let end = match (self.status, self.signal) {
             (Some(status), _) => format!("exit status {status}"),
@@ -67,7 +67,7 @@ impl Outcome {
         }
     }
 
-    /// Asserts failure by an error object of the specification and returns it.
+    /// Asserts that it failed with an error object of the specification, and returns that.
     #[track_caller]
     pub fn failure(&self) -> Failure {
         assert!(self.status.is_some_and(|status| status != 0), "{} should have failed\n{}", self.verb, self.report());
@@ -77,22 +77,27 @@ impl Outcome {
         let text = |key: &str| json[key].as_str().unwrap_or_default().to_owned();
         let failure = Failure { code: json["code"].as_u64(), msg: text("msg"), details: text("details") };
         assert!(failure.code.is_some() && !failure.msg.is_empty(), "code and msg are missing\n{}", self.report());
-        let versioned = json["cniVersion"].is_string() || Deviation::ErrorsWithoutVersion.known();
-        assert!(versioned, "the error lacks cniVersion\n{}", self.report());
+        let has_version = json["cniVersion"].is_string() || Deviation::ErrorsWithoutVersion.is_known();
+        assert!(has_version, "the error lacks cniVersion\n{}", self.report());
         failure
     }
 
-    /// Asserts failure with this code and a message that begins like this.
+    /// Asserts that it failed with this code and a message that begins with `beginning`.
     #[track_caller]
     pub fn fails_with(&self, code: u64, beginning: &str) -> Failure {
         let failure = self.failure();
-        let excused = failure.code == Some(999) && Deviation::Code999.known();
-        assert!(failure.code == Some(code) || excused, "should have failed with code {code}\n{}", self.report());
+        let is_known_deviation = failure.code == Some(999) && Deviation::Code999.is_known();
+        assert!(
+            failure.code == Some(code) || is_known_deviation,
+            "should have failed with code {code}\n{}",
+            self.report()
+        );
         assert!(failure.msg.starts_with(beginning), "the message should begin `{beginning}`\n{}", self.report());
         failure
     }
 
-    /// Asserts failure with this code and a message, or details, that contain all of these.
+    /// Asserts that it failed with this code, and that the message or the details contain each of
+    /// `words`.
     #[track_caller]
     pub fn fails_naming(&self, code: u64, words: &[&str]) -> Failure {
         let failure = self.fails_with(code, "");

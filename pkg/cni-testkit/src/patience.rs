@@ -1,16 +1,16 @@
-//! How long tests wait, and how many they are at once.
+//! Adapts deadlines and amounts of work in tests to slow machines.
 //!
 //! Under emulation programs start 20 times slower than on the machine that a test was written on.
-//! `CNI_TEST_SLOW` says by how much the tests' deadlines are longer. What the plugins themselves
-//! wait for stays as it is, and so a crowd that comes one after the other through a lock must be
-//! smaller there, and of what is tried over and over a share is enough.
+//! `CNI_TEST_SLOW` is the factor by which the tests' deadlines are longer. The plugins' own
+//! timeouts stay the same. So fewer plugins may wait for one lock at the same time, and tests that
+//! repeat something do so less often.
 
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::deviation;
 
-/// `CNI_TEST_SLOW`, a whole number; 1 if it is not set.
+/// Returns `CNI_TEST_SLOW`, a whole number, or 1 if it is not set.
 fn factor() -> u32 {
     static FACTOR: OnceLock<u32> = OnceLock::new();
     *FACTOR.get_or_init(|| match std::env::var("CNI_TEST_SLOW") {
@@ -19,19 +19,18 @@ fn factor() -> u32 {
     })
 }
 
-/// `time` of a machine that is not slow, as this one needs it; a quarter in a test that is listed
-/// in tests/divergences.txt.
+/// Returns the deadline for this machine. `time` is the deadline for a machine that is not slow. A
+/// test that is expected to fail (tests/divergences.txt) gets a quarter, because it waits in vain.
 ///
 /// # Panics
 /// If `CNI_TEST_SLOW` is not a number.
 pub fn patience(time: Duration) -> Duration {
-    // What it waits for will not come.
     let share = if deviation::is_expected_to_fail() { 4 } else { 1 };
     time * factor() / share
 }
 
-/// How many may be at once here where a machine that is not slow takes `count`: never less than 6
-/// of them.
+/// Returns how many processes a test starts at the same time on this machine. `count` is the number
+/// for a machine that is not slow. The result is at least 6, or `count` if that is less.
 ///
 /// # Panics
 /// If `CNI_TEST_SLOW` is not a number.
@@ -40,7 +39,8 @@ pub fn crowd(count: usize) -> usize {
     (count / factor).max(count.min(6))
 }
 
-/// How often to do here what a machine that is not slow does `count` times: once at least.
+/// Returns how often a test repeats something on this machine, at least once. `count` is the number
+/// for a machine that is not slow.
 ///
 /// # Panics
 /// If `CNI_TEST_SLOW` is not a number.

@@ -1,7 +1,7 @@
-//! What this machine can do, found out by doing it, once per process, in a node of its own.
+//! Finds out what this machine supports, once per process, by trying it on a separate node.
 //!
-//! `Ok` or the reason, ready for [`require!`](crate::require). Never a version comparison: kernels
-//! are configured, patched and confined.
+//! A probe returns `Ok` or the reason, for [`require!`](crate::require). Versions are not compared,
+//! because kernels are configured and patched differently.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 
 use crate::Node;
 
-/// What a probe finds.
+/// The outcome of a probe: `Err` has the reason why something is not supported.
 pub type Probed = Result<(), String>;
 
 static VLANS: OnceLock<Probed> = OnceLock::new();
@@ -23,52 +23,52 @@ static NFT_BRIDGE: OnceLock<Probed> = OnceLock::new();
 static IPTABLES: OnceLock<Probed> = OnceLock::new();
 static NFT: OnceLock<Probed> = OnceLock::new();
 
-/// Bridges that filter by VLAN.
+/// Probes for bridges that filter by VLAN.
 pub fn vlan_filtering() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "bridge", "vlan_filtering", "1"];
     once(&VLANS, "the kernel's bridges have no VLAN filtering", &[&argv])
 }
 
-/// Interfaces that tag, as a container on a trunk makes them for itself.
+/// Probes for VLAN interfaces.
 pub fn vlan_links() -> Probed {
     let base = ["ip", "link", "add", "base0", "type", "veth", "peer", "name", "base1"];
     let argv = ["ip", "link", "add", "link", "base0", "name", "probe0", "type", "vlan", "id", "7"];
     once(&VLAN_LINKS, "the kernel has no VLAN interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
 }
 
-/// Dummy interfaces: neither veth nor bridge, as uplinks and loopback addresses of nodes often are.
+/// Probes for dummy interfaces.
 pub fn dummy() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "dummy"];
     once(&DUMMY, "the kernel has no dummy interfaces", &[&argv, &["ip", "link", "del", "probe0"]])
 }
 
-/// Interfaces that stand for a routing table of their own.
+/// Probes for VRFs.
 pub fn vrf() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "vrf", "table", "7"];
     once(&VRF, "the kernel has no VRFs", &[&argv, &["ip", "link", "del", "probe0"]])
 }
 
-/// ipvlan interfaces, in every mode.
+/// Probes for ipvlan interfaces in the newest mode, `l3s`.
 pub fn ipvlan() -> Probed {
     let base = ["ip", "link", "add", "base0", "type", "veth", "peer", "name", "base1"];
     let argv = ["ip", "link", "add", "link", "base0", "name", "probe0", "type", "ipvlan", "mode", "l3s"];
     once(&IPVLAN, "the kernel has no ipvlan interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
 }
 
-/// SCTP sockets.
+/// Probes for SCTP sockets.
 pub fn sctp() -> Probed {
-    let made = socket(AddressFamily::Inet6, SockType::Stream, SockFlag::SOCK_CLOEXEC, SockProtocol::Sctp);
-    made.map(drop).map_err(|errno| format!("the kernel has no SCTP: {}", errno.desc()))
+    let opened = socket(AddressFamily::Inet6, SockType::Stream, SockFlag::SOCK_CLOEXEC, SockProtocol::Sctp);
+    opened.map(drop).map_err(|errno| format!("the kernel has no SCTP: {}", errno.desc()))
 }
 
-/// nf_tables in the bridge family, as `macspoofchk` needs it, and the tool to see it with.
+/// Probes for the program `nft` and nf_tables in the bridge family, which `macspoofchk` needs.
 pub fn nft_bridge() -> Probed {
     tool("nft")?;
     let table = ["nft", "add table bridge probe"];
     once(&NFT_BRIDGE, "no nf_tables in the bridge family", &[&table, &["nft", "delete table bridge probe"]])
 }
 
-/// nf_tables in the inet family, and the tool to see it with.
+/// Probes for the program `nft` and nf_tables in the inet family.
 pub fn nft() -> Probed {
     tool("nft")?;
     once(
@@ -78,32 +78,32 @@ pub fn nft() -> Probed {
     )
 }
 
-/// A working `iptables -t nat`.
+/// Probes for a working `iptables -t nat`.
 pub fn iptables() -> Probed {
     tool("iptables")?;
     once(&IPTABLES, "iptables does not work here", &[&["iptables", "-w", "-t", "nat", "-S", "POSTROUTING"]])
 }
 
-/// A program in `PATH` or the system folders.
+/// Probes for a program in `PATH` or the system folders.
 pub fn tool(name: &str) -> Probed {
     if has_tool(name) { Ok(()) } else { Err(format!("no program {name} on this machine")) }
 }
 
-/// A plugin in the folder under test.
+/// Probes for a plugin in the folder under test.
 pub fn plugin(name: &str) -> Probed {
     let path = crate::bin_dir().join(name);
     if path.is_file() { Ok(()) } else { Err(format!("no {name} in {}", crate::bin_dir().display())) }
 }
 
-/// The Go plugins, for tests that mix both.
+/// Probes for Go's plugins.
 pub fn go_plugins() -> Probed {
     let dir = crate::go_bin_dir();
     let missing = ["bridge", "host-local", "loopback"].into_iter().find(|name| !dir.join(name).is_file());
     missing.map_or(Ok(()), |name| Err(format!("no Go plugin {name} in {}; set CNI_GO_BIN_DIR", dir.display())))
 }
 
-/// The DHCP server dnsmasq: this machine's, or the one that `scripts/test` has unpacked into the
-/// target folder.
+/// Returns the path of the DHCP server dnsmasq: the one that `scripts/test` has unpacked into the
+/// target folder, or this machine's.
 pub fn dnsmasq() -> Result<PathBuf, String> {
     let program = |root: PathBuf| root.join("usr/sbin/dnsmasq");
     let places = unpacked("dhcp-servers/dnsmasq-base/root")?.into_iter().map(program);
@@ -111,16 +111,16 @@ pub fn dnsmasq() -> Result<PathBuf, String> {
     places.find(|path| path.is_file()).ok_or_else(|| "no dnsmasq (Debian's package dnsmasq-base)".to_owned())
 }
 
-/// The folder below which the DHCP server Kea is, as `usr/sbin/kea-dhcp4`: this machine's root, or
-/// the one into which `scripts/test` has unpacked it.
+/// Returns the folder that contains the DHCP server Kea as `usr/sbin/kea-dhcp4`: the one into which
+/// `scripts/test` has unpacked it, or this machine's root.
 pub fn kea() -> Result<PathBuf, String> {
     let mut places = unpacked("dhcp-servers/kea-dhcp4-server/root")?.into_iter().chain(["/".into()]);
     let found = places.find(|root| root.join("usr/sbin/kea-dhcp4").is_file());
     found.ok_or_else(|| "no kea-dhcp4 (Debian's package kea-dhcp4-server)".to_owned())
 }
 
-/// The folders of programs of iptables: this machine's first, then the other releases that
-/// `scripts/test` has unpacked into the target folder.
+/// Returns the folders with the programs of iptables, sorted: this machine's, and those of the
+/// other releases that `scripts/test` has unpacked into the target folder.
 pub fn iptables_releases() -> Result<Vec<PathBuf>, String> {
     tool("iptables-nft")?;
     let mut folders = vec!["/usr/sbin".into()];
@@ -135,7 +135,8 @@ pub fn iptables_releases() -> Result<Vec<PathBuf>, String> {
     Ok(folders)
 }
 
-/// The folder into which `scripts/test` has unpacked firewalld, with nf_tables and a bus for it.
+/// Returns the folder into which `scripts/test` has unpacked firewalld. Also probes for nf_tables
+/// and D-Bus, which firewalld needs.
 pub fn firewalld() -> Result<PathBuf, String> {
     nft()?;
     dbus_daemon()?;
@@ -143,40 +144,44 @@ pub fn firewalld() -> Result<PathBuf, String> {
     root.ok_or_else(|| "no firewalld in the target folder: scripts/test unpacks Debian's package there".to_owned())
 }
 
-/// The program of a D-Bus bus: this machine's, or the one that came with firewalld.
+/// Returns the path of `dbus-daemon`: the one that was unpacked with firewalld, or this machine's.
 pub fn dbus_daemon() -> Result<PathBuf, String> {
     let mut places = unpacked("firewalld/root/usr/bin/dbus-daemon")?;
     places.push("/usr/bin/dbus-daemon".into());
     places.into_iter().find(|path| path.is_file()).ok_or_else(|| "no dbus-daemon (Debian's package)".to_owned())
 }
 
-/// Where a file may be that `scripts/test` has unpacked into the target folder.
+/// Returns the paths at which a file may be that `scripts/test` has unpacked into the target
+/// folder.
 fn unpacked(path: &str) -> Result<Vec<PathBuf>, String> {
     let test = std::env::current_exe().map_err(|error| error.to_string())?;
     Ok(test.ancestors().map(|folder| folder.join(path)).collect())
 }
 
-/// Probes for a release of the Go plugins that supports nftables: those that speak 1.1.0 of the
-/// specification do.
+/// Probes for a release of Go's plugins that supports nftables: the releases that support version
+/// 1.1.0 of the specification do.
 pub fn go_nftables() -> Probed {
     go_plugins()?;
     let program = crate::go_bin_dir().join("portmap");
     let output = Command::new(&program).env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
     let output = output.map_err(|error| format!("{}: {error}", program.display()))?;
-    let newer = String::from_utf8_lossy(&output.stdout).contains("\"1.1.0\"");
-    if newer {
+    let has_nftables = String::from_utf8_lossy(&output.stdout).contains("\"1.1.0\"");
+    if has_nftables {
         Ok(())
     } else {
         Err(format!("the Go plugins in {} do not support nftables", crate::go_bin_dir().display()))
     }
 }
 
+/// Whether a program is in `PATH` or the system folders.
 pub(crate) fn has_tool(name: &str) -> bool {
     let path = std::env::var("PATH").unwrap_or_default();
     let folders = path.split(':').chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"]);
     folders.filter(|folder| !folder.is_empty()).any(|folder| Path::new(folder).join(name).is_file())
 }
 
+/// Runs the commands `steps` on a new node, unless `cell` already has the outcome. The first one
+/// that fails decides; `reason` is the beginning of the error.
 fn once(cell: &OnceLock<Probed>, reason: &str, steps: &[&[&str]]) -> Probed {
     let probe = || {
         let node = Node::new();

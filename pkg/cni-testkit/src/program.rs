@@ -1,16 +1,15 @@
-//! Programs that tests write and run.
+//! Writes programs that tests run.
 //!
-//! A file that was open for writing a moment ago may be "busy"
-//! (ETXTBSY), though it was closed. Tests are threads of one process, and a child that another one
-//! forks has all its files, until it runs its own program. So a process of its own writes them,
-//! which forks nothing.
+//! A program cannot be run while a process has it open for writing (ETXTBSY). Tests are threads of
+//! one process, and a child that another test has just forked still has all open files of this
+//! process. So a separate process writes the programs.
 
 use std::ffi::OsStr;
 use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Writes a script that can be run at once, in the place of what has that name.
+/// Writes a script, or replaces the file of that name. It can be run at once.
 ///
 /// # Panics
 /// If it cannot be written.
@@ -19,7 +18,7 @@ pub fn script(path: impl AsRef<Path>, text: &str) {
     install(OsStr::new("/dev/stdin"), path.as_ref(), text.as_bytes());
 }
 
-/// Copies a program, which can be run at once, into the place of what has that name.
+/// Copies a program, or replaces the file of that name. The copy can be run at once.
 ///
 /// # Panics
 /// If it cannot be copied.
@@ -28,6 +27,7 @@ pub fn copy(from: impl AsRef<Path>, to: impl AsRef<Path>) {
     install(from.as_ref().as_os_str(), to.as_ref(), b"");
 }
 
+/// Runs the program `install` to copy the file `from`, or its stdin `input`, to `to`.
 #[track_caller]
 fn install(from: &OsStr, to: &Path, input: &[u8]) {
     let mut child = Command::new("install")
@@ -36,9 +36,9 @@ fn install(from: &OsStr, to: &Path, input: &[u8]) {
         .stdin(Stdio::piped())
         .spawn()
         .expect("to start install");
-    let fed = child.stdin.take().expect("a pipe").write_all(input);
+    let written = child.stdin.take().expect("a pipe").write_all(input);
     let status = child.wait().expect("the end of install");
-    assert!(status.success() && fed.is_ok(), "failed to write {}: {status}, {fed:?}", to.display());
+    assert!(status.success() && written.is_ok(), "failed to write {}: {status}, {written:?}", to.display());
 }
 
 #[cfg(test)]

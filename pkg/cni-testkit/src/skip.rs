@@ -1,32 +1,32 @@
-//! A third result: neither passed nor failed, said aloud.
+//! Lets a test skip itself visibly.
 //!
-//! libtest knows no skip at run time and swallows what passing tests print, so the line goes
-//! straight to standard error, where `scripts/test` collects it.
+//! libtest cannot skip a test at run time and hides what passing tests print. So the line is
+//! written directly to stderr, where `scripts/test` collects it.
 
 use std::io::{self, Write};
 use std::thread;
 
-/// Reports a skip of the running test; with `CNI_TEST_REQUIRE=all` it is a failure. Use
-/// [`skip!`](crate::skip).
+/// Reports that the running test is skipped. Tests use [`skip!`](crate::skip).
 ///
 /// # Panics
-/// With `CNI_TEST_REQUIRE=all`.
+/// With `CNI_TEST_REQUIRE=all`, so that the test fails.
 pub fn skipped(reason: &str) {
     let required = std::env::var("CNI_TEST_REQUIRE").is_ok_and(|value| value == "all");
     assert!(!required, "CNI_TEST_REQUIRE=all, and this test was about to skip: {reason}");
-    say(reason);
+    report(reason);
 }
 
-/// Reports that what the test is about cannot be provoked here because the machine is too good for
-/// it, which no `CNI_TEST_REQUIRE` can change.
+/// Reports that the situation of the running test cannot be produced on this machine, for example
+/// because it is too fast. This is never a failure.
 pub fn unprovoked(reason: &str) {
-    say(reason);
+    report(reason);
 }
 
-fn say(reason: &str) {
+/// Writes the line about a skipped test.
+fn report(reason: &str) {
     let thread = thread::current();
-    // One write, so that lines of parallel tests do not mix; led by a newline, since libtest may be
-    // in one of its own.
+    // In one write, so that lines of parallel tests do not mix. It begins with a newline, because
+    // libtest may have written a part of a line.
     let line = format!("\nSKIP {}: {}\n", thread.name().unwrap_or("?"), reason.replace('\n', " "));
     let _ = io::stderr().write_all(line.as_bytes());
 }

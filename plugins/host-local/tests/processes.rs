@@ -175,7 +175,7 @@ fn waiting_for_a_held_lock_ends_with_its_holders_pid() {
             assert_eq!(error["code"], 11, "{error}");
             error["msg"].as_str().unwrap().to_owned()
         };
-        locks::assert_named(&format!("it is held by process {} (", std::process::id()), refused);
+        locks::assert_names_holder(&format!("it is held by process {} (", std::process::id()), refused);
     }
     assert_eq!(net.reservations(), ["10.0.0.2"]);
 }

@@ -197,7 +197,7 @@ mod tests {
                 assert!(text.starts_with(&format!("failed to lock {} for", path(folder).display())), "{text}");
                 text
             };
-            cni_testkit::locks::assert_named(&format!(", held by process {} (", std::process::id()), refused);
+            cni_testkit::locks::assert_names_holder(&format!(", held by process {} (", std::process::id()), refused);
             drop(held);
             // A longer wait than SHORT: a child that another test has just forked has the locked
             // file too, until its exec.

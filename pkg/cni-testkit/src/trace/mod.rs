@@ -1,16 +1,15 @@
-//! Running a plugin under `ptrace(2)`: to kill it, or to fail a call of its, at its N-th system
-//! call.
+//! Runs a plugin under `ptrace(2)`, to kill it or to make a call fail at its Nth system call.
 //!
-//! A tracer of our own, because one run of `strace` costs more than the plugin it looks at, and
-//! because only one that knows the programs can choose which of them is meant: the plugin, its
-//! delegate, the iptables it runs, or the moment between a fork and its exec.
+//! `strace` could do that too, but takes longer than the plugin itself, and cannot select one of
+//! the programs: the plugin, its delegate, the iptables that it runs, or a child between fork and
+//! exec.
 //!
-//! The first program is held by a shell that reads one line and then becomes the plugin, so that
-//! not one call of the plugin goes unseen. The point of a call is before it: killed at call N, a
-//! program has made N - 1 calls.
+//! A shell is started first, which reads one line and then becomes the plugin, so that no call of
+//! the plugin is missed. A call is stopped before the kernel executes it: a program that is killed
+//! at call N has made N - 1 calls.
 //!
-//! A tracer is a *thread*. It waits for its own tracees alone,
-//! and must not be the process's first thread, which inherits other tests' children.
+//! A tracer is a *thread* and waits for its own tracees only. It must not be the first thread of
+//! the process, which inherits the children of other tests.
 
 mod registers;
 
@@ -35,67 +34,67 @@ use crate::{Invocation, Outcome};
 
 pub use registers::supported;
 
-/// What is to happen at a call.
+/// What is done at a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Act {
-    /// The process gets this signal before the call is made.
+    /// The process gets this signal before the kernel executes the call.
     Signal(Signal),
-    /// The call is not made and returns this error. Calls that cannot fail so, and those for
-    /// memory, are not counted.
+    /// The call is not executed and returns this error. Calls that cannot fail with it, and calls
+    /// for memory, are not counted.
     Fail(Errno),
 }
 
-/// Which call of which program, and what then.
+/// At which call of which program something is done, and what.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The file name of the program; `NAME+fork` is a child of NAME that has not become another
     /// program yet.
     pub victim: String,
-    /// Which call, from 1 on, counted over all processes and threads of that program together.
+    /// The number of the call, from 1 on, counted over all processes and threads of that program.
     pub at: u64,
-    /// What happens.
+    /// What is done.
     pub act: Act,
 }
 
-/// A run that was traced to the end of its last process.
+/// The outcome of a traced run, after its last process has ended.
 #[derive(Debug)]
 pub struct Traced {
-    /// What the first program came to.
+    /// The outcome of the plugin.
     pub outcome: Outcome,
-    /// How many calls the victim made, the one in question included.
+    /// How many calls the victim made, including the one at which something was done.
     pub calls: u64,
-    /// Those, in order.
+    /// Those calls, in order.
     pub all: Vec<Hit>,
-    /// The call at which it happened; `None` if the victim never came so far.
+    /// The call at which something was done, or `None` if the victim made fewer calls.
     pub hit: Option<Hit>,
-    /// How long the last process has outlived the first program.
+    /// How long the last process ran after the plugin had ended.
     pub outlived: Duration,
 }
 
-/// A call at which something was made to happen, or could be.
+/// A call of the victim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hit {
-    /// The call, by its name, or by its number if it has none here.
+    /// The name of the call, or its number if the name is unknown.
     pub call: String,
-    /// Whether the program was still starting: it had not begun to read its standard input.
+    /// Whether the program had not begun to read its standard input yet.
     pub starting: bool,
-    /// Whether it is a call that the kernel interrupts while it waits, so that EINTR must be met by
-    /// another try.
+    /// Whether the kernel may interrupt the call while it waits, so that the program must repeat it
+    /// after EINTR.
     pub waits: bool,
 }
 
 impl Invocation<'_> {
-    /// Runs the plugin to its end, and whatever it starts, according to `plan`.
+    /// Runs the plugin, and all programs that it starts, to their end, and does what `plan` says.
     ///
     /// # Panics
-    /// As [`Invocation::run`], and where nothing can be traced ([`supported`]).
+    /// As [`Invocation::run`], and if this machine cannot trace ([`supported`]).
     #[track_caller]
     pub fn traced(self, plan: &Plan) -> Traced {
         self.watched(plan, |_| {})
     }
 
-    /// Does what [`Invocation::traced`] does, and runs `look` before each system call of the
-    /// victim. The victim is stopped meanwhile, so the disk has what a kill at this call would
+    /// Does the same as [`Invocation::traced`], and calls `look` before each system call of the
+    /// victim. The victim is stopped at that moment, so `look` sees what a kill at this call would
     /// leave.
     ///
     /// # Panics
@@ -109,6 +108,7 @@ impl Invocation<'_> {
     }
 }
 
+/// Runs and traces the plugin on the calling thread.
 fn trace(call: Invocation<'_>, plan: &Plan, look: &mut dyn FnMut(&Hit)) -> Traced {
     let mut started = call.held();
     let main = Pid::from_raw(i32::try_from(started.pid()).expect("a pid"));
@@ -120,22 +120,24 @@ fn trace(call: Invocation<'_>, plan: &Plan, look: &mut dyn FnMut(&Hit)) -> Trace
         | Options::PTRACE_O_EXITKILL;
     ptrace::seize(main, options).expect("to trace our own child");
     started.let_go();
-    let (late, alive) = (AtomicBool::new(false), Mutex::new(BTreeSet::from([main])));
+    let (is_late, alive) = (AtomicBool::new(false), Mutex::new(BTreeSet::from([main])));
     let (threads, programs, seen) = (HashMap::new(), BTreeMap::new(), Seen::default());
     let mut tracer = Tracer { plan, look, main, threads, programs, alive: &alive, seen };
     thread::scope(|scope| {
         let (done, waiting) = mpsc::channel::<()>();
-        let (late, alive, timeout) = (&late, &alive, crate::patience(started.timeout()).min(Duration::from_secs(300)));
+        let (is_late, alive, timeout) =
+            (&is_late, &alive, crate::patience(started.timeout()).min(Duration::from_secs(300)));
         scope.spawn(move || {
-            let mut until = timeout;
-            while waiting.recv_timeout(until) == Err(mpsc::RecvTimeoutError::Timeout) {
-                late.store(true, Ordering::SeqCst);
-                // All, for a child may have outlived the first program, in a process group of its
-                // own; and again, for one that has just been forked is not known yet.
+            let mut wait_time = timeout;
+            while waiting.recv_timeout(wait_time) == Err(mpsc::RecvTimeoutError::Timeout) {
+                is_late.store(true, Ordering::SeqCst);
+                // Each process, because a child may still run in its own process group after the
+                // plugin has ended. Repeated, because one that has just been forked is not in the
+                // list yet.
                 for process in alive.lock().unwrap().iter() {
                     let _ = kill(*process, Signal::SIGKILL);
                 }
-                until = Duration::from_millis(50);
+                wait_time = Duration::from_millis(50);
             }
         });
         tracer.run();
@@ -144,42 +146,48 @@ fn trace(call: Invocation<'_>, plan: &Plan, look: &mut dyn FnMut(&Hit)) -> Trace
     let seen = tracer.seen;
     let (status, ended) = seen.ended.expect("the first program ends");
     let outcome = started.outcome(status);
-    assert!(!late.load(Ordering::SeqCst), "still running at its deadline, {:?}\n{}", seen.hit, outcome.report());
+    assert!(!is_late.load(Ordering::SeqCst), "still running at its deadline, {:?}\n{}", seen.hit, outcome.report());
     Traced { outcome: outcome.validated(), calls: seen.calls, all: seen.all, hit: seen.hit, outlived: ended.elapsed() }
 }
 
+/// The state of the tracing thread.
 struct Tracer<'p> {
     plan: &'p Plan,
     look: &'p mut dyn FnMut(&Hit),
+    /// The plugin's process.
     main: Pid,
     /// Each thread's process.
     threads: HashMap<Pid, Pid>,
     /// Each process's program, by file name.
     programs: BTreeMap<Pid, String>,
-    /// The processes that have not been waited for, so that their numbers are still their own; but
-    /// for the moment between the wait and its entry here.
+    /// The processes that have not been waited for. Their IDs cannot belong to other processes,
+    /// apart from the moment between the wait and the removal here.
     alive: &'p Mutex<BTreeSet<Pid>>,
     seen: Seen,
 }
 
+/// What the tracer has seen so far.
 #[derive(Default)]
 struct Seen {
+    /// How many calls the victim has made.
     calls: u64,
     all: Vec<Hit>,
+    /// Whether the victim has begun to read its standard input.
     has_read: bool,
     hit: Option<Hit>,
     /// The thread whose call is to fail, from its entry to its exit.
     failing: Option<(Pid, Errno)>,
+    /// The plugin's exit status, and the time of its end.
     ended: Option<(ExitStatus, Instant)>,
 }
 
 impl Tracer<'_> {
-    /// Until the last tracee is gone.
+    /// Handles the events of all tracees until the last one has ended.
     fn run(&mut self) {
         let flags = WaitPidFlag::__WALL | WaitPidFlag::from_bits_retain(libc::__WNOTHREAD);
         loop {
             match waitpid(None, Some(flags)) {
-                Ok(status) => self.meet(status),
+                Ok(status) => self.handle(status),
                 Err(Errno::EINTR) => {}
                 Err(Errno::ECHILD) => return,
                 Err(error) => panic!("to wait for tracees: {error}"),
@@ -187,10 +195,11 @@ impl Tracer<'_> {
         }
     }
 
-    fn meet(&mut self, status: WaitStatus) {
+    /// Handles one event and resumes the thread that it is about.
+    fn handle(&mut self, status: WaitStatus) {
         match status {
-            WaitStatus::Exited(thread, code) => self.gone(thread, ExitStatus::from_raw(code << 8)),
-            WaitStatus::Signaled(thread, signal, _) => self.gone(thread, ExitStatus::from_raw(signal as i32)),
+            WaitStatus::Exited(thread, code) => self.thread_ended(thread, ExitStatus::from_raw(code << 8)),
+            WaitStatus::Signaled(thread, signal, _) => self.thread_ended(thread, ExitStatus::from_raw(signal as i32)),
             WaitStatus::PtraceEvent(thread, _, libc::PTRACE_EVENT_EXEC) => {
                 let process = self.process(thread);
                 let name = fs::read_link(format!("/proc/{process}/exe")).unwrap_or_default();
@@ -199,13 +208,14 @@ impl Tracer<'_> {
                 self.resume(thread, None);
             }
             WaitStatus::PtraceEvent(thread, ..) => self.resume(thread, None),
-            WaitStatus::PtraceSyscall(thread) => self.call(thread),
+            WaitStatus::PtraceSyscall(thread) => self.handle_call(thread),
             WaitStatus::Stopped(thread, signal) => self.resume(thread, Some(signal)),
             _ => {}
         }
     }
 
-    fn gone(&mut self, thread: Pid, status: ExitStatus) {
+    /// Removes an ended thread from the lists.
+    fn thread_ended(&mut self, thread: Pid, status: ExitStatus) {
         if thread == self.main {
             self.seen.ended = Some((status, Instant::now()));
         }
@@ -233,24 +243,27 @@ impl Tracer<'_> {
         process
     }
 
+    /// Whether the thread belongs to the program that the plan is about.
     fn is_victim(&mut self, thread: Pid) -> bool {
         let process = self.process(thread);
         self.programs.get(&process).is_some_and(|name| *name == self.plan.victim)
     }
 
+    /// Resumes a thread: the victim until its next system call, others until their next event.
     fn resume(&mut self, thread: Pid, signal: Option<Signal>) {
         let resumed =
             if self.is_victim(thread) { ptrace::syscall(thread, signal) } else { ptrace::cont(thread, signal) };
         match resumed {
-            // Killed while it stood still.
+            // ESRCH: it was killed while it was stopped.
             Ok(()) | Err(Errno::ESRCH) => {}
-            Err(error) => panic!("to let {thread} go on: {error}"),
+            Err(error) => panic!("to resume thread {thread}: {error}"),
         }
     }
 
-    fn call(&mut self, thread: Pid) {
+    /// Handles a stop before or after a system call.
+    fn handle_call(&mut self, thread: Pid) {
         match registers::stop(thread) {
-            Some(registers::Stop::Entry) if self.is_victim(thread) && self.enter(thread) => return,
+            Some(registers::Stop::Entry) if self.is_victim(thread) && self.handle_victims_call(thread) => return,
             Some(registers::Stop::Exit) => {
                 if let Some((failing, errno)) = self.seen.failing
                     && failing == thread
@@ -264,8 +277,10 @@ impl Tracer<'_> {
         self.resume(thread, None);
     }
 
-    /// Whether the process was killed: then there is nothing to resume.
-    fn enter(&mut self, thread: Pid) -> bool {
+    /// Counts a call of the victim before the kernel executes it, and does what the plan says if it
+    /// is the call of the plan. Returns whether the process was killed, so that it must not be
+    /// resumed.
+    fn handle_victims_call(&mut self, thread: Pid) -> bool {
         let Some(number) = registers::number(thread) else { return false };
         if let Act::Fail(errno) = self.plan.act
             && registers::cannot_fail(thread, number, errno)
@@ -297,7 +312,7 @@ impl Tracer<'_> {
     }
 }
 
-/// The program that holds a traced plugin back: it reads one line and becomes the plugin.
+/// The shell that is started before a traced plugin: it reads one line and becomes the plugin.
 pub(crate) const HOLDER: (&str, &str) = ("/bin/sh", "read -r go && exec \"$0\" \"$@\"");
 
 #[cfg(test)]
