@@ -150,7 +150,7 @@ tries() {
     local seconds
     for seconds in 5 15; do
         "$@" && return
-        say "again in $seconds s: $*" >&2
+        say "repeated in $seconds s: $*" >&2
         sleep "$seconds"
     done
     "$@"
@@ -186,7 +186,7 @@ install_missing() {
     fi
     case $rust_from in
         rustup)
-            say "Installing the stable Rust by rustup; the default toolchain stays what it is"
+            say "Installing the stable Rust with rustup; the default toolchain stays the same"
             tries rustup -q toolchain install stable --profile minimal --no-self-update || true
             use_stable
             ;;
@@ -198,9 +198,9 @@ install_missing() {
     esac
     hash -r
     [ -z "$rust_from" ] || rust_is_new_enough ||
-        die "missing: a stable Rust of at least $rust_wanted, and it could not be had. See https://rustup.rs"
+        die "missing: a stable Rust of at least $rust_wanted, which could not be installed. See https://rustup.rs"
     [ ${#components[@]} = 0 ] || tries rustup -q component add "${components[@]}" ||
-        die "missing: ${components[*]}. Get it by: rustup component add ${components[*]}"
+        die "missing: ${components[*]}. Install it with: rustup component add ${components[*]}"
 }
 
 # unpack DIR PACKAGE...: Debian packages, and all they need beyond what is installed here, fetched

@@ -21,7 +21,7 @@ e2e_needs() {
 e2e_part() {
     local dir=${CARGO_TARGET_DIR:-$root/target}/e2e
     if [ "$(id -u)" != 0 ]; then
-        say "SKIP e2e: real runtimes want to be root" | tee -a "$work/skips"
+        say "SKIP e2e: real runtimes need root" | tee -a "$work/skips"
         skipped=$((skipped + 1))
         return
     fi
@@ -34,6 +34,6 @@ e2e_part() {
     fetch_pinned "$dir-containerd2" pool/main/c/containerd "$containerd2" "$containerd2_sha256" || say "  $not_fetched"
     tests "real runtimes" "$work/e2e" /usr/bin/python3 -B tests/e2e/run \
         --packages "$dir/root" --containerd2 "$dir-containerd2" --plugins "$work/bin" --go "$CNI_GO_BIN_DIR" --report "$work/e2e.report"
-    say "  scenario, time, what was left afterwards:"
+    say "  scenario, time, leftovers:"
     sed 's/^/  /' "$work/e2e.report"
 }

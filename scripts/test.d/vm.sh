@@ -9,7 +9,7 @@
 
 vm_needs() {
     vm_lacks=''
-    [ "$(id -u)" = 0 ] || vm_lacks="the virtual machine wants to be root"
+    [ "$(id -u)" = 0 ] || vm_lacks="the virtual machine needs root"
     [ "$(uname -m)" = x86_64 ] || vm_lacks="the virtual machine is for x86_64"
     has apt-get || vm_lacks="the kernel is Debian's package, and apt-get is missing here"
     if [ -n "$vm_lacks" ]; then
