@@ -1,9 +1,8 @@
 # shellcheck shell=bash
-# What the scripts share: finding the repository, saying what is wrong, getting what is missing.
-# Sourced, never run. `need`, `need_rust`, `need_component` and `lack` only note what is missing;
-# install_missing, once, at the end, either finds that something cannot be had and changes nothing,
-# or installs all of it. What cannot be known beforehand, a download that breaks off, is reported
-# when it happens.
+# Functions of all scripts: find the repository, report errors, install missing packages. Sourced,
+# never run. `need`, `need_rust`, `need_component` and `lack` only record what is missing. At the
+# end install_missing installs all of it, or nothing if something cannot be installed. Errors that
+# cannot be known in advance, such as an interrupted download, are reported when they happen.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PATH=$PATH:/usr/sbin:/sbin:${CARGO_HOME:-$HOME/.cargo}/bin

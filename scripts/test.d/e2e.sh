@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# A part of scripts/test: the plugins under real runtimes, containerd and Podman of Debian, in nodes
-# of namespaces (tests/e2e). The runtimes are packages of this machine's release, fetched and
-# unpacked under target/e2e, never installed: no service starts, nothing is written to /etc. A
-# second run finds them there.
+# A part of scripts/test: runs the plugins under real runtimes, containerd and Podman of Debian, on
+# nodes in namespaces (tests/e2e). The runtimes are packages of this machine's release. They are
+# downloaded and unpacked under target/e2e, never installed: no service starts, and nothing is
+# written to /etc. A second run uses the same folder.
 
 e2e_packages=(containerd runc crun conmon podman busybox-static conntrack python3-grpcio firewalld dbus-daemon dnsmasq-base)
 

@@ -1,14 +1,13 @@
 # shellcheck shell=bash
-# What is published, tried as users get it: scripts/release for amd64 and arm64; the archive
-# installed and rolled back; the Debian package put in and out of a copy of this machine; arm64
-# under qemu's user emulation; the Kubernetes manifest against the API's schemas, and its command
-# with the manifest's own arguments and no capabilities. And whether the programs compile where
-# words have 32 bits or begin with their high byte. With CNI_TEST_RELEASE=all, before a release:
-# amd64 is built a second time, the other processors too are built and tried under emulation, and
-# unit tests run on the big-endian one.
+# A part of scripts/test: tries what is published, as users get it. It runs scripts/release for amd64
+# and arm64, installs the archive and rolls back, installs and removes the Debian package in a copy of
+# this machine, runs arm64 under qemu's user emulation, and compares the Kubernetes manifest with the
+# API's schemas and runs its command with the manifest's own arguments and no capabilities. It also
+# compiles the programs for a 32-bit and a big-endian processor. With CNI_TEST_RELEASE=all, before a
+# release, it also builds amd64 a second time, builds the other processors and runs them under
+# emulation, and runs unit tests on the big-endian one.
 # shellcheck disable=SC2154  # root, work and skipped are scripts/test's
-# Sourced by scripts/test --release. Nothing is installed on the machine but packages, and targets
-# of rustup's, that are needed.
+# Sourced by scripts/test --release. It installs only packages and targets of rustup that it needs.
 
 release_needs() {
     need git jq dpkg-deb setpriv qemu-aarch64

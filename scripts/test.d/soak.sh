@@ -1,19 +1,18 @@
 # shellcheck shell=bash disable=SC2154 # root, work and installed_go_plugins are scripts/test's
-# The long form of what scripts/test does a share of: every system call of every program of a list
-# is once its last, or fails once with each error and gets SIGTERM, with DEL and with GC afterwards;
-# storms of 500 attachments. cni-install's commands are killed at every call, in every pair of two.
-# And the suite runs against the Go plugins that Debian installs, release 1.1.1.
+# A part of scripts/test: the long form of tests of which a normal run does a share. Every system
+# call of every program of a list is the last one of its program, or fails once with each error, or
+# its program gets SIGTERM; DEL or GC follows. Storms have 500 attachments. The commands of
+# cni-install are killed at every call, in every pair of two. The suite runs against Debian's Go
+# plugins, release 1.1.1, too.
 #
-# Each test stops after CNI_SOAK_MINUTES (30), having tried every 16th call first and then those
-# between; the figures say how many of how many, and a test that has not come through the first
-# fails. CNI_SOAK=N makes N times as many storms and rounds under held locks (1). CNI_SEED=N repeats
-# what a run has chosen.
+# Each test stops after CNI_SOAK_MINUTES (30). It first tries every 16th call and then those
+# between; its figures say how many of how many, and a test that did not finish the first pass
+# fails. CNI_SOAK=N runs N times as many storms and rounds under held locks (1). CNI_SEED=N repeats
+# the choices of a run.
 #
-# The tests of the plugins' allocator run under Miri and ThreadSanitizer too, by rustup's nightly
-# toolchain.
-#
-# And N times 5,000 random lists are attached by Go and by us (CNI_LISTS: another number), at some
-# 0.3 s of a processor each.
+# The tests of the plugins' allocator also run under Miri and ThreadSanitizer, with rustup's nightly
+# toolchain. N times 5,000 random lists are attached by the Go plugins and by these plugins
+# (CNI_LISTS: another number), which takes some 0.3 s of a processor for each list.
 
 soak_needs() { need iptables nft ping go-plugins; }
 

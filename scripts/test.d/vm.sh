@@ -1,11 +1,11 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154  # root and work are scripts/test's
-# A part of scripts/test: tests again under an older kernel with every feature (scripts/vm: Debian's
-# cloud kernel, emulated). No test may be skipped there because a feature is missing. The tests that
-# this machine's kernel skipped run there, those of VLANs, and every twelfth of the others; of the
-# part e2e what it skipped for the kernel. With CNI_TEST_VM=all, before a release, all others run
-# too, except the installer's and the random lists; that takes some twenty minutes on two
-# processors.
+# A part of scripts/test: runs tests under an older kernel with every feature (scripts/vm: Debian's
+# cloud kernel). No test may be skipped there because a feature is missing. It runs the tests that
+# this machine's kernel skipped, those of VLANs, and every twelfth of the others, and of the part
+# e2e the scenarios that were skipped because of the kernel. With CNI_TEST_VM=all, before a release,
+# it also runs all others, except the installer's and the random lists, which takes some twenty
+# minutes on two processors.
 
 vm_needs() {
     vm_lacks=''
