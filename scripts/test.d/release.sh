@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# A part of scripts/test: tries what is published, as users get it. It runs scripts/release for amd64
-# and arm64, installs the archive and rolls back, installs and removes the Debian package in a copy of
-# this machine, runs arm64 under qemu's user emulation, and compares the Kubernetes manifest with the
-# API's schemas and runs its command with the manifest's own arguments and no capabilities. It also
-# compiles the programs for a 32-bit and a big-endian processor. With CNI_TEST_RELEASE=all, before a
-# release, it also builds amd64 a second time, builds the other processors and runs them under
-# emulation, and runs unit tests on the big-endian one.
+# A part of scripts/test: tries what is published, as users get it. It runs scripts/release for
+# amd64 and arm64, installs the archive and rolls back, installs and removes the Debian package in a
+# copy of this machine, runs arm64 under qemu's user emulation, and compares the Kubernetes manifest
+# with the API's schemas and runs its command with the manifest's own arguments and no capabilities.
+# It also compiles the programs for a 32-bit and a big-endian processor. With CNI_TEST_RELEASE=all,
+# before a release, it also builds amd64 a second time, builds the other processors and runs them
+# under emulation, and runs unit tests on the big-endian one.
 # shellcheck disable=SC2154  # root, work and skipped are scripts/test's
 # Sourced by scripts/test --release. It installs only packages and targets of rustup that it needs.
 
