@@ -48,6 +48,22 @@ fn the_original_set_survives_upgrades_and_restarts() {
     assert!(place.to_original().fine().contains("no earlier set is kept"));
 }
 
+/// The original set of an empty folder has no files, only names that did not exist.
+#[test]
+fn an_empty_folder_is_empty_again_after_upgrade_and_rollback() {
+    let place = Place::new();
+    for version in ["v1", "v2"] {
+        place.install(&place.set(version, &["bridge", "tuning"])).fine();
+    }
+    place.call("rollback").fine();
+    assert_eq!(place.says("bridge"), Some("v1 of bridge".into()));
+    let status = place.call("status");
+    assert!(status.out.contains("kept, the original set, from before"), "{status:?}");
+    place.to_original().fine();
+    assert_eq!(place.files(), Vec::<String>::new());
+    assert!(place.to_original().fine().contains("no earlier set is kept"));
+}
+
 #[test]
 fn forget_drops_both_sets_and_the_next_install_begins_again() {
     let place = Place::new();

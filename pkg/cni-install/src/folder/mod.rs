@@ -28,7 +28,8 @@
 //! it undoes an installation (`installing <n>` becomes `installed <n-1>` or none), and finishes the
 //! other commands. For a rollback an interrupted install counts as the last install.
 //!
-//! A kept set is deleted as soon as the plugin folder has all of its files; a rollback that left
+//! A kept set is deleted as soon as a rollback to it would change nothing: the plugin folder has
+//! all of its files, and no program that was installed where no file existed. A rollback that left
 //! another installer's program in place keeps the set. The next install and `rollback --original`
 //! also delete the previous set, after they have added it to the original set. `forget` deletes
 //! both sets. All other files that `state` does not need are removed.
@@ -356,10 +357,10 @@ impl Folder {
         State::Installed(generation).write(&self.own)
     }
 
-    /// Removes the original set if the plugin folder has all of its files.
+    /// Removes the original set if a rollback to it would change nothing.
     fn remove_original_if_restored(&self) -> Result<(), Error> {
         match self.original()? {
-            Some(original) if original.missing_in(&self.path)?.is_empty() => self.remove_original(),
+            Some(original) if self.is_restored(&original)? => self.remove_original(),
             Some(_) | None => Ok(()),
         }
     }

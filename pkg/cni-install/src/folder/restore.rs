@@ -51,6 +51,17 @@ impl Folder {
         }
     }
 
+    /// Whether the plugin folder has all files of the kept set, and none of the programs that were
+    /// installed under names under which no file existed.
+    pub(super) fn is_restored(&self, kept: &Kept) -> Result<bool, Error> {
+        for name in kept.names().into_iter().filter(|name| kept.was_absent(name)) {
+            if self.mode_and_sum(name)?.is_some_and(|(_, sum)| kept.was_installed(name, &sum)) {
+                return Ok(false);
+            }
+        }
+        Ok(kept.missing_in(&self.path)?.is_empty())
+    }
+
     /// Puts one program back, or removes it if it did not exist before. The kept file is linked or
     /// copied into `staging` and renamed from there, so that the program is always complete.
     fn restore_program(&self, kept: &Kept, name: &str, staging: &Path) -> Result<RestoreOutcome, Error> {
