@@ -72,7 +72,7 @@ impl RollbackReport {
         for (outcome, names) in [
             (since, restored),
             ("removed, because they did not exist before", removed),
-            ("left alone, because another installer has replaced or removed them since", left),
+            ("not restored, because another installer has replaced or removed them after the install", left),
             ("left alone, because the kept file is gone", lost),
             ("still kept, because the folder does not hold them (`cni-install forget` drops them)", kept),
         ] {

@@ -59,7 +59,7 @@ fn a_rollback_leaves_files_that_others_installed_since() {
     let status = place.call("status");
     assert!(status.status == 1 && status.out.contains("tuning is another program"), "{status:?}");
     let text = place.call("rollback").fine();
-    assert!(text.contains("another installer has replaced or removed them since: tuning"), "{text}");
+    assert!(text.contains("another installer has replaced or removed them after the install: tuning"), "{text}");
     assert_eq!(
         (place.says("bridge").unwrap(), place.says("tuning").unwrap()),
         ("old".into(), "another installer's".into())

@@ -95,7 +95,10 @@ fn what_a_rollback_could_not_put_back_stays_kept() {
         let back = || if original { place.to_original() } else { place.call("rollback") };
         for _ in 0..2 {
             let text = back().fine();
-            assert!(text.contains("install: bridge") && text.contains("removed them since: tuning"), "{text}");
+            assert!(
+                text.contains("install: bridge") && text.contains("removed them after the install: tuning"),
+                "{text}"
+            );
             assert!(text.contains("still kept") && text.contains("drops them): tuning"), "{text}");
             assert_eq!(place.says("bridge"), Some("old".into()));
         }

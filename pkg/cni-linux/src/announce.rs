@@ -42,7 +42,7 @@ impl Netlink {
     /// addresses when it was set up.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
         match self.set_link(LinkRequest::new(index).mac(mac), |link| {
-            format!("failed to announce the addresses of {link} at {mac}")
+            format!("failed to announce to neighbours that the addresses of {link} are at {mac}")
         }) {
             Err(error) if error.is_unsupported() => Ok(()),
             result => result,

@@ -77,15 +77,15 @@ pub(crate) fn plug_in<'a>(
     let AttachmentContext { call, conf, host, attachment, .. } = context;
     let inner = context.container.find_link(&call.ifname)?.ok_or_else(|| {
         Error::config(format!(
-            "chained use: the container has no interface {:?}, which an earlier plugin should have made",
+            "bridge is chained, but the container has no interface {:?}: the plugin before it must create one",
             call.ifname
         ))
     })?;
     let link = find_host_end(host, conf, earlier, &inner)?;
     let peer_mac = inner.mac.ok_or_else(|| {
         Error::config(format!(
-            "chained use: the container's interface {:?} has no hardware address, and only Ethernet interfaces can be \
-             connected to a bridge",
+            "bridge is chained, but the container's interface {:?} has no hardware address: only Ethernet interfaces \
+             can be connected to a bridge",
             call.ifname
         ))
     })?;
@@ -107,7 +107,8 @@ pub(crate) fn plug_in<'a>(
     let interface = match earlier.find_interface(&call.ifname, call.sandbox()) {
         None if conf.ipam.is_some() => {
             return Err(Error::config(format!(
-                "chained use: prevResult has no interface {:?} in {}",
+                "bridge is chained, but prevResult does not list interface {:?} in network namespace {}: the plugin \
+                 before it must report the interface that it created",
                 call.ifname,
                 call.sandbox()
             )));
@@ -172,7 +173,8 @@ fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) ->
     match <[Link; 1]>::try_from(peers) {
         Ok([link]) => Ok(link),
         Err(peers) => Err(Error::config(format!(
-            "chained use: prevResult must name exactly one interface of the host that is the other end of {}, and names {}",
+            "bridge is chained, so prevResult must list exactly one host interface that is the other end of {}, and \
+             lists {}",
             inner.name,
             peers.len()
         ))),

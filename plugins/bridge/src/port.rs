@@ -61,7 +61,8 @@ pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port:
     {
         let AttachmentId { network, container_id: container, ifname } = attachment;
         let name = &earlier.name;
-        let msg = format!("container {container} already has interface {ifname} in network {network}: host end {name}");
+        let msg =
+            format!("container {container} already has interface {ifname} in network {network} (host end {name})");
         let details = "\"macspoofchk\": true guards one interface of that name; run DEL before adding it again";
         return Err(Error::new(Code::CONFLICT, msg).with_details(details));
     }

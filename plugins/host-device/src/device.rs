@@ -176,7 +176,10 @@ fn find_by_mac(host: &Netlink, mac: Mac) -> Result<Link> {
     }
     if links.len() > 1 {
         let names: Vec<&str> = links.iter().map(|link| link.name.as_str()).collect();
-        return Err(Error::config(format!("hwaddr: {mac} is the address of several interfaces: {}", names.join(", "))));
+        return Err(Error::config(format!(
+            "hwaddr: {mac} is the address of several interfaces ({}): choose one with \"device\"",
+            names.join(", ")
+        )));
     }
     links.pop().ok_or_else(|| not_found("failed to find physical interface"))
 }

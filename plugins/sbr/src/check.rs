@@ -22,12 +22,12 @@ pub(crate) fn find_missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[I
         rules.retain(|rule| rule.source == Some(Cidr::host(address)));
         if let Conf::Table(table) = conf {
             if rules.iter().all(|rule| rule.table != *table) {
-                missing.push(format!("no rule leads packets from {address} to table {table}"));
+                missing.push(format!("no routing rule sends packets from {address} to table {table}"));
             }
             continue;
         }
         let Some(rule) = rules.first() else {
-            missing.push(format!("no rule leads packets from {address} to a table"));
+            missing.push(format!("no routing rule sends packets from {address} to a table"));
             continue;
         };
         let routes = netlink.list_routes(family, Some(rule.table))?;

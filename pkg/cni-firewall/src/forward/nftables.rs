@@ -101,7 +101,9 @@ fn forward_rules(entry_chain: &AdminChain) -> Vec<Vec<Expr>> {
 /// Returns the expressions of a match of `bridge`; fails if there are none because the name is too
 /// long for an interface.
 fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
-    exprs.ok_or_else(|| Error::new(format!("failed to match interface {bridge}"), Cause::text("the name is too long")))
+    exprs.ok_or_else(|| {
+        Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))
+    })
 }
 
 /// Returns the isolation rules of the policy's bridge, each with the chain that it belongs to; none

@@ -85,7 +85,7 @@ impl Id {
     /// long for an interface.
     pub(super) fn jump(&self, host_veth: &str) -> Result<Vec<Expr>> {
         let mut exprs = iifname(host_veth).ok_or_else(|| {
-            Error::new(format!("failed to match interface {host_veth}"), Cause::text("the name is too long"))
+            Error::new(format!("failed to build a rule for interface {host_veth}"), Cause::text("the name is too long"))
         })?;
         exprs.push(Expr::Verdict(Verdict::Jump(self.chain())));
         Ok(exprs)

@@ -213,7 +213,7 @@ impl Cache {
                 let AttachmentId { network, container_id, ifname } = id;
                 let msg = format!("{ifname} of container {container_id} is already attached to network {network}");
                 Err(Error::new(Code::CONFLICT, msg)
-                    .with_details(format!("{} remembers it; call DEL before another ADD", path.display())))
+                    .with_details(format!("{} records this; call DEL before another ADD", path.display())))
             }
             Found::Another(owner) => {
                 let msg = format!("{} is the cache file of another attachment, {owner}", path.display());
@@ -302,7 +302,7 @@ impl Cache {
                     if !prefix.is_empty() && format!("{}-", entry.network) != prefix {
                         continue; // a file of another network
                     }
-                    "its entry belongs into a file of another name".to_owned()
+                    "its name is not that of the attachment in it".to_owned()
                 }
                 Some(Ok(Content::Bare(_))) => "it has a result, but does not name its attachment".to_owned(),
                 Some(Err(why)) => why,
@@ -369,7 +369,7 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
             return Ok((file, path));
         }
     }
-    Err(io::Error::other(format!("{MAX_WRITERS} others are writing at this moment")))
+    Err(io::Error::other(format!("{MAX_WRITERS} other processes are writing to this folder; try again")))
 }
 
 /// Opens and locks a file. Returns `None` if another process has the lock, if the file was renamed

@@ -41,7 +41,7 @@ fn a_shared_chain_with_another_hook_is_an_error_and_unchanged() {
 fn an_impossible_interface_name_is_refused_before_any_change() {
     on_a_host(|| {
         let error = SpoofCheck::open().unwrap().ensure(&attachment("c1"), "sixteen_bytes_xx", MAC).unwrap_err();
-        assert_eq!(error.to_string(), "failed to match interface sixteen_bytes_xx: the name is too long");
+        assert_eq!(error.to_string(), "failed to build a rule for interface sixteen_bytes_xx: the name is too long");
         assert_eq!(ruleset(), "");
     });
 }
