@@ -7,13 +7,14 @@ use crate::nft::Batch;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
-/// How often a change is planned before it fails.
+/// How often a change is planned at most.
 const ATTEMPTS: usize = 8;
 
 /// How additions to iptables-nft are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writer {
-    /// Over netlink, as far as the rules' words are known here; else by the program.
+    /// Over netlink if [`encode`](super::encode) knows the words of all added rules; else by the
+    /// program.
     Netlink,
     /// By `iptables-restore`.
     Program,
@@ -24,7 +25,7 @@ struct PlannedEdit {
     family: Family,
     variant: Variant,
     edit: Edit,
-    /// The edit for `iptables-restore`, also used to recognize the same edit in the next attempt.
+    /// The edit as the input of `iptables-restore`. Edits with equal texts are the same.
     text: String,
 }
 
@@ -36,12 +37,11 @@ struct FailedEdit {
 }
 
 impl Iptables<'_> {
-    /// Plans the changes of all `families`, then applies them one after the other. An error usually
-    /// means that another process changed the table in between, so the families that are not
-    /// applied yet are planned again, up to [`ATTEMPTS`] times. If the same edit would be applied
-    /// in the same way again, the cause is another, and the error is returned. Also ends, with
-    /// success, if `plan` returns `None`. Sets `changed` to the number of families, from the first,
-    /// that may have been changed.
+    /// Plans the edits of all `families`, then applies them in order. If an edit cannot be applied,
+    /// usually because another process changed the table in between, this and the remaining
+    /// families are planned again. Fails after [`ATTEMPTS`] attempts, on a deadline or SIGTERM, and
+    /// if an attempt would only repeat the failed edit. Ends with success if `plan` returns `None`.
+    /// Sets `changed` to the number of families, from the first, that may have been changed.
     pub(super) fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],
@@ -66,16 +66,16 @@ impl Iptables<'_> {
                 planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
             }
             for PlannedEdit { family, variant, edit, text } in planned {
-                // If the kernel refused the rules, the program writes them next: it may know how
-                // this kernel wants them, and else has the better message.
+                // After a failed attempt the program writes the rules, if it is installed: it may
+                // know the form that this kernel accepts, or have the better error message.
                 let has_program = || self.tool(family, variant, ProgramKind::Restore).is_ok();
                 let writer = if variant == Variant::Nft && (attempt == 0 || !has_program()) {
                     Writer::Netlink
                 } else {
                     Writer::Program
                 };
-                // The failure of the previous attempt was that of this family, the first remaining
-                // one.
+                // The previous attempt failed at the first remaining family. Only that family
+                // reaches this line with a failure, because `take` clears it.
                 if let Some(failure) = last_failure.take() {
                     let is_repeated = failure.text == text && failure.writer == writer;
                     if is_repeated && !is_concurrent_change(&failure.error) {
@@ -101,15 +101,16 @@ impl Iptables<'_> {
                 return Ok(());
             }
         }
+        // `last_failure` is `Some`: every attempt that leaves families stores its failure.
         Err(match last_failure {
             Some(failure) => failure.error,
             None => Error::new("failed to change iptables", Cause::text("other processes kept changing its rules")),
         })
     }
 
-    /// Applies one edit. With iptables-legacy the program makes all of it, from `text`. With
-    /// iptables-nft all is one transaction over netlink; where the program has to write the
-    /// additions, it does so first.
+    /// Applies one edit. With iptables-legacy the restore program makes all changes, from `text`.
+    /// With iptables-nft one transaction over netlink makes them; if the program has to write the
+    /// additions, it does that first, and the transaction makes the other changes.
     fn apply(&mut self, family: Family, variant: Variant, edit: &Edit, writer: Writer, text: &str) -> Result<()> {
         if variant == Variant::Legacy {
             let program = self.tool(family, variant, ProgramKind::Restore)?;
@@ -131,13 +132,14 @@ impl Iptables<'_> {
                 Batch::new()
             }
         };
+        // Rules and chains of iptables-nft were read over netlink, so all have bytes and a handle.
         for (chain, rule) in &edit.put_back {
             if let Some(raw) = &rule.raw {
                 let protocol = rule.value("-p").and_then(fields::protocol_number);
                 batch.put_back(table, chain, raw, protocol);
             }
         }
-        for (chain, rule) in edit.moved.iter().chain(&edit.deleted) {
+        for (chain, rule) in edit.old_copies.iter().chain(&edit.deleted) {
             if let Some(handle) = rule.handle {
                 batch.delete_rule(table, chain, handle);
             }
@@ -154,8 +156,8 @@ impl Iptables<'_> {
     }
 }
 
-/// Whether the program found that the table had changed between its own reading and writing. The
-/// kernel reports that as EAGAIN, of which only the text reaches us.
+/// Whether the program failed because the table changed between its own reading and writing. The
+/// kernel reports that to the program as EAGAIN; stderr has only the text of this errno.
 fn is_concurrent_change(error: &Error) -> bool {
     error.to_string().contains("Resource temporarily unavailable")
 }

@@ -11,18 +11,18 @@ use super::rule::{Rule, quote};
 use super::{Chain, Table};
 use cni_linux::error::{Cause, Error, Result};
 
-/// Changes that belong together. They are one transaction. Only if `iptables-restore` of
-/// iptables-nft has to write the additions, the removals are a second transaction after it.
+/// Changes of one table, which are made in one transaction. The exception: if `iptables-restore` of
+/// iptables-nft has to write the additions, the other changes are a second transaction.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
     pub(crate) chains: Vec<(String, ChainCreation)>,
     pub(crate) rules: Vec<AddedRule>,
-    /// The rules that are removed because the same rule is added elsewhere in its chain; each with
-    /// the chain's name, as in the next fields.
-    pub(crate) moved: Vec<(String, Rule)>,
+    /// The rules that are removed because `rules` adds the same rule at the beginning of the chain.
+    /// Each with the chain's name, as in the next two fields.
+    pub(crate) old_copies: Vec<(String, Rule)>,
     pub(crate) put_back: Vec<(String, Rule)>,
     pub(crate) deleted: Vec<(String, Rule)>,
-    /// The chain's name, and its number in nf_tables if it was read over netlink.
+    /// The name of each chain and, if the chain was read over netlink, its number in nf_tables.
     pub(crate) deleted_chains: Vec<(String, Option<u64>)>,
 }
 
@@ -49,14 +49,14 @@ impl Edit {
         Edit::default()
     }
 
-    /// Creates a chain that did not exist when the table was read. If another process has created
-    /// it since, the edit fails and is planned again, so that process's rules stay. For chains that
-    /// containers share.
+    /// Creates a chain that did not exist when the table was read. For chains that containers
+    /// share: if another process has created the chain since, the edit fails and is planned again,
+    /// so the other process's rules stay.
     pub fn create_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), ChainCreation::Created));
     }
 
-    /// Creates a chain, or empties it. For chains of one container.
+    /// Creates a chain, or empties an existing one. For chains of one container.
     pub fn replace_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), ChainCreation::Replaced));
     }
@@ -71,11 +71,11 @@ impl Edit {
         self.add_rule(chain, words, RulePosition::First);
     }
 
-    /// Adds a rule at the chain's beginning and removes its copies elsewhere in the chain,
-    /// `copies`, which were read. The chain is never without the rule.
+    /// Adds a rule at the chain's beginning and removes `copies`, the existing rules with the same
+    /// words, which were read from this chain. The chain has the rule at every moment.
     pub fn move_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, copies: &[Rule]) {
         self.insert(chain, words);
-        self.moved.extend(copies.iter().map(|rule| (chain.to_owned(), rule.clone())));
+        self.old_copies.extend(copies.iter().map(|rule| (chain.to_owned(), rule.clone())));
     }
 
     /// Adds a rule at the chain's beginning or end.
@@ -89,14 +89,14 @@ impl Edit {
         self.deleted.push((chain.to_owned(), rule.clone()));
     }
 
-    /// Adds a rule that was read before and has been removed since, at the chain's end. Over
-    /// netlink it gets all of its parts, also those without words.
+    /// Adds, at the chain's end, a rule that was read earlier and has been removed since. Over
+    /// netlink the whole rule is restored, also the parts that its words leave out.
     pub fn put_back(&mut self, chain: &str, rule: &Rule) {
         self.put_back.push((chain.to_owned(), rule.clone()));
     }
 
     /// Removes a chain that was read, with all its rules. The same edit must delete the rules that
-    /// jump to it.
+    /// jump to the chain.
     pub fn delete_chain(&mut self, name: &str, chain: &Chain) {
         self.deleted_chains.push((name.to_owned(), chain.handle));
     }
@@ -105,7 +105,7 @@ impl Edit {
     pub fn extend(&mut self, other: Edit) {
         self.chains.extend(other.chains);
         self.rules.extend(other.rules);
-        self.moved.extend(other.moved);
+        self.old_copies.extend(other.old_copies);
         self.put_back.extend(other.put_back);
         self.deleted.extend(other.deleted);
         self.deleted_chains.extend(other.deleted_chains);
@@ -114,7 +114,7 @@ impl Edit {
     /// Whether the edit has no changes.
     pub fn is_empty(&self) -> bool {
         !self.has_additions()
-            && self.moved.is_empty()
+            && self.old_copies.is_empty()
             && self.put_back.is_empty()
             && self.deleted.is_empty()
             && self.deleted_chains.is_empty()
@@ -137,8 +137,8 @@ impl Edit {
     fn push_additions(&self, text: &mut String) -> Result<()> {
         for (name, creation) in &self.chains {
             let name = quoted(name)?;
-            // `-N` fails if the chain exists; a line with `:` creates or empties it. Writing to a
-            // String cannot fail.
+            // `-N` fails if the chain exists; a line with `:` creates the chain or empties it. The
+            // result is ignored because writing to a String cannot fail.
             let _ = match creation {
                 ChainCreation::Created => writeln!(text, "-N {name}"),
                 ChainCreation::Replaced => writeln!(text, ":{name} - [0:0]"),
@@ -155,11 +155,11 @@ impl Edit {
     }
 
     /// Returns all changes as `iptables-restore` reads them: additions, then removals. Only the old
-    /// copy of a moved rule is removed before them, because `-D` removes the first rule with the
-    /// same words, which would be the new copy. Fails for a word that cannot be quoted.
+    /// copies are removed before the additions: `-D` removes the first rule with the given words,
+    /// which would be the new copy. Fails for a word that cannot be quoted.
     pub(crate) fn restore_text(&self, table: Table) -> Result<String> {
         let mut text = format!("*{}\n", table.name());
-        for (chain, rule) in &self.moved {
+        for (chain, rule) in &self.old_copies {
             push_rule(&mut text, "-D", chain, &rule.words)?;
         }
         self.push_additions(&mut text)?;
@@ -182,7 +182,7 @@ impl Edit {
 /// Appends a line: the command, `-A` for example, with the quoted chain and the quoted words of a
 /// rule. Fails for a word that cannot be quoted, and if the line gets too long.
 fn push_rule(text: &mut String, command: &str, chain: &str, words: &[String]) -> Result<()> {
-    // iptables-restore reads lines of at most 10,239 bytes.
+    // iptables-restore reads lines of at most 10,239 bytes; this is the next round number below.
     const LINE_MAX: usize = 10_000;
     let start = text.len();
     let _ = write!(text, "{command} {}", quoted(chain)?);
@@ -208,9 +208,9 @@ fn refused(why: &str) -> Error {
     Error::new("failed to write a rule for iptables", Cause::text(why))
 }
 
-/// The long options of `iptables` itself, which are not matches. getopt also accepts them
+/// The long options of `iptables` that are not conditions of a rule. getopt also accepts them
 /// abbreviated: `--del`.
-const FORBIDDEN: [&str; 29] = [
+const FORBIDDEN_OPTIONS: [&str; 29] = [
     "append",
     "check",
     "delete",
@@ -245,8 +245,9 @@ const FORBIDDEN: [&str; 29] = [
 /// Checks that these words, which a user has configured as conditions, are only matches.
 ///
 /// # Errors
-/// The first word that is not: one with a control character, `COMMIT`, or an option of iptables
-/// itself other than `-s`, `-d`, `-p`, `-i`, `-o`, `-f` and `-m`.
+/// The first word that is not: one with a control character or more than 1024 bytes, `COMMIT`, or
+/// an option of iptables itself other than `-s`, `-d`, `-p`, `-i`, `-o`, `-f` and `-m` and their
+/// long forms.
 pub fn check_conditions<W: AsRef<str>>(words: &[W]) -> Result<(), String> {
     for word in words.iter().map(AsRef::as_ref) {
         if !is_match_or_value(word) {
@@ -256,7 +257,8 @@ pub fn check_conditions<W: AsRef<str>>(words: &[W]) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether this word of a rule can only be a match, an option of a match, or a value.
+/// Whether this word of a rule can only be a match, an option of a match, or a value. False if the
+/// word cannot be quoted.
 fn is_match_or_value(word: &str) -> bool {
     if quote(word).is_none() || word.eq_ignore_ascii_case("commit") {
         return false;
@@ -268,7 +270,8 @@ fn is_match_or_value(word: &str) -> bool {
         if ["set", "pol"].contains(&name) {
             return true;
         }
-        return !name.is_empty() && !FORBIDDEN.iter().any(|option| option.starts_with(name));
+        // `--` alone ends the options, so it is not a match.
+        return !name.is_empty() && !FORBIDDEN_OPTIONS.iter().any(|option| option.starts_with(name));
     }
     let Some(short_option) = word.strip_prefix('-') else { return true };
     if short_option.starts_with(|char: char| char.is_ascii_digit()) {
@@ -280,7 +283,8 @@ fn is_match_or_value(word: &str) -> bool {
     if short_option == "f" {
         return true;
     }
-    // iptables-restore takes any short option whose word has a `t` in it for `-t`, the table.
+    // iptables-restore takes every word that begins with a single `-` and contains a `t` for the
+    // option `-t`, the table.
     short_option.starts_with(['s', 'd', 'p', 'i', 'o', 'm']) && !short_option.contains('t')
 }
 

@@ -6,7 +6,7 @@ use crate::nft::{BaseChain, Batch, Chain, Extension, Hook, Kind, Nft};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// Returns the base chains that iptables makes in a table, in its order.
+/// Returns the base chains that iptables makes in a table, in the same order.
 fn built_in(table: Table) -> &'static [(&'static str, BaseChain)] {
     const NAT: [(&str, BaseChain); 4] = [
         ("PREROUTING", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 }),
@@ -25,8 +25,8 @@ fn built_in(table: Table) -> &'static [(&'static str, BaseChain)] {
     }
 }
 
-/// Whether rules can be written over netlink: in a 64-bit program, on a kernel with the xtables
-/// match and target that plugins' rules need.
+/// Whether rules can be written over netlink: by a 64-bit program, on a kernel with the xtables
+/// match `comment` and, for the table nat, the target `MASQUERADE`.
 pub(super) fn is_possible(nft: &mut Nft, table: Table, family: Family) -> Result<bool> {
     // A 32-bit program cannot know the sizes of the structures in a 64-bit kernel.
     if cfg!(target_pointer_width = "32") {
@@ -38,10 +38,10 @@ pub(super) fn is_possible(nft: &mut Nft, table: Table, family: Family) -> Result
     Ok(has(xt::COMMENT, Extension::Match)? && (table != Table::Nat || has(masquerade, Extension::Target)?))
 }
 
-/// Returns the changes that make the edit's chains and rules, and, where they are missing, the
-/// table and the base chains as iptables makes them. `None` if `iptables-restore` has to do it: for
-/// rules in words that [`encode`] does not know, for a table that was made with `nft`, and in a
-/// 32-bit program.
+/// Returns the changes that create the edit's chains and rules and, if they are missing, the table
+/// and the base chains to which the rules are added. `None` if `iptables-restore` has to do that:
+/// in a 32-bit program, for words that [`encode`] does not know, and if a base chain is missing from
+/// a table that was made with `nft`.
 pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
     if cfg!(target_pointer_width = "32") {
         return Ok(None);
@@ -52,8 +52,8 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
     let nft_table = table.in_nf_tables(family);
     let mut existing_chains = None;
     for (name, base) in built_in(table) {
-        // A base chain that exists must not be in the transaction: the kernel would delay the
-        // closing of the socket for it.
+        // A base chain that exists must not be in the transaction: closing the socket would then
+        // wait for an RCU grace period.
         let is_used = edit.rules.iter().any(|added| added.chain == *name);
         if !is_used || nft.find_chain(nft_table, name)?.is_some() {
             continue;
@@ -67,6 +67,7 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
         if existing_chains.iter().any(is_foreign) {
             return Ok(None);
         }
+        // A table without chains may be missing. If the table exists, `ensure_table` has no effect.
         if existing_chains.is_empty() {
             batch.ensure_table(nft_table, None);
         }
