@@ -55,15 +55,14 @@ impl Chains<'_> {
     }
 
     /// Returns the chain's rules that jump to `target`. In a long chain this is much cheaper than
-    /// to search [`rules`](Chains::rules).
+    /// searching [`rules`](Chains::rules).
     pub fn rules_leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
         self.find_rules(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
     }
 
-    /// Returns the chain's rules, in order, for which `is_wanted` is true. Each such rule must
-    /// contain one of the `needles`, a text or an address in network byte order: rules without any
-    /// are not even decoded, which makes this cheap in a long chain. A rule that contains one may
-    /// still be unwanted.
+    /// Returns the chain's rules, in order, for which `is_wanted` is true. Every such rule must
+    /// contain one of the `needles`, each a text or an address in network byte order: over netlink,
+    /// rules without a needle are not decoded, which makes the search cheap in a long chain.
     pub fn find_rules(
         &mut self,
         name: &str,
@@ -75,7 +74,7 @@ impl Chains<'_> {
         {
             let has_needle = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
             let listed = match nft.rules_where(self.table.in_nf_tables(self.family), name, has_needle) {
-                // A kernel without nf_tables has no rules in it.
+                // A kernel without nf_tables has no rules of iptables-nft.
                 Err(error) if error.is_unsupported() => Vec::new(),
                 result => result?,
             };
@@ -85,9 +84,9 @@ impl Chains<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
 
-    /// Returns the chain's rules that contain one of these port numbers or the name of the chain
-    /// `target`, and perhaps others. Other rules are left out, so an index in the result is not a
-    /// position in the chain.
+    /// Returns, in order, at least those of the chain's rules that contain one of these port
+    /// numbers or the name of the chain `target`. The result can have gaps, so an index in it is
+    /// not a position in the chain.
     pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
@@ -98,19 +97,19 @@ impl Chains<'_> {
         let patterns: Vec<[u8; 2]> = ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
         let is_candidate = |rule: &[u8]| nft::occurs(rule, &patterns) || nft::mentions(rule, target);
         match nft.rules_at_once(self.table.in_nf_tables(self.family), name, is_candidate) {
-            // A kernel without nf_tables has no rules in it.
+            // A kernel without nf_tables has no rules of iptables-nft.
             Err(error) if error.is_unsupported() => Ok(Vec::new()),
             Err(error) => Err(error),
             Ok(listed) => Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect()),
         }
     }
 
-    /// Returns the chains that rules of the chain `name` jump to, whose names begin with `prefix`
-    /// and whose own rules mention this address; perhaps others too. With iptables-nft no rule is
-    /// decoded, and each of the chains costs one request.
+    /// Returns the names, beginning with `prefix`, of the chains that rules of the chain `name`
+    /// jump to and that have a rule with this address; perhaps some more. With iptables-nft no rule
+    /// is decoded, and each name with the prefix costs one request.
     ///
     /// # Errors
-    /// Also if other processes change rules all the time: the reading is repeated a few times only.
+    /// Also if other processes keep changing rules: the reading is repeated a few times only.
     pub fn list_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         match self.nft {
             Some(_) => self.list_nft_chains_for_address(name, prefix, address),
@@ -118,8 +117,8 @@ impl Chains<'_> {
         }
     }
 
-    /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, whose
-    /// table has been read.
+    /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, where
+    /// all chains have been read.
     fn list_legacy_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         let address = address.to_string();
         let targets: Vec<String> = self.rules(name)?.iter().filter_map(Rule::target).map(str::to_owned).collect();
@@ -146,7 +145,7 @@ impl Chains<'_> {
         };
         let table = self.table.in_nf_tables(self.family);
         let found = nft.with_few_retries(|nft| {
-            // The closure that selects rules collects names instead, and selects none.
+            // The closure, which `rules_at_once` calls to select rules, collects names instead.
             let targets = RefCell::new(BTreeSet::new());
             nft.rules_at_once(table, name, |rule| {
                 targets.borrow_mut().extend(names_with_prefix(rule, prefix));
@@ -161,19 +160,19 @@ impl Chains<'_> {
             Ok(found)
         });
         match found {
-            // A kernel without nf_tables has no chains in it.
+            // A kernel without nf_tables has no chains of iptables-nft.
             Err(error) if error.is_unsupported() => Ok(Vec::new()),
             found => found,
         }
     }
 
-    /// Returns the names of all chains that begin with `prefix`.
+    /// Returns all chain names that begin with `prefix`.
     pub fn chain_names(&mut self, prefix: &str) -> Result<Vec<String>> {
         let mut names: Vec<String> = match &mut self.nft {
             None => self.read_chains.keys().cloned().collect(),
             Some(nft) => match nft.chains(self.table.in_nf_tables(self.family)) {
                 Ok(chains) => chains.into_iter().map(|chain| chain.name).collect(),
-                // A kernel without nf_tables has no chains in it.
+                // A kernel without nf_tables has no chains of iptables-nft.
                 Err(error) if error.is_unsupported() => Vec::new(),
                 Err(error) => return Err(error),
             },
@@ -183,8 +182,8 @@ impl Chains<'_> {
     }
 }
 
-/// Returns every word of printable ASCII in these bytes that begins with `prefix`: the names of
-/// chains that a rule jumps to, and perhaps a part of its comment.
+/// Returns every word of printable ASCII in the bytes of a rule that begins with `prefix`: the name
+/// of the chain that the rule jumps to, and perhaps parts of the rule's comment.
 fn names_with_prefix(bytes: &[u8], prefix: &str) -> Vec<String> {
     let mut names = Vec::new();
     for start in 0..bytes.len() {

@@ -19,6 +19,7 @@ struct RuleWords {
     destination: Vec<String>,
     interfaces: Vec<String>,
     protocol: Option<String>,
+    /// `! -p P`. Not in `protocol`, which names the match of a port.
     negated_protocol: Vec<String>,
     matches: Vec<String>,
     target: Vec<String>,
@@ -26,7 +27,7 @@ struct RuleWords {
     whole: bool,
 }
 
-/// The part of a packet that the rule has loaded into a register of nf_tables, to compare it next.
+/// What the rule has loaded into a register of nf_tables for the next comparison.
 #[derive(Clone, Copy)]
 enum Loaded {
     Source,
@@ -40,8 +41,8 @@ enum Loaded {
     Unknown,
 }
 
-/// Returns a rule of nf_tables in the words of iptables. Parts that are not known are left out, and
-/// the rule is not [whole](Rule::is_whole) then.
+/// Returns a rule of nf_tables in the words of iptables. Unknown parts are left out, and a rule
+/// with an unknown part is not [whole](Rule::is_whole).
 pub(crate) fn rule_in_words(family: Family, listed: Listed) -> Rule {
     let Listed { handle, rule: nft::Rule { exprs, comment, .. }, raw } = listed;
     let mut words = RuleWords::read(family, &exprs);
@@ -52,9 +53,10 @@ pub(crate) fn rule_in_words(family: Family, listed: Listed) -> Rule {
     Rule { raw: Some(raw), ..words.into_rule(handle) }
 }
 
-/// Returns these expressions in the words of iptables, without those that are not known. Two
+/// Returns these expressions in the words of iptables; unknown expressions are left out. Two
 /// spellings of the same rule (a mask or a shorter load) give the same words.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
+    // The handle is not among the words, so it can be any.
     RuleWords::read(family, exprs).into_rule(0).words
 }
 
@@ -70,7 +72,7 @@ fn loaded_by_meta(key: MetaKey) -> Loaded {
 }
 
 /// Returns the header field that a `payload` expression loads: `len` bytes at `offset` of the IP or
-/// the transport header. Of an address any length is accepted, because a shorter load stands for a
+/// the transport header. An address can have any length, because a shorter load stands for a
 /// prefix.
 fn loaded_by_payload(family: Family, base: Base, offset: u32, len: u32) -> Loaded {
     match (base, family, offset, len) {
@@ -84,7 +86,7 @@ fn loaded_by_payload(family: Family, base: Base, offset: u32, len: u32) -> Loade
 }
 
 impl RuleWords {
-    /// Reads the expressions of one rule. Clears `whole` for each that has no words here.
+    /// Reads the expressions of one rule. An expression that has no words here clears `whole`.
     fn read(family: Family, exprs: &[Expr]) -> RuleWords {
         let mut words = RuleWords { whole: true, ..RuleWords::default() };
         let mut loaded = Loaded::Unknown;
@@ -113,7 +115,7 @@ impl RuleWords {
     }
 
     /// Adds the words of a comparison of `loaded`, masked with `mask` if there is one, with `data`.
-    /// A comparison that plugins do not write makes the rule not whole.
+    /// A comparison that plugins do not write clears `whole`.
     fn read_comparison(&mut self, family: Family, loaded: Loaded, mask: Option<&[u8]>, op: CmpOp, data: &[u8]) {
         let is_negated = match op {
             CmpOp::EQ => false,
@@ -162,13 +164,14 @@ impl RuleWords {
         }
     }
 
-    /// Adds words to the matches.
+    /// Adds these words to the matches.
     fn push(&mut self, words: &[&str]) {
         self.matches.extend(words.iter().map(|word| (*word).to_owned()));
     }
 
-    /// Adds a match of one port, given as the two bytes of the packet that are compared. iptables
-    /// names it after the protocol that an earlier expression has compared: `-m tcp --dport 80`.
+    /// Adds a match of one port. `data` is the port in network byte order; another length than two
+    /// bytes clears `whole`. iptables names the match after the protocol that an earlier expression
+    /// compares: `-m tcp --dport 80`.
     fn push_port(&mut self, option: &str, data: &[u8]) {
         let Ok(bytes) = <[u8; 2]>::try_from(data) else {
             self.whole = false;
@@ -183,8 +186,8 @@ impl RuleWords {
         self.push(&["-m", "mark", "--mark", &fields::masked(value, mask)]);
     }
 
-    /// Adds the words of a match of xtables, whose structure is `info`. A match of another name or
-    /// revision, or with an option that plugins do not write, makes the rule not whole.
+    /// Adds the words of a match of xtables, whose structure is `info`. A name, revision or option
+    /// that plugins do not write clears `whole`.
     fn read_match(&mut self, name: &str, revision: u32, info: &[u8]) {
         match (name, revision) {
             ("comment", _) => {
@@ -220,8 +223,8 @@ impl RuleWords {
         self.target.extend(["-j".to_owned(), target.to_owned()]);
     }
 
-    /// Adds the words of a target of xtables, whose structure is `info`. The name is always added,
-    /// the options if they are known.
+    /// Adds the words of a target of xtables, whose structure is `info`: always the name, and the
+    /// options if they are known. An unknown name or option clears `whole`.
     fn read_target(&mut self, family: Family, name: &str, revision: u32, info: &[u8]) {
         self.jump(name);
         match name {
@@ -240,7 +243,8 @@ impl RuleWords {
         }
     }
 
-    /// Adds the words of a verdict of nf_tables: a jump to a chain, or the end of the search.
+    /// Adds the words of a verdict of nf_tables. A verdict without words in iptables clears
+    /// `whole`.
     fn read_verdict(&mut self, verdict: &Verdict) {
         match verdict {
             Verdict::Accept => self.jump("ACCEPT"),
@@ -252,7 +256,8 @@ impl RuleWords {
         }
     }
 
-    /// Joins the parts in the order in which iptables prints them.
+    /// Returns the rule with this handle. Its words are in the order in which iptables prints them;
+    /// its `raw` is `None`.
     fn into_rule(self, handle: u64) -> Rule {
         let mut words = [self.source, self.destination, self.interfaces].concat();
         words.extend(self.protocol.into_iter().flat_map(|name| ["-p".to_owned(), name]));

@@ -10,7 +10,10 @@ use std::collections::BTreeSet;
 use std::mem::offset_of;
 use std::net::IpAddr;
 
-use super::fields::{DESTINATION_PORTS, LOCAL, MAP_IPS, PROTO_SPECIFIED, STATE, STATES, protocol_number};
+use super::fields::{
+    CONNTRACK_STATE, CONNTRACK_STATES, LOCAL_ROUTE_TYPE, MAP_IPS, PROTO_SPECIFIED, SCTP_DESTINATION_PORTS,
+    protocol_number,
+};
 use super::xt::{self, Addrtype, Conntrack, Extension, Mark, Multiport, NatV4, Range2, SetMark, Tcp};
 use crate::nft::expr::{self, CmpOp, Expr, MetaKey, Reg, Verdict};
 use cni_linux::route::Family;
@@ -24,8 +27,8 @@ pub(super) struct Encoded {
     pub(super) protocol: u8,
 }
 
-/// Encodes the rule of these words. `None` if one of them is not among those that plugins write
-/// themselves; `iptables-restore` has to write the rule then.
+/// Encodes the rule with these words. `None` if plugins do not write one of the words themselves:
+/// then `iptables-restore` has to write the rule.
 pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
     let mut encoder =
         Encoder { family, comparisons: Vec::new(), matches: Vec::new(), protocol: 0, options: BTreeSet::new() };
@@ -35,7 +38,7 @@ pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
         match word {
             "-j" | "-g" => {
                 target = encoder.target(word, &mut words)?;
-                // Plugins write no words after the target's options.
+                // Plugins write no words after the target and its options.
                 if words.next().is_some() {
                     return None;
                 }
@@ -52,18 +55,19 @@ pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
 /// The expressions of a rule while its words are read.
 struct Encoder {
     family: Family,
-    /// Comparisons of addresses, interfaces and the protocol, which stand before the matches.
+    /// Comparisons of addresses, interfaces and the protocol. They precede the matches in the rule.
     comparisons: Vec<Expr>,
     matches: Vec<Expr>,
     protocol: u8,
-    /// The options that have been read.
+    /// The options that have been read, except `-m`.
     options: BTreeSet<String>,
 }
 
 impl Encoder {
-    /// Reads an option and its values from `words`. `None` if plugins do not write it.
+    /// Adds the expressions of `option`, whose values are the next `words`. `op` is `NE` for a
+    /// negated option. `None` if plugins do not write this option and value.
     fn option<'w>(&mut self, option: &str, words: &mut impl Iterator<Item = &'w str>, op: CmpOp) -> Option<()> {
-        // iptables refuses an option that is given twice, except `-m`.
+        // iptables refuses a repeated option other than `-m`, and prints why.
         if option != "-m" && !self.options.insert(option.to_owned()) {
             return None;
         }
@@ -74,7 +78,7 @@ impl Encoder {
             "-o" => self.comparisons.extend(compare_interface(MetaKey::OIFNAME, words.next()?, op)?),
             "-p" if op == CmpOp::EQ => {
                 let protocol = protocol_number(words.next()?)?;
-                // `-p 0` means any protocol.
+                // `-p 0` means any protocol, so a comparison with 0 would be wrong.
                 if protocol == 0 {
                     return None;
                 }
@@ -92,7 +96,8 @@ impl Encoder {
     }
 
     /// Reads the target after `option`, which is `-j` or `-g`, and returns its expressions: a
-    /// verdict, or a target of xtables. A name that is not a known target is that of a chain.
+    /// verdict, or a target of xtables. An unknown target is taken for the name of a chain. `None`
+    /// if plugins do not write the target's options.
     fn target<'w>(&self, option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<Vec<Expr>> {
         let target = words.next()?;
         if option == "-g" {
@@ -103,7 +108,7 @@ impl Encoder {
             "DROP" => return Some(vec![Expr::Verdict(Verdict::Drop)]),
             "RETURN" => return Some(vec![Expr::Verdict(Verdict::Return)]),
             "MASQUERADE" if self.family == Family::V4 => {
-                // The kernel wants exactly one NAT range, here without addresses and ports.
+                // The kernel requires exactly one NAT range; this one has no addresses or ports.
                 let mut info = Info::new(xt::MASQUERADE_V4);
                 info.put(offset_of!(NatV4, count), &1_u32.to_ne_bytes());
                 info.into_parts()
@@ -134,19 +139,20 @@ fn value_after<'w>(option: &str, words: &mut impl Iterator<Item = &'w str>) -> O
     if words.next()? == option { words.next() } else { None }
 }
 
-/// The structure of an xtables match or target while it is filled. It begins with zeros.
+/// The structure of an xtables match or target while its fields are written.
 struct Info {
     extension: Extension,
     bytes: Vec<u8>,
 }
 
 impl Info {
-    /// Returns the empty structure of this match or target.
+    /// Returns the structure of this match or target, filled with zeros.
     fn new(extension: Extension) -> Info {
         Info { extension, bytes: vec![0; extension.size.next_multiple_of(xt::ALIGN)] }
     }
 
-    /// Writes a field of the structure. Every `offset` is that of a field, so it fits.
+    /// Writes the field at `offset`. Callers pass the offset and the size of a field, so that the
+    /// bytes are inside the structure; other bytes would be ignored.
     fn put(&mut self, offset: usize, bytes: &[u8]) {
         if let Some(field) = self.bytes.get_mut(offset..offset + bytes.len()) {
             field.copy_from_slice(bytes);
@@ -160,19 +166,19 @@ impl Info {
 }
 
 /// Encodes the xtables match of this name with the one option and value that follow in `words`.
-/// `None` if plugins do not write it.
+/// `None` if plugins do not write this match, option or value.
 fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<(Extension, Vec<u8>)> {
     let (option, value) = (words.next()?, words.next()?);
     let mut info;
     match (name, option) {
-        // iptables cuts a longer comment, so it has to write it. The last byte is the NUL.
+        // A longer comment is left to iptables, which cuts it. The last byte has to be NUL.
         ("comment", "--comment") if value.len() < xt::COMMENT.size && !value.contains('\0') => {
             info = Info::new(xt::COMMENT);
             info.put(0, value.as_bytes());
         }
         ("multiport", "--dports") => {
             let ports: Vec<u16> = value.split(',').map(decimal).collect::<Option<_>>()?;
-            if ports.len() > xt::PORTS {
+            if ports.len() > xt::PORTS_MAX {
                 return None;
             }
             let count = u8::try_from(ports.len()).ok()?;
@@ -184,7 +190,7 @@ fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Op
         }
         ("addrtype", "--dst-type") if value == "LOCAL" => {
             info = Info::new(xt::ADDRTYPE);
-            info.put(offset_of!(Addrtype, destination), &LOCAL.to_ne_bytes());
+            info.put(offset_of!(Addrtype, destination), &LOCAL_ROUTE_TYPE.to_ne_bytes());
         }
         ("mark", "--mark") => {
             let (value, mask) = value_and_mask(value)?;
@@ -195,36 +201,37 @@ fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Op
         ("conntrack", "--ctstate") => {
             let mut states = 0;
             for name in value.split(',') {
-                let (bit, _) = STATES.iter().find(|(_, known)| *known == name)?;
+                let (bit, _) = CONNTRACK_STATES.iter().find(|(_, known)| *known == name)?;
                 states |= bit;
             }
             info = Info::new(xt::CONNTRACK);
-            info.put(offset_of!(Conntrack, matched), &STATE.to_ne_bytes());
+            info.put(offset_of!(Conntrack, matched), &CONNTRACK_STATE.to_ne_bytes());
             info.put(offset_of!(Conntrack, states), &states.to_ne_bytes());
         }
-        // Ports are ranges, from the first to the last; the structure of udp begins as that of tcp.
+        // Each port is a range: the first and the last port. The structure of udp begins like the
+        // structure of tcp.
         ("tcp" | "udp", "--dport") => {
             let port: u16 = decimal(value)?;
             info = Info::new(if name == "tcp" { xt::TCP } else { xt::UDP });
             info.put(offset_of!(Tcp, source_ports), &[0, u16::MAX].map(u16::to_ne_bytes).concat());
-            info.put(offset_of!(Tcp, ports), &[port, port].map(u16::to_ne_bytes).concat());
+            info.put(offset_of!(Tcp, destination_ports), &[port, port].map(u16::to_ne_bytes).concat());
         }
         ("sctp", "--dport") => {
             let port: u16 = decimal(value)?;
             info = Info::new(xt::SCTP);
-            info.put(offset_of!(xt::Sctp, ports), &[port, port].map(u16::to_ne_bytes).concat());
-            // The four entries for flags of chunk types are unused: type 255. iptables fills them
-            // so, and compares them when it looks for a rule to delete.
+            info.put(offset_of!(xt::Sctp, destination_ports), &[port, port].map(u16::to_ne_bytes).concat());
+            // Chunk type 255 marks each of the four entries as unused, as iptables writes them:
+            // iptables compares the entries when it looks for a rule to delete.
             let unused_chunk_flags = [[u8::MAX, 0, 0]; 4].concat();
             info.put(offset_of!(xt::Sctp, chunk_flags), &unused_chunk_flags);
-            info.put(offset_of!(xt::Sctp, matched), &DESTINATION_PORTS.to_ne_bytes());
+            info.put(offset_of!(xt::Sctp, matched), &SCTP_DESTINATION_PORTS.to_ne_bytes());
         }
         _ => return None,
     }
     Some(info.into_parts())
 }
 
-/// Encodes the target DNAT to one address, and to one port if there is one.
+/// Encodes the target DNAT to `address`, and to `port` if there is one.
 fn dnat(address: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
     let octets = match address {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -241,7 +248,7 @@ fn dnat(address: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
     info.into_parts()
 }
 
-/// Reads `10.0.0.2:80`, `[fd00::2]:80`, or an address without a port.
+/// Reads `10.0.0.2:80`, `[fd00::2]:80`, or an address without a port. `None` for any other text.
 fn socket_address(text: &str) -> Option<(IpAddr, Option<u16>)> {
     if let Ok(address) = text.parse() {
         return Some((address, None));
@@ -250,15 +257,15 @@ fn socket_address(text: &str) -> Option<(IpAddr, Option<u16>)> {
     Some((socket.ip(), Some(socket.port())))
 }
 
-/// Reads a number in decimal digits. `None` for one that begins with 0, which is octal for
-/// iptables.
+/// Reads a number in decimal digits. `None` for a number with a leading 0, which iptables reads as
+/// octal.
 fn decimal<T: std::str::FromStr>(text: &str) -> Option<T> {
     let is_plain = text == "0" || (!text.starts_with('0') && text.bytes().all(|byte| byte.is_ascii_digit()));
     if is_plain { text.parse().ok() } else { None }
 }
 
-/// Reads a packet mark with its mask, `0x2000/0x3000` or decimal. Without a mask all bits are
-/// compared.
+/// Reads the value and the mask of a packet mark, `0x2000/0x3000` or decimal. Without a mask in the
+/// text, all bits of the mask are set.
 fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     let number = |text: &str| match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
@@ -270,9 +277,9 @@ fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     }
 }
 
-/// Compares an address with `cidr`. `load` returns the expressions for a whole address; a prefix
-/// gets a mask. `None` if `cidr` is invalid or of the other family.
-fn compare_address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
+/// Returns the comparison of an address with `cidr`: that of a whole address, which `compare_whole`
+/// returns, and a mask for a prefix. `None` if `cidr` is invalid or of the other family.
+fn compare_address(family: Family, cidr: &str, compare_whole: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
     let (address, prefix) = match cidr.split_once('/') {
         Some((address, prefix)) => (address, Some(decimal::<u32>(prefix)?)),
         None => (cidr, None),
@@ -283,7 +290,7 @@ fn compare_address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op
     if address.is_ipv4() != (family == Family::V4) || prefix > bits {
         return None;
     }
-    let mut exprs = load(address);
+    let mut exprs = compare_whole(address);
     if prefix < bits {
         let mask = match family {
             Family::V4 => u32::MAX.checked_shl(32 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
@@ -300,8 +307,9 @@ fn compare_address(family: Family, cidr: &str, load: fn(IpAddr) -> Vec<Expr>, op
     Some(exprs)
 }
 
-/// Compares an interface name. `eth+` means all names that begin with `eth`: the NUL at the end is
-/// not compared then. `None` if the name is empty or too long.
+/// Returns the comparison with an interface name. `eth+` means all names that begin with `eth`: the
+/// comparison then leaves out the NUL at the end. `None` for `+` alone and for a name that is too
+/// long.
 fn compare_interface(key: MetaKey, name: &str, op: CmpOp) -> Option<Vec<Expr>> {
     let data = match name.strip_suffix('+') {
         Some(beginning) => beginning.as_bytes().to_vec(),

@@ -10,13 +10,14 @@ use super::xt::{self, Addrtype, Conntrack, Mark, Multiport, NatV4, Range, Sctp, 
 use cni_linux::route::Family;
 
 /// RTN_LOCAL as a bit of the sets of route types in an addrtype match.
-pub(super) const LOCAL: u16 = 1 << libc::RTN_LOCAL;
+pub(super) const LOCAL_ROUTE_TYPE: u16 = 1 << libc::RTN_LOCAL;
 /// The flag of an sctp match that compares the destination port.
-pub(super) const DESTINATION_PORTS: u32 = 2;
+pub(super) const SCTP_DESTINATION_PORTS: u32 = 2;
 /// The flag of a conntrack match that compares the state.
-pub(super) const STATE: u16 = 1;
-/// The bits of the states of connections, in the order in which iptables prints them.
-pub(super) const STATES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
+pub(super) const CONNTRACK_STATE: u16 = 1;
+/// The known states of connections, each as its bit and its name, in the order in which iptables
+/// prints them.
+pub(super) const CONNTRACK_STATES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
 /// The flag of a NAT range that has addresses.
 pub(super) const MAP_IPS: u32 = 1;
 /// The flag of a NAT range that has ports.
@@ -52,9 +53,10 @@ pub(super) fn masked(value: u32, mask: u32) -> String {
     if mask == u32::MAX { format!("{value:#x}") } else { format!("{value:#x}/{mask:#x}") }
 }
 
-/// Returns the prefix (`10.1.0.0/16`) that a comparison of an address with `data` stands for. Its
-/// length is that of `mask`, or, without a mask, that of `data`: nf_tables can compare the first
-/// bytes of an address alone. `None` for a mask with holes.
+/// Returns the prefix (`10.1.0.0/16`) that a comparison of an address with `data` stands for.
+/// Without a mask, the prefix is as long as `data`: nf_tables can compare only the first bytes of
+/// an address. `None` for a mask with holes or of another length than `data`, and for `data` that
+/// is empty or longer than an address.
 pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
     let address_len = if family == Family::V4 { 4 } else { 16 };
     if data.is_empty() || data.len() > address_len {
@@ -78,7 +80,7 @@ pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option
     Some(format!("{}/{prefix_len}", ip_address(&bytes)?))
 }
 
-/// Reads an address of 4 or 16 bytes.
+/// Reads an address of 4 or 16 bytes. `None` for any other length.
 fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
     match bytes.len() {
         4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
@@ -87,16 +89,16 @@ fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Returns the interface name that a comparison with `data` stands for. If the NUL at the end of
-/// the name is not compared too, every name that begins so matches, which iptables prints as
-/// `eth+`.
+/// Returns the interface name that a comparison with `data` stands for. Without a NUL at its end,
+/// `data` is the beginning of all names that match, which iptables prints as `eth+`.
 pub(super) fn interface(data: &[u8]) -> String {
     let end = data.iter().position(|byte| *byte == 0);
     let name = String::from_utf8_lossy(&data[..end.unwrap_or(data.len())]).into_owned();
     if end.is_some() { name } else { name + "+" }
 }
 
-/// Returns the protocol as iptables prints it: a name, or the number if CNI plugins do not use it.
+/// Returns a protocol as iptables prints it: by name, or by number if CNI plugins do not use the
+/// protocol.
 pub(super) fn protocol_name(number: u8) -> String {
     match i32::from(number) {
         libc::IPPROTO_TCP => "tcp".into(),
@@ -108,13 +110,14 @@ pub(super) fn protocol_name(number: u8) -> String {
     }
 }
 
-/// Returns the number of a protocol that [`protocol_name`] prints so; `None` for any other name.
+/// Returns the number of the protocol that [`protocol_name`] prints as `name`, a number included.
+/// `None` for any other name.
 pub(super) fn protocol_number(name: &str) -> Option<u8> {
     name.parse().ok().or_else(|| (1..=u8::MAX).find(|number| protocol_name(*number) == name))
 }
 
-/// Reads a multiport match: its option and the ports, `("--dports", "80,8000:8010")`. `None` if it
-/// is negated.
+/// Reads a multiport match: its option and the ports, `("--dports", "80,8000:8010")`. `None` if the
+/// match is negated, or if its kind or number of ports is invalid.
 pub(super) fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
     const RANGE_FLAGS: usize = offset_of!(Multiport, begins_range);
     let option = match info.get(offset_of!(Multiport, kind))? {
@@ -123,15 +126,15 @@ pub(super) fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
         2 => "--ports",
         _ => return None,
     };
-    let count = usize::from(*info.get(offset_of!(Multiport, count))?);
-    let range_flags = info.get(RANGE_FLAGS..RANGE_FLAGS + xt::PORTS)?;
-    if count > xt::PORTS || *info.get(offset_of!(Multiport, invert))? != 0 {
+    let port_count = usize::from(*info.get(offset_of!(Multiport, count))?);
+    let range_flags = info.get(RANGE_FLAGS..RANGE_FLAGS + xt::PORTS_MAX)?;
+    if port_count > xt::PORTS_MAX || *info.get(offset_of!(Multiport, invert))? != 0 {
         return None;
     }
     let mut text = String::new();
-    for (index, begins_range) in range_flags.iter().enumerate().take(count) {
+    for (index, begins_range) in range_flags.iter().enumerate().take(port_count) {
         text += &u16_at(info, offset_of!(Multiport, ports) + 2 * index)?.to_string();
-        if index + 1 < count {
+        if index + 1 < port_count {
             text.push(if *begins_range == 0 { ',' } else { ':' });
         }
     }
@@ -141,11 +144,11 @@ pub(super) fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
 /// Whether an addrtype match is exactly `--dst-type LOCAL`.
 pub(super) fn is_local_destination(info: &[u8]) -> bool {
     u16_at(info, offset_of!(Addrtype, source)) == Some(0)
-        && u16_at(info, offset_of!(Addrtype, destination)) == Some(LOCAL)
+        && u16_at(info, offset_of!(Addrtype, destination)) == Some(LOCAL_ROUTE_TYPE)
         && u32_at(info, offset_of!(Addrtype, flags)) == Some(0)
 }
 
-/// Reads a mark match: value and mask. `None` if it is negated.
+/// Reads a mark match: value and mask. `None` if the match is negated.
 pub(super) fn mark(info: &[u8]) -> Option<(u32, u32)> {
     if *info.get(offset_of!(Mark, invert))? != 0 {
         return None;
@@ -153,47 +156,50 @@ pub(super) fn mark(info: &[u8]) -> Option<(u32, u32)> {
     Some((u32_at(info, offset_of!(Mark, value))?, u32_at(info, offset_of!(Mark, mask))?))
 }
 
-/// Reads the states of a conntrack match, `RELATED,ESTABLISHED`. `None` if it compares anything
-/// else, is negated, or has other states than [`STATES`].
+/// Reads the states of a conntrack match, `RELATED,ESTABLISHED`. `None` if the match compares
+/// anything else, is negated, or has a state that is not in [`CONNTRACK_STATES`].
 pub(super) fn conntrack_states(info: &[u8]) -> Option<String> {
     let matched = u16_at(info, offset_of!(Conntrack, matched))?;
     let inverted = u16_at(info, offset_of!(Conntrack, inverted))?;
     let states = u16_at(info, offset_of!(Conntrack, states))?;
-    let known = STATES.iter().fold(0, |all, (bit, _)| all | bit);
-    if matched != STATE || inverted != 0 || states & !known != 0 {
+    let known_states = CONNTRACK_STATES.iter().fold(0, |all, (bit, _)| all | bit);
+    if matched != CONNTRACK_STATE || inverted != 0 || states & !known_states != 0 {
         return None;
     }
-    let names: Vec<&str> = STATES.iter().filter(|(bit, _)| states & bit != 0).map(|(_, name)| *name).collect();
+    let names: Vec<&str> =
+        CONNTRACK_STATES.iter().filter(|(bit, _)| states & bit != 0).map(|(_, name)| *name).collect();
     Some(names.join(","))
 }
 
-/// Reads the destination port of a match of `tcp`, `udp` or `sctp`. `None` if it is a range, if the
-/// match is negated, or if it compares anything else.
+/// Reads the destination port of a match of `tcp`, `udp` or `sctp`. `None` for a range of ports,
+/// and for a match that is negated or compares anything else.
 pub(super) fn destination_port(protocol: &str, info: &[u8]) -> Option<u16> {
     let (first, last) = if protocol == "sctp" {
-        if u32_at(info, offset_of!(Sctp, matched))? != DESTINATION_PORTS || u32_at(info, offset_of!(Sctp, invert))? != 0
+        if u32_at(info, offset_of!(Sctp, matched))? != SCTP_DESTINATION_PORTS
+            || u32_at(info, offset_of!(Sctp, invert))? != 0
         {
             return None;
         }
-        port_range_at(info, offset_of!(Sctp, ports))?
+        port_range_at(info, offset_of!(Sctp, destination_ports))?
     } else {
-        // The structures of tcp and udp have the ports at the same offsets, and other options after
-        // them.
-        let options = if protocol == "tcp" {
+        // The structures of tcp and udp have the ports at the same offsets. The bytes after the
+        // ports are 0 if the match compares nothing else and is not negated.
+        let other_options = if protocol == "tcp" {
             info.get(offset_of!(Tcp, option)..=offset_of!(Tcp, invert))?
         } else {
             info.get(offset_of!(Udp, invert)..=offset_of!(Udp, invert))?
         };
         let source_ports = port_range_at(info, offset_of!(Tcp, source_ports))?;
-        if source_ports != (0, u16::MAX) || options.iter().any(|byte| *byte != 0) {
+        if source_ports != (0, u16::MAX) || other_options.iter().any(|byte| *byte != 0) {
             return None;
         }
-        port_range_at(info, offset_of!(Tcp, ports))?
+        port_range_at(info, offset_of!(Tcp, destination_ports))?
     };
     if first == last { Some(first) } else { None }
 }
 
-/// Whether a MASQUERADE target has ports or flags. Too short a structure has none.
+/// Whether a MASQUERADE target has options: ports, or `--random` for example. False for a structure
+/// that is too short.
 pub(super) fn has_masquerade_options(family: Family, info: &[u8]) -> bool {
     let offset = if family == Family::V4 { offset_of!(NatV4, flags) } else { offset_of!(Range, flags) };
     u32_at(info, offset).is_some_and(|flags| flags != 0)
@@ -204,12 +210,12 @@ pub(super) fn set_mark(info: &[u8]) -> Option<(u32, u32)> {
     Some((u32_at(info, offset_of!(SetMark, value))?, u32_at(info, offset_of!(SetMark, mask))?))
 }
 
-/// Reads the destination of a DNAT target: `10.0.0.2`, `10.0.0.2:80`, `[fd00::2]:80`. `None` if it
-/// has several addresses or ports, or another option. Revision 0 in IPv4 has a structure of its
-/// own.
+/// Reads the destination of a DNAT target: `10.0.0.2`, `10.0.0.2:80`, `[fd00::2]:80`. `None` if the
+/// target has no address, several addresses or ports, or another option.
 pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Option<String> {
     let address_len = if family == Family::V4 { 4 } else { 16 };
-    let (flags_at, first_at, last_at, ports_at) = if revision == 0 && family == Family::V4 {
+    // Only revision 0 in IPv4 has the structure `NatV4`; the others are, or begin with, a `Range`.
+    let (flags_at, first_at, last_at, first_port_at) = if revision == 0 && family == Family::V4 {
         if u32_at(info, offset_of!(NatV4, count))? != 1 {
             return None;
         }
@@ -220,7 +226,7 @@ pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Op
     let flags = u32_at(info, flags_at)?;
     let first_address = info.get(first_at..first_at + address_len)?;
     let last_address = info.get(last_at..last_at + address_len)?;
-    let (first_port, last_port) = (be16_at(info, ports_at)?, be16_at(info, ports_at + 2)?);
+    let (first_port, last_port) = (be16_at(info, first_port_at)?, be16_at(info, first_port_at + 2)?);
     let has_other_flags = flags & !(MAP_IPS | PROTO_SPECIFIED) != 0;
     if has_other_flags || flags & MAP_IPS == 0 || first_address != last_address {
         return None;

@@ -1,8 +1,8 @@
 //! A rule as the words that `iptables -S` prints after `-A CHAIN`, and how such words are quoted.
 //!
 //! Rules read over netlink and rules printed by a program have the same form here. Of a rule read
-//! over netlink only the parts that plugins write are put into words; if it has others,
-//! [`Rule::is_whole`] is false, but its target and its comment are always among the words.
+//! over netlink only the parts that plugins write are put into words. If the rule has other parts,
+//! [`Rule::is_whole`] is false, but the target and the comment are always among the words.
 
 use crate::nft::Raw;
 
@@ -76,8 +76,8 @@ pub fn split(line: &str) -> Vec<String> {
     words
 }
 
-/// Quotes a word so that `iptables-restore` reads it as one word. `None` if it has control
-/// characters, or is too long for the program's line of 10,240 bytes.
+/// Quotes a word so that `iptables-restore` reads it as one word. `None` if the word has control
+/// characters, or more than 1024 bytes, which the program does not read as one word.
 pub fn quote(word: &str) -> Option<String> {
     const WORD_MAX: usize = 1024;
     if word.len() > WORD_MAX || word.chars().any(char::is_control) {

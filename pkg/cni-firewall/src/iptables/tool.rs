@@ -52,13 +52,13 @@ pub(crate) struct Runner<'m> {
 }
 
 /// The folder of the lock's file.
-const LOCKS: &str = "/run/cni";
+const LOCK_FOLDER: &str = "/run/cni";
 
 /// The folders in which programs are searched, and the folder of the lock's file.
 #[derive(Clone, Debug)]
 pub struct Folders {
     programs: Vec<PathBuf>,
-    locks: PathBuf,
+    lock_folder: PathBuf,
 }
 
 impl Folders {
@@ -70,7 +70,7 @@ impl Folders {
 
     /// Searches programs in these folders only. The lock's file is in /run/cni.
     pub fn only(folders: impl IntoIterator<Item = PathBuf>) -> Folders {
-        Folders { programs: folders.into_iter().collect(), locks: LOCKS.into() }
+        Folders { programs: folders.into_iter().collect(), lock_folder: LOCK_FOLDER.into() }
     }
 
     /// Puts the lock's file into another folder. Only processes with the same folder exclude each
@@ -78,12 +78,12 @@ impl Folders {
     #[cfg(test)]
     #[must_use]
     pub(crate) fn with_locks(self, folder: impl Into<PathBuf>) -> Folders {
-        Folders { locks: folder.into(), ..self }
+        Folders { lock_folder: folder.into(), ..self }
     }
 
     /// Returns the folder of the lock's file.
     pub(crate) fn locks(&self) -> &Path {
-        &self.locks
+        &self.lock_folder
     }
 
     /// Returns the path of the program with this name; `None` if it is not installed.
@@ -99,7 +99,7 @@ pub(crate) struct Tool {
     pub(crate) variant: Variant,
 }
 
-/// Returns the first part of the programs' names.
+/// Returns the first part of the names of a family's programs.
 pub(super) fn program_prefix(family: Family) -> &'static str {
     match family {
         Family::V4 => "iptables",
@@ -124,8 +124,8 @@ pub(crate) fn chosen_program(folders: &Folders, runner: Runner<'_>, family: Fami
     Ok(None)
 }
 
-/// Returns the program of one variant: the one with the variant in its name, else the one without,
-/// if it is of this variant. `None` if neither is installed.
+/// Returns the program of one variant: the program with the variant in its name, else the program
+/// without, if that is of this variant. `None` if neither is installed.
 pub(crate) fn find_program(
     folders: &Folders,
     runner: Runner<'_>,
@@ -149,9 +149,9 @@ fn program_name(family: Family, variant: Variant, kind: ProgramKind) -> String {
     format!("{}-{variant}-{}", program_prefix(family), kind.suffix())
 }
 
-/// Returns the variant of a program, by the name of the file that its path links to,
-/// `xtables-nft-multi` or `xtables-legacy-multi`. A file with another name (a distribution's, or a
-/// script) is run with `--version`; fails if that fails.
+/// Returns the variant of a program, which the name of the file that its path links to usually
+/// contains: `xtables-nft-multi` or `xtables-legacy-multi`. A program with another name, for
+/// example a script, is run with `--version`; fails if that fails.
 fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -166,8 +166,8 @@ fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
     Ok(if String::from_utf8_lossy(&version).contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
 }
 
-/// Runs a restore program with `text` as its input. It makes all changes of the text or, if it
-/// fails, none.
+/// Runs a restore program with `text` as its input. The program makes all changes of the text or,
+/// if it fails, none.
 pub(crate) fn restore(runner: Runner<'_>, tool: &Tool, text: &str) -> Result<()> {
     run(runner, &tool.program, &["--noflush", "-w", XTABLES_WAIT], text.as_bytes()).map(drop)
 }
@@ -182,7 +182,8 @@ pub(crate) fn save(runner: Runner<'_>, tool: &Tool, table: Table) -> Result<Stri
 fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Result<Vec<u8>> {
     let command = CommandContext { program, args };
     let args = args.iter().map(OsString::from).collect();
-    // SIGTERM does not end it: it is short, and rollbacks run programs after a SIGTERM too.
+    // SIGTERM does not end the program: its run is short, and rollbacks after a SIGTERM need it
+    // too.
     let on_sigterm = OnSigterm::Finish;
     let child = Child { program: program.to_owned(), args, env: None, stdin, timeout: LIMIT, on_sigterm };
     let output = runner.machine.run(&child).map_err(|error| {

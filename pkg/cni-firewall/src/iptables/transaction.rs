@@ -40,7 +40,7 @@ pub(super) fn is_possible(nft: &mut Nft, table: Table, family: Family) -> Result
 
 /// Returns the changes that create the edit's chains and rules and, if they are missing, the table
 /// and the base chains to which the rules are added. `None` if `iptables-restore` has to do that:
-/// in a 32-bit program, for words that [`encode`] does not know, and if a base chain is missing from
+/// in a 32-bit program, for words that [`encode`] does not know, and if a base chain is missing in
 /// a table that was made with `nft`.
 pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
     if cfg!(target_pointer_width = "32") {

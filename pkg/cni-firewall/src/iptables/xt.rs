@@ -1,8 +1,8 @@
 //! Declares the structures of the xtables matches and targets that plugins write, for reading and
 //! writing.
 //!
-//! Their fields are bytes and numbers of fixed size, so each field has the same offset on every
-//! processor. Only the padding after the last field differs ([`ALIGN`]).
+//! The structures consist of bytes and numbers of fixed size, so each field has the same offset on
+//! every processor. Only the padding after the last field differs ([`ALIGN`]).
 
 use std::mem::size_of;
 
@@ -19,10 +19,11 @@ const fn extension<T>(name: &'static str, revision: u32) -> Extension {
     Extension { name, revision, size: size_of::<T>() }
 }
 
-/// The kernel and iptables round sizes up to this, except for 32-bit x86.
+/// The kernel and iptables round the size of a structure up to a multiple of this, except on 32-bit
+/// x86.
 pub(super) const ALIGN: usize = 8;
 /// The most ports of a multiport match.
-pub(super) const PORTS: usize = 15;
+pub(super) const PORTS_MAX: usize = 15;
 
 /// The `kind` of a [`Multiport`] match of destination ports.
 pub(super) const MULTIPORT_DESTINATION: u8 = 1;
@@ -61,9 +62,9 @@ structures! {
         /// The ports that are compared: 0 source, 1 destination, 2 either.
         kind: u8,
         count: u8,
-        ports: [u16; PORTS],
+        ports: [u16; PORTS_MAX],
         /// By port: 1 if the next port is the end of a range that begins here.
-        begins_range: [u8; PORTS],
+        begins_range: [u8; PORTS_MAX],
         invert: u8,
     }
     /// `struct xt_addrtype_info_v1`: sets of bits by route type.
@@ -83,12 +84,12 @@ structures! {
         last_ports: [u16; 4],
     }
     /// `struct xt_tcp`; ports are the first and the last of a range.
-    Tcp = 12 { source_ports: [u16; 2], ports: [u16; 2], option: u8, flag_mask: u8, flags: u8, invert: u8 }
+    Tcp = 12 { source_ports: [u16; 2], destination_ports: [u16; 2], option: u8, flag_mask: u8, flags: u8, invert: u8 }
     /// `struct xt_udp`
-    Udp = 10 { source_ports: [u16; 2], ports: [u16; 2], invert: u8 }
+    Udp = 10 { source_ports: [u16; 2], destination_ports: [u16; 2], invert: u8 }
     /// `struct xt_sctp_info`
     Sctp = 292 {
-        ports: [u16; 2],
+        destination_ports: [u16; 2],
         source_ports: [u16; 2],
         chunks: [u32; 64],
         chunk_match: u32,
