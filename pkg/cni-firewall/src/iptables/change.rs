@@ -38,10 +38,11 @@ struct FailedEdit {
 
 impl Iptables<'_> {
     /// Plans the edits of all `families`, then applies them in order. If an edit cannot be applied,
-    /// usually because another process changed the table in between, this and the remaining
-    /// families are planned again. Fails after [`ATTEMPTS`] attempts, on a deadline or SIGTERM, and
-    /// if an attempt would only repeat the failed edit. Ends with success if `plan` returns `None`.
-    /// Sets `changed` to the number of families, from the first, that may have been changed.
+    /// usually because another process changed the table in between, the families that are not
+    /// applied yet are planned again. Fails after [`ATTEMPTS`] attempts, on a deadline or SIGTERM,
+    /// and if an attempt would repeat the failed edit, unless the error reports a concurrent
+    /// change. Ends with success if `plan` returns `None`. Sets `changed` to the number of
+    /// families, from the first, that may have been changed.
     pub(super) fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],

@@ -17,7 +17,7 @@ pub(super) fn legacy_table_exists(table: Table, family: Family) -> Result<bool> 
     match std::fs::read_to_string(path) {
         Ok(names) => Ok(names.lines().any(|name| name == table.name())),
         // A kernel without iptables-legacy does not have the file. A process that is not allowed to
-        // read it cannot change the tables either.
+        // read the file cannot change the tables either.
         Err(error) if [NotFound, PermissionDenied].contains(&error.kind()) => Ok(false),
         Err(error) => Err(Error::new(format_args!("failed to read {path}"), error)),
     }

@@ -76,7 +76,7 @@ impl NetnsLock {
                     (netns.try_clone().map_err(failed)?, format!("the network namespace ({remark})"), Some(remark))
                 }
             };
-            let locked = file.metadata().map_err(failed)?;
+            let locked_metadata = file.metadata().map_err(failed)?;
             let wait_limit = flock::Limit { deadline, length: limit };
             let file = flock::lock(file, machine, on_sigterm, wait_limit).map_err(|Refused { cause, holder }| {
                 let mut what = format!("failed to lock {display_name} for a change of iptables");
@@ -87,8 +87,10 @@ impl NetnsLock {
                 Error::new(what, cause)
             })?;
             // If the file was removed and created again during the wait, the lock is on the removed
-            // one, which does not exclude the processes that open the path now.
-            let is_locked_file = |found: Metadata| (found.dev(), found.ino()) == (locked.dev(), locked.ino());
+            // file, which does not exclude the processes that open the path now. The namespace's
+            // own file cannot be replaced.
+            let is_locked_file =
+                |found: Metadata| (found.dev(), found.ino()) == (locked_metadata.dev(), locked_metadata.ino());
             if remark.is_some() || path.symlink_metadata().is_ok_and(is_locked_file) {
                 return Ok(NetnsLock { _file: file, remark });
             }
@@ -107,8 +109,8 @@ impl NetnsLock {
     }
 }
 
-/// Opens the file `name` in `folder`, and creates both if necessary. Fails for a symbolic link, and
-/// if another user could open or replace the file.
+/// Opens the file `name` in `folder`, and creates both if necessary. Fails if one of them is a
+/// symbolic link, and if another user could open or replace the file.
 fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     let mut attempt = 1;
     loop {
@@ -121,7 +123,7 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
             Ok(File::from(openat(&folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?))
         });
         match opened {
-            // Another process removed the folder after it was created here.
+            // Another process removed the folder after `create`: try again.
             Err(error) if error.kind() == io::ErrorKind::NotFound && attempt < FOLDER_ATTEMPTS => attempt += 1,
             Err(error) => return Err(error.into()),
             Ok(file) => {
@@ -137,7 +139,7 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
 }
 
 /// Fails unless the file or folder belongs to root or to this process's user, and its mode has none
-/// of the bits in `forbidden`. `subject` is the file's name in the error.
+/// of the bits in `forbidden`. `subject` names the file or folder in the error.
 fn require_private(metadata: &Metadata, subject: &str, forbidden: u32) -> io::Result<()> {
     let owner = metadata.uid();
     if owner != 0 && owner != geteuid().as_raw() {

@@ -173,22 +173,23 @@ impl<'m> Iptables<'m> {
         Ok(Iptables { table, runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
     }
 
-    /// From now on SIGTERM does not end the wait for the lock: the changes that follow undo those
-    /// of an interrupted call.
+    /// Makes later changes wait for the lock even after SIGTERM. For changes that undo those of an
+    /// interrupted call.
     pub fn finish_on_sigterm(&mut self) {
         self.runner.on_sigterm = OnSigterm::Finish;
     }
 
-    /// Returns the variant that the administrator has chosen: that of the installed
-    /// `iptables-restore`. `None` if none is installed. Starts no process, unless the program is a
-    /// script, which is then run with `--version`.
+    /// Returns the variant that the administrator has chosen: that of `iptables-restore` or,
+    /// without a program of this name, iptables-nft before iptables-legacy. `None` if none is
+    /// installed. Runs the program, with `--version`, only if the name of its file does not contain
+    /// the variant.
     pub fn chosen_variant(&self, family: Family) -> Result<Option<Variant>> {
         Ok(tool::chosen_program(&self.folders, self.runner, family)?.map(|program| program.variant))
     }
 
-    /// Returns the variant in which new rules are made: the chosen one. If none is installed,
-    /// iptables-nft, whose rules are written without a program; `None` if the kernel lacks what
-    /// these rules need.
+    /// Returns the variant in which new rules are made: the chosen one or, if none is installed,
+    /// iptables-nft over netlink. `None` if none is installed and this kernel or program cannot
+    /// write rules over netlink.
     pub fn variant_for_new_rules(&mut self, family: Family) -> Result<Option<Variant>> {
         if let Some(chosen) = self.chosen_variant(family)? {
             return Ok(Some(chosen));
@@ -220,7 +221,7 @@ impl<'m> Iptables<'m> {
                 variants.push(Variant::Nft);
             }
         }
-        // On an error the table is assumed to exist: reading it gives the better message.
+        // On an error the table is assumed to exist; `read` checks again and returns the error.
         if legacy_table_exists(self.table, family).unwrap_or(true) {
             variants.push(Variant::Legacy);
         }
@@ -241,8 +242,9 @@ impl<'m> Iptables<'m> {
         Ok(true)
     }
 
-    /// Returns the table's chains, without taking the lock. Starts one process if iptables-legacy
-    /// has the table, else none.
+    /// Returns the table's chains, without taking the lock. For iptables-legacy, runs the save
+    /// program if the table exists. For iptables-nft, [`Chains`] reads each chain when it is first
+    /// requested.
     pub fn read(&mut self, family: Family, variant: Variant) -> Result<Chains<'_>> {
         let (mut nft, mut read_chains) = (None, BTreeMap::new());
         match variant {
@@ -258,7 +260,7 @@ impl<'m> Iptables<'m> {
     }
 
     /// Makes the changes that `plan` returns, under the namespace's lock. `plan` is called again if
-    /// a program that does not take the lock changed the table meanwhile, so it must depend on
+    /// a program that does not take the lock changed the table meanwhile, so `plan` must depend on
     /// nothing but its argument. An empty edit ends the change with success.
     ///
     /// # Errors
@@ -271,14 +273,14 @@ impl<'m> Iptables<'m> {
         variant: Variant,
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
-        self.change_all(&[(family, variant)], |nat| plan(nat).map(Some)).map(drop).map_err(|(_, error)| error)
+        self.change_all(&[(family, variant)], |chains| plan(chains).map(Some)).map(drop).map_err(|(_, error)| error)
     }
 
-    /// Makes the changes of several families under one lock. All are read and planned before any is
-    /// changed. If `plan` returns `None`, nothing more is changed, with success. If one family has
-    /// to be planned again, so have all that are not changed yet.
+    /// Makes the changes of several families under one lock. All families are planned before any is
+    /// changed. If `plan` returns `None`, this ends with success and changes nothing more. If one
+    /// family has to be planned again, all families that are not changed yet are planned again.
     ///
-    /// Returns how many of the `families`, from the first, may have been changed; so does the
+    /// Returns how many of the `families`, from the first, may have been changed, also with an
     /// error.
     ///
     /// # Errors
@@ -316,9 +318,9 @@ impl<'m> Iptables<'m> {
         Cleaned { unreached, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
     }
 
-    /// Returns the program of this variant. To restore, the chosen program is preferred if it is of
-    /// this variant, because the administrator may have replaced it by a wrapper. Fails if there is
-    /// none.
+    /// Returns the program of this variant. As a restore program, prefers the chosen one if that is
+    /// of this variant, because the administrator may have replaced it by a wrapper. Fails if no
+    /// such program is installed.
     fn tool(&self, family: Family, variant: Variant, kind: ProgramKind) -> Result<Tool> {
         if kind == ProgramKind::Restore
             && let Some(tool) = tool::chosen_program(&self.folders, self.runner, family)?
@@ -339,7 +341,7 @@ impl<'m> Iptables<'m> {
     }
 }
 
-/// Returns the error for programs that are not installed, of one variant or of either.
+/// Returns the error for programs that are not installed: those of `variant`, or of both variants.
 fn missing(family: Family, variant: Option<Variant>) -> Error {
     let mut name = tool::program_prefix(family).to_owned();
     if let Some(variant) = variant {

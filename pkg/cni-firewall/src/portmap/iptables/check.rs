@@ -11,8 +11,9 @@ use cni_linux::route::Family;
 impl IptablesPortMap<'_> {
     /// Returns a sentence for each rule that differs from what [`ensure`](IptablesPortMap::ensure)
     /// writes; empty if there is no difference. If both variants have the container's chain, the
-    /// one with fewer differences counts. Accepts the rules of Go's plugin, also if they are there
-    /// twice. Does not compare conditions, because the kernel prints them in its own spelling.
+    /// one with fewer differences counts. Accepts the rules of Go's plugin, and duplicates. Does
+    /// not compare conditions, because the kernel can return them in another form than the
+    /// configuration has.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let chain = shape::chain(&wanted.attachment);
         let mut differences = Vec::new();
@@ -59,19 +60,21 @@ fn differences_in(
     let (own, mut unmarked): (Vec<&Section>, Vec<&Section>) =
         sections.iter().partition(|section| is_own(section, wanted));
     unmarked.retain(|section| section.marker.is_none());
-    // Go's rules for another address count too: Go makes the rule that marks connections to a port
-    // only once, with the first address.
-    let rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
+    // Go's rules for another address are accepted too: Go makes the rule that marks connections to
+    // a port only once, with the first address.
+    let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
     for claim in claims {
         for words in shape::forward(wanted, container, claim) {
-            if !rules.iter().any(|rule| rule.matches(&words)) {
+            if !accepted_rules.iter().any(|rule| rule.matches(&words)) {
                 differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
             }
         }
         if !jumps.iter().filter_map(Jump::of).any(|jump| jump.serves(claim)) {
             differences.push(format!("chain {DNAT} lacks a rule that jumps to {chain} for {claim}"));
         }
-        let is_unmarked = |found: &ClaimedPort| unmarked.iter().any(|section| section.claims().any(|c| c == *found));
+        let is_unmarked = |found: &ClaimedPort| {
+            unmarked.iter().any(|section| section.claims().any(|unmarked_claim| unmarked_claim == *found))
+        };
         if let Some(first) = shape::first_claim(chain_rules, claim).filter(is_unmarked) {
             differences
                 .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));

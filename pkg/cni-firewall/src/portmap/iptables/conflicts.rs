@@ -20,12 +20,13 @@ pub enum UnreadTables {
 impl IptablesPortMap<'_> {
     /// Returns the living holder of a wanted port, if there is one, and whether there are rules of
     /// dead containers for the ports or to the container's addresses, in the tables of `unread`.
-    /// With [`ConflictAction::Displace`] also removes the dead containers' rules. An ADD without a
-    /// mapping does not read iptables-legacy, which would cost a process.
+    /// With [`ConflictAction::Displace`] also removes the dead containers' rules. Finds nothing
+    /// with [`Policy::Ignore`]. In a family without a mapping, iptables-legacy is not read, because
+    /// that would cost a process.
     ///
     /// # Errors
     /// With [`ConflictAction::Keep`] a failing program of iptables-legacy is only a remark, because
-    /// the ADD does not need it otherwise.
+    /// the ADD does not need the program otherwise.
     pub fn conflicts(
         &mut self,
         wanted: &Forwarding,
@@ -39,14 +40,14 @@ impl IptablesPortMap<'_> {
         for (container, claims) in wanted.every_family() {
             let family = Family::of(container.address());
             // The variant that the ADD reads itself.
-            let skipped = if unread == UnreadTables::Both || claims.is_empty() {
+            let skipped_variant = if unread == UnreadTables::Both || claims.is_empty() {
                 None
             } else {
                 self.iptables.chosen_variant(family)?
             };
             for variant in self.iptables.variants_to_search(family, &[DNAT])? {
                 // Most containers map no port: their ADD must not cost a process.
-                if Some(variant) == skipped || (variant == Variant::Legacy && claims.is_empty()) {
+                if Some(variant) == skipped_variant || (variant == Variant::Legacy && claims.is_empty()) {
                     continue;
                 }
                 let name = format!("{}-{variant}", program_name(family));

@@ -5,9 +5,9 @@
 //! an attachment are replaced only where they differ, so an ADD that finds everything in place
 //! writes nothing.
 //!
-//! The container's chain must not be emptied: another interface of the container may have rules in
-//! it, written by these plugins or by Go's. The shared chains are never removed; only duplicate
-//! rules in them are.
+//! The container's chain is emptied only if all rules in it are the attachment's: another interface
+//! of the container may have rules there, written by these plugins or by Go's. The shared chains
+//! are never removed; only duplicate rules in them are.
 
 use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
@@ -68,8 +68,8 @@ impl<'m> IptablesPortMap<'m> {
     /// back.
     ///
     /// # Errors
-    /// That iptables is not installed, or the error of a change; with it that of putting back, if
-    /// that failed too.
+    /// That iptables is not installed, or the error of a change. If putting back fails too, the
+    /// error has both causes.
     pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = probe.find_host_link(&wanted.attachment)?;
@@ -82,11 +82,12 @@ impl<'m> IptablesPortMap<'m> {
         // A family can be planned several times. Only the remarks of its last plan count.
         let mut remarks_by_family: Vec<(Family, Vec<String>)> = Vec::new();
         let result = self.iptables.change_all(&families, |nat| {
+            // `families` was made from `wanted.families()`, so both searches find the family.
             let family = nat.family();
             let target = wanted.families().find(|(container, _)| Family::of(container.address()) == family);
             let Some((container, claims)) = target else { return Ok(Some(Edit::new())) };
-            let planned = families.iter().find(|(planned, _)| *planned == family);
-            let variant = planned.map_or(Variant::Nft, |(_, variant)| *variant);
+            let found = families.iter().find(|(planned, _)| *planned == family);
+            let variant = found.map_or(Variant::Nft, |(_, variant)| *variant);
             previous.remember(nat, variant, wanted)?;
             let plan = plan(nat, wanted, container, &claims, host_link.as_deref(), &mut probe)?;
             if plan.held.is_some() {
@@ -102,8 +103,8 @@ impl<'m> IptablesPortMap<'m> {
             Err((changed, error)) => (changed, Some(error)),
         };
         previous.truncate(changed);
-        // One family may have been changed before the other failed, or before another attachment
-        // took one of the ports.
+        // Families may have been changed before the error, or before another attachment took one of
+        // the ports: their previous rules are put back.
         if let Some(error) = error {
             return Err(self.put_back_after(error, wanted, &previous));
         }
@@ -128,13 +129,13 @@ impl<'m> IptablesPortMap<'m> {
         }
     }
 
-    /// Creates the container's chain, without a mapping, and the rule that jumps to it, in each
-    /// family in which the container has an address and no port is mapped. Only the CHECK of Go's
-    /// plugin needs them, so a failure in a family is only added to `remarks`, and a family without
-    /// iptables is skipped.
+    /// Creates the container's chain, without a mapping, and the rules that jump to the chain, in
+    /// each family in which the container has an address and no port is mapped. Only the CHECK of
+    /// Go's plugin needs these rules, so a failure to write them is only added to `remarks`, and a
+    /// family without iptables is skipped.
     ///
     /// # Errors
-    /// SIGTERM or a deadline.
+    /// SIGTERM, a deadline, or a failure to find the variant of iptables.
     fn ensure_empty_chains(
         &mut self,
         wanted: &Forwarding,
@@ -191,8 +192,9 @@ fn program_name(family: Family) -> &'static str {
 }
 
 /// Plans all changes for one family: the removal of dead containers' rules, the shared rules, and
-/// the container's own. `host_link` is the host's end of the attachment's link, if it has the mark.
-/// If a living container has a wanted port, the plan has only this holder.
+/// the container's own. `host_link` is the host's end of the attachment's link, if that has the
+/// attachment's alias. If a living container has a wanted port, the plan is not complete and must
+/// not be applied.
 fn plan(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -233,8 +235,8 @@ fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::RuleWords)> {
 fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
     let rules = shared_rules(wanted);
     for chain in [SETMARK, MASQ, DNAT] {
-        let is_needed = chain == DNAT || rules.iter().any(|(name, _)| *name == chain);
-        if is_needed && !nat.has_chain(chain)? {
+        let is_used = chain == DNAT || rules.iter().any(|(name, _)| *name == chain);
+        if is_used && !nat.has_chain(chain)? {
             edit.create_chain(chain);
         }
     }
@@ -245,7 +247,8 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
                 edit.delete(chain, duplicate);
             }
         } else if chain == "POSTROUTING" {
-            // First, as Go has it: rules of other programs may accept the packets before.
+            // At the beginning, as Go inserts it: an earlier rule of another program might accept
+            // the packets.
             edit.insert(chain, words);
         } else {
             edit.append(chain, words);
@@ -285,6 +288,7 @@ fn plan_own_rules(
             edit.append(&chain, words);
         }
     }
+    // Rules by Go's plugin for another address of the container precede the new ones.
     if wanted.policy == Policy::RefuseIfAlive {
         for section in others.iter().filter(|section| section.marker.is_none()) {
             let older = section.claims().filter(|older| claims.iter().any(|claim| claim.overlaps(older)));
@@ -293,26 +297,26 @@ fn plan_own_rules(
     }
     let conditions = wanted.conditions(Family::of(container.address()));
     let jumps: Vec<&Rule> = candidate_jumps.iter().filter(|rule| rule.target() == Some(&chain)).collect();
-    let mut kept_jumps: Vec<usize> = Vec::new();
+    let mut kept_indices: Vec<usize> = Vec::new();
     for words in shape::jumps(wanted, conditions) {
-        let is_free_match = |(index, jump): (usize, &&Rule)| jump.matches(&words) && !kept_jumps.contains(&index);
-        // The kernel prints conditions in another form than they are configured, so they cannot be
-        // compared: a jump with conditions is always written again.
-        let existing = if conditions.is_empty() { jumps.iter().enumerate().position(is_free_match) } else { None };
+        let is_unused_match = |(index, jump): (usize, &&Rule)| jump.matches(&words) && !kept_indices.contains(&index);
+        // The kernel can return conditions in another form than the configuration has, so they
+        // cannot be compared: a jump with conditions is always replaced.
+        let existing = if conditions.is_empty() { jumps.iter().enumerate().position(is_unused_match) } else { None };
         match existing {
-            Some(index) => kept_jumps.push(index),
+            Some(index) => kept_indices.push(index),
             None => edit.append(DNAT, words),
         }
     }
     for (index, jump) in jumps.iter().enumerate() {
-        if !kept_jumps.contains(&index) && !is_needed(jump, &claims_of_others) {
+        if !kept_indices.contains(&index) && !is_needed(jump, &claims_of_others) {
             edit.delete(DNAT, jump);
         }
     }
     Ok(())
 }
 
-/// Returns the rules of [`DNAT`] that may be about a claimed port or jump to the container's chain,
+/// Returns the rules of [`DNAT`] that may be for a claimed port or jump to the container's chain,
 /// and perhaps others.
 fn candidate_jumps(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedPort]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();

@@ -15,10 +15,10 @@ use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// Plans the removal of dead containers' rules for the wanted ports and to the container's address.
-/// Stops if a living container has a wanted port: it is `plan.held` then. `candidate_jumps` are the
-/// rules of [`DNAT`] that may be about the ports. If the rules to the address cannot be read, the
-/// plan gets a remark instead.
+/// Plans the removal of dead containers' rules for the wanted ports and to this container's
+/// address. If a living container has a wanted port, stops and sets `plan.held` to that container.
+/// `candidate_jumps` are the rules of [`DNAT`] that may be for the ports. If the search for rules
+/// to the address fails, adds a remark to the plan instead of failing.
 pub(super) fn displace(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -26,7 +26,7 @@ pub(super) fn displace(
     candidate_jumps: &[Rule],
     (probe, plan): (&mut LivenessProbe, &mut Plan),
 ) -> Result<()> {
-    // An administrator may jump from DNAT to a chain with another prefix: it is not touched.
+    // Chains with another prefix, to which an administrator may jump from DNAT, are not touched.
     let own_chain = shape::chain(&wanted.attachment);
     let is_of_other_container = |chain: &str| chain.starts_with(shape::PREFIX) && chain != own_chain;
     let mut port_chains = BTreeSet::new();
@@ -64,7 +64,7 @@ pub(super) fn displace(
     Ok(())
 }
 
-/// Does [`displace`] for the chain of one container. On failure nothing is added to the plan.
+/// Does [`displace`] for the chain of one container. On failure the plan is unchanged.
 fn displace_in_chain(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -103,12 +103,13 @@ fn displace_in_chain(
                 }
             }
         }
+        // A marker is removed unless a mapping of its section is kept.
         if kept.len() == kept_before {
             removed.extend(&section.marker);
         }
     }
     plan.remarks.append(&mut remarks);
-    // An empty chain does not show its owner, so it is not removed.
+    // Also true for an empty chain, which does not show its owner and is not removed.
     if removed.is_empty() {
         return Ok(());
     }
@@ -118,7 +119,7 @@ fn displace_in_chain(
         return Ok(());
     }
     removed.iter().for_each(|rule| plan.edit.delete(chain, rule));
-    // A kept rule whose claim cannot be read may need any of the jumps: then all stay.
+    // A kept rule without a readable claim may need any of the jumps, so all jumps are kept.
     let kept_claims: Option<Vec<ClaimedPort>> = kept.iter().map(|group| group.claim).collect();
     if let Some(kept_claims) = kept_claims {
         for jump in jumps.iter().filter(|jump| !is_needed(jump, &kept_claims)) {
@@ -128,7 +129,7 @@ fn displace_in_chain(
     Ok(())
 }
 
-/// A chain of another container, and what its rules are compared with.
+/// A chain of another container, and the facts by which its rules are judged.
 struct OtherChain<'t> {
     chain: &'t str,
     /// This attachment.
@@ -153,15 +154,17 @@ impl<'t> OtherChain<'t> {
     }
 
     /// Returns the other container that has this mapping, if the mapping claims a wanted port or
-    /// leads to this container's address. `None` if it does neither, or is this container's.
+    /// leads to this container's address. `None` for any other mapping, for one without a readable
+    /// claim, and if the mapping belongs to this container.
     fn holder(&self, section: &Section, group: &Group, claims: &[ClaimedPort]) -> Option<Holder> {
         let claim = group.claim?;
         let leads_here = claim.container.ip() == self.address;
         if !leads_here && !claims.iter().any(|wanted| wanted.overlaps(&claim)) {
             return None;
         }
-        // Both the comment of the jump and the marker of the section can name the container. The
-        // marker has only the hash of a long container ID, so the jump is preferred.
+        // Both the comment of the jump and the marker of the section can name network and
+        // container. The marker has only the hash of a long container ID, so the container ID in
+        // the jump is preferred.
         let marked = section.alias().and_then(AttachmentId::parse);
         let (mut network, mut container_id) = (None, None);
         if let Some(marked) = &marked {

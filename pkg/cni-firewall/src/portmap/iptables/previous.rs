@@ -24,7 +24,7 @@ struct FamilyRules {
     variant: Variant,
     /// The attachment's rules in the container's chain.
     rules: Vec<Rule>,
-    /// All rules of [`DNAT`] that jump to that chain; empty if `rules` is.
+    /// All rules of [`DNAT`] that jump to that chain; empty if `rules` is empty.
     jumps: Vec<Rule>,
 }
 
@@ -63,8 +63,8 @@ impl PreviousRules {
 }
 
 /// Whether a section of the container's chain is this attachment's: its marker names the
-/// attachment, or it has no marker and all its mappings lead to the container's addresses, as those
-/// of an earlier ADD by Go's plugin do.
+/// attachment, or it has no marker and all its mappings lead to the container's addresses, like the
+/// mappings of an earlier ADD by Go's plugin. True for an empty section.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
         Some(alias) => alias == wanted.attachment.alias(),
@@ -77,8 +77,8 @@ pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
 
 impl IptablesPortMap<'_> {
     /// Puts back the rules that the attachment had before an [`ensure`](IptablesPortMap::ensure),
-    /// and removes those that it added. SIGTERM does not interrupt this, nor later calls on this
-    /// object: it may be what made the ADD fail.
+    /// and removes the rules that `ensure` added. SIGTERM does not interrupt this call, nor later
+    /// calls on this object, because SIGTERM may have made the ADD fail.
     ///
     /// # Errors
     /// The first error. The other family is restored anyway.

@@ -18,9 +18,9 @@ pub(super) struct JumpOwner {
 
 impl IptablesPortMap<'_> {
     /// Removes all rules of the attachment, in both families and variants, also those made by Go's
-    /// plugin. Such a rule names only the container, not the interface: it is removed if it leads
-    /// to one of `addresses`, the known addresses of the attachment, or if none of its family is
-    /// known. Starts no process where netlink finds nothing and there is no legacy table.
+    /// plugin. Go's rules name only the container, not the interface. They are removed if they lead
+    /// to one of `addresses`, the known addresses of the attachment, or if no address of the family
+    /// is known. Starts no process where netlink finds nothing and there is no legacy table.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let (chain, snat_chain) = (shape::chain(attachment), shape::snat_chain(attachment));
         self.remove_everywhere(&[&chain, &snat_chain], |nat, edit| {
@@ -33,6 +33,7 @@ impl IptablesPortMap<'_> {
                 if section.alias().is_some() || known.is_empty() {
                     return true;
                 }
+                // Go's plugin made this section, which does not name the interface.
                 match section.address() {
                     Some(address) => known.contains(&&address),
                     None => true,
@@ -103,13 +104,13 @@ impl IptablesPortMap<'_> {
             for variant in variants {
                 match self.iptables.can_remove(family, variant) {
                     Ok(true) => {
-                        let mut found = Vec::new();
+                        let mut removed_claims = Vec::new();
                         results.push(self.iptables.change(family, variant, |nat| {
                             let mut edit = Edit::new();
-                            found = plan(nat, &mut edit)?;
+                            removed_claims = plan(nat, &mut edit)?;
                             Ok(edit)
                         }));
-                        claims.append(&mut found);
+                        claims.append(&mut removed_claims);
                     }
                     Ok(false) => {
                         let name = program_name(family);
@@ -126,10 +127,10 @@ impl IptablesPortMap<'_> {
     }
 }
 
-/// Whether a section is the attachment's, or may be. `owners` are those that the jumps to the chain
-/// name. Two containers can share a chain, because its name is a hash of network and container ID
-/// without a separator; so a section without a marker is not the attachment's if only others are
-/// named.
+/// Whether a section is the attachment's, or may be. `owners` are the containers that the jumps to
+/// the section's chain name. Two containers can share a chain, because the chain's name is a hash
+/// of network and container ID without a separator; so a section without a marker is not the
+/// attachment's if the jumps name only other containers.
 fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId) -> bool {
     if let Some(alias) = section.alias() {
         return alias == attachment.alias();
@@ -140,7 +141,7 @@ fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId
 }
 
 /// Adds to `edit` the removal of the sections of `chain` for which `is_removed` is true, of the
-/// jumps that no other section needs, and of the chain if no section stays. `is_removed` also gets
+/// jumps that no kept section needs, and of the chain if no section is kept. `is_removed` also gets
 /// the owners that the jumps to the chain name. Returns the claims of the removed sections.
 pub(super) fn plan_removal(
     nat: &mut Chains<'_>,
@@ -159,6 +160,7 @@ pub(super) fn plan_removal(
     let sections = shape::sections(&content.rules);
     let (removed, mut kept): (Vec<&Section>, Vec<&Section>) =
         sections.iter().partition(|section| is_removed(section, &owners));
+    // An empty chain has one empty section, which does not keep the chain.
     kept.retain(|section| section.rules().next().is_some());
     if removed.is_empty() {
         return Ok(Vec::new());
@@ -182,22 +184,23 @@ pub(super) fn plan_removal(
     Ok(claims)
 }
 
-/// Removes a section, except the rules that mark connections to a port in `kept_claims`. Go makes
-/// such a rule once for all addresses of a container. And iptables-legacy, which does not number
-/// rules, would remove the first one with the same words, which may be that of a kept section.
+/// Adds to `edit` the removal of a section, except the rules that mark connections to a port in
+/// `kept_claims`. Go makes such a rule once for all addresses of a container. And iptables-legacy,
+/// which does not number rules, would remove the first rule with the same words, even if that rule
+/// is in a kept section.
 pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, kept_claims: &[ClaimedPort]) {
     for rule in section.rules() {
         let (protocol, port) = (rule.value("-p"), rule.value("--dport"));
-        let is_of_kept_port = kept_claims
+        let has_kept_port = kept_claims
             .iter()
             .any(|claim| protocol == Some(claim.protocol.name()) && port == Some(claim.host_port.to_string().as_str()));
-        if rule.target() == Some("DNAT") || !is_of_kept_port {
+        if rule.target() == Some("DNAT") || !has_kept_port {
             edit.delete(chain, rule);
         }
     }
 }
 
-/// Whether packets for one of the claims pass this jump of [`DNAT`].
+/// Whether packets for one of the claims can pass this jump of [`DNAT`].
 pub(super) fn is_needed(jump: &Rule, claims: &[ClaimedPort]) -> bool {
     let Some(jump) = Jump::of(jump) else { return false };
     claims.iter().any(|claim| jump.serves(claim))

@@ -37,14 +37,14 @@ pub(super) const SNAT: &str = "CNI-HOSTPORT-SNAT";
 pub(super) const PREFIX: &str = "CNI-DN-";
 
 /// The most ports of a `multiport` match.
-const PORTS: usize = 15;
+const PORTS_MAX: usize = 15;
 /// The most bytes of a comment that the kernel stores.
 const COMMENT_MAX: usize = 255;
 
 /// A rule in the words of the command line.
 pub(super) type RuleWords = Vec<String>;
 
-/// Copies words into a rule.
+/// Returns a rule of these words.
 fn words<const N: usize>(words: [&str; N]) -> RuleWords {
     words.map(str::to_owned).to_vec()
 }
@@ -62,7 +62,7 @@ pub(super) fn chain(attachment: &AttachmentId) -> String {
     hashed_name(PREFIX, attachment)
 }
 
-/// Returns the name of the chain that very old releases of Go's plugin made too.
+/// Returns the name of the second chain that very old releases of Go's plugin made for a container.
 pub(super) fn snat_chain(attachment: &AttachmentId) -> String {
     hashed_name("CNI-SN-", attachment)
 }
@@ -77,7 +77,8 @@ pub(super) fn masq_entry() -> RuleWords {
     words(["-m", "comment", "--comment", "CNI portfwd requiring masquerade", "-j", MASQ])
 }
 
-/// Returns the packet mark with this one bit, and the mask of the same bit: `0x2000/0x2000`.
+/// Returns the packet mark with this one bit, and the mask of the same bit: `0x2000/0x2000`. A bit
+/// above 31, which the configuration refuses, gives 0.
 fn one_bit_mark(mark_bit: u8) -> String {
     let mark = 1_u32.checked_shl(mark_bit.into()).unwrap_or(0);
     format!("{mark:#x}/{mark:#x}")
@@ -114,7 +115,7 @@ pub(crate) fn comment(attachment: &AttachmentId) -> String {
 }
 
 /// Reads network and container ID from a [`comment`]. `None` for a comment that was cut, and for
-/// any other.
+/// any other text.
 pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
     comment.strip_prefix("dnat name: \"")?.strip_suffix('"')?.split_once("\" id: \"")
 }
@@ -129,7 +130,7 @@ pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords
     let (comment, chain) = (comment(&wanted.attachment), chain(&wanted.attachment));
     let mut jumps = Vec::new();
     for (protocol, all_ports) in ports_by_protocol {
-        for ports in all_ports.chunks(PORTS) {
+        for ports in all_ports.chunks(PORTS_MAX) {
             let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
             let mut jump = words(["-p", protocol.name(), "-m", "comment", "--comment", &comment]);
             jump.extend(words(["-m", "multiport", "--dports", &ports.join(",")]));
@@ -144,11 +145,12 @@ pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords
 /// A jump rule of [`DNAT`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Jump {
-    /// The chain that it jumps to.
+    /// The chain that the rule jumps to.
     pub(super) chain: String,
-    /// The protocol; `None` for any.
+    /// The protocol; `None` if the rule names none or an unknown one.
     pub(super) protocol: Option<Protocol>,
-    /// The ports; empty if the rule does not name them in a known way: then it may be for any port.
+    /// The ports; empty if the rule names none or in an unknown way, so that it may be for any
+    /// port.
     pub(super) ports: Vec<u16>,
     /// Whether the rule has no conditions.
     pub(super) is_plain: bool,
@@ -159,7 +161,7 @@ impl Jump {
     pub(super) fn of(rule: &Rule) -> Option<Jump> {
         let ports = rule.value("--dports").unwrap_or_default();
         let ports = ports.split(',').map(str::parse).collect::<Result<_, _>>().unwrap_or_default();
-        // -p P, -m comment --comment C, -m multiport --dports A, -j D
+        // The 12 words: -p P -m comment --comment C -m multiport --dports A -j D
         let is_plain = rule.is_whole() && rule.words().len() == 12 && rule.comment().is_some();
         let protocol = rule.value("-p").and_then(Protocol::by_name);
         Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, is_plain })
@@ -204,7 +206,7 @@ pub(super) fn forward(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort)
         Snat::No => {}
         Snat::All => push_mark_rule(None),
         Snat::Hairpin => {
-            // iptables does not print a prefix of length 0, so it is left out.
+            // A prefix of length 0 is left out, because iptables does not print it.
             let subnet = if container.prefix() > 0 { Some(container.network().to_string()) } else { None };
             push_mark_rule(subnet);
             if container.is_ipv4() {
@@ -222,7 +224,8 @@ fn full_prefix(address: IpAddr) -> String {
     format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
 }
 
-/// Reads the claim of a rule that translates a port. `None` for any other rule.
+/// Reads the claim of a rule that translates a port. `None` for any other rule, and for a rule
+/// without a known protocol, port or destination.
 pub(super) fn read_claim(rule: &Rule) -> Option<ClaimedPort> {
     if rule.target() != Some("DNAT") {
         return None;
@@ -243,7 +246,7 @@ pub(super) fn read_claim(rule: &Rule) -> Option<ClaimedPort> {
 /// The rules of one mapping in a container's chain: those that mark, then the one that translates.
 #[derive(Clone, Debug)]
 pub(super) struct Group {
-    /// The claim of the last rule; `None` if that does not translate in a known way.
+    /// The claim of the last rule; `None` if [`read_claim`] returns `None` for that rule.
     pub(super) claim: Option<ClaimedPort>,
     /// All rules of the group.
     pub(super) rules: Vec<Rule>,
@@ -291,15 +294,15 @@ impl Section {
     }
 }
 
-/// Returns the claim of the first of these rules that a packet for `claim` matches.
+/// Returns the first claim in these rules that overlaps `claim`.
 pub(super) fn first_claim(rules: &[Rule], claim: &ClaimedPort) -> Option<ClaimedPort> {
     rules.iter().filter_map(read_claim).find(|found| found.overlaps(claim))
 }
 
 /// Splits a container's chain into sections. First come the rules without a marker: a section for
-/// each address, and one for each group without an address; then a section for each marker. A rule
-/// after a marker that leads to another address than the section's first mapping has no marker:
-/// Go's plugin appended it. An empty chain gives one empty section.
+/// each address, and one for each group without an address; then a section for each marker. A group
+/// after a marker that leads to another address than the marker's first mapping counts as without a
+/// marker: Go's plugin appended the group. An empty chain gives one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut unmarked: Vec<Group> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();
@@ -316,6 +319,7 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
         }
         // A group ends with its DNAT rule, or before a marker.
         let claim = read_claim(rule);
+        // If the section or the group has no address, the group belongs to the section.
         let has_same_address = |section: &&mut Section| match (section.address(), claim) {
             (Some(address), Some(claim)) => address == claim.container.ip(),
             _ => true,
@@ -331,6 +335,7 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
             marked.push(Section { marker: Some(rule.clone()), groups: Vec::new() });
         }
     }
+    // The rules after the last DNAT rule belong to the last marker, if there is one.
     if !pending.is_empty() {
         let groups = match marked.last_mut() {
             Some(section) => &mut section.groups,
