@@ -25,7 +25,7 @@ struct PlannedEdit {
     family: Family,
     variant: Variant,
     edit: Edit,
-    /// The edit as the input of `iptables-restore`. Edits with equal texts are the same.
+    /// The edit as the input of `iptables-restore`. Edits with equal texts count as the same edit.
     text: String,
 }
 

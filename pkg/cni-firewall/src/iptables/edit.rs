@@ -182,7 +182,7 @@ impl Edit {
 /// Appends a line: the command, `-A` for example, with the quoted chain and the quoted words of a
 /// rule. Fails for a word that cannot be quoted, and if the line gets too long.
 fn push_rule(text: &mut String, command: &str, chain: &str, words: &[String]) -> Result<()> {
-    // iptables-restore reads lines of at most 10,239 bytes; this is the next round number below.
+    // iptables-restore reads lines of at most 10,239 bytes; LINE_MAX stays below that.
     const LINE_MAX: usize = 10_000;
     let start = text.len();
     let _ = write!(text, "{command} {}", quoted(chain)?);
