@@ -177,9 +177,9 @@ impl Netlink {
         })
     }
 
-    /// Adds one route over several gateways, among which the kernel distributes the traffic. Of
-    /// each of `paths`, gateway, interface and `onlink` are used; everything else is taken from the
-    /// first. Does nothing if `paths` is empty.
+    /// Adds one route over several gateways, among which the kernel distributes the traffic. Each
+    /// of `paths` contributes its gateway, interface and `onlink`; everything else is taken from
+    /// the first. Does nothing if `paths` is empty.
     ///
     /// # Errors
     /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) route exists.
