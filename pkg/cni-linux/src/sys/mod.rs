@@ -21,7 +21,7 @@ use nix::unistd::getppid;
 
 pub use arena::Arena;
 
-/// Converts the result of a C function, negative with `errno` set after a failure.
+/// Converts the result of a C function, which is negative after a failure, with `errno` set.
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -110,6 +110,8 @@ pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
 /// # Errors
 /// EBADF if the descriptor is not open.
 pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
+    // The copy gets a number of at least 10, so it does not take that of a closed standard
+    // descriptor.
     // SAFETY: the call takes integers and accesses no memory of this process.
     let copy = check(unsafe { libc::fcntl(fd.into(), libc::F_DUPFD_CLOEXEC, 10) }.into())?;
     let copy = libc::c_int::try_from(copy).map_err(io::Error::other)?;
