@@ -30,8 +30,8 @@ const STDERR_MAX: usize = 1 << 20;
 ///
 /// # Errors
 /// The program could not be started, SIGTERM came (if `child` is to be killed then), the child's
-/// timeout passed, its standard output is larger than [`STDOUT_MAX`], or the kernel failed. The
-/// child has been killed and reaped in each case.
+/// timeout passed, its standard output is larger than [`STDOUT_MAX`], or the kernel failed. In each
+/// case, a child that was started has been killed and reaped.
 pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
     if must_stop(machine, child) {
         return Err(RunError::Terminated);

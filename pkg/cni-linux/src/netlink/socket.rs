@@ -156,7 +156,7 @@ impl Socket {
         Ok(self.fill()?.then_some(&*self.buffer))
     }
 
-    /// Reads the next datagram into the buffer. Returns `false` if the queue is empty; fails if the
+    /// Reads the next datagram into the buffer. Returns `false` if the queue is empty. Fails if the
     /// datagram is larger than the buffer.
     fn fill(&mut self) -> Result<bool, Cause> {
         self.buffer.clear();

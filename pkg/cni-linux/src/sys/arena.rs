@@ -74,10 +74,9 @@ impl Arena {
 }
 
 // SAFETY: a range is allocated by moving `used` from the range's begin to its end in one atomic
-// step, and not allocated again before its owner frees it. It is inside the block, whose address
-// does not change while the allocator is in use, and begins at a multiple of the layout's
-// alignment. Memory outside the block was allocated by `System`, which also reallocates and frees
-// it.
+// step, and not allocated again before its owner frees it. Each range is inside the block, whose
+// address does not change while the allocator is in use, and begins at a multiple of the layout's
+// alignment. Memory outside the block is allocated, reallocated and freed by `System`.
 unsafe impl GlobalAlloc for Arena {
     /// Returns the next unused range of the block, or memory from the C library if `layout` is
     /// large or does not fit.
