@@ -99,15 +99,15 @@ impl Conntrack {
     /// connections were deleted; 0 on a kernel without connection tracking.
     ///
     /// # Errors
-    /// The table could not be read, or an entry not be deleted. In the second case the first such
-    /// error is returned after all other entries have been tried.
+    /// The table or the host's addresses could not be read, or an entry not be deleted. Except for
+    /// the table, the first error is returned after all other entries have been tried.
     pub fn forget(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
-        let tracked = tracked_connections();
-        if claims.is_empty() || tracked == Some(0) {
+        let tracked_count = tracked_connections();
+        if claims.is_empty() || tracked_count == Some(0) {
             return Ok(0);
         }
         let selection = Selection::of(claims);
-        let from_text = match tracked {
+        let from_text = match tracked_count {
             Some(entry_count) if text::is_cheaper(entry_count) => text::entries(&selection),
             _ => None,
         };
@@ -119,20 +119,20 @@ impl Conntrack {
             },
         };
         let mut host_addresses = HostAddresses::default();
-        let (mut deleted, mut first_error) = (0, None);
+        let (mut deleted_count, mut first_error) = (0, None);
         for entry in entries {
             let result = match is_selected(&entry, claims, scope, &mut host_addresses) {
                 Ok(true) => self.delete(&entry),
                 other => other,
             };
             match result {
-                Ok(is_deleted) => deleted += usize::from(is_deleted),
+                Ok(is_deleted) => deleted_count += usize::from(is_deleted),
                 Err(error) => first_error = first_error.or(Some(error)),
             }
         }
         match first_error {
             Some(error) => Err(error),
-            None => Ok(deleted),
+            None => Ok(deleted_count),
         }
     }
 
