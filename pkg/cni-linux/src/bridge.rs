@@ -50,9 +50,9 @@ pub struct PortFlags {
     pub isolated: bool,
 }
 
-/// Checks that the kernel's bridges support VLAN filtering. Creates a bridge that filters by VLAN in
-/// a new network namespace on a new thread; when the thread ends, the kernel deletes the namespace
-/// and the bridge.
+/// Checks that the kernel's bridges support VLAN filtering. Creates a bridge that filters by VLAN
+/// in a new network namespace on a new thread; when the thread ends, the kernel deletes the
+/// namespace and the bridge.
 ///
 /// # Errors
 /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering. After any other error
