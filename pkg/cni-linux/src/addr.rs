@@ -120,7 +120,7 @@ impl Netlink {
     pub fn add_address_without_route(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
         let mut message = message(index, cidr, dad);
         let mut flags = AddressFlags::Noprefixroute;
-        // A message has one attribute for all flags: merge it with the one for `dad`.
+        // A message has one attribute for all flags, so add the flags that `dad` requires to it.
         message.attributes.retain(|attribute| match attribute {
             AddressAttribute::Flags(dad_flags) => {
                 flags |= *dad_flags;
@@ -132,15 +132,17 @@ impl Netlink {
         self.add_message(&message, cidr)
     }
 
-    /// Adds the IPv6 link-local address that belongs to `mac`, usable at once. If the kernel has
-    /// added that address itself and it is still tentative, replaces it.
+    /// Adds the IPv6 link-local address that belongs to `mac`, usable at once. If the interface has
+    /// the address and the address is still tentative, replaces the address.
     ///
-    /// The kernel sends neighbour solicitations for forwarded packets from this address. Its own
-    /// address stays tentative for up to three seconds, during which such packets are lost.
+    /// The kernel sends neighbour solicitations for forwarded packets from this address. An address
+    /// that the kernel adds itself stays tentative for up to three seconds, during which such
+    /// packets are lost.
     ///
     /// # Errors
     /// The kernel's, if it refuses the address.
     pub fn add_link_local(&self, index: u32, mac: Mac) -> Result<()> {
+        // Never `None`: an IPv6 prefix can have 64 bits.
         let Some(cidr) = Cidr::new(mac.link_local().into(), 64) else { return Ok(()) };
         match self.add_address(index, cidr, Dad::Skip) {
             Err(error) if error.is_exists() => {}
@@ -151,7 +153,7 @@ impl Netlink {
             return Ok(());
         }
         // Another ADD may replace the address at the same time, so "not found" and "exists" are
-        // fine.
+        // not failures.
         for result in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
             match result {
                 Err(error) if !error.is_exists() && !error.is_not_found() => return Err(error),
@@ -175,7 +177,8 @@ impl Netlink {
     /// [`Error::is_not_found`] if the interface does not have the address, or does not exist.
     pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
         let mut message = message(index, cidr, Dad::Normal);
-        // Not part of what identifies an address, and possibly set to another value than here.
+        // The broadcast address does not identify an address, and may have been set to another
+        // value than that of `message`.
         message.attributes.retain(|attribute| !matches!(attribute, AddressAttribute::Broadcast(_)));
         self.request(Kind::DelAddress, &message, 0)
             .map(drop)

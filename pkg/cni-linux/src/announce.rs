@@ -16,15 +16,16 @@ use crate::netlink::Netlink;
 use crate::sysctl;
 
 /// Allows announcements by the interface `ifname` of the calling thread's namespace: sets the
-/// sysctls `arp_notify` and `ndisc_notify` to 1. Ignores a family that the kernel does not support.
+/// sysctls `arp_notify` and `ndisc_notify` to 1. Ignores a sysctl that does not exist, such as that
+/// of a family that the kernel does not support.
 ///
 /// # Errors
 /// A sysctl is not 1 and cannot be written.
 pub fn allow(ifname: &str) -> Result<()> {
     for (family, setting) in [("ipv4", "arp_notify"), ("ipv6", "ndisc_notify")] {
         let key = format!("net/{family}/conf/{ifname}/{setting}");
-        // A new interface has 0, so write without a look at the value. `ensure` reads it first, for
-        // a process that is not allowed to write: then 1 is fine.
+        // A new interface has 0, so write before reading. If the process is not allowed to write,
+        // `ensure` still accepts the value 1.
         match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
@@ -38,8 +39,8 @@ impl Netlink {
     /// must be its current hardware address: setting it again makes the kernel send the
     /// announcements.
     ///
-    /// Does nothing for an ipvlan, whose hardware address cannot be set: the kernel announced its
-    /// addresses when it was set up.
+    /// Does nothing for an ipvlan, whose hardware address cannot be set: the kernel announced the
+    /// ipvlan's addresses when the ipvlan was set up.
     pub fn announce(&self, index: u32, mac: Mac) -> Result<()> {
         match self.set_link(LinkRequest::new(index).mac(mac), |link| {
             format!("failed to announce to neighbours that the addresses of {link} are at {mac}")

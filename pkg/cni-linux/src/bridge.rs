@@ -50,9 +50,9 @@ pub struct PortFlags {
     pub isolated: bool,
 }
 
-/// Checks that the kernel's bridges support VLAN filtering. Creates such a bridge in a new network
-/// namespace on a new thread; when the thread ends, the kernel deletes the namespace and the
-/// bridge.
+/// Checks that the kernel's bridges support VLAN filtering. Creates a bridge that filters by VLAN
+/// in a new network namespace on a new thread; when the thread ends, the kernel deletes the
+/// namespace and the bridge.
 ///
 /// # Errors
 /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering. After any other error
@@ -73,7 +73,7 @@ impl Netlink {
     ///
     /// # Errors
     /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if VLAN
-    /// filtering is requested and the kernel does not support it. Nothing is created then.
+    /// filtering is requested and the kernel does not support it. In both cases nothing is created.
     pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
         let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
         let request = LinkRequest::new(0).name(spec.name);
@@ -85,7 +85,7 @@ impl Netlink {
 
     /// Switches VLAN filtering of an existing bridge on. From then on the bridge drops tagged
     /// frames of VLANs that its ports are not in, so the caller must have checked that no port
-    /// relies on them.
+    /// relies on such frames.
     ///
     /// # Errors
     /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering.
@@ -114,7 +114,8 @@ impl Netlink {
     ///
     /// # Errors
     /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
-    /// [`Error::is_not_found`] if the interface does not exist; or it is not a port of a bridge.
+    /// [`Error::is_not_found`] if the interface does not exist; another error if the interface is
+    /// not a port of a bridge.
     pub fn wait_port_forwarding(
         &self,
         watch: &Watch,
@@ -130,8 +131,8 @@ impl Netlink {
                 let cause = Cause::text("it is not attached to a bridge");
                 return Err(Error::new(format_args!("failed to wait for {}", link.name), cause));
             };
-            // A new port is in state "forwarding" until the kernel has noticed that it has no
-            // carrier, so that state alone does not count.
+            // A new port is in state "forwarding" until the kernel has noticed the missing carrier,
+            // so the port's state alone is not enough.
             let is_done = link.oper_state == OperState::Up
                 && match port.state {
                     PortState::Forwarding => true,

@@ -30,8 +30,8 @@ const STDERR_MAX: usize = 1 << 20;
 ///
 /// # Errors
 /// The program could not be started, SIGTERM came (if `child` is to be killed then), the child's
-/// timeout passed, its standard output is larger than [`STDOUT_MAX`], or the kernel failed. The
-/// child has been killed and reaped in each case.
+/// timeout passed, its standard output is larger than [`STDOUT_MAX`], or the kernel failed. In each
+/// case, a child that was started has been killed and reaped.
 pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
     if must_stop(machine, child) {
         return Err(RunError::Terminated);
@@ -39,7 +39,7 @@ pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, R
     let deadline = machine.now().checked_add(child.timeout);
     let mut running = Running::start(child).map_err(RunError::Start)?;
     // After an error, dropping `running` kills and reaps the child.
-    running.attend(machine, child, deadline)
+    running.communicate(machine, child, deadline)
 }
 
 /// Whether SIGTERM has come and the child is to be killed by it. Also empties the machine's signal
@@ -54,14 +54,15 @@ struct Running {
     /// The exit status, once the child has been reaped.
     exit: Option<ExitStatus>,
     /// Readable when the child has ended. `None` before Linux 5.3, where SIGCHLD ends the wait.
-    ended: Option<OwnedFd>,
+    pidfd: Option<OwnedFd>,
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
     stderr: Option<ChildStderr>,
 }
 
 impl Running {
-    /// Starts the program, in its own process group and with three non-blocking pipes.
+    /// Starts the program in its own process group. This process's ends of the three pipes are
+    /// non-blocking.
     fn start(child: &Child<'_>) -> io::Result<Running> {
         let mut command = Command::new(&child.program);
         command.args(&child.args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -74,8 +75,8 @@ impl Running {
         sys::die_with_parent(&mut command);
         let mut process = command.spawn()?;
         let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
-        let ended = sys::pidfd_open(process.id()).ok();
-        let running = Running { process, exit: None, ended, stdin, stdout, stderr };
+        let pidfd = sys::pidfd_open(process.id()).ok();
+        let running = Running { process, exit: None, pidfd, stdin, stdout, stderr };
         let pipes = [
             running.stdin.as_ref().map(AsFd::as_fd),
             running.stdout.as_ref().map(AsFd::as_fd),
@@ -89,8 +90,8 @@ impl Running {
     }
 
     /// Writes the child's input and reads its output until the child has ended. Fails as [`run`]
-    /// does; the child may then still be running.
-    fn attend(
+    /// does; after a failure the child may still be running.
+    fn communicate(
         &mut self,
         machine: &LinuxMachine,
         child: &Child<'_>,
@@ -102,20 +103,20 @@ impl Running {
             if must_stop(machine, child) {
                 return Err(RunError::Terminated);
             }
-            // A debugger can delay the moment at which an ended child can be reaped. Then the
-            // descriptor stays readable and a non-blocking wait would be repeated without pause.
+            // Once the pidfd is readable, wait until the child can be reaped: a debugger can delay
+            // that, and until then a non-blocking wait would be repeated without a pause.
             let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
             self.exit = match exit {
-                // std does not repeat the call. If the child has ended, `wait_ready` below returns
-                // at once, and the next round repeats it.
+                // std does not repeat an interrupted call, but the next round of this loop does. If
+                // the child has ended, `wait_ready` below returns at once.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
                 exit => exit.map_err(RunError::Io)?,
             };
-            // Also after the child's end, because its last output is still in the pipes. Later
-            // output of a grandchild is not awaited.
+            // The pipes are also read after the child's end, because they still have its last
+            // output. Later output of a grandchild is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
-            // Standard error is only displayed, so a failure to read it is ignored.
+            // Standard error is only displayed, so a failure to read it only ends the reading.
             if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
                 self.stderr = None;
             }
@@ -134,15 +135,15 @@ impl Running {
             }
             let mut fds = vec![PollFd::new(machine.as_fd(), PollFlags::POLLIN)];
             let readable = [
-                self.ended.as_ref().map(AsFd::as_fd),
+                self.pidfd.as_ref().map(AsFd::as_fd),
                 self.stdout.as_ref().map(AsFd::as_fd),
                 self.stderr.as_ref().map(AsFd::as_fd),
             ];
             fds.extend(readable.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
             fds.extend(self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)));
             wait_ready(&mut fds, left).map_err(RunError::Io)?;
-            // `ended`, if there is one, is the second descriptor.
-            has_ended = self.ended.is_some() && fds[1].any() == Some(true);
+            // The pidfd, if there is one, is the second descriptor.
+            has_ended = self.pidfd.is_some() && fds[1].any() == Some(true);
         }
     }
 }
@@ -161,8 +162,8 @@ impl Drop for Running {
 /// Writes as much of `input` as the pipe takes at once, and removes it from `input`. Closes the
 /// pipe (sets it to `None`) after the last byte, or when the child has closed its end.
 ///
-/// Fails after any other error of the pipe: the child would take the part of the input that it got
-/// for all of it.
+/// Fails after any other error of the pipe, because the child would take the part that it has read
+/// for the whole input.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {
@@ -173,7 +174,7 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
             Ok(written) => *input = &input[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-            // The child has closed its standard input, which it may.
+            // The child has closed its standard input, which is not an error.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => *pipe = None,
             Err(error) => return Err(error),
         }
@@ -181,8 +182,9 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Appends to `into` what can be read at once. Stops soon after `max` bytes, so that the caller can
-/// detect too large an output by the length. Closes the pipe (sets it to `None`) at its end.
+/// Appends to `into` what can be read without waiting. Stops once `into` has more than `max` bytes,
+/// by which the caller detects too large an output. At the end of the output, closes the pipe (sets
+/// it to `None`).
 fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Result<()> {
     let mut buffer = [0; 16 << 10];
     while let Some(open) = pipe {
@@ -313,7 +315,7 @@ mod tests {
                     let mut running = Running::start(&child).unwrap();
                     let pid = running.process.id().to_string();
                     let deadline = Instant::now().checked_add(timeout);
-                    let error = running.attend(&machine, &child, deadline).unwrap_err();
+                    let error = running.communicate(&machine, &child, deadline).unwrap_err();
                     assert!(matches!(error, RunError::Timeout(limit) if limit == timeout), "{error}");
                     drop(running);
                     pid

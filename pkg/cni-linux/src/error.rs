@@ -164,7 +164,8 @@ impl Cause {
         matches!(self.0, Reason::Terminated)
     }
 
-    /// Adds to an errno which of a veth pair's names is in use. Returns other causes unchanged.
+    /// Adds to an error of the kernel which of a veth pair's names is in use. Returns any other
+    /// cause unchanged.
     pub(crate) fn taken(self, what: TakenName) -> Cause {
         match self.0 {
             Reason::Kernel { source, ack } => Cause(Reason::TakenName { what, source, ack }),
@@ -295,7 +296,8 @@ impl From<Error> for cni::Error {
 }
 
 impl From<Error> for io::Error {
-    /// Converts the error; the kind follows from the errno, and the text is complete.
+    /// Converts the error with its whole text. The kind follows from the errno; if there is none, a
+    /// path that is not a network namespace is an invalid input.
     fn from(error: Error) -> io::Error {
         let kind = error.cause.io().map_or(io::ErrorKind::Other, io::Error::kind);
         let kind = if error.is_no_netns() && kind == io::ErrorKind::Other { io::ErrorKind::InvalidInput } else { kind };

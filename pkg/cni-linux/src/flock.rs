@@ -92,7 +92,8 @@ impl Netns {
 /// Waits until a second thread has locked the file, and returns the file. Fails as [`lock()`] does.
 fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
     let sigterm = term_descriptor()?;
-    // Closing `done_writer` makes `done_reader` readable, which can be polled; a channel cannot.
+    // The thread finally closes `done_writer`, which makes `done_reader` readable: unlike a
+    // channel, a pipe can be polled.
     let (done_reader, done_writer) = io::pipe()?;
     let (sender, receiver) = mpsc::channel();
     let lock_and_send = move || {
@@ -107,9 +108,9 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
         drop(done_writer);
     };
     thread::Builder::new().name("flock".into()).spawn(lock_and_send)?;
-    let mut is_pending = false;
+    let mut is_signal_pending = false;
     loop {
-        if on_sigterm == OnSigterm::Kill && (is_pending || machine.terminated()) {
+        if on_sigterm == OnSigterm::Kill && (is_signal_pending || machine.terminated()) {
             return Err(Cause::terminated());
         }
         let left = limit.deadline.saturating_duration_since(machine.now());
@@ -128,12 +129,12 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
                 Err(_) => Err(Cause::text("internal error: the thread that waits for the lock panicked")),
             };
         }
-        is_pending = is_ready(&fds[1]);
+        is_signal_pending = is_ready(&fds[1]);
     }
 }
 
-/// Describes the process that holds the lock of the file, as `process 12 (bridge)`; `None` if it is
-/// not found in `/proc/locks`.
+/// Describes the process that holds the lock of the file, as `process 12 (bridge)`; `None` if
+/// the lock is not found in `/proc/locks`.
 fn holder(file: &Metadata) -> Option<String> {
     let device = (major(file.dev()), minor(file.dev()));
     let find = || holder_in(&read_locks().unwrap_or_default(), device, file.ino());
@@ -169,24 +170,24 @@ pub fn read_locks() -> io::Result<String> {
 /// completely, the first one with the same inode counts.
 pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
     let (device_major, device_minor) = device;
-    let mut same_inode = None;
+    let mut pid_with_same_inode = None;
     for line in locks.lines() {
         // "4: FLOCK  ADVISORY  WRITE 13 fd:1a:77 0 EOF"; a waiting process has "->" before "FLOCK".
         let words: Vec<&str> = line.split_ascii_whitespace().collect();
         let [_, "FLOCK", _, _, pid, file, ..] = words[..] else { continue };
-        let [major, minor, number] = file.split(':').collect::<Vec<_>>()[..] else { continue };
+        let [major, minor, inode_number] = file.split(':').collect::<Vec<_>>()[..] else { continue };
         let Ok(pid) = pid.parse::<u32>() else { continue };
         // The kernel writes 0 for a process that is not visible in this PID namespace.
-        if pid == 0 || number.parse() != Ok(inode) {
+        if pid == 0 || inode_number.parse() != Ok(inode) {
             continue;
         }
         let hex = |digits| u64::from_str_radix(digits, 16);
         if hex(major) == Ok(device_major) && hex(minor) == Ok(device_minor) {
             return Some(pid);
         }
-        same_inode = same_inode.or(Some(pid));
+        pid_with_same_inode = pid_with_same_inode.or(Some(pid));
     }
-    same_inode
+    pid_with_same_inode
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ pub fn conntrack_text(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry
 }
 
 /// Returns the ID of the process that holds the flock of this file, according to a text like
-/// `/proc/locks`.
+/// `/proc/locks`; `None` if the text has no such lock.
 pub fn lock_holder(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
     crate::flock::holder_in(locks, device, inode)
 }

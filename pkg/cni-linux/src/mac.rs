@@ -79,7 +79,7 @@ fn parse(text: &[u8]) -> Option<Mac> {
         _ => return None,
     };
     let mut mac = [0; 6];
-    let mut digits = 0;
+    let mut digit_count = 0;
     for (position, &byte) in text.iter().enumerate() {
         if position % (group + 1) == group {
             if byte != separator {
@@ -88,10 +88,10 @@ fn parse(text: &[u8]) -> Option<Mac> {
             continue;
         }
         let value = u8::try_from(char::from(byte).to_digit(16)?).ok()?;
-        mac[digits / 2] = mac[digits / 2] << 4 | value;
-        digits += 1;
+        mac[digit_count / 2] = mac[digit_count / 2] << 4 | value;
+        digit_count += 1;
     }
-    (digits == 12).then_some(Mac(mac))
+    (digit_count == 12).then_some(Mac(mac))
 }
 
 impl fmt::Display for Mac {

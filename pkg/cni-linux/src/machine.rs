@@ -45,8 +45,8 @@ pub struct LinuxMachine {
 
 impl LinuxMachine {
     /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD in the calling thread and the threads that it
-    /// starts later, and opens a descriptor that reports them. The first three stay ignored if the
-    /// parent process has set them to be ignored.
+    /// starts later, and opens a descriptor that reports them. If the parent process has set one
+    /// of the first three to be ignored, that signal stays ignored and is not blocked.
     ///
     /// SIGXFSZ is blocked too, so that a write beyond RLIMIT_FSIZE fails with EFBIG. The signal
     /// would end the process without a result and without a rollback.
@@ -105,8 +105,7 @@ impl Machine for LinuxMachine {
         Instant::now()
     }
 
-    /// Runs a program to its end, and logs it if steps are logged. Fails if the program cannot be
-    /// started, at its timeout, and after SIGTERM.
+    /// Runs a program to its end, and logs the run if steps are logged. Fails as `child::run` does.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
         let step = Step::begin();
         let output = child::run(self, child);

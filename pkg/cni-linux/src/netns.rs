@@ -83,9 +83,9 @@ impl Netns {
     /// Runs `inside` while the calling thread is in this namespace, and returns its result. The
     /// thread also returns to its own namespace after a panic of `inside`.
     ///
-    /// For everything that depends on the calling thread's namespace: files under /proc/sys/net,
-    /// new sockets. `inside` must not start a thread or a program, which would stay in this
-    /// namespace.
+    /// `inside` can do what depends on the calling thread's namespace: use the files under
+    /// /proc/sys/net, open sockets. `inside` must not start a thread or a program, which would stay
+    /// in this namespace.
     ///
     /// # Errors
     /// The thread could not enter the namespace; `inside` was not run.
@@ -111,10 +111,11 @@ impl Drop for ReturnGuard {
     /// Takes the thread back. Ends the process with a message on standard error if that fails.
     fn drop(&mut self) {
         let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
-        // After a successful `setns` this one can only fail for lack of memory, so try it three
-        // times.
+        // After the successful `setns` into the namespace, this call can only fail for lack of
+        // memory, so try three times.
         if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
-            // In this namespace a rollback would delete links of other owners.
+            // In the namespace that the thread cannot leave, a rollback would delete links of other
+            // owners.
             let _ = writeln!(
                 io::stderr(),
                 "failed to leave a network namespace: {errno}; the process ends, because later changes would be made in the wrong namespace"
@@ -133,21 +134,20 @@ impl AsFd for Netns {
 /// Opens a network namespace. Fails with [`Reason::NoNetns`] if `path` does not exist or is not a
 /// network namespace, and with the errno after any other failure.
 fn open(path: &Path) -> Result<Netns, Cause> {
-    // As Go's plugins, check the type of the file system first: the error is then the same as
-    // theirs.
-    let magic = statfs(path).map_err(|errno| {
+    // As Go's plugins, check the type of the file system first, so that the errors are the same.
+    let file_system = statfs(path).map_err(|errno| {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
             // With ENAMETOOLONG and ELOOP, too, nothing can ever be opened at the path. DEL must
-            // not fail forever because of it.
+            // not fail forever because of such a path.
             Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
                 Reason::NoNetns { text, source }.into()
             }
             _ => Cause::from(errno),
         }
     })?;
-    let magic = magic.filesystem_type();
+    let magic = file_system.filesystem_type();
     if magic != NSFS_MAGIC && magic != PROC_SUPER_MAGIC {
         return Err(not_a_netns(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
     }
@@ -180,8 +180,8 @@ fn quoted(path: &Path) -> String {
 /// Returns the text of an errno as Go writes it: the C library's, beginning in lower case.
 fn go_text(errno: Errno) -> String {
     let text = errno.desc();
-    let mut letters = text.chars();
-    letters.next().map(|first| first.to_lowercase().chain(letters).collect()).unwrap_or_default()
+    let mut chars = text.chars();
+    chars.next().map(|first| first.to_lowercase().chain(chars).collect()).unwrap_or_default()
 }
 
 #[cfg(test)]

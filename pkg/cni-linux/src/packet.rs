@@ -64,9 +64,10 @@ impl Datagram<'_> {
         frame.extend(self.payload);
         let udp = &frame[ETHERNET + IP..];
         // The checksum also covers a pseudo header: both addresses, the protocol, the length.
+        // `checksum` returns the complement of a sum.
         let addresses = u16::MAX - checksum(0, &frame[ETHERNET + 12..ETHERNET + IP]);
-        let pseudo_header = u32::from(addresses) + u32::from(PROTOCOL_UDP) + udp.len() as u32;
-        let sum = match checksum(pseudo_header, udp) {
+        let pseudo_header_sum = u32::from(addresses) + u32::from(PROTOCOL_UDP) + udp.len() as u32;
+        let sum = match checksum(pseudo_header_sum, udp) {
             // 0 means "no checksum"; all ones is an equal value.
             0 => u16::MAX,
             sum => sum,
@@ -82,24 +83,25 @@ impl Datagram<'_> {
         let number = |offset: usize| Some(u16::from_be_bytes(*ip.get(offset..)?.first_chunk()?));
         let address = |offset: usize| Some(Ipv4Addr::from(*ip.get(offset..)?.first_chunk::<4>()?));
         let first = *ip.first()?;
-        let (version, header) = (first >> 4, usize::from(first & 15) * 4);
-        if ethernet[12..14] != ETHERTYPE_IPV4 || version != 4 || header < IP || *ip.get(9)? != PROTOCOL_UDP {
+        let (version, ip_header_length) = (first >> 4, usize::from(first & 15) * 4);
+        if ethernet[12..14] != ETHERTYPE_IPV4 || version != 4 || ip_header_length < IP || *ip.get(9)? != PROTOCOL_UDP {
             return None;
         }
+        // The fragment's offset, and the flag "more fragments".
         let is_fragment = number(6)? & 0x3fff != 0;
         if is_fragment {
             return None;
         }
-        let udp_length = usize::from(number(header + 4)?);
+        let udp_length = usize::from(number(ip_header_length + 4)?);
         Some(Datagram {
-            from: SocketAddrV4::new(address(12)?, number(header)?),
-            to: SocketAddrV4::new(address(16)?, number(header + 2)?),
-            payload: ip.get(header + UDP..header + udp_length)?,
+            from: SocketAddrV4::new(address(12)?, number(ip_header_length)?),
+            to: SocketAddrV4::new(address(16)?, number(ip_header_length + 2)?),
+            payload: ip.get(ip_header_length + UDP..ip_header_length + udp_length)?,
         })
     }
 }
 
-/// Returns the Internet checksum (RFC 1071) of the bytes, added to the sum `start`.
+/// Returns the Internet checksum (RFC 1071) of `bytes`. `start` is the sum of preceding bytes.
 fn checksum(start: u32, bytes: &[u8]) -> u16 {
     let word = |pair: &[u8]| u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)]));
     let mut sum = bytes.chunks(2).fold(start, |sum, pair| sum + word(pair));
@@ -133,13 +135,14 @@ impl PacketSocket {
     /// Sends one frame.
     ///
     /// # Errors
-    /// The kernel refuses the frame; with ENOBUFS, because the interface does not send yet.
+    /// The kernel refuses the frame; with ENOBUFS if the interface does not send yet.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
         socket::send(self.as_raw_fd(), frame, MsgFlags::empty())?;
         Ok(())
     }
 
-    /// Receives one frame into `buffer`, which cuts off a longer one, and returns its length there.
+    /// Receives one frame into `buffer`, and returns how many bytes were written. A frame that is
+    /// longer than `buffer` is cut off.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if no frame has arrived; the kernel's error if the interface
@@ -162,7 +165,7 @@ impl AsFd for PacketSocket {
 }
 
 /// Returns a non-blocking UDP socket in the calling thread's namespace, bound to this local address
-/// and this interface.
+/// and this interface. Other sockets can share the address and port (SO_REUSEADDR).
 ///
 /// # Errors
 /// EADDRNOTAVAIL if this host does not have the address, ENODEV if the interface does not exist.

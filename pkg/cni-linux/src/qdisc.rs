@@ -17,7 +17,8 @@ pub struct Tbf {
     pub rate: u64,
     /// How many bytes may wait in the queue.
     pub limit: u32,
-    /// The bucket: how long `rate` takes to fill it, in ticks of [`TICK`] nanoseconds.
+    /// The size of the bucket, as the time in which `rate` fills the bucket, in ticks of [`TICK`]
+    /// nanoseconds.
     pub buffer: u32,
 }
 
@@ -96,18 +97,19 @@ impl QdiscParent {
 }
 
 impl Netlink {
-    /// Returns the qdisc that was explicitly attached to an interface; `None` if there is only the
-    /// kernel's default qdisc, or none.
+    /// Returns the qdisc that was explicitly attached to an interface; `None` if the interface has
+    /// only the kernel's default qdisc, or no qdisc.
     pub fn find_qdisc(&self, index: u32, parent: QdiscParent) -> Result<Option<Qdisc>> {
         let request = match parent {
-            QdiscParent::Root => Traffic::new(index, 0, parent.parent()),
-            // Found by its handle. A look-up by parent returns the kernel's default if the
-            // interface had an ingress qdisc before.
-            QdiscParent::Ingress => Traffic::new(index, parent.handle(), 0),
+            QdiscParent::Root => TrafficRequest::new(index, 0, parent.parent()),
+            // The ingress qdisc is looked up by its handle: a look-up by parent returns the
+            // kernel's default qdisc if the interface had an ingress qdisc before.
+            QdiscParent::Ingress => TrafficRequest::new(index, parent.handle(), 0),
         };
         match self.get_echoed(Kind::GetQdisc, &request) {
             Ok(reply) => Ok(reply.as_ref().and_then(decode)),
-            // The kernel answers EINVAL for an interface that has never been up.
+            // ENOENT: there is no such qdisc. The kernel answers EINVAL for an interface that has
+            // never been up.
             Err(cause) if matches!(cause.errno(), Some(libc::ENOENT | libc::EINVAL)) => Ok(None),
             Err(cause) => Err(Error::new(format_args!("failed to look up the qdisc of {}", self.label(index)), cause)),
         }
@@ -124,27 +126,27 @@ impl Netlink {
     /// Attaches an `ingress` qdisc: its filters see what the interface receives.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the interface has one.
+    /// [`Error::is_exists`] if the interface has an `ingress` qdisc.
     pub fn create_ingress(&self, index: u32) -> Result<()> {
         self.create_qdisc(index, QdiscParent::Ingress, &[])
     }
 
-    /// Attaches the kind of qdisc that belongs to `parent`, with these encoded options. Fails if a
-    /// qdisc was attached there before.
+    /// Attaches a qdisc of the parent's kind (`tbf` or `ingress`), with this encoded options
+    /// attribute. Fails with EEXIST if a qdisc was attached at `parent` before.
     fn create_qdisc(&self, index: u32, parent: QdiscParent, options: &[u8]) -> Result<()> {
-        let mut message = Traffic::new(index, parent.handle(), parent.parent()).kind(parent.kind());
+        let mut message = TrafficRequest::new(index, parent.handle(), parent.parent()).kind(parent.kind());
         message.attributes.extend(options);
-        self.control(Kind::NewQdisc, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
+        self.send_change(Kind::NewQdisc, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to add qdisc {} to {link}", parent.kind())
         })
     }
 
     /// Removes the qdisc that [`create_tbf`](Netlink::create_tbf) or
-    /// [`create_ingress`](Netlink::create_ingress) attached, with its filters. Does nothing if
-    /// there is no qdisc, or one of another kind.
+    /// [`create_ingress`](Netlink::create_ingress) attached, with its filters. Does nothing if the
+    /// interface does not exist, has no qdisc there, or one of another kind or with another handle.
     pub fn purge_qdisc(&self, index: u32, parent: QdiscParent) -> Result<()> {
-        let message = Traffic::new(index, parent.handle(), parent.parent()).kind(parent.kind());
-        let deleted = self.control(Kind::DelQdisc, &message, 0, |link| {
+        let message = TrafficRequest::new(index, parent.handle(), parent.parent()).kind(parent.kind());
+        let deleted = self.send_change(Kind::DelQdisc, &message, 0, |link| {
             format!("failed to remove qdisc {} from {link}", parent.kind())
         });
         match deleted {
@@ -155,37 +157,34 @@ impl Netlink {
     }
 
     /// Redirects every packet that the interface `from` receives to the interface `to`, which sends
-    /// it. The indexes are of one namespace; `from` needs the `ingress` qdisc.
-    ///
-    /// # Errors
-    /// [`Error::is_exists`] if `from` has such a filter.
+    /// it. Both interfaces are in the connection's namespace; `from` must have an `ingress` qdisc.
     pub fn create_redirect(&self, from: u32, to: u32) -> Result<()> {
         const PRIORITY: u32 = 1;
         let protocol = u16::try_from(libc::ETH_P_ALL).unwrap_or_default().to_be();
-        let mut message = Traffic::new(from, 0, INGRESS_HANDLE).kind("u32");
+        let mut message = TrafficRequest::new(from, 0, INGRESS_HANDLE).kind("u32");
         message.info = PRIORITY << 16 | u32::from(protocol);
         message.attributes.extend(new_nest(TCA_OPTIONS, &encode_redirect(to)));
-        self.control(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
+        self.send_change(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to redirect the traffic that {link} receives to {}", self.label(to))
         })
     }
 
-    /// Returns the actions of the filters of an interface's `ingress` qdisc, in order. A
-    /// redirection to a deleted interface has index 0.
+    /// Returns the actions of the filters of an interface's `ingress` qdisc, in the kernel's order.
+    /// A redirection to a deleted interface has index 0.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
         let replies = self
-            .dump(Kind::GetFilter, &Traffic::new(index, 0, INGRESS_HANDLE))
+            .dump(Kind::GetFilter, &TrafficRequest::new(index, 0, INGRESS_HANDLE))
             .map_err(|cause| Error::new(format_args!("failed to list the filters of {}", self.label(index)), cause))?;
         let bodies = replies.iter().filter_map(|reply| reply.body(Kind::NewFilter));
         Ok(bodies.flat_map(decode_filter).collect())
     }
 
-    /// Sends a request that changes something. `describe_failure` gets the interface's name and
-    /// returns the beginning of the error message.
-    fn control(
+    /// Sends a request that adds or removes a qdisc or filter. `describe_failure` gets the
+    /// interface's name and returns the beginning of the error message.
+    fn send_change(
         &self,
         kind: Kind,
-        message: &Traffic,
+        message: &TrafficRequest,
         flags: u16,
         describe_failure: impl FnOnce(&str) -> String,
     ) -> Result<()> {
@@ -197,7 +196,7 @@ impl Netlink {
 }
 
 /// A request about a qdisc or a filter: `struct tcmsg` and its attributes.
-struct Traffic {
+struct TrafficRequest {
     index: u32,
     handle: u32,
     parent: u32,
@@ -209,21 +208,21 @@ struct Traffic {
 /// The length of `struct tcmsg`.
 const HEADER: usize = 20;
 
-impl Traffic {
+impl TrafficRequest {
     /// Returns a request without attributes. 0 as `handle` or `parent` leaves the field
     /// unspecified.
-    fn new(index: u32, handle: u32, parent: u32) -> Traffic {
-        Traffic { index, handle, parent, info: 0, attributes: Vec::new() }
+    fn new(index: u32, handle: u32, parent: u32) -> TrafficRequest {
+        TrafficRequest { index, handle, parent, info: 0, attributes: Vec::new() }
     }
 
     /// Adds the kind of the qdisc or filter, such as `tbf`.
-    fn kind(mut self, kind: &str) -> Traffic {
+    fn kind(mut self, kind: &str) -> TrafficRequest {
         self.attributes.extend(new_attribute(TCA_KIND, format!("{kind}\0").as_bytes()));
         self
     }
 }
 
-impl Emitable for Traffic {
+impl Emitable for TrafficRequest {
     fn buffer_len(&self) -> usize {
         HEADER + self.attributes.len()
     }
@@ -235,15 +234,15 @@ impl Emitable for Traffic {
     }
 }
 
-impl Body for Traffic {
+impl Body for TrafficRequest {
     fn words(&self) -> Vec<String> {
         let kind = attribute(&self.attributes, TCA_KIND).map(text);
         kind.into_iter().chain([format!("dev index {}", self.index)]).collect()
     }
 }
 
-/// Returns the options attribute of a token bucket filter. A rate that does not fit into the 32
-/// bits of `struct tc_tbf_qopt` goes into an attribute of its own.
+/// Returns the options attribute of a token bucket filter. If the rate does not fit into the 32
+/// bits of `struct tc_tbf_qopt`, an attribute of its own has the rate.
 fn encode_tbf(tbf: &Tbf) -> Vec<u8> {
     let rate = u32::try_from(tbf.rate);
     // `struct tc_tbf_qopt`: two `struct tc_ratespec` of 12 bytes (rate and peak rate), each with
@@ -261,8 +260,11 @@ fn encode_tbf(tbf: &Tbf) -> Vec<u8> {
 fn encode_redirect(to: u32) -> Vec<u8> {
     const TC_U32_TERMINAL: u8 = 1;
     const TC_ACT_STOLEN: u32 = 4;
+    /// The class `1:1`, which Go's bandwidth plugin also sets.
     const CLASS: u32 = 0x1_0001;
-    // `struct tc_u32_sel` with one key, whose mask of 0 matches every packet.
+    const FIRST_ACTION: u16 = 1;
+    // `struct tc_u32_sel`: flags, an unused byte, the number of keys, and other fields that stay 0;
+    // then one key, whose mask of 0 matches every packet.
     let mut selector = [0; 32];
     (selector[0], selector[2]) = (TC_U32_TERMINAL, 1);
     // `struct tc_mirred`: index, capabilities, action, two counters, kind of redirection, target.
@@ -273,12 +275,12 @@ fn encode_redirect(to: u32) -> Vec<u8> {
     [
         new_attribute(TCA_U32_CLASSID, &CLASS.to_ne_bytes()),
         new_attribute(TCA_U32_SEL, &selector),
-        new_nest(TCA_U32_ACT, &new_nest(1, &action.concat())),
+        new_nest(TCA_U32_ACT, &new_nest(FIRST_ACTION, &action.concat())),
     ]
     .concat()
 }
 
-/// Returns the native-endian number at an offset, or `None` if the bytes end before.
+/// Returns the native-endian 32-bit number at an offset; `None` if fewer than 4 bytes are there.
 fn number(bytes: &[u8], offset: usize) -> Option<u32> {
     bytes.get(offset..)?.first_chunk().copied().map(u32::from_ne_bytes)
 }
@@ -291,18 +293,20 @@ fn decode(reply: &Reply) -> Option<Qdisc> {
     if number(body, HANDLE_OFFSET) == Some(0) {
         return None;
     }
-    let all = body.get(HEADER..)?;
-    let kind = text(attribute(all, TCA_KIND)?);
-    let tbf = match attribute(all, TCA_OPTIONS) {
+    let encoded = body.get(HEADER..)?;
+    let kind = text(attribute(encoded, TCA_KIND)?);
+    let tbf = match attribute(encoded, TCA_OPTIONS) {
         Some(options) if kind == "tbf" => decode_tbf(options),
         _ => None,
     };
     Some(Qdisc { kind, tbf })
 }
 
-/// Decodes the options that [`encode_tbf`] writes. Returns `None` if they are malformed.
+/// Decodes the value of the options attribute that [`encode_tbf`] returns. Returns `None` if the
+/// value is malformed.
 fn decode_tbf(options: &[u8]) -> Option<Tbf> {
     let fields = attribute(options, TCA_TBF_PARMS)?;
+    // The offsets are those of `struct tc_tbf_qopt`, as in `encode_tbf`.
     let short_rate = number(fields, 8)?;
     // Only present if the rate needs more than 32 bits.
     let long_rate = attribute(options, TCA_TBF_RATE64).and_then(|bytes| bytes.first_chunk());
@@ -314,15 +318,17 @@ fn decode_tbf(options: &[u8]) -> Option<Tbf> {
 }
 
 /// Decodes the actions of one filter from the body of a message; a filter without an action counts
-/// as one [`Filter::Other`]. Returns none for the messages that describe only the list or the hash
-/// table that contains the filters.
+/// as one [`Filter::Other`]. Returns an empty list for a message that describes only the list or
+/// the hash table that contains the filters.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
-    let all = body.get(HEADER..).unwrap_or_default();
-    let Some(options) = attribute(all, TCA_OPTIONS) else { return Vec::new() };
-    if attribute(all, TCA_KIND).map(text).as_deref() != Some("u32") {
+    let encoded = body.get(HEADER..).unwrap_or_default();
+    // A message without options describes the list.
+    let Some(options) = attribute(encoded, TCA_OPTIONS) else { return Vec::new() };
+    if attribute(encoded, TCA_KIND).map(text).as_deref() != Some("u32") {
         return vec![Filter::Other];
     }
-    // Of the `u32` messages, only filters have a selector; hash tables have none.
+    // Of the `u32` messages, only those about a filter have a selector, those about a hash table do
+    // not.
     if attribute(options, TCA_U32_SEL).is_none() {
         return Vec::new();
     }
@@ -445,7 +451,7 @@ mod tests {
     #[test]
     fn no_answer_makes_a_reader_panic() {
         let options = encode_tbf(&Tbf { rate: 1, limit: 2, buffer: 3 });
-        let mut body = Traffic::new(7, ROOT_HANDLE, TC_H_ROOT).kind("tbf");
+        let mut body = TrafficRequest::new(7, ROOT_HANDLE, TC_H_ROOT).kind("tbf");
         body.attributes.extend(options);
         let bytes = crate::netlink::wire::emitted(&body);
         let whole = decode(&Reply::new(Kind::NewQdisc, &bytes)).unwrap();

@@ -132,14 +132,14 @@ impl Route {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
 
-    /// Whether the kernel added this route together with an address of the interface `oif`: the
-    /// route to the address's network.
+    /// Whether this is a route without a gateway over the interface `oif` that the kernel itself
+    /// added, as it does for the network of each address.
     pub fn is_connected(&self, oif: u32) -> bool {
         self.protocol == u8::from(RouteProtocol::Kernel) && self.gw.is_none() && self.oif == oif
     }
 
     /// Whether both routes have the same effect: they conflict, and are equal in gateway,
-    /// interface, MTU, MSS and, for IPv4, scope. The program that added them does not matter.
+    /// interface, MTU, MSS and, for IPv4, scope. Other fields, such as the protocol, do not count.
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
         let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
@@ -169,8 +169,8 @@ impl Netlink {
     /// Adds a route.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) or an identical route exists:
-    /// see [`Netlink::list_conflicting`].
+    /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) route exists, which may be
+    /// identical: see [`Netlink::list_conflicting`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
         self.request(Kind::NewRoute, &message(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
@@ -178,7 +178,8 @@ impl Netlink {
     }
 
     /// Adds one route over several gateways, among which the kernel distributes the traffic. Each
-    /// of `paths` has one gateway and interface; everything else is taken from the first.
+    /// of `paths` contributes its gateway, interface and `onlink`; everything else is taken from
+    /// the first. Does nothing if `paths` is empty.
     ///
     /// # Errors
     /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) route exists.
@@ -187,8 +188,8 @@ impl Netlink {
     }
 
     /// Adds one route over one or several gateways in front of the
-    /// [conflicting](Route::conflicts_with) ones, which then are not used any more. Each of `paths`
-    /// has one gateway and interface; everything else is taken from the first.
+    /// [conflicting](Route::conflicts_with) ones, which then are not used any more. `paths` has the
+    /// same meaning as in [`add_multipath_route`](Netlink::add_multipath_route).
     ///
     /// # Errors
     /// [`Error::is_exists`] if an identical route with the same protocol exists.
@@ -220,9 +221,10 @@ impl Netlink {
     }
 
     /// Returns the index of the outgoing interface of the main table's default route; `None` if
-    /// there is no default route. Prefers IPv4, then the lowest metric, then the first gateway.
+    /// there is no default route. Prefers IPv4, then the lowest metric, then the first in the
+    /// kernel's order.
     pub fn find_default_interface(&self) -> Result<Option<u32>> {
-        for family in [Family::V4, Family::V6] {
+        for family in Family::ALL {
             let routes = self.list_routes(family, None)?.into_iter();
             if let Some(route) = routes.filter(|route| route.dst.is_default_route()).min_by_key(Route::metric) {
                 return Ok(Some(route.oif));
@@ -236,15 +238,15 @@ impl Netlink {
         self.dump_routes(family, None)
     }
 
-    /// Returns the existing routes that [conflict](Route::conflicts_with) with `route`, or are
-    /// identical to it.
+    /// Returns the existing routes that [conflict](Route::conflicts_with) with `route`, including
+    /// an identical one.
     pub fn list_conflicting(&self, route: &Route) -> Result<Vec<Route>> {
         let routes = self.list_routes(Family::of(route.dst.address()), route.table)?;
         Ok(routes.into_iter().filter(|existing| existing.conflicts_with(route)).collect())
     }
 
     /// Returns the index of the interface through which packets to `address` leave this host,
-    /// according to its rules and routes.
+    /// according to the host's routing rules and routes.
     ///
     /// # Errors
     /// There is no route to the address (mostly ENETUNREACH).
@@ -261,9 +263,9 @@ impl Netlink {
 
     /// Whether this namespace accepts packets to `address` as its own.
     ///
-    /// For a new IPv6 address that begins some time after its addition: a worker of the kernel
-    /// first joins the address's multicast group, then adds the local route. Until then packets are
-    /// lost.
+    /// A new IPv6 address counts only some time after its addition: a worker of the kernel first
+    /// joins the address's multicast group, then adds the local route. Packets that arrive before
+    /// the local route exists are lost.
     pub fn is_local_address(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
@@ -300,7 +302,8 @@ impl Netlink {
         message.attributes.extend(table.map(RouteAttribute::Table));
         let answer = match self.dump(Kind::GetRoute, &message) {
             Ok(answer) => answer,
-            // The kernel creates a table with its first route.
+            // ENOENT: the table has no routes, because the kernel creates a table with its first
+            // route.
             Err(cause) if table.is_some() && cause.errno() == Some(libc::ENOENT) => Vec::new(),
             Err(cause) => return Err(Error::new("failed to list the routes", cause)),
         };
@@ -319,7 +322,7 @@ fn message(route: &Route) -> RouteMessage {
         scope: route.scope.unwrap_or(0).into(),
         kind: RouteType::Unicast,
         flags: if route.onlink { RouteFlags::Onlink } else { RouteFlags::empty() },
-        // A number above 255 is in the attribute below. 0 here makes the kernel use the attribute.
+        // A number above 255 is in the attribute below, which replaces this field.
         table: u8::try_from(route.table_id()).unwrap_or(RouteHeader::RT_TABLE_UNSPEC),
         ..RouteHeader::default()
     };
@@ -347,6 +350,7 @@ fn message(route: &Route) -> RouteMessage {
 /// from `first`.
 fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
     let mut message = message(&Route { gw: None, ..*first });
+    // Each gateway has an interface of its own.
     message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));
     let to_next_hop = |path: &Route| {
         let mut next_hop = RouteNextHop::default();
@@ -385,8 +389,9 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }
-    // The kernel omits the destination of a default route, and a metric of 0. An attribute replaces
-    // the header's table number, which has only eight bits.
+    // Each value that follows stays if the message has no attribute for it: the kernel omits the
+    // destination of a default route, and a metric of 0. The header's table number has only eight
+    // bits.
     let mut destination = unspecified;
     let mut route = Route::new(Cidr::host(unspecified), None, 0);
     route.table = Some(header.table.into());

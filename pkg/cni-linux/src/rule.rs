@@ -99,6 +99,7 @@ fn decode(message: RuleMessage) -> Option<Rule> {
     if header.action != RuleAction::ToTable {
         return None;
     }
+    // The kernel omits a priority of 0.
     let mut rule = Rule { source: None, table: header.table.into(), priority: Some(0) };
     for attribute in attributes {
         match attribute {

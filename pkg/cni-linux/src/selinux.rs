@@ -25,7 +25,7 @@ struct Reset;
 
 impl Drop for Reset {
     fn drop(&mut self) {
-        // Cannot fail: the file was writable just before, and the kernel accepts every empty label.
+        // Cannot fail: the file was writable just before, and the kernel accepts an empty label.
         let _ = fs::write(EXEC_LABEL, "");
     }
 }

@@ -38,18 +38,16 @@ impl<'m, F: AsFd> Stream<'m, F> {
         Stream { machine, fd, patience, deadline: None }
     }
 
-    /// Waits until the descriptor is ready for `event`, and returns it. A descriptor that is ready
-    /// is returned even after a signal or the deadline. Fails with [`ErrorKind::TimedOut`].
+    /// Waits until the descriptor is ready for `event`, and returns it. Fails with
+    /// [`ErrorKind::TimedOut`] after a signal or at the deadline, unless the descriptor is ready.
     fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
-        // A signal that was read before does not make the machine's descriptor ready: do not wait
-        // then.
+        // A signal that was read before no longer makes the machine's descriptor ready, so after
+        // such a signal this function must not wait.
         let was_terminated = self.machine.was_terminated();
         loop {
-            let left = match was_terminated {
-                true => Duration::ZERO,
-                false => deadline.saturating_duration_since(self.machine.now()),
-            };
+            let left =
+                if was_terminated { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
             let mut fds = [PollFd::new(self.fd.as_fd(), event), PollFd::new(self.machine.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left))?;
             if fds[0].any() != Some(false) {

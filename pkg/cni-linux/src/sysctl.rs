@@ -69,8 +69,8 @@ pub fn write(name: &str, value: &str) -> Result<()> {
     written.map_err(|error| Error::new(format_args!("failed to write {value:?} to {}", path.display()), error))
 }
 
-/// Sets a sysctl to `value` and returns the value it had; `None` if it had that value already. Then
-/// nothing is written, so a read-only /proc/sys is not an error.
+/// Sets a sysctl to `value` and returns the previous value. If the sysctl has `value` already,
+/// returns `None` and writes nothing, so a read-only /proc/sys is not an error.
 ///
 /// # Errors
 /// Those of [`read()`] and [`write()`].

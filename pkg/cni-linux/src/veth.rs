@@ -102,18 +102,20 @@ impl Netlink {
         match alias_set.and(peer_index) {
             Ok(peer_index) => Ok(Veth { index: link.index, peer_index }),
             Err(error) => {
-                // Without an alias no DEL would find the pair. Only the first error is returned.
+                // An error must leave no pair behind. The first error is returned, not that of the
+                // removal.
                 let _ = self.purge_link(link.index);
                 Err(error)
             }
         }
     }
 
-    /// Returns the host end of an attachment; `None` if there is none. Looks up the names that it
-    /// may have ([`AttachmentId::host_name`] for the attempts below [`HOST_NAME_ATTEMPTS`]) one by
-    /// one, which is cheaper than listing all links.
+    /// Returns the host end of an attachment; `None` if there is none. Looks up each name that the
+    /// host end may have ([`AttachmentId::host_name`] for the attempts below
+    /// [`HOST_NAME_ATTEMPTS`]), which is cheaper than listing all links.
     ///
-    /// A veth with such a name but no alias counts too: the ADD was killed before it set the alias.
+    /// A veth with such a name but no alias counts too: an ADD that is killed before it sets the
+    /// alias leaves such a veth.
     pub fn find_host_end(&self, attachment: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
             let Some(link) = self.find_link(&attachment.host_name(attempt))? else { continue };
@@ -125,9 +127,9 @@ impl Netlink {
     }
 
     /// Removes the host ends and ifbs of a network that have no alias because the ADD that created
-    /// them was killed. `listed` is a list of the namespace's links. If it has links without an
-    /// alias, waits up to a second for an ADD in progress to set their aliases, and removes only
-    /// the others.
+    /// them was killed. `listed` is a list of the namespace's links. If `listed` has such links,
+    /// waits up to a second for an ADD in progress to set their aliases, and removes only those
+    /// that still have none.
     ///
     /// # Errors
     /// The first link that could not be removed, after all others have been tried;
@@ -135,9 +137,9 @@ impl Netlink {
     pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
         let group = AttachmentId::group(network);
         let is_unmarked = |link: &Link| {
-            let has_our_name = (link.is_veth() && AttachmentId::is_host_name(&link.name))
+            let has_plugin_name = (link.is_veth() && AttachmentId::is_host_name(&link.name))
                 || (link.is_ifb() && AttachmentId::is_ifb_name(&link.name));
-            link.group == group && link.alias.is_none() && has_our_name
+            link.group == group && link.alias.is_none() && has_plugin_name
         };
         let mut unmarked: Vec<Link> = listed.iter().filter(|link| is_unmarked(link)).cloned().collect();
         if unmarked.is_empty() {
@@ -154,6 +156,7 @@ impl Netlink {
         });
         match waited {
             Err(error) if error.is_deadline() => {}
+            // Every link has an alias now or is gone, or the wait failed.
             result => return result,
         }
         let mut result = Ok(());
@@ -164,9 +167,9 @@ impl Netlink {
         result
     }
 
-    /// Adds to the cause of a failed creation which of the two names is in use: the kernel's EEXIST
-    /// does not say. Prefers the container's name, because the caller can try another host name.
-    /// Returns any other cause unchanged.
+    /// Adds to EEXIST, the cause of a failed creation, which of the two names is in use. If both
+    /// are, takes the container's, because another host name would not help; if the container's
+    /// cannot be looked up, takes the host's. Returns any other cause unchanged.
     fn with_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;

@@ -58,8 +58,8 @@ impl Netlink {
     /// kernel does not offer a smaller one.
     ///
     /// # Errors
-    /// [`Error::is_not_found`] if several lists do not have the interface. (An empty result would
-    /// be wrong: the kernel may omit a port; see the module's description.)
+    /// [`Error::is_not_found`] if the interface is missing from several lists in succession. (One
+    /// list may omit a port that exists: see the module's description.)
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let request = LinkRequest::new(0).of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
@@ -72,8 +72,8 @@ impl Netlink {
         Err(failed(Reason::LinkNotFound.into()))
     }
 
-    /// Adds a port, or a bridge itself, to a VLAN. Does nothing if it is in the VLAN with these
-    /// flags.
+    /// Adds a port, or a bridge itself, to a VLAN. Does nothing if the port or bridge is in the
+    /// VLAN with these flags.
     pub fn add_vlan(&self, index: u32, vid: u16, flags: VlanFlags, target: Target) -> Result<()> {
         let flags = match flags {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
@@ -93,7 +93,7 @@ impl Netlink {
     }
 }
 
-/// Returns the request that adds a port or bridge to a VLAN or removes it.
+/// Returns the request that adds a port or bridge to a VLAN, or removes it from the VLAN.
 fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
     const BRIDGE_FLAGS_MASTER: u16 = 1;
     const BRIDGE_FLAGS_SELF: u16 = 2;
@@ -109,7 +109,7 @@ fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
 }
 
 /// Returns the VLAN entries in a message about the port or bridge `index`; `None` if the message is
-/// about another one.
+/// about another interface, or malformed.
 fn decode_entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
     let (header, all) = link::parts(reply)?;
     if header.index != index {
@@ -125,7 +125,7 @@ fn decode_entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
     Some(entries)
 }
 
-/// Decodes a `struct bridge_vlan_info`: flags and VLAN ID. Returns `None` if it is too short.
+/// Decodes a `struct bridge_vlan_info`: flags and VLAN ID. Returns `None` if `value` is too short.
 fn decode_entry(value: &[u8]) -> Option<BridgeVlanInfo> {
     let (flags, rest) = value.split_first_chunk()?;
     let flags = BridgeVlanInfoFlags::from_bits_retain(u16::from_ne_bytes(*flags));

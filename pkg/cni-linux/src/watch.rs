@@ -72,8 +72,8 @@ impl Watch {
         netns.run(Watch::open)?
     }
 
-    /// Calls `check` at once and after every change, until it returns `Some`, whose value this
-    /// returns. `what` names the awaited event in errors.
+    /// Calls `check` at once and after every change, until `check` returns `Some`, and returns the
+    /// value. `what` names the awaited event in errors.
     ///
     /// # Errors
     /// An error of `check`; `failed to wait for WHAT: …` with [`Error::is_deadline`] at the

@@ -29,7 +29,7 @@ impl Protocol {
         }
     }
 
-    /// Returns the protocol of this name, in upper or lower case.
+    /// Returns the protocol of this name, in upper or lower case; `None` for any other name.
     pub fn by_name(name: &str) -> Option<Protocol> {
         Protocol::ALL.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(name))
     }
@@ -43,7 +43,7 @@ impl Protocol {
         }
     }
 
-    /// Returns the protocol with this `IPPROTO_*` number.
+    /// Returns the protocol with this `IPPROTO_*` number; `None` for any other number.
     pub fn by_number(number: u8) -> Option<Protocol> {
         Protocol::ALL.into_iter().find(|protocol| protocol.number() == number)
     }
@@ -69,8 +69,8 @@ pub struct ClaimedPort {
 }
 
 impl ClaimedPort {
-    /// Whether some packet could be sent to both claims: same protocol, host port and family, and
-    /// the same host address or one claim without a host address.
+    /// Whether some packet could be sent to both claims: both have the same protocol, host port and
+    /// family, and the same host address, or at least one has no host address.
     pub fn overlaps(&self, other: &ClaimedPort) -> bool {
         (self.protocol, self.host_port) == (other.protocol, other.host_port)
             && Family::of(self.container.ip()) == Family::of(other.container.ip())

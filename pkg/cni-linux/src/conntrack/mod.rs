@@ -2,8 +2,8 @@
 //! made wrong.
 //!
 //! The kernel decides on NAT at a connection's first packet. A UDP peer that keeps sending stays
-//! mapped to a removed container, or to no container, until its entry is deleted here; then its
-//! next packet counts as a first one.
+//! mapped to a removed container, or to no container, until the connection's entry is deleted here.
+//! After that, the peer's next packet counts as a first one.
 //!
 //! All ports are handled in one pass over the table, read as text or over netlink, and in no pass
 //! if nothing is tracked. The kernel looks up a single entry only by its complete addresses and
@@ -27,7 +27,7 @@ mod text;
 pub use claim::{ClaimedPort, Protocol};
 
 /// How often the table is read at most, if the kernel reports that it changed meanwhile.
-const DUMPS: usize = 3;
+const DUMP_ATTEMPTS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
 const IPCTNL_MSG_CT_NEW: u16 = CTNETLINK;
@@ -99,18 +99,18 @@ impl Conntrack {
     /// connections were deleted; 0 on a kernel without connection tracking.
     ///
     /// # Errors
-    /// The table could not be read, or an entry not be deleted. In the second case the first such
-    /// error is returned after all other entries have been tried.
+    /// The table or the host's addresses could not be read, or an entry not be deleted. Except for
+    /// the table, the first error is returned after all other entries have been tried.
     pub fn forget(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
-        let tracked = tracked_connections();
-        if claims.is_empty() || tracked == Some(0) {
+        let tracked_count = tracked_connections();
+        if claims.is_empty() || tracked_count == Some(0) {
             return Ok(0);
         }
         let selection = Selection::of(claims);
-        let mut from_text = None;
-        if tracked.is_some_and(text::is_cheaper) {
-            from_text = text::entries(&selection);
-        }
+        let from_text = match tracked_count {
+            Some(entry_count) if text::is_cheaper(entry_count) => text::entries(&selection),
+            _ => None,
+        };
         let entries = match from_text {
             Some(entries) => entries,
             None => match self.entries(&selection) {
@@ -119,20 +119,20 @@ impl Conntrack {
             },
         };
         let mut host_addresses = HostAddresses::default();
-        let (mut deleted, mut first_error) = (0, None);
+        let (mut deleted_count, mut first_error) = (0, None);
         for entry in entries {
             let result = match is_selected(&entry, claims, scope, &mut host_addresses) {
                 Ok(true) => self.delete(&entry),
                 other => other,
             };
             match result {
-                Ok(is_deleted) => deleted += usize::from(is_deleted),
+                Ok(is_deleted) => deleted_count += usize::from(is_deleted),
                 Err(error) => first_error = first_error.or(Some(error)),
             }
         }
         match first_error {
             Some(error) => Err(error),
-            None => Ok(deleted),
+            None => Ok(deleted_count),
         }
     }
 
@@ -149,11 +149,11 @@ impl Conntrack {
     /// a list request. Repeats the request if the table changed during the answer.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] if the kernel has no connection tracking over netlink, or does not
-    /// support a filter in `request`.
+    /// [`Error::is_unsupported`] if the kernel does not offer connection tracking over netlink, or
+    /// does not support a filter in `request`.
     fn entries_by(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
         const WHAT: &str = "failed to list the tracked connections";
-        for _ in 0..DUMPS {
+        for _ in 0..DUMP_ATTEMPTS {
             let mut entries = Vec::new();
             let is_complete = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
                 if let Some(entry) = entry(message)
@@ -170,7 +170,10 @@ impl Conntrack {
                 Err(error) => return Err(error),
             }
         }
-        Err(Error::new(WHAT, Cause::text(format!("the table changed during each of {DUMPS} attempts to read it"))))
+        Err(Error::new(
+            WHAT,
+            Cause::text(format!("the table changed during each of {DUMP_ATTEMPTS} attempts to read it")),
+        ))
     }
 
     /// Deletes an entry. Returns `false` if it no longer exists.
@@ -189,15 +192,15 @@ impl Conntrack {
 }
 
 /// Returns how many connections are tracked in the calling thread's namespace; `None` if the kernel
-/// does not report it. 0 saves a pass over the table, in which the kernel visits every hash bucket
-/// of all namespaces.
+/// does not report the number. If it is 0, the caller saves a pass over the table, in which the
+/// kernel visits every hash bucket of all namespaces.
 fn tracked_connections() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
-/// Whether an entry is to be deleted: it is about one of the claims, is in `scope`, and, if the
-/// claim has no host address, its destination is an address of this host. Fails if those addresses
-/// cannot be listed.
+/// Whether an entry is to be deleted: the entry is about one of the claims and in `scope`, and, if
+/// that claim has no host address, the entry's destination is an address of this host. Fails if the
+/// host's addresses cannot be listed.
 fn is_selected(
     entry: &Entry,
     claims: &[ClaimedPort],
@@ -237,6 +240,7 @@ struct HostAddresses(Option<BTreeSet<IpAddr>>);
 impl HostAddresses {
     /// Whether this host has the address. Fails if the addresses cannot be listed.
     fn contains(&mut self, address: IpAddr) -> Result<bool> {
+        // This host has every address of 127.0.0.0/8, also those that are not listed.
         if address.is_loopback() {
             return Ok(true);
         }
@@ -274,9 +278,9 @@ impl Selection {
         Selection { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
-    /// Returns the body of the list request. If all entries have one family and one protocol, the
-    /// body asks the kernel to filter by them, and by the port if there is only one. Kernels before
-    /// 5.8 ignore the filter, so the caller filters the answer again.
+    /// Returns the body of the list request, whose header selects the family. If there is only one
+    /// family and one protocol, a filter also selects the protocol, and the port if there is only
+    /// one. Kernels before 5.8 ignore the filter, so the caller filters the answer again.
     fn request(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;
@@ -290,7 +294,8 @@ impl Selection {
         if self.family == 0 || !is_one_protocol {
             return body;
         }
-        // The tuple has the values to compare; the flags say which fields of the tuple count.
+        // The tuple has the values to compare; the flags say which fields of the tuple count. No
+        // field of the reply's tuple counts.
         let mut tuple_fields = new_attribute(CTA_PROTO_NUM, &[protocol.number()]);
         let mut flags = F_PROTO_NUM;
         if self.ports.len() == 1 {
@@ -305,18 +310,18 @@ impl Selection {
     }
 }
 
-/// Decodes one message of a list. Returns `None` for a connection of a protocol without ports, and
-/// for a malformed or other message.
+/// Decodes one message of a list. Returns `None` for a connection of a protocol that [`Protocol`]
+/// lacks, and for a malformed or other message.
 pub fn entry(message: &Message<'_>) -> Option<Entry> {
     if message.kind != IPCTNL_MSG_CT_NEW {
         return None;
     }
     let (header, body) = message.payload.split_at_checked(NFGENMSG)?;
     let original = attribute(body, CTA_TUPLE_ORIG)?;
-    let (protocol, destination) = tuple(original)?;
+    let (protocol, destination) = protocol_and_destination(original)?;
     let answered_by = address(attribute(body, CTA_TUPLE_REPLY)?, Side::Source)?;
     // The header's family, then the attributes that identify the entry: its first packet, its ID (a
-    // later connection with the same addresses has another), and its zone.
+    // later connection with the same addresses has another ID), and its zone.
     let mut key = vec![*header.first()?, 0, 0, 0];
     key.extend(new_nest(CTA_TUPLE_ORIG, original));
     for kind in [CTA_ID, CTA_ZONE] {
@@ -334,9 +339,10 @@ enum Side {
     Destination,
 }
 
-/// Decodes the protocol and the destination of a tuple: the packet that an entry expects in one
-/// direction. Returns `None` if the protocol has no ports, or the tuple is malformed.
-fn tuple(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
+/// Decodes the protocol and the destination of a tuple, which describes the packets of a connection
+/// in one direction. Returns `None` for a protocol that [`Protocol`] lacks, or if the tuple is
+/// malformed.
+fn protocol_and_destination(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
     const CTA_PROTO_NUM: u16 = 1;
     const CTA_PROTO_DST_PORT: u16 = 3;
     let proto = attribute(tuple, CTA_TUPLE_PROTO)?;

@@ -17,11 +17,12 @@ const BUCKETS_PER_ENTRY: u64 = 512;
 /// The initial size of the buffer for the text: enough for some 350 entries.
 const BUFFER: usize = 64 * 1024;
 
-/// Whether reading the text is cheaper than a list over netlink if the table has `entries` entries.
-pub(super) fn is_cheaper(entries: u64) -> bool {
+/// Whether reading the text of `entry_count` entries is cheaper than a list over netlink. `false`
+/// if the kernel does not report the number of buckets.
+pub(super) fn is_cheaper(entry_count: u64) -> bool {
     let Ok(buckets) = crate::sysctl::read("net/netfilter/nf_conntrack_buckets") else { return false };
     let Ok(buckets) = buckets.parse::<u64>() else { return false };
-    entries <= buckets / BUCKETS_PER_ENTRY
+    entry_count <= buckets / BUCKETS_PER_ENTRY
 }
 
 /// Returns the selected entries of the calling thread's namespace. `None` if the text cannot be
@@ -54,8 +55,8 @@ pub(super) fn parse(text: &str, selection: &Selection) -> Option<Vec<Entry>> {
     Some(entries)
 }
 
-/// Parses one line. Returns `None` if a field is missing or malformed, or the entry has a zone:
-/// then the text does not have all that identifies the entry.
+/// Parses one line. Returns `None` if a field is missing or malformed, or the entry has a zone
+/// other than 0, because the line does not have all that identifies an entry in a zone.
 fn entry(line: &str, protocol: Protocol) -> Option<Entry> {
     const AF_INET: u8 = 2;
     const AF_INET6: u8 = 10;
@@ -88,7 +89,7 @@ fn entry(line: &str, protocol: Protocol) -> Option<Entry> {
         [new_attribute(2, &source_port.to_be_bytes()), new_attribute(3, &destination_port.to_be_bytes())].concat();
     let tuple = [new_nest(CTA_TUPLE_IP, &ip), new_nest(CTA_TUPLE_PROTO, &[number, ports].concat())];
     // The text does not have the entry's ID, so a deletion by this key also hits a new connection
-    // with the same addresses and ports. Its next packet creates its entry again.
+    // with the same addresses and ports. The next packet of that connection creates an entry again.
     let mut key = vec![family, 0, 0, 0];
     key.extend(new_nest(CTA_TUPLE_ORIG, &tuple.concat()));
     Some(Entry { protocol, destination: SocketAddr::new(destination, destination_port), answered_by, key })

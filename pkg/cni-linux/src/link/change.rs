@@ -50,13 +50,13 @@ impl Netlink {
         self.set_link(LinkRequest::new(index).flag(libc::IFF_UP, false), |link| format!("failed to set {link} down"))
     }
 
-    /// Switches promiscuous mode on or off for the administrator.
+    /// Switches the administrator's setting of promiscuous mode on or off.
     pub fn set_promisc(&self, index: u32, promisc: LinkFlag) -> Result<()> {
         let request = LinkRequest::new(index).flag(libc::IFF_PROMISC, promisc == LinkFlag::On);
         self.set_link(request, |link| format!("failed to set promiscuous mode of {link}"))
     }
 
-    /// Switches the reception of all multicast frames on or off for the administrator.
+    /// Switches the administrator's setting to receive all multicast frames on or off.
     pub fn set_allmulti(&self, index: u32, allmulti: LinkFlag) -> Result<()> {
         let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, allmulti == LinkFlag::On);
         self.set_link(request, |link| format!("failed to set all-multicast of {link}"))
@@ -79,8 +79,8 @@ impl Netlink {
         })
     }
 
-    /// Sets the alias and resets the group to 0, in one request: the group marks a link that these
-    /// plugins created until it has its alias (see [`veth`](crate::veth)).
+    /// Sets the alias and resets the group to 0, in one request. Until a link has its alias, the
+    /// group marks the link as created by these plugins (see [`veth`](crate::veth)).
     pub(crate) fn set_first_alias(&self, index: u32, alias: &str) -> Result<()> {
         let request = LinkRequest::new(index).alias(alias).group(0);
         self.set_link(request, |link| format!("failed to set the alias of {link} to {alias:?}"))

@@ -16,9 +16,9 @@ use cni::AttachmentId;
 
 /// Whether the interface has a carrier, as far as the kernel has noticed.
 ///
-/// State "unknown" means different things: a bridge stays in it until it first loses its carrier,
-/// and works. A veth is in it for a moment after its creation, before the kernel notices that it
-/// has no carrier yet.
+/// In state "unknown", an interface that is up counts as having a carrier, except a veth. A bridge
+/// works in this state, and stays in it until the first loss of its carrier. A veth is in this
+/// state for a moment after its creation, before the kernel notices the missing carrier.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
@@ -56,13 +56,14 @@ impl Netlink {
     /// behind, unless the kernel's answer was lost.
     pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, attachment: &AttachmentId) -> Result<Link> {
         let request = LinkRequest::new(0).up().name(name).mac(mac).mtu(mtu).txqlen(0);
-        // The kernel ignores an alias at creation. Until it is set, the group names the network.
+        // The kernel ignores an alias at creation. Until the alias is set, the group marks the
+        // network.
         let request = request.group(AttachmentId::group(&attachment.network)).kind("ifb", &[]);
         let link = self
             .create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create ifb {name}"), cause))?;
         if let Err(error) = self.set_first_alias(link.index, &attachment.alias()) {
-            // Only the first error is returned.
+            // The first error is returned, not that of the removal.
             let _ = self.purge_link(link.index);
             return Err(error);
         }
@@ -72,7 +73,7 @@ impl Netlink {
     /// Creates a link (RTM_NEWLINK) and returns it. Fails with EEXIST if the name is in use.
     pub(crate) fn create_link(&self, request: &LinkRequest, name: &str) -> Result<Link, Cause> {
         let answer = self.request(Kind::NewLink, request, NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
-        // Kernels since 6.2 answer with the created link; older ones are asked for it.
+        // Kernels since 6.2 answer with the created link; older ones need a second request.
         match answer.iter().find_map(super::decode) {
             Some(link) => Ok(link),
             None => self.get_link(0, Some(name))?.ok_or_else(|| Reason::LinkNotFound.into()),
@@ -83,7 +84,8 @@ impl Netlink {
     /// opened in this connection's namespace before the change that brings the carrier.
     ///
     /// A bridge needs this wait too: its carrier comes with its first port, but until a worker of
-    /// the kernel has noticed that, the bridge drops everything that the host sends through it.
+    /// the kernel has noticed the carrier, the bridge drops everything that the host sends through
+    /// the bridge.
     ///
     /// # Errors
     /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
@@ -96,7 +98,7 @@ impl Netlink {
     }
 
     /// Waits until an interface has a carrier. `netns` is this connection's namespace; the calling
-    /// thread enters it, to open a watch, only if the interface has no carrier yet.
+    /// thread enters it, to open a watch, only if the interface's state is not yet "up".
     ///
     /// # Errors
     /// Those of [`wait_carrier`](Netlink::wait_carrier).

@@ -1,4 +1,4 @@
-//! Looks up interfaces; the modules below it create and change them.
+//! Looks up interfaces; the submodules create and change them.
 //!
 //! A [`Link`] is a snapshot, not a handle. Methods that change an interface take its index: a name
 //! can be given to another interface, an index is practically not used again before a reboot.
@@ -24,7 +24,7 @@ use crate::mac::Mac;
 use crate::netlink::wire::attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes, text};
 
-/// The attribute of a bridge that switches VLAN filtering on.
+/// The attribute of a bridge for VLAN filtering.
 pub(crate) const IFLA_BR_VLAN_FILTERING: u16 = 7;
 
 /// The attribute of a bridge's port for hairpin mode.
@@ -57,7 +57,7 @@ pub struct Link {
     /// Whether it works, according to the kernel.
     pub oper_state: OperState,
     /// Whether it works or, if the kernel does not report that (`lo`, and any link just created),
-    /// whether it is up.
+    /// whether it has the flags `IFF_UP` and `IFF_RUNNING`.
     pub running: bool,
     /// How many users want all frames: the administrator, a bridge that it is a port of, each
     /// packet capture.
@@ -77,7 +77,8 @@ pub struct Link {
     /// The index of a veth's other end or of the interface below, **in the namespace of that
     /// interface**.
     pub peer_index: Option<u32>,
-    /// The ID that the namespace of `peer_index` has in this namespace; `None` if it is this one.
+    /// The ID that the namespace of `peer_index` has in this namespace, -1 if that namespace has no
+    /// ID; `None` if `peer_index` is in this namespace.
     pub peer_netnsid: Option<i32>,
     /// The state and flags of a bridge's port, if it is one.
     pub port: Option<Port>,
@@ -185,10 +186,10 @@ impl Link {
 }
 
 impl Netlink {
-    /// Returns the interface with this name or alternative name in this connection's namespace;
-    /// `None` if there is none.
+    /// Returns the interface with this name, or with this alternative name of at most [`NAME_MAX`]
+    /// bytes, in this connection's namespace; `None` if there is none.
     pub fn find_link(&self, name: &str) -> Result<Option<Link>> {
-        // No interface can have such a name. The kernel would refuse the request as malformed.
+        // The kernel would refuse the request as malformed.
         if name.is_empty() || name.len() > NAME_MAX {
             return Ok(None);
         }
@@ -214,16 +215,17 @@ impl Netlink {
     /// `false` if `link` has no other end in another namespace.
     pub fn peer_is_gone(&self, link: &Link) -> Result<bool> {
         let (Some(netns_id), Some(peer_index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
-        // NETNSA_NSID_NOT_ASSIGNED: a namespace that is being torn down has lost its ID.
+        // -1 is NETNSA_NSID_NOT_ASSIGNED: a namespace that is being torn down has lost its ID.
         if netns_id < 0 {
             return Ok(true);
         }
         let request = LinkRequest::new(peer_index).netns_id(netns_id).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
         match self.get(Kind::GetLink, &request) {
             Ok(_) => Ok(false),
-            // No process and no file keeps the namespace with this ID any more.
+            // EINVAL: no process and no file keeps the namespace with this ID any more.
             Err(cause) if cause.errno() == Some(libc::EINVAL) => Ok(true),
-            // The other end was deleted after `link` was read, and this end with it, or was moved.
+            // ENODEV: after `link` was read, the other end was deleted, which also deletes this
+            // end, or moved, after which this end still exists.
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(self.find_link_by_index(link.index)?.is_none()),
             Err(cause) => Err(Error::new(format_args!("failed to look up the other end of {}", link.name), cause)),
         }
@@ -274,7 +276,8 @@ impl Netlink {
     }
 }
 
-/// Splits a message about a link into header and encoded attributes. `None` for other messages.
+/// Splits a message about a link into header and encoded attributes. Returns `None` for other and
+/// malformed messages.
 pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     let body = reply.body(Kind::NewLink)?;
     let header = LinkHeader::parse(body).ok()?;
@@ -285,13 +288,16 @@ pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
 /// Decodes a link. Returns `None` for other messages, and for malformed attributes.
 ///
 /// The packet crate's decoder is not used: it decodes every attribute of every kind of link, and
-/// fails if one of them is not as it expects. See ARCHITECTURE.md, "Dependencies".
+/// fails if one of these attributes has an unexpected form. See ARCHITECTURE.md, "Dependencies".
 pub(crate) fn decode(reply: &Reply) -> Option<Link> {
-    let (header, all) = parts(reply)?;
+    let (header, encoded) = parts(reply)?;
     let mut link = Link {
         index: header.index,
         name: String::new(),
-        kind: LinkKind::Device,
+        kind: match header.link_layer_type {
+            LinkLayerType::Loopback => LinkKind::Loopback,
+            _ => LinkKind::Device,
+        },
         mac: None,
         mtu: 0,
         up: header.flags.contains(LinkFlags::Up),
@@ -311,10 +317,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         vrf_table: None,
         stacked: None,
     };
-    if header.link_layer_type == LinkLayerType::Loopback {
-        link.kind = LinkKind::Loopback;
-    }
-    for (kind, value) in attributes(all) {
+    for (kind, value) in attributes(encoded) {
         match kind {
             libc::IFLA_IFNAME => link.name = text(value),
             libc::IFLA_ADDRESS => link.mac = Mac::from_slice(value),
@@ -340,7 +343,8 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     Some(link)
 }
 
-/// Converts the packet crate's operational state.
+/// Converts the packet crate's operational state. An unknown number counts as unknown, every other
+/// state that [`OperState`] does not have as down.
 fn oper_state(state: State) -> OperState {
     match state {
         State::Up => OperState::Up,
@@ -359,7 +363,7 @@ fn number(value: &[u8]) -> Option<u32> {
 /// bridge port.
 fn decode_info(link: &mut Link, infos: &[u8]) {
     // The kernel sends each KIND before its DATA, and KIND decides how DATA is decoded.
-    let mut is_port = false;
+    let mut is_bridge_port = false;
     for (kind, value) in attributes(infos) {
         match kind {
             libc::IFLA_INFO_KIND => {
@@ -377,8 +381,8 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
                 LinkKind::Other(kind) => link.stacked = Stacked::decode(kind, value),
                 _ => {}
             },
-            libc::IFLA_INFO_SLAVE_KIND => is_port = text(value) == "bridge",
-            libc::IFLA_INFO_SLAVE_DATA if is_port => link.port = Some(decode_port(value)),
+            libc::IFLA_INFO_SLAVE_KIND => is_bridge_port = text(value) == "bridge",
+            libc::IFLA_INFO_SLAVE_DATA if is_bridge_port => link.port = Some(decode_port(value)),
             _ => {}
         }
     }
@@ -402,7 +406,8 @@ fn decode_bridge(options: &[u8]) -> BridgeInfo {
     bridge
 }
 
-/// Decodes the options of a bridge's port (`IFLA_INFO_SLAVE_DATA`). A missing option is off.
+/// Decodes the options of a bridge's port (`IFLA_INFO_SLAVE_DATA`). A missing state is
+/// [`PortState::Disabled`], any other missing option is off.
 fn decode_port(options: &[u8]) -> Port {
     const IFLA_BRPORT_STATE: u16 = 1;
     let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false };
@@ -423,8 +428,8 @@ fn decode_port(options: &[u8]) -> Port {
     port
 }
 
-/// Whether an option is on: any byte is not 0. Options have one byte, only the spanning tree's has
-/// four.
+/// Whether an option is on: any byte is not 0. An option has one byte, except that of the spanning
+/// tree protocol, which has four.
 fn is_on(value: &[u8]) -> bool {
     value.iter().any(|byte| *byte != 0)
 }

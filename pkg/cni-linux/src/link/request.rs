@@ -141,12 +141,12 @@ impl LinkRequest {
         self.with_number(libc::IFLA_EXT_MASK, filter.cast_unsigned())
     }
 
-    /// Sets the kind of link, and options of that kind as attributes.
+    /// Sets the kind of link, and the encoded options of that kind.
     pub(crate) fn kind(self, kind: &str, options: &[u8]) -> LinkRequest {
         self.info((libc::IFLA_INFO_KIND, kind), (libc::IFLA_INFO_DATA, options))
     }
 
-    /// Sets options as attributes that the link has as a port of this kind of master.
+    /// Sets the encoded options that the link has as a port of this kind of master.
     pub(crate) fn port(self, master_kind: &str, options: &[u8]) -> LinkRequest {
         self.info((libc::IFLA_INFO_SLAVE_KIND, master_kind), (libc::IFLA_INFO_SLAVE_DATA, options))
     }
@@ -201,8 +201,8 @@ fn terminated(text: &str) -> Vec<u8> {
 }
 
 /// Describes a request in the words of `ip link`, for the log. `change` is the mask of the flags
-/// that the request sets or clears, `all` has its encoded attributes.
-fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
+/// that the request sets or clears.
+fn words(index: u32, (flags, change): (u32, u32), encoded: &[u8]) -> Vec<String> {
     let mut words = Vec::new();
     if index != 0 {
         words.push(format!("index {index}"));
@@ -217,9 +217,10 @@ fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
             words.push(if flags & flag != 0 { on } else { off }.to_owned());
         }
     }
-    for (kind, value) in attributes(all) {
+    for (kind, value) in attributes(encoded) {
         let number = number(value).unwrap_or_default();
         match kind {
+            // Without an index, the name identifies the link; with one, the name is to be set.
             libc::IFLA_IFNAME if index == 0 => words.insert(0, text(value)),
             libc::IFLA_IFNAME => words.push(format!("name {}", text(value))),
             libc::IFLA_MTU => words.push(format!("mtu {number}")),
@@ -233,6 +234,7 @@ fn words(index: u32, (flags, change): (u32, u32), all: &[u8]) -> Vec<String> {
             libc::IFLA_NET_NS_FD => words.push("netns of the container".to_owned()),
             libc::IFLA_LINKINFO => words.extend(info_words(value)),
             libc::IFLA_AF_SPEC => {
+                // `struct bridge_vlan_info`: flags and VLAN ID.
                 if let Some([_, _, low, high, ..]) = attribute(value, IFLA_BRIDGE_VLAN_INFO) {
                     words.push(format!("vid {}", u16::from_ne_bytes([*low, *high])));
                 }

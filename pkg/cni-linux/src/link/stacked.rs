@@ -117,6 +117,7 @@ impl Stacked {
                 let number = u32::from_ne_bytes(*value.first_chunk()?);
                 MacvlanMode::ALL.into_iter().find(|mode| *mode as u32 == number).map(Stacked::Macvlan)
             }
+            // These modes are numbered from 0, in the order of `ALL`.
             "ipvlan" => IpvlanMode::ALL.get(usize::from(u16_value()?)).copied().map(Stacked::Ipvlan),
             "vlan" => u16_value().map(Stacked::Vlan),
             _ => None,
@@ -161,8 +162,8 @@ impl Netlink {
     /// [`Error::is_exists`] if the name is taken or, for a vlan, the master has a vlan with this
     /// ID; [`Error::is_unsupported`] if the kernel does not support this kind.
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
-        // Without NLM_F_ECHO: the kernel would send the echo to the socket with this port ID in the
-        // other namespace, which is another connection.
+        // Without NLM_F_ECHO: the kernel would send the echo to the socket of the other namespace
+        // that has this connection's port ID.
         let created = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
         created.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }
@@ -170,7 +171,7 @@ impl Netlink {
     /// Gives a new interface its name and its alias, in one request.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if the name is taken; the alias is not set then.
+    /// [`Error::is_exists`] if the name is taken; then the alias is not set either.
     pub fn set_first_name(&self, index: u32, name: &str, alias: &str) -> Result<()> {
         self.set_link(LinkRequest::new(index).name(name).alias(alias), |link| {
             format!("failed to rename {link} to {name:?}")

@@ -82,7 +82,7 @@ impl Netlink {
         let step = Step::begin();
         let what = if step.is_logged() { request.name(flags) } else { String::new() };
         // A thread that panicked with the lock may have left part of an answer unread. `ask` skips
-        // it, because it has another sequence number.
+        // that part, because its messages have another sequence number.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let mut messages = Vec::new();
         let answer = connection
@@ -93,7 +93,8 @@ impl Netlink {
         if flags & NLM_F_ACK != 0 {
             step.end_request(what, &answer, || request.bytes());
         } else {
-            // An error here often only means that the object does not exist.
+            // Without the bytes of the request: an error here often only means that the object does
+            // not exist.
             step.end(what, &answer);
         }
         answer

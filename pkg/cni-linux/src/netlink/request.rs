@@ -12,16 +12,16 @@ use super::Body;
 use crate::mac::Mac;
 use crate::route;
 
-/// Names an interface, whose name is not known here, by its index.
-fn index(index: u32) -> String {
-    format!("index {index}")
+/// Returns the words for an interface. A request has only its index, not its name.
+fn dev(index: u32) -> String {
+    format!("dev index {index}")
 }
 
 impl Body for AddressMessage {
     /// Describes an address: `10.1.2.3/24 dev index 5 broadcast 10.1.2.255`.
     fn words(&self) -> Vec<String> {
         let address = self;
-        let mut words = vec![format!("dev {}", index(address.header.index))];
+        let mut words = vec![dev(address.header.index)];
         for attribute in &address.attributes {
             match attribute {
                 AddressAttribute::Local(ip) => words.insert(0, format!("{ip}/{}", address.header.prefix_len)),
@@ -45,7 +45,7 @@ impl Body for RouteMessage {
                     to = format!("{ip}/{}", route.header.destination_prefix_length);
                 }
                 RouteAttribute::Gateway(address) => words.extend(route::ip(address).map(|ip| format!("via {ip}"))),
-                RouteAttribute::Oif(oif) => words.push(format!("dev {}", index(*oif))),
+                RouteAttribute::Oif(oif) => words.push(dev(*oif)),
                 RouteAttribute::Priority(metric) => words.push(format!("metric {metric}")),
                 RouteAttribute::Table(table) => words.push(format!("table {table}")),
                 RouteAttribute::Metrics(_) => words.push("with metrics".to_owned()),
@@ -79,7 +79,7 @@ impl Body for NeighbourMessage {
     /// Describes a neighbour entry: `10.1.2.3 dev index 5 lladdr 02:00:00:00:00:01`.
     fn words(&self) -> Vec<String> {
         let neighbour = self;
-        let mut words = vec![format!("dev {}", index(neighbour.header.ifindex))];
+        let mut words = vec![dev(neighbour.header.ifindex)];
         for attribute in &neighbour.attributes {
             match attribute {
                 NeighbourAttribute::Destination(NeighbourAddress::Inet(ip)) => words.insert(0, ip.to_string()),

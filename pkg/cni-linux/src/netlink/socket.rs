@@ -21,7 +21,7 @@ use crate::patience;
 
 /// The size of the receive buffer. A part of a dump has at most 32 KiB (the kernel's limit), the
 /// answer about one link with hundreds of virtual functions a little more.
-const RECEIVE: usize = 64 << 10;
+const RECEIVE_BUFFER: usize = 64 << 10;
 
 /// Which part of the kernel a socket talks to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,8 +83,8 @@ impl Socket {
 
     /// Sends one request, with `flags` in addition to `NLM_F_REQUEST`, and calls `handle` for each
     /// message of the answer: those before the acknowledgement (`NLM_F_ACK`), all of a list
-    /// (`NLM_F_DUMP`), or, with neither flag, a single message. Returns `false` if the kernel
-    /// reports that the list changed meanwhile and is not consistent.
+    /// (`NLM_F_DUMP`), or, with neither flag, a single message. Returns whether the answer is
+    /// consistent: `false` if the kernel reports that the list changed during a dump.
     ///
     /// # Errors
     /// The kernel's error for the request, or a failure to send or receive.
@@ -156,15 +156,16 @@ impl Socket {
         Ok(self.fill()?.then_some(&*self.buffer))
     }
 
-    /// Reads the next datagram into the buffer. Returns `false` if the queue is empty; fails if the
+    /// Reads the next datagram into the buffer. Returns `false` if the queue is empty. Fails if the
     /// datagram is larger than the buffer.
     fn fill(&mut self) -> Result<bool, Cause> {
         self.buffer.clear();
-        self.buffer.reserve_exact(RECEIVE);
+        self.buffer.reserve_exact(RECEIVE_BUFFER);
+        // MSG_TRUNC: `recv` returns the datagram's length even if the buffer is shorter.
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
         match patience::retry(|| self.socket.recv(&mut self.buffer, flags)) {
             Ok(length) if length > self.buffer.len() => Err(Cause::text(format!(
-                "the kernel's answer of {length} bytes does not fit into the buffer of {RECEIVE} bytes"
+                "the kernel's answer of {length} bytes does not fit into the buffer of {RECEIVE_BUFFER} bytes"
             ))),
             Ok(_) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -206,7 +207,7 @@ impl Events {
         const REMOVALS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
         let mut has_removal = false;
-        // The message's length (32 bits) and type (16 bits); the rest of each event is cut off.
+        // The length (32 bits), type (16) and flags (16) of a message; `recv` cuts off the rest.
         let mut head = [0; 8];
         loop {
             match self.0.recv(&mut &mut head[..], flags) {

@@ -28,8 +28,8 @@ pub(crate) const HEADER: usize = 16;
 const NLA_F_NESTED: u16 = 1 << 15;
 
 impl Message<'_> {
-    /// Appends the encoded message to `bytes`: `struct nlmsghdr`, whose length field excludes the
-    /// padding, the payload, and padding to 4 bytes.
+    /// Appends the encoded message to `bytes`: the header (`struct nlmsghdr`), the payload, and
+    /// padding to a multiple of 4 bytes. The header's length field does not count the padding.
     pub fn write(&self, bytes: &mut Vec<u8>) {
         let begin = bytes.len();
         bytes.extend(u32::try_from(HEADER + self.payload.len()).unwrap_or(u32::MAX).to_ne_bytes());
@@ -50,7 +50,7 @@ pub fn emitted(object: &(impl Emitable + ?Sized)) -> Vec<u8> {
     bytes
 }
 
-/// Returns an encoded attribute, padded to 4 bytes.
+/// Returns an encoded attribute, padded to a multiple of 4 bytes.
 pub fn new_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let len = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
     let mut bytes = [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat();
@@ -63,32 +63,32 @@ pub fn new_nest(kind: u16, attributes: &[u8]) -> Vec<u8> {
     new_attribute(kind | NLA_F_NESTED, attributes)
 }
 
-/// Rounds a length up to a multiple of 4, as the lengths of attributes and messages are.
+/// Rounds a length up to a multiple of 4, to which attributes and messages are padded.
 fn align(len: usize) -> usize {
     len.saturating_add(3) & !3
 }
 
-/// Returns the native-endian number at an offset; `None` if the bytes end before.
+/// Returns the native-endian 16-bit number at an offset; `None` if fewer than 2 bytes are there.
 fn u16_ne(bytes: &[u8], offset: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(bytes.get(offset..offset + 2)?.try_into().ok()?))
 }
 
-/// Returns the native-endian number at an offset; `None` if the bytes end before.
+/// Returns the native-endian 32-bit number at an offset; `None` if fewer than 4 bytes are there.
 fn u32_ne(bytes: &[u8], offset: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(offset..offset + 4)?.try_into().ok()?))
 }
 
-/// Decodes a number in network byte order; `None` if it does not have 4 bytes.
+/// Decodes a number in network byte order; `None` if there are not exactly 4 bytes.
 fn u32_be(bytes: &[u8]) -> Option<u32> {
     Some(u32::from_be_bytes(bytes.try_into().ok()?))
 }
 
-/// Decodes a number in network byte order; `None` if it does not have 8 bytes.
+/// Decodes a number in network byte order; `None` if there are not exactly 8 bytes.
 pub fn u64_be(bytes: &[u8]) -> Option<u64> {
     Some(u64::from_be_bytes(bytes.try_into().ok()?))
 }
 
-/// Decodes a text, which ends at the first zero byte or with the bytes.
+/// Decodes a text, which ends at the first zero byte, or else at the end of the bytes.
 pub fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).into_owned()
@@ -111,6 +111,7 @@ pub fn messages(mut datagram: &[u8]) -> impl Iterator<Item = Message<'_>> {
 
 /// Returns the types and values of encoded attributes, up to the first malformed one.
 pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    /// All bits of the type field except the two flags.
     const TYPE_MASK: u16 = 0x3fff;
     std::iter::from_fn(move || {
         let len = usize::from(u16_ne(bytes, 0)?);
@@ -121,13 +122,13 @@ pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// Returns the value of the first attribute of this type.
+/// Returns the value of the first attribute of this type; `None` if there is none.
 pub fn attribute(bytes: &[u8], kind: u16) -> Option<&[u8]> {
     attributes(bytes).find(|(other, _)| *other == kind).map(|(_, value)| value)
 }
 
 /// Returns the first attribute of this type as a number in network byte order; `None` if there is
-/// none, or it does not have 4 bytes.
+/// none, or its value does not have exactly 4 bytes.
 pub fn number(bytes: &[u8], kind: u16) -> Option<u32> {
     attribute(bytes, kind).and_then(u32_be)
 }
@@ -141,8 +142,8 @@ pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     let negative_errno = i32::from_ne_bytes(message.payload.get(..4)?.try_into().ok()?);
     let mut explanation = None;
     if message.flags & NLM_F_ACK_TLVS != 0 {
-        // Between the errno and the attributes is the request: nothing at the end of a dump, only
-        // its header in a capped answer, else all of it.
+        // Between the errno and the attributes is the request: nothing of it at the end of a dump,
+        // only its header in a capped answer, else all of it.
         let request_len = if message.kind == NLMSG_DONE {
             0
         } else if message.flags & NLM_F_CAPPED != 0 {

@@ -1,7 +1,7 @@
 //! Saves routes with all their attributes, to move them to another table or to restore them.
 //!
-//! A saved route is added with `NLM_F_APPEND`, because of several IPv4 routes to one destination an
-//! exclusive addition would restore only the first. The kernel still answers EEXIST to an identical
+//! A saved route is added with `NLM_F_APPEND`, because an exclusive addition would restore only the
+//! first of several IPv4 routes to one destination. The kernel still answers EEXIST to an identical
 //! route.
 
 use std::net::IpAddr;
@@ -72,7 +72,7 @@ impl SavedRoute {
         self.routes().iter().any(|route| is_in(route.gw) || is_in(route.source))
     }
 
-    /// Describes the route for an error message.
+    /// Returns the route as an error message names it.
     fn label(&self) -> String {
         self.routes().first().map_or_else(|| "of another type".to_owned(), Route::to_string)
     }
@@ -91,9 +91,9 @@ impl Netlink {
         Ok(saved.map(|message| SavedRoute(to_request(message))).collect())
     }
 
-    /// Adds a route after the [conflicting](Route::conflicts_with) ones; for IPv6, the kernel
-    /// merges these into one route over several gateways. Does nothing if an identical route
-    /// exists.
+    /// Adds a route after the [conflicting](Route::conflicts_with) ones; the kernel merges an IPv6
+    /// route and the conflicting ones into one route over several gateways. Does nothing if an
+    /// identical route exists.
     pub fn append_route(&self, route: &SavedRoute) -> Result<()> {
         let added = self.request(Kind::NewRoute, &route.0, NLM_F_CREATE | NLM_F_APPEND);
         let added = added.map(drop).map_err(|cause| self.failed("add", route, cause));
@@ -117,6 +117,7 @@ impl Netlink {
 /// Turns a route as the kernel reports it into a request that adds it: removes the attributes and
 /// the flags (state of the link, hardware offload) that the kernel does not accept in a request.
 fn to_request(mut message: RouteMessage) -> RouteMessage {
+    // `onlink` is about a gateway, which only a unicast route has.
     if message.header.kind == RouteType::Unicast {
         message.header.flags &= RouteFlags::Onlink;
     } else {

@@ -65,19 +65,18 @@ impl Arena {
     /// Moves the end of the used part from the offset `from` to the offset `to`. Returns `false`,
     /// and changes nothing, if the end is not at `from` or `to` is beyond the block.
     ///
-    /// Release: the accesses of an owner that frees its range are finished before. Acquire: the
-    /// next owner's accesses begin after. All changes of `used` are read-modify-write operations,
-    /// so this also holds if there are other moves between the two.
+    /// Release: the accesses of an owner that frees its range are finished before the move.
+    /// Acquire: the next owner's accesses begin after its own move. All changes of `used` are
+    /// read-modify-write operations, so this order holds even with other moves between these two.
     fn move_end(&self, from: usize, to: usize) -> bool {
         to <= BLOCK && self.used.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 }
 
 // SAFETY: a range is allocated by moving `used` from the range's begin to its end in one atomic
-// step, and not allocated again before its owner frees it. It is inside the block, whose address
-// does not change while the allocator is in use, and begins at a multiple of the layout's
-// alignment. Memory outside the block was allocated by `System`, which also reallocates and frees
-// it.
+// step, and not allocated again before its owner frees it. Each range is inside the block, whose
+// address does not change while the allocator is in use, and begins at a multiple of the layout's
+// alignment. Memory outside the block is allocated, reallocated and freed by `System`.
 unsafe impl GlobalAlloc for Arena {
     /// Returns the next unused range of the block, or memory from the C library if `layout` is
     /// large or does not fit.
@@ -127,12 +126,12 @@ unsafe impl GlobalAlloc for Arena {
         ptr
     }
 
-    /// Changes the size of a range: in place if it is the last one of the block, else by a copy.
-    /// Returns null, and leaves the old range, if there is no memory.
+    /// Changes the size of a range: in place if it is the last one of the block and fits, else by a
+    /// copy. Memory outside the block is resized by the C library. Returns null, and leaves the old
+    /// range, if there is no memory.
     #[inline(never)]
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         match self.offset(ptr) {
-            // The last range grows and shrinks in place.
             Some(begin) if self.move_end(begin + layout.size(), begin + size) => return self.pointer(begin),
             Some(_) => {}
             // SAFETY: memory outside the block was allocated by `System`, with this layout.
@@ -141,7 +140,7 @@ unsafe impl GlobalAlloc for Arena {
         // SAFETY: by the contract of `realloc`, `size` is not 0 and, rounded up to the alignment,
         // fits into an `isize`.
         let new_layout = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
-        // SAFETY: its size is not 0.
+        // SAFETY: the size of `new_layout` is not 0.
         let new = unsafe { self.alloc(new_layout) };
         if !new.is_null() {
             // SAFETY: both ranges have at least this many bytes, and a new range does not overlap

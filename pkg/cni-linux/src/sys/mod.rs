@@ -21,7 +21,7 @@ use nix::unistd::getppid;
 
 pub use arena::Arena;
 
-/// Converts the result of a C function, negative with `errno` set after a failure.
+/// Converts the result of a C function, which is negative after a failure, with `errno` set.
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -110,6 +110,8 @@ pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
 /// # Errors
 /// EBADF if the descriptor is not open.
 pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
+    // The copy gets a number of at least 10, so it does not take that of a closed standard
+    // descriptor.
     // SAFETY: the call takes integers and accesses no memory of this process.
     let copy = check(unsafe { libc::fcntl(fd.into(), libc::F_DUPFD_CLOEXEC, 10) }.into())?;
     let copy = libc::c_int::try_from(copy).map_err(io::Error::other)?;
@@ -121,8 +123,9 @@ pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
 /// Attaches a BPF filter to a packet socket (of type SOCK_RAW): the socket then receives only
 /// unfragmented UDP packets over IPv4 to this port.
 ///
-/// In the filter, a `load` reads a big-endian number at an offset of the frame. A `jump` compares
-/// the number, and skips as many instructions as its last argument says for true and for false.
+/// In the filter, a `load` reads a big-endian number at an offset of the frame, whose Ethernet
+/// header has 14 bytes. A `jump` compares the number, and skips as many instructions as its last
+/// argument gives for true and for false.
 pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
     const WHOLE_PACKET: u32 = 0xffff;
     let code = |code: u32| u16::try_from(code).unwrap_or_default();
@@ -152,7 +155,7 @@ pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
         jump(libc::BPF_JSET, 0x3fff, [4, 0]),
         // The index register gets the length of the IP header, which is in the header's first byte.
         libc::sock_filter { code: code(libc::BPF_LDX | libc::BPF_B | libc::BPF_MSH), jt: 0, jf: 0, k: 14 },
-        // The UDP destination port is the right one.
+        // The UDP destination port, 16 = 14 + 2 bytes beyond the index register, is `port`.
         load(libc::BPF_H, libc::BPF_IND, 16),
         jump(libc::BPF_JEQ, port.into(), [0, 1]),
         deliver(WHOLE_PACKET),
