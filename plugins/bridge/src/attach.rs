@@ -31,8 +31,8 @@ pub struct AttachedPort {
     pub(crate) bridge: Link,
     /// The index of the port.
     pub(crate) port: u32,
-    /// The index of the link for the gateway's address, which is the bridge if the configuration has
-    /// no gateway; `None` until that link is known.
+    /// The index of the link for the gateway's address, which is the bridge if the configuration
+    /// has no gateway; `None` until that link is known.
     pub(crate) gateway: Option<u32>,
     /// In chained use, the state of the earlier plugin's interface before ADD.
     pub(crate) earlier: Option<Earlier>,

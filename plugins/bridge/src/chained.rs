@@ -3,7 +3,7 @@
 //!
 //! That interface belongs to the earlier plugin. So its host's end gets another kind of mark, a
 //! [`PortMark`], and DEL detaches it from the bridge instead of deleting it. DEL and CHECK get a
-//! `prevResult` in either use, so only the mark decides which one it is.
+//! `prevResult` in both uses, so only the mark shows that the use is chained.
 
 use std::rc::Rc;
 
@@ -68,9 +68,9 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
 /// earlier plugin's result.
 ///
 /// # Errors
-/// If the container has no Ethernet interface CNI_IFNAME, `earlier` does not list the host's end, or
-/// another attachment or bridge uses the host's end. With IPAM, also if `earlier` does not list the
-/// container's interface.
+/// If the container has no Ethernet interface CNI_IFNAME, `earlier` does not list the host's end,
+/// or another attachment or bridge uses the host's end. With IPAM, also if `earlier` does not list
+/// the container's interface.
 pub(crate) fn plug_in<'a>(
     context: &AttachmentContext<'a, Conf>,
     earlier: &AddResult,
@@ -160,9 +160,9 @@ pub(crate) fn note_addresses<'a>(
     Ok(context.host.set_alias(created.link.port, &port_mark.alias())?)
 }
 
-/// Returns the host's end of the container's interface `inner`. Fails unless `prev` lists exactly one
-/// host interface that is the other end of `inner`. Both ends must name each other, because an index
-/// is only unique within a namespace.
+/// Returns the host's end of the container's interface `inner`. Fails unless `prev` lists exactly
+/// one host interface that is the other end of `inner`. Both ends must name each other, because an
+/// index is only unique within a namespace.
 fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Result<Link> {
     let mut peers = Vec::new();
     for interface in &prev.interfaces {

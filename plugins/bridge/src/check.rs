@@ -93,8 +93,8 @@ fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     Ok(link)
 }
 
-/// Fails if the host's end `outer` is down, is not a port of the bridge for this attachment, or does
-/// not have the configured settings.
+/// Fails if the host's end `outer` is down, is not a port of the bridge for this attachment, or
+/// does not have the configured settings.
 fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     let (host, conf) = (&*check.context.host, &check.context.conf);
     let name = &outer.name;

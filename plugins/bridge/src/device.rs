@@ -175,15 +175,16 @@ fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool>
 fn has_only_cni_ports(host: &Netlink, link: &Link) -> bool {
     let Ok(ports) = host.list_ports(link.index) else { return false };
     if ports.is_empty() {
-        // Another program may attach an uplink later and rely on the bridge taking the uplink's MAC.
+        // Another program may attach an uplink later and rely on the bridge taking the uplink's
+        // MAC.
         return link.mac.is_none_or(Mac::is_zero);
     }
     let record = record::HostVeths::default();
     ports.iter().all(|port| is_cni_port(port, &record))
 }
 
-/// Returns the bridge's entry in the result, whose MAC Go's CHECK compares. Must be called after the
-/// port is attached, because a MAC that is not pinned may then change to that of a port.
+/// Returns the bridge's entry in the result, whose MAC Go's CHECK compares. Must be called after
+/// the port is attached, because a MAC that is not pinned may then change to that of a port.
 pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     let mac = match bridge.alias.as_deref() {
         Some(PINNED) => bridge.mac,
