@@ -12,7 +12,7 @@ use crate::cases::Ready;
 use crate::error::{Doing as _, Error, Result};
 use crate::world::World;
 
-/// The cost and the results of one verb of a crowd.
+/// The cost and the results of one verb for many attachments at once.
 #[derive(Debug, Default)]
 pub(crate) struct Crowd {
     /// From the start of the first process to the end of the last, in milliseconds.
@@ -35,15 +35,15 @@ struct Progress {
 }
 
 /// Runs `verb` for all containers of `ready` at once; within an attachment, one plugin after the
-/// other. `results` are those of the ADDs, for DEL. Fails with the first failure of a plugin, after
-/// all have ended.
+/// other. `results` are the results of the ADDs, which DEL gets as prevResult; empty for ADD. Fails
+/// with the first failure of a plugin, after all have ended.
 pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str, results: &[Value]) -> Result<Crowd> {
     let count = ready.containers.len();
-    let length = ready.chain.plugins.len();
+    let plugin_count = ready.chain.plugins.len();
     let mut crowd = Crowd { results: vec![Value::Null; count], ..Crowd::default() };
     let mut running: HashMap<Pid, Progress> = HashMap::new();
     let call = |number: usize, place: usize, prev: Option<&Value>| {
-        let place = if verb == "DEL" { length - 1 - place } else { place };
+        let place = if verb == "DEL" { plugin_count - 1 - place } else { place };
         ready.chain.call(verb, place, &ready.attachment(round, number), prev)
     };
     // The files for the first plugins are created before the time is taken.
@@ -69,6 +69,7 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         let now = begin.elapsed().as_secs_f64() * 1e3;
         let Some(Progress { number, place, mut streams }) = running.remove(&pid) else { continue };
         let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number)).cloned();
+        // `outcome` names the call if it failed.
         let output = match streams.outcome(&call(number, place, prev.as_ref()), succeeded) {
             Ok(output) => output,
             Err(error) => {
@@ -81,7 +82,7 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         {
             *result = output;
         }
-        if place + 1 == length {
+        if place + 1 == plugin_count {
             crowd.each.push(now);
             continue;
         }

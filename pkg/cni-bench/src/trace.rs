@@ -27,13 +27,13 @@ const TRACEE: &str = "CNI_BENCH_TRACEE";
 /// What one run did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
-    /// System calls of all its processes and threads, after its own exec.
+    /// System calls of all processes and threads of the plugin, after the exec of the plugin.
     pub(crate) syscalls: usize,
-    /// Programs that it started.
+    /// Programs that the plugin started.
     pub(crate) programs: usize,
-    /// Threads that it started, in all processes.
+    /// Threads that the plugin started, in all its processes.
     pub(crate) threads: usize,
-    /// The largest process, in KiB.
+    /// The memory of the largest process, in KiB.
     pub(crate) peak: usize,
     /// Of the system calls, those of programs in the plugin's own folder.
     pub(crate) own_syscalls: usize,
@@ -53,8 +53,8 @@ impl Counts {
     }
 }
 
-/// Replaces this process by the program to trace, if [`run`] started it for that. Returns `None` if
-/// it did not, and an error if the exec failed.
+/// Replaces this process by the program to trace, if [`run`] started this process for that.
+/// Otherwise returns `None`. Returns an error if the exec failed.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
@@ -147,9 +147,9 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
             }
             WaitStatus::Stopped(pid, signal) => {
                 // A new thread or child begins with a stop that no signal caused.
-                let first = !inside.contains_key(&pid);
+                let is_new = !inside.contains_key(&pid);
                 inside.entry(pid).or_default();
-                go_on(pid, Some(signal).filter(|signal| !(first && *signal == Signal::SIGSTOP)))?;
+                go_on(pid, Some(signal).filter(|signal| !(is_new && *signal == Signal::SIGSTOP)))?;
             }
             WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, counts)),
             WaitStatus::Signaled(pid, signal, _) if pid == root => {
