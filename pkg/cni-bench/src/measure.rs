@@ -307,7 +307,7 @@ pub(crate) fn counted(world: &World, ready: &Ready, case: &Case, round: usize) -
         });
         let output = match outcome {
             Ok(output) => output,
-            // As in `costs`, a failure of theirs is skipped.
+            // As in `costs`, a failed CHECK of the Go plugins is skipped.
             Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
             Err(error) => return Err(error),
         };

@@ -145,7 +145,7 @@ fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side,
     while power <= highest {
         let y = y_of(10f64.powf(power));
         drawing.line((LEFT, y), (LEFT + WIDTH, y), GRID, 1.0);
-        drawing.text(LEFT - 6.0, y + 4.0, "end", 11, &short(10f64.powf(power)).rex_of(".00", "").rex_of(".0", ""));
+        drawing.text(LEFT - 6.0, y + 4.0, "end", 11, &short(10f64.powf(power)).replace(".00", "").replace(".0", ""));
         power += 1.0;
     }
     for (step, name) in steps.iter().enumerate() {
