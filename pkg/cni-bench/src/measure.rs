@@ -155,7 +155,7 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             elapsed if elapsed > LATE => (Duration::from_secs(1), 1, 20),
             _ => options.extent.rounds(),
         };
-        if let Err(error) = one(&world, &folders, &case, rounds, &mut results) {
+        if let Err(error) = measure_case(&world, &folders, &case, rounds, &mut results) {
             report::progress(&format!("        {error}"));
             results.failures.push(format!("{name}: {error}"));
         }
@@ -192,7 +192,7 @@ pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
 /// Measures one case for all its sides and adds the measurements to `results`. Measures at least
 /// `least` rounds (fewer for long-running groups) and at most `most`, and between these until
 /// `time` has passed. Then runs one more round in which system calls are counted.
-fn one(
+fn measure_case(
     world: &World,
     folders: &Folders,
     case: &Case,
@@ -326,8 +326,8 @@ fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) 
     let mut results = Vec::new();
     for verb in ["ADD", "DEL"] {
         let crowd = burst::run(world, ready, round, verb, &results)?;
-        if crowd.each.len() != count {
-            return Err(Error::new(format!("{} of {count} ended", crowd.each.len())));
+        if crowd.latencies.len() != count {
+            return Err(Error::new(format!("{} of {count} ended", crowd.latencies.len())));
         }
         let mut row = CrowdRow {
             case: case.name.clone(),
@@ -338,9 +338,9 @@ fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) 
             latency: Samples::default(),
             cpu: Samples::default(),
         };
-        row.per_second.push(count as f64 / crowd.all * 1e3);
+        row.per_second.push(count as f64 / crowd.wall * 1e3);
         row.cpu.push(crowd.cpu / count as f64);
-        crowd.each.iter().for_each(|latency| row.latency.push(*latency));
+        crowd.latencies.iter().for_each(|latency| row.latency.push(*latency));
         rows.push(row);
         if verb == "ADD" {
             results = crowd.results;

@@ -97,8 +97,8 @@ fn bars(title: &str, unit: &str, groups: &Bars) -> String {
     let mut drawing = Drawing { width: 980.0, height, shapes: String::new() };
     drawing.text(20.0, 24.0, "start", 16, title);
     drawing.legend(20.0, 46.0, &sides_of(groups.iter().flat_map(|(_, values)| values.iter().map(|(side, _)| *side))));
-    let most = groups.iter().flat_map(|(_, values)| values.iter().map(|(_, value)| *value)).fold(0.0, f64::max);
-    let scale = (drawing.width - LEFT - RIGHT) / most.max(1e-9);
+    let highest = groups.iter().flat_map(|(_, values)| values.iter().map(|(_, value)| *value)).fold(0.0, f64::max);
+    let scale = (drawing.width - LEFT - RIGHT) / highest.max(1e-9);
     let mut y = 60.0;
     for (name, values) in groups {
         let middle = y + values.len() as f64 * BAR / 2.0 + 4.0;
