@@ -163,6 +163,7 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
     // The plugin has to look up the bridge too. The index is already known here.
     host.find("br0")?;
     let (outer, inner) = host.pair(Some(bridge), netns, Some(mac))?;
+    // Opened before the container's end is set up, so that no change of the port is missed.
     let events = Connection::open(LINK_EVENTS)?;
     let mut alias = LinkMessage::default();
     alias.header.index = outer;

@@ -141,11 +141,11 @@ pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
         plots.push((name, title));
     }
     let page = out.with_extension("md");
-    let Ok(words) = fs::read_to_string(&page) else { return Ok(()) };
-    let (Some(begin), Some(end)) = (words.find(BEGIN), words.find(END)) else { return Ok(()) };
+    let Ok(old) = fs::read_to_string(&page) else { return Ok(()) };
+    let (Some(begin), Some(end)) = (old.find(BEGIN), old.find(END)) else { return Ok(()) };
     let folder = out.file_name().unwrap_or_default().to_string_lossy();
     let generated = markdown(results, &plots, &folder);
-    let (before, after) = (words.get(..begin + BEGIN.len()), words.get(end..));
+    let (before, after) = (old.get(..begin + BEGIN.len()), old.get(end..));
     let whole = format!("{}\n\n{generated}{}", before.unwrap_or_default(), after.unwrap_or_default());
     fs::write(&page, whole).doing(format_args!("failed to write {}", page.display()))
 }

@@ -104,8 +104,8 @@ impl Plugin for Bandwidth {
                 // An ADD of this plugin was killed before it set the alias.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
                 // Go's plugin sets no alias, and its name for the ifb does not show to which of the
-                // container's interfaces the ifb belongs. It is left if this attachment had another
-                // ifb or `prevResult` does not list it.
+                // container's interfaces the ifb belongs. The ifb is left if this attachment had
+                // another one or `prevResult` does not list the ifb.
                 None => !is_removed && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
             };
             if is_of_attachment {

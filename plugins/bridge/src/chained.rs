@@ -47,14 +47,13 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
             if has_interface { Ok(Some(prev)) } else { Ok(None) }
         }
         Err(error) => {
-            let text_of = |interface: &Json, key| {
-                let value = interface.get(key).and_then(Json::as_str);
-                value.unwrap_or_default().to_owned()
+            let is_named = |interface: &Json| {
+                let name = interface.get("name").and_then(Json::as_str).unwrap_or_default();
+                let sandbox = interface.get("sandbox").and_then(Json::as_str).unwrap_or_default();
+                is_in_container(name, sandbox)
             };
             if let Some(Json::Array(interfaces)) = json.get("interfaces")
-                && interfaces
-                    .iter()
-                    .any(|interface| is_in_container(&text_of(interface, "name"), &text_of(interface, "sandbox")))
+                && interfaces.iter().any(is_named)
             {
                 return Err(Error::caused(Code::DECODE, "could not parse prevResult", error));
             }

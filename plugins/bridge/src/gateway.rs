@@ -117,7 +117,8 @@ impl Plan {
                 Ok(()) => added.push(gateway.address()),
             }
             // The kernel resolves neighbours for forwarded packets from a link-local address. The
-            // one that it adds itself is tentative at first, and such packets would be lost.
+            // link-local address that the kernel adds is tentative at first: without another one,
+            // the first packets would be lost.
             if let (false, Dad::Skip, Some(mac)) = (gateway.is_ipv4(), conf.dad(), link.mac) {
                 host.add_link_local(link.index, mac)?;
             }

@@ -178,7 +178,7 @@ impl<'m> Zone<'m> {
     pub(crate) fn put_back(&self, attachment: &AttachmentId, previous: &PreviousZones) -> Result<()> {
         let (restored, added) = (previous.recorded.take(), previous.added.take());
         let recorded = sources::find(AttachmentFilter::One(attachment))?;
-        // The ADD has added neither a source nor a record.
+        // Nothing has to be undone: the ADD has added neither a source nor a record.
         if added.is_empty() && recorded.own.iter().all(|address| restored.contains(address)) {
             return Ok(());
         }
@@ -209,7 +209,7 @@ impl<'m> Zone<'m> {
 
     /// Removes the recorded addresses of the selected attachments, and the further `addresses`,
     /// from firewalld, except those that another attachment has; then the records. Returns those of
-    /// `addresses` that were removed from firewalld and had no record, as those of the Go plugin.
+    /// `addresses` that were removed from firewalld and had no record, like those of the Go plugin.
     pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
         let recorded = sources::find(selection)?;
         if recorded.own.is_empty() && addresses.is_empty() {

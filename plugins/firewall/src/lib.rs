@@ -174,8 +174,8 @@ impl Firewall {
         if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
             return Ok(forward.check(rules, forward.default_backend()?)?);
         }
-        // Without a record, the Go plugin may have added the addresses. It does not isolate
-        // bridges.
+        // Without a record, the Go plugin may have added the addresses. Then this plugin has
+        // written no rules that isolate the bridge.
         if is_recorded && conf.policy != Policy::Open {
             missing.extend(forward.check(rules, Backend::Nftables)?);
         }

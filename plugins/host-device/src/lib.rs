@@ -85,7 +85,7 @@ impl Interface for HostDevice {
 
     /// The interface is this attachment's if it has the hardware address in `prevResult`, or if its
     /// alias, the name on the host, fits the configuration. Comparing only the hardware address
-    /// does not suffice, because a later plugin may have changed it.
+    /// does not suffice, because a later plugin may have changed the interface's address.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
         let fits_keys = || host_name(inner).is_some_and(|name| keys_of(call).could_select(name, inner.mac));

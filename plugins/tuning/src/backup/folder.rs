@@ -86,7 +86,7 @@ impl Folder {
         let failed = |path: &Path, why: io::Error| {
             Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
         };
-        // If the folder is missing, ADD creates it in the nearest parent that exists.
+        // ADD creates the missing folders of the path in the nearest parent that exists.
         let mut path = self.path.as_path();
         loop {
             match fs::metadata(path) {
