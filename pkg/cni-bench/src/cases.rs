@@ -71,7 +71,8 @@ pub(crate) enum Before {
     Nothing,
     /// This number of reservations in the network's folder.
     Reservations(usize),
-    /// All addresses but four are reserved, and the search begins half the range away from these.
+    /// All addresses but four are reserved, and the search begins half the range away from the
+    /// four.
     AlmostFull,
     /// Rules for this number of mappings, or masqueraded addresses, of other containers, as the
     /// side itself writes them.

@@ -46,6 +46,7 @@ impl Plugin for Bandwidth {
         conf::unknown_keys(json)
     }
 
+    /// Sets the configured limits, and adds a created ifb to the result.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(&call.conf)?;
         let mut result = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as chained plugin"))?;
@@ -61,6 +62,7 @@ impl Plugin for Bandwidth {
         Ok(Added { result, rollback })
     }
 
+    /// Fails if a configured limit is not as ADD sets it.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as a chained plugin"))?;

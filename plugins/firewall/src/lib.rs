@@ -205,10 +205,12 @@ fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback
     zone.add(&rules.attachment, &rules.addresses, &previous)
 }
 
+/// Returns the zone of firewalld with this name.
 fn zone<'m>(call: &Call<'m>, name: &str) -> Zone<'m> {
     Zone { machine: call.machine, name: name.to_owned() }
 }
 
+/// Returns the writer of rules, which prints notes to those of the call.
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
     Forward::new(call.machine, call.notes.clone())
 }

@@ -62,6 +62,8 @@ impl Interface for HostDevice {
         true
     }
 
+    /// Moves the selected device into the container, unless a user-space program drives the device.
+    /// Prints a note if the host loses its default routes.
     fn create<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
