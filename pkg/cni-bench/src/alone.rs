@@ -18,7 +18,8 @@ pub(crate) struct Alone {
     pub(crate) sides: &'static [Side],
     /// The link that the kernel makes with one request for the same attachment.
     pub(crate) link: Option<Link>,
-    /// What `ip link add` needs to make a link of this kind, which some kernels lack.
+    /// If some kernels lack the plugin's kind of link, the arguments of `ip link add` for that
+    /// kind.
     kind: Option<&'static str>,
 }
 

@@ -12,13 +12,13 @@ use crate::cases::Ready;
 use crate::error::{Doing as _, Error, Result};
 use crate::world::World;
 
-/// The cost and the results of one verb of a crowd.
+/// The cost and the results of one verb for many attachments at once.
 #[derive(Debug, Default)]
 pub(crate) struct Crowd {
     /// From the start of the first process to the end of the last, in milliseconds.
-    pub(crate) all: f64,
+    pub(crate) wall: f64,
     /// Of each attachment, from the common start to the end of its last plugin, in milliseconds.
-    pub(crate) each: Vec<f64>,
+    pub(crate) latencies: Vec<f64>,
     /// User and system time of all, in milliseconds.
     pub(crate) cpu: f64,
     /// The result of each ADD.
@@ -29,21 +29,21 @@ pub(crate) struct Crowd {
 struct Progress {
     /// The number of the attachment.
     number: usize,
-    /// How many plugins of the attachment have ended.
-    place: usize,
+    /// The position of the plugin in the order in which the verb runs the plugins.
+    step: usize,
     streams: Streams,
 }
 
 /// Runs `verb` for all containers of `ready` at once; within an attachment, one plugin after the
-/// other. `results` are those of the ADDs, for DEL. Fails with the first failure of a plugin, after
-/// all have ended.
+/// other. `results` are the results of the ADDs, which DEL gets as prevResult; empty for ADD. Fails
+/// with the first failure of a plugin, after all have ended.
 pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str, results: &[Value]) -> Result<Crowd> {
     let count = ready.containers.len();
-    let length = ready.chain.plugins.len();
+    let plugin_count = ready.chain.plugins.len();
     let mut crowd = Crowd { results: vec![Value::Null; count], ..Crowd::default() };
     let mut running: HashMap<Pid, Progress> = HashMap::new();
-    let call = |number: usize, place: usize, prev: Option<&Value>| {
-        let place = if verb == "DEL" { length - 1 - place } else { place };
+    let call = |number: usize, step: usize, prev: Option<&Value>| {
+        let place = if verb == "DEL" { plugin_count - 1 - step } else { step };
         ready.chain.call(verb, place, &ready.attachment(round, number), prev)
     };
     // The files for the first plugins are created before the time is taken.
@@ -51,7 +51,7 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
     for number in 0..count {
         let call = call(number, 0, results.get(number));
         let streams = Streams::new(world.scratch(), number, &call.conf)?;
-        waiting.push((call.command(&call.program, &streams)?, Progress { number, place: 0, streams }));
+        waiting.push((call.command(&call.program, &streams)?, Progress { number, step: 0, streams }));
     }
     let before = children_cpu()?;
     let begin = Instant::now();
@@ -67,9 +67,10 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
             _ => continue,
         };
         let now = begin.elapsed().as_secs_f64() * 1e3;
-        let Some(Progress { number, place, mut streams }) = running.remove(&pid) else { continue };
+        let Some(Progress { number, step, mut streams }) = running.remove(&pid) else { continue };
         let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number)).cloned();
-        let output = match streams.outcome(&call(number, place, prev.as_ref()), succeeded) {
+        // `outcome` names the call if it failed.
+        let output = match streams.outcome(&call(number, step, prev.as_ref()), succeeded) {
             Ok(output) => output,
             Err(error) => {
                 failure.get_or_insert(error);
@@ -81,18 +82,19 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         {
             *result = output;
         }
-        if place + 1 == length {
-            crowd.each.push(now);
+        if step + 1 == plugin_count {
+            crowd.latencies.push(now);
             continue;
         }
+        // The result of this ADD so far or, for DEL, that of the earlier ADD.
         let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number));
-        let next = call(number, place + 1, prev);
+        let next = call(number, step + 1, prev);
         let streams = Streams::new(world.scratch(), number, &next.conf)?;
         let child = next.command(&next.program, &streams)?.spawn().doing("failed to start a plugin")?;
         let pid = Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?);
-        running.insert(pid, Progress { number, place: place + 1, streams });
+        running.insert(pid, Progress { number, step: step + 1, streams });
     }
-    crowd.all = begin.elapsed().as_secs_f64() * 1e3;
+    crowd.wall = begin.elapsed().as_secs_f64() * 1e3;
     crowd.cpu = children_cpu()? - before;
     match failure {
         None => Ok(crowd),

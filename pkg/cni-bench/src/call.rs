@@ -93,7 +93,7 @@ impl std::fmt::Display for Call {
 
 impl Call {
     /// Returns the command that runs `program` with the environment and the streams that a runtime
-    /// gives a plugin.
+    /// gives a plugin. `program` is the plugin, or a program that will exec it.
     pub(crate) fn command(&self, program: &Path, streams: &Streams) -> Result<Command> {
         let clone = |file: &File| file.try_clone().map(Stdio::from).doing("failed to hand over a stream");
         let mut command = Command::new(program);

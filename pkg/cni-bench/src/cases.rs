@@ -71,7 +71,8 @@ pub(crate) enum Before {
     Nothing,
     /// This number of reservations in the network's folder.
     Reservations(usize),
-    /// All addresses but four are reserved, and the search begins half the range away from these.
+    /// All addresses but four are reserved, and the search begins half the range away from the
+    /// four.
     AlmostFull,
     /// Rules for this number of mappings, or masqueraded addresses, of other containers, as the
     /// side itself writes them.
@@ -166,8 +167,8 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
         {
             let links = Links { masquerade, tuning, ports, dual };
             let mut sides = if links.uses_firewall() { FIREWALL.to_vec() } else { PLAIN.to_vec() };
-            // A side of the same case is measured in the same rounds, so at the same speed of the
-            // machine.
+            // The kernel alone is a side of these cases, not a case of its own, because all sides
+            // of a case are measured in the same rounds, at the same speed of the machine.
             if links == SIMPLE || links == WHOLE {
                 sides.push(Side::Kernel);
             }
@@ -228,6 +229,7 @@ pub(crate) struct Ready {
     plugins: Plugins,
     pub(crate) chain: Chain,
     pub(crate) containers: Vec<PathBuf>,
+    /// For [`Side::Kernel`], what makes the attachments instead of plugins.
     pub(crate) floor: Option<Floor>,
 }
 
@@ -279,6 +281,7 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
         Before::OthersRules(count) => others_rules(&ready, count)?,
         Before::ForeignRules(count) => foreign_rules(side, count)?,
     }
+    // Exactly this range has 4,093 addresses for containers.
     if matches!(case.before, Before::AlmostFull)
         && let Some(conf) = ready.chain.plugins.first_mut()
     {
@@ -377,7 +380,7 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
     }
     let scratch = Path::new("/run");
     let at = ready.attachment(0, 0);
-    let add = || ready.chain.run("ADD", &at, None, |call| call.run(scratch).map(|(said, _)| said));
+    let add = || ready.chain.run("ADD", &at, None, |call| call.run(scratch).map(|(output, _)| output));
     let result = ready.behind_others(add)?;
     let address = result["ips"][0]["address"].as_str().and_then(|text| text.split('/').next()).unwrap_or_default();
     if address.is_empty() {
@@ -419,6 +422,7 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
         for line in rules.lines() {
             if line.contains(&chain) {
                 for number in 1..=count {
+                    // The number replaces the end of the hash in the chain's name.
                     let name = format!("{}{number:06}", &chain[..chain.len() - 6]);
                     text.extend([rename(line, number).replace(&chain, &name).as_str(), "\n"]);
                 }
@@ -427,7 +431,7 @@ fn others_rules(ready: &Ready, count: usize) -> Result<()> {
         }
         feed(&["iptables-restore", "-w"], &text)?;
     }
-    ready.chain.run("DEL", &at, Some(&result), |call| call.run(scratch).map(|(said, _)| said))?;
+    ready.chain.run("DEL", &at, Some(&result), |call| call.run(scratch).map(|(output, _)| output))?;
     Ok(())
 }
 

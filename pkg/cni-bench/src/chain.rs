@@ -34,10 +34,12 @@ impl Chain {
             conf["prevResult"] = prev.clone();
         }
         let mappings = conf.pointer_mut("/runtimeConfig/portMappings").and_then(Value::as_array_mut);
+        // The ports of two attachments do not overlap: no case has more than 100 mappings.
         for mapping in mappings.into_iter().flatten() {
             let port = mapping["hostPort"].as_u64().unwrap_or_default() + 100 * at.number as u64;
             mapping["hostPort"] = port.into();
         }
+        // The first version that has these verbs is 1.1.0.
         if matches!(verb, "STATUS" | "GC") {
             conf["cniVersion"] = "1.1.0".into();
             conf["cni.dev/valid-attachments"] = Value::Array(Vec::new());
@@ -46,8 +48,8 @@ impl Chain {
         Call { program, verb, container: at.container.clone(), netns: at.netns.clone(), conf }
     }
 
-    /// Runs `verb` of all plugins by the function `run`. Returns the result of the last plugin for
-    /// ADD, and `prev` for other verbs. Stops at the first failure.
+    /// Runs `verb` for all plugins with the function `run`. Returns the result of the last plugin
+    /// for ADD, and `prev` for other verbs. Stops at the first failure.
     pub(crate) fn run(
         &self,
         verb: &'static str,

@@ -44,8 +44,8 @@ const LINK_EVENTS: u32 = 1;
 #[derive(Debug)]
 pub(crate) struct Floor {
     data: PathBuf,
-    attachment: What,
-    /// The number of the next attachment, from which its address is derived.
+    attachment: AttachmentKind,
+    /// The number of the last attachment. An attachment's address is derived from its number.
     round: std::cell::Cell<u32>,
 }
 
@@ -63,7 +63,7 @@ pub(crate) enum Link {
 
 /// What an attachment creates.
 #[derive(Debug)]
-enum What {
+enum AttachmentKind {
     /// A pair whose end on the node is a port of the bridge with this index.
     Port(u32),
     /// A link, and the index of `eth0`.
@@ -90,7 +90,7 @@ impl Floor {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
-        // Read from /proc first; if it is not there, ask over netlink.
+        // The index is looked up in /proc first, and over netlink if /proc does not have it.
         let text = fs::read_to_string("/proc/thread-self/net/dev_mcast").unwrap_or_default();
         let line = text.lines().find(|line| line.split_whitespace().nth(1) == Some("br0"));
         let index = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
@@ -98,18 +98,19 @@ impl Floor {
             Some(index) => index,
             None => Connection::open(0)?.find("br0")?,
         };
-        Ok(Floor { data: data.to_owned(), attachment: What::Port(bridge), round: std::cell::Cell::new(0) })
+        Ok(Floor { data: data.to_owned(), attachment: AttachmentKind::Port(bridge), round: std::cell::Cell::new(0) })
     }
 
     /// Measures attachments with this kind of link, on a node that has an `eth0`. `data` is the
     /// folder of the reservations.
     pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
-        let attachment = What::Link(link, Connection::open(0)?.find("eth0")?);
+        let attachment = AttachmentKind::Link(link, Connection::open(0)?.find("eth0")?);
         Ok(Floor { data: data.to_owned(), attachment, round: std::cell::Cell::new(0) })
     }
 
     /// Makes an attachment with a new address, and returns what it created and its cost.
     pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
+        // The numbers repeat before the addresses leave 10.1.0.0/16.
         self.round.set(self.round.get() % 60_000 + 1);
         let host = self.round.get() + 10;
         let address = [10, 1, (host / 256) as u8, (host % 256) as u8];
@@ -122,8 +123,8 @@ impl Floor {
         let netns = File::open(netns).doing("failed to open a namespace")?;
         let mac = [2, 0, address[0], address[1], address[2], address[3]];
         let (link, netns) = match self.attachment {
-            What::Port(bridge) => attach_port(bridge, &netns, mac, address)?,
-            What::Link(link, eth0) => attach_link(link, eth0, &netns, address)?,
+            AttachmentKind::Port(bridge) => attach_port(bridge, &netns, mac, address)?,
+            AttachmentKind::Link(link, eth0) => attach_link(link, eth0, &netns, address)?,
         };
         Ok(Made { link, netns, reservation })
     }
@@ -159,8 +160,10 @@ impl Floor {
 /// node's end and the connection to the node's namespace.
 fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Result<(u32, Connection)> {
     let host = Connection::open(0)?;
+    // The plugin has to look up the bridge too. The index is already known here.
     host.find("br0")?;
     let (outer, inner) = host.pair(Some(bridge), netns, Some(mac))?;
+    // Opened before the container's end is set up, so that no change of the port is missed.
     let events = Connection::open(LINK_EVENTS)?;
     let mut alias = LinkMessage::default();
     alias.header.index = outer;
@@ -175,6 +178,7 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
     while !host.forwards(outer)? {
         events.0.recv_from_full().doing("failed to wait for the port")?;
     }
+    // Because of `arp_notify`, setting the MAC makes the kernel announce the address.
     let mut announce = LinkMessage::default();
     announce.header.index = inner;
     announce.attributes.push(LinkAttribute::Address(mac.to_vec()));
@@ -266,6 +270,7 @@ impl Connection {
             let mut rest = bytes.as_slice();
             while !rest.is_empty() {
                 let reply = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).doing("a reply is garbled")?;
+                // Messages are aligned to 4 bytes, and a header has 16.
                 let length = (reply.header.length as usize).next_multiple_of(4).clamp(16, rest.len());
                 rest = rest.get(length..).unwrap_or_default();
                 match reply.payload {
@@ -298,8 +303,8 @@ impl Connection {
     }
 
     /// Creates a veth pair between this namespace and `netns`, and attaches this namespace's end to
-    /// the bridge. `mac` is the address of the end in `netns`. Returns the indexes of both ends,
-    /// that in `netns` second.
+    /// the bridge, if there is one. `mac` is the address of the end in `netns`. Returns the indexes
+    /// of this namespace's end and of the end in `netns`.
     fn pair(&self, bridge: Option<u32>, netns: &File, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
         let mut peer = LinkMessage::default();
         peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
@@ -374,7 +379,7 @@ impl Connection {
         self.ask(RouteNetlinkMessage::NewRoute(message), NLM_F_CREATE | NLM_F_EXCL).map(drop)
     }
 
-    /// Whether the link is a bridge's port that works and forwards frames.
+    /// Whether the link is up and is a bridge's port in the forwarding state.
     fn forwards(&self, index: u32) -> Result<bool> {
         let mut message = LinkMessage::default();
         message.header.index = index;

@@ -19,9 +19,9 @@ use crate::world::World;
 /// additional system call by chance.
 const ROUNDS: usize = 4;
 
-/// How often the operations of a case are counted again at most, if one costs too much: on a busy
-/// machine all rounds may have additional calls.
-const AGAIN: usize = 5;
+/// The maximum number of times that the operations of a case are counted again if one exceeds the
+/// table: on a busy machine all rounds may have additional calls.
+const MAX_RECOUNTS: usize = 5;
 
 const HEAD: &str = "\
 # What each operation of the plugins costs: system calls of its own processes, programs started, threads started.
@@ -69,7 +69,7 @@ impl Line {
         self.syscalls + self.syscalls / 33 + 4 + reads
     }
 
-    /// Describes what in `now` is more than this line of the table allows; `None` if nothing is.
+    /// Describes the figures in `now` that exceed this line of the table; `None` if none does.
     fn excess(&self, now: &Line) -> Option<String> {
         let mut wrong = Vec::new();
         if now.syscalls > self.bound() {
@@ -131,7 +131,7 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
 }
 
 /// Counts the operations of all cases. Operations that exceed the table in a comparison are counted
-/// again, up to [`AGAIN`] times.
+/// again, up to [`MAX_RECOUNTS`] times.
 fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
@@ -139,7 +139,8 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
     let mut counted = Vec::new();
     for case in guarded() {
-        // Without this kind of link in the kernel the case cannot be counted: keep its lines.
+        // Without this kind of link in the kernel the case cannot be counted, so its lines in the
+        // table are used.
         if let Plugins::Alone(plugin) = case.plugins
             && !plugin.kernel_has_kind(&world)?
         {
@@ -151,7 +152,7 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
         }
         for side in &case.sides {
             let mut lines = Vec::new();
-            for _ in 0..=AGAIN {
+            for _ in 0..=MAX_RECOUNTS {
                 let doing = format_args!("{} ({})", case.name, side.label());
                 count(&world, &folders, &case, *side, &mut lines).doing(doing)?;
                 if !is_compared || !lines.iter().any(exceeds) {
@@ -205,8 +206,8 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
-/// Counts the operations of a case in several rounds. Adds them to `lines`, or lowers the figures
-/// of those that are there.
+/// Counts the operations of a case in several rounds. Adds a line to `lines` for each operation, or
+/// lowers the figures of the existing line to the new ones.
 fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut Vec<Line>) -> Result<()> {
     let ready = cases::prepare(world, folders, case, side)?;
     // The first round is not counted: it creates what later rounds reuse, such as a bridge.

@@ -104,7 +104,7 @@ impl Results {
     }
 
     /// Stores the counts of a verb in its row. Does nothing if there is no such row.
-    fn count(&mut self, case: &Case, side: Side, verb: &str, counts: Counts) {
+    fn set_counts(&mut self, case: &Case, side: Side, verb: &str, counts: Counts) {
         let mut rows = self.rows.iter_mut();
         if let Some(row) =
             rows.find(|row| row.group == case.group && row.case == case.name && row.side == side && row.verb == verb)
@@ -125,9 +125,10 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             let path = dir.join(plugin);
             path.metadata().map(|file| file.len()).doing(format_args!("failed to find {}", path.display()))
         };
-        // An older release of the Go plugins lacks some of the others.
+        // An older release of the Go plugins lacks some of `cases::OTHERS`.
         match (size(&folders.ours), size(&folders.theirs)) {
             (Ok(ours), Ok(theirs)) => results.sizes.push(Size { plugin, ours, theirs }),
+            // At least one of the two is an error, which is returned.
             (ours, theirs) if cases::FIVE.contains(&plugin) => return ours.and(theirs).map(|_| false),
             _ => {}
         }
@@ -151,10 +152,10 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             continue;
         }
         let rounds = match begin.elapsed() {
-            elapsed if elapsed > LATE => (LATE / 600, 1, 20),
+            elapsed if elapsed > LATE => (Duration::from_secs(1), 1, 20),
             _ => options.extent.rounds(),
         };
-        if let Err(error) = one(&world, &folders, &case, rounds, &mut results) {
+        if let Err(error) = measure_case(&world, &folders, &case, rounds, &mut results) {
             report::progress(&format!("        {error}"));
             results.failures.push(format!("{name}: {error}"));
         }
@@ -177,13 +178,13 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
 /// Returns the verbs to measure for a case: those of an attachment and, in some cases and only for
 /// our plugins, STATUS and GC.
 pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
-    let network =
+    let has_network_verbs =
         case.group == cases::ALONE || (case.group == cases::CHAINS && matches!(case.plugins, Plugins::Chain(SIMPLE)));
     match (case.plugins, side) {
         (Plugins::Version(_), _) => vec!["VERSION"],
         // STATUS and GC are of CNI 1.1.0, which a release of the Go plugins of 2022 does not
         // support.
-        (_, Side::Ours | Side::OursNft) if network => vec!["ADD", "CHECK", "DEL", "STATUS", "GC"],
+        (_, Side::Ours | Side::OursNft) if has_network_verbs => vec!["ADD", "CHECK", "DEL", "STATUS", "GC"],
         _ => vec!["ADD", "CHECK", "DEL"],
     }
 }
@@ -191,7 +192,7 @@ pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
 /// Measures one case for all its sides and adds the measurements to `results`. Measures at least
 /// `least` rounds (fewer for long-running groups) and at most `most`, and between these until
 /// `time` has passed. Then runs one more round in which system calls are counted.
-fn one(
+fn measure_case(
     world: &World,
     folders: &Folders,
     case: &Case,
@@ -250,8 +251,9 @@ fn one(
     if case.at_once.is_none() {
         for ready in sides.iter().filter(|ready| ready.side != Side::Kernel) {
             ready.node.enter()?;
+            // No measured round has this number, so the container ID is new.
             for (verb, counts) in ready.behind_others(|| counted(world, ready, case, usize::MAX))? {
-                results.count(case, ready.side, verb, counts);
+                results.set_counts(case, ready.side, verb, counts);
             }
         }
     }
@@ -305,7 +307,7 @@ pub(crate) fn counted(world: &World, ready: &Ready, case: &Case, round: usize) -
         });
         let output = match outcome {
             Ok(output) => output,
-            // As in `costs`.
+            // As in `costs`, a failed CHECK of the Go plugins is skipped.
             Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
             Err(error) => return Err(error),
         };
@@ -324,8 +326,8 @@ fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) 
     let mut results = Vec::new();
     for verb in ["ADD", "DEL"] {
         let crowd = burst::run(world, ready, round, verb, &results)?;
-        if crowd.each.len() != count {
-            return Err(Error::new(format!("{} of {count} ended", crowd.each.len())));
+        if crowd.latencies.len() != count {
+            return Err(Error::new(format!("{} of {count} ended", crowd.latencies.len())));
         }
         let mut row = CrowdRow {
             case: case.name.clone(),
@@ -336,9 +338,9 @@ fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) 
             latency: Samples::default(),
             cpu: Samples::default(),
         };
-        row.per_second.push(count as f64 / crowd.all * 1e3);
+        row.per_second.push(count as f64 / crowd.wall * 1e3);
         row.cpu.push(crowd.cpu / count as f64);
-        crowd.each.iter().for_each(|latency| row.latency.push(*latency));
+        crowd.latencies.iter().for_each(|latency| row.latency.push(*latency));
         rows.push(row);
         if verb == "ADD" {
             results = crowd.results;

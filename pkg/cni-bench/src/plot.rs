@@ -26,7 +26,7 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// An SVG image in the making.
+/// An SVG image to which shapes are added.
 struct Drawing {
     width: f64,
     height: f64,
@@ -34,7 +34,7 @@ struct Drawing {
 }
 
 impl Drawing {
-    /// Adds a text. `anchor` says which of its points is at `x`: `start`, `middle` or `end`.
+    /// Adds a text. `anchor` is the part of the text that is at `x`: `start`, `middle` or `end`.
     fn text(&mut self, x: f64, y: f64, anchor: &str, size: u32, text: &str) {
         let text = escape(text);
         self.shapes.push_str(&format!(
@@ -97,8 +97,8 @@ fn bars(title: &str, unit: &str, groups: &Bars) -> String {
     let mut drawing = Drawing { width: 980.0, height, shapes: String::new() };
     drawing.text(20.0, 24.0, "start", 16, title);
     drawing.legend(20.0, 46.0, &sides_of(groups.iter().flat_map(|(_, values)| values.iter().map(|(side, _)| *side))));
-    let most = groups.iter().flat_map(|(_, values)| values.iter().map(|(_, value)| *value)).fold(0.0, f64::max);
-    let scale = (drawing.width - LEFT - RIGHT) / most.max(1e-9);
+    let highest = groups.iter().flat_map(|(_, values)| values.iter().map(|(_, value)| *value)).fold(0.0, f64::max);
+    let scale = (drawing.width - LEFT - RIGHT) / highest.max(1e-9);
     let mut y = 60.0;
     for (name, values) in groups {
         let middle = y + values.len() as f64 * BAR / 2.0 + 4.0;
@@ -133,29 +133,30 @@ fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side,
     const HEIGHT: f64 = 250.0;
     const WIDTH: f64 = 480.0;
     let values = || series.iter().flat_map(|(_, values)| values.iter().flatten().copied());
+    // The exponents of the powers of ten at both ends of the axis.
     let lowest = values().fold(f64::INFINITY, f64::min).max(1e-3).log10().floor();
     let highest = values().fold(1e-2, f64::max).log10().ceil().max(lowest + 1.0);
     let mut drawing = Drawing { width: LEFT + WIDTH + 40.0, height: TOP + HEIGHT + 56.0, shapes: String::new() };
-    let place = |step: usize| LEFT + 30.0 + (WIDTH - 60.0) * step as f64 / (steps.len().max(2) - 1) as f64;
-    let level = |value: f64| TOP + HEIGHT * (1.0 - (value.max(1e-3).log10() - lowest) / (highest - lowest));
+    let x_of = |step: usize| LEFT + 30.0 + (WIDTH - 60.0) * step as f64 / (steps.len().max(2) - 1) as f64;
+    let y_of = |value: f64| TOP + HEIGHT * (1.0 - (value.max(1e-3).log10() - lowest) / (highest - lowest));
     drawing.text(20.0, 24.0, "start", 16, title);
     drawing.legend(20.0, 46.0, &sides_of(series.iter().map(|(side, _)| *side)));
     let mut power = lowest;
     while power <= highest {
-        let y = level(10f64.powf(power));
+        let y = y_of(10f64.powf(power));
         drawing.line((LEFT, y), (LEFT + WIDTH, y), GRID, 1.0);
         drawing.text(LEFT - 6.0, y + 4.0, "end", 11, &short(10f64.powf(power)).replace(".00", "").replace(".0", ""));
         power += 1.0;
     }
     for (step, name) in steps.iter().enumerate() {
-        drawing.text(place(step), TOP + HEIGHT + 18.0, "middle", 11, name);
+        drawing.text(x_of(step), TOP + HEIGHT + 18.0, "middle", 11, name);
     }
     drawing.text(LEFT + WIDTH / 2.0, TOP + HEIGHT + 40.0, "middle", 12, &format!("{across} (up: {up}, logarithmic)"));
     for (side, values) in series {
         let points: Vec<((f64, f64), f64)> = values
             .iter()
             .enumerate()
-            .filter_map(|(step, value)| value.map(|value| ((place(step), level(value)), value)))
+            .filter_map(|(step, value)| value.map(|value| ((x_of(step), y_of(value)), value)))
             .collect();
         for pair in points.windows(2) {
             if let [from, to] = pair {

@@ -1,7 +1,7 @@
 //! Writes the results: tables as text and Markdown, everything as JSON, plots.
 //!
-//! `DIR.md` beside the folder `DIR`, if it has the two marks, gets a new part between them: the
-//! text of the page stays, and its figures are those of the newest run.
+//! If the page `DIR.md` beside the folder `DIR` has the two marks, the part between them is
+//! replaced, so that the page's figures are those of the newest run. Its other text stays.
 
 use std::fs;
 use std::io::Write as _;
@@ -17,6 +17,7 @@ use crate::plot;
 use crate::targets::{self, short};
 use crate::world::run;
 
+/// The marks in the page; the report is written between them.
 const BEGIN: &str = "<!-- begin: written by scripts/bench -->";
 const END: &str = "<!-- end: written by scripts/bench -->";
 
@@ -51,7 +52,8 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let memory = memory.lines().next().and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
     let output = |argv: &[&str]| run(argv).map(|text| text.trim().to_owned()).unwrap_or_else(|error| error.to_string());
-    // scripts/lib.sh names the package that it has unpacked; dpkg names an installed one.
+    // If scripts/lib.sh has unpacked the package, its name is in the file `package` three folders
+    // above the plugins. dpkg names an installed package.
     let unpacked = folders.theirs.ancestors().nth(3).and_then(|root| fs::read_to_string(root.join("package")).ok());
     let installed = || {
         let owner = run(&["dpkg-query", "-S", &folders.theirs.join("bridge").display().to_string()]).ok()?;
@@ -139,11 +141,11 @@ pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
         plots.push((name, title));
     }
     let page = out.with_extension("md");
-    let Ok(words) = fs::read_to_string(&page) else { return Ok(()) };
-    let (Some(begin), Some(end)) = (words.find(BEGIN), words.find(END)) else { return Ok(()) };
+    let Ok(old) = fs::read_to_string(&page) else { return Ok(()) };
+    let (Some(begin), Some(end)) = (old.find(BEGIN), old.find(END)) else { return Ok(()) };
     let folder = out.file_name().unwrap_or_default().to_string_lossy();
     let generated = markdown(results, &plots, &folder);
-    let (before, after) = (words.get(..begin + BEGIN.len()), words.get(end..));
+    let (before, after) = (old.get(..begin + BEGIN.len()), old.get(end..));
     let whole = format!("{}\n\n{generated}{}", before.unwrap_or_default(), after.unwrap_or_default());
     fs::write(&page, whole).doing(format_args!("failed to write {}", page.display()))
 }
@@ -219,7 +221,7 @@ fn targets_table(results: &Results) -> Table {
     Table { title: "Targets".to_owned(), head: vec!["what", "target", "reached", "kept"], rows: rows.collect() }
 }
 
-/// Formats a number, or `-` if there is none.
+/// Formats a number, or `-` if there is none or it is not finite.
 fn dash(value: Option<f64>) -> String {
     value.filter(|value| value.is_finite()).map_or("-".to_owned(), short)
 }
@@ -289,6 +291,7 @@ fn short_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
         line.extend(SIDES.iter().map(|side| dash(median(*side, row.verb))));
         line.extend([dash(ratio(Side::Ours)), dash(ratio(Side::OursNft))]);
         lines.push(line);
+        // Only the kernel alone has RTM_DELLINK. Its line follows that of DEL.
         if row.verb == "DEL" && median(Side::Kernel, "RTM_DELLINK").is_some() {
             let mut line = vec![row.case.clone(), "RTM_DELLINK".to_owned()];
             line.extend(SIDES.iter().map(|side| dash(median(*side, "RTM_DELLINK"))));

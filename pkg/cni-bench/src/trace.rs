@@ -27,13 +27,13 @@ const TRACEE: &str = "CNI_BENCH_TRACEE";
 /// What one run did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
-    /// System calls of all its processes and threads, after its own exec.
+    /// System calls of all processes and threads of the plugin, after the exec of the plugin.
     pub(crate) syscalls: usize,
-    /// Programs that it started.
+    /// Programs that the plugin started.
     pub(crate) programs: usize,
-    /// Threads that it started, in all processes.
+    /// Threads that the plugin started, in all its processes.
     pub(crate) threads: usize,
-    /// The largest process, in KiB.
+    /// The memory of the largest process, in KiB.
     pub(crate) peak: usize,
     /// Of the system calls, those of programs in the plugin's own folder.
     pub(crate) own_syscalls: usize,
@@ -53,8 +53,8 @@ impl Counts {
     }
 }
 
-/// Replaces this process by the program to trace, if [`run`] started it for that. Returns `None` if
-/// it did not, and an error if the exec failed.
+/// Replaces this process by the program to trace, if [`run`] started this process for that.
+/// Otherwise returns `None`. Returns an error if the exec failed.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
@@ -78,8 +78,8 @@ pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
     Ok((streams.outcome(call, succeeded)?, counts))
 }
 
-/// Traces the process `root` and all its children to their end. Returns whether it succeeded, and
-/// the counts; programs in `folder` are the plugin's own.
+/// Traces the process `root` and all its children to their end. Returns whether `root` succeeded,
+/// and the counts; programs in `folder` are the plugin's own.
 fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     use ptrace::Options;
     let mut counts = Counts::default();
@@ -101,22 +101,22 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_TRACEEXIT
         | Options::PTRACE_O_EXITKILL;
     ptrace::setoptions(root, options).doing("failed to set its options")?;
-    let go_on = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
+    let resume = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
         // The thread was killed meanwhile; `waitpid` reports its end later.
         Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
         Err(errno) => Err(errno).doing(format_args!("failed to resume {pid}")),
     };
-    go_on(root, None)?;
+    resume(root, None)?;
     loop {
         match waitpid(None, Some(WaitPidFlag::__WALL)).doing("failed to wait")? {
             WaitStatus::PtraceSyscall(pid) => {
-                let inside = inside.entry(pid).or_default();
-                *inside = !*inside;
-                if *inside && begun {
+                let is_inside = inside.entry(pid).or_default();
+                *is_inside = !*is_inside;
+                if *is_inside && begun {
                     counts.syscalls += 1;
                     counts.own_syscalls += usize::from(!foreign.contains(&pid));
                 }
-                go_on(pid, None)?;
+                resume(pid, None)?;
             }
             WaitStatus::PtraceEvent(pid, _, event) => {
                 if event == ptrace::Event::PTRACE_EVENT_EXEC as i32 {
@@ -132,24 +132,26 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                     || event == ptrace::Event::PTRACE_EVENT_FORK as i32
                     || event == ptrace::Event::PTRACE_EVENT_VFORK as i32
                 {
+                    // Other clones than those of fork and vfork create threads.
                     if event == ptrace::Event::PTRACE_EVENT_CLONE as i32 {
                         counts.threads += usize::from(begun);
                         counts.own_threads += usize::from(begun && !foreign.contains(&pid));
                     }
                     let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
+                    // Until an exec, a thread or process runs the program of its creator.
                     if foreign.contains(&pid) {
                         foreign.insert(Pid::from_raw(i32::try_from(child).doing("a process ID")?));
                     }
                 } else if event == ptrace::Event::PTRACE_EVENT_EXIT as i32 {
                     counts.peak = counts.peak.max(high_water(pid).unwrap_or(0));
                 }
-                go_on(pid, None)?;
+                resume(pid, None)?;
             }
             WaitStatus::Stopped(pid, signal) => {
                 // A new thread or child begins with a stop that no signal caused.
-                let first = !inside.contains_key(&pid);
+                let is_new = !inside.contains_key(&pid);
                 inside.entry(pid).or_default();
-                go_on(pid, Some(signal).filter(|signal| !(first && *signal == Signal::SIGSTOP)))?;
+                resume(pid, Some(signal).filter(|signal| !(is_new && *signal == Signal::SIGSTOP)))?;
             }
             WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, counts)),
             WaitStatus::Signaled(pid, signal, _) if pid == root => {

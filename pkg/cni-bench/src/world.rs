@@ -1,8 +1,8 @@
 //! Creates the namespaces in which the benchmark runs.
 //!
-//! [`World::new`] leaves the machine's network and mounts for the rest of the process; what is made
-//! afterwards ends with the process. Each side has a node of its own, so that no plugin meets
-//! another's rules, and containers of its own.
+//! After [`World::new`], the process does not see the machine's network and its mounts do not
+//! change the machine's. The namespaces end with the process. Each side has a node of its own, so
+//! that no plugin meets another's rules, and containers of its own.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -21,8 +21,10 @@ const SCRATCH: &str = "/run";
 /// Folders that plugins write to. Each is replaced by a tmpfs that no other process sees.
 const PRIVATE: [&str; 2] = [SCRATCH, "/var/lib"];
 
+/// The namespaces and the scratch folder of this process.
 #[derive(Debug)]
 pub(crate) struct World {
+    /// The number of paths that were made in the scratch folder.
     made: std::cell::Cell<usize>,
 }
 

@@ -1,5 +1,5 @@
 //! CNI_ARGS. Accepted pairs that are joined again are read as the same. The last of duplicate keys
-//! counts. Only pieces without a key or `=` are refused, and with IgnoreUnknown no key is.
+//! counts. Only pieces without a key or `=` are refused. With IgnoreUnknown, no key is unknown.
 
 use cni::args::CniArgs;
 
@@ -7,9 +7,9 @@ use cni::args::CniArgs;
 pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let is_pair = |piece: &&str| piece.find('=').is_some_and(|at| at > 0);
-    let sound = text.split(';').filter(|piece| !piece.is_empty()).all(|piece| is_pair(&piece));
+    let is_well_formed = text.split(';').filter(|piece| !piece.is_empty()).all(|piece| is_pair(&piece));
     let args = CniArgs::parse(&text);
-    assert_eq!(args.is_ok(), sound, "{text:?}");
+    assert_eq!(args.is_ok(), is_well_formed, "{text:?}");
     let Ok(args) = args else { return };
     let pairs: Vec<(&str, &str)> = args.iter().collect();
     for (key, _) in &pairs {
@@ -21,6 +21,7 @@ pub fn run(data: &[u8]) {
     assert!(CniArgs::parse(&format!("{joined};IgnoreUnknown=1")).is_ok_and(|args| args.check_known(&[]).is_ok()));
     let known: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
     let ignore = args.get("IgnoreUnknown").unwrap_or("0").to_ascii_lowercase();
-    let sound = ["1", "0", "true", "false"].contains(&ignore.as_str());
-    assert_eq!(args.check_known(&known).is_ok(), sound, "{text:?}");
+    // All keys are known, so only a value of IgnoreUnknown that is not a boolean is refused.
+    let is_boolean = ["1", "0", "true", "false"].contains(&ignore.as_str());
+    assert_eq!(args.check_known(&known).is_ok(), is_boolean, "{text:?}");
 }

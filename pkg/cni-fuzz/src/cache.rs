@@ -24,11 +24,11 @@ pub fn run(data: &[u8]) {
     let id = AttachmentId::new(&network, &container_id, &ifname);
     let dir = tempfile::tempdir().expect("a temporary folder");
     let cache = Cache::new(dir.path());
-    let sound = ident::check_network_name(&network).is_ok()
+    let is_valid = ident::check_network_name(&network).is_ok()
         && ident::check_container_id(&container_id).is_ok()
         && ident::check_interface_name(&ifname).is_ok();
     let path = cache.path(&id);
-    assert_eq!(path.is_ok(), sound, "{id:?}");
+    assert_eq!(path.is_ok(), is_valid, "{id:?}");
     let Ok(path) = path else {
         assert!(cache.find(&id).is_err() && cache.purge(&id).is_err());
         return;
@@ -39,7 +39,7 @@ pub fn run(data: &[u8]) {
     let bystander = folder.join("net-other-eth0");
     fs::write(&bystander, "x").expect("a bystander");
     if path == bystander || fs::write(&path, input.rest()).is_err() {
-        // A name that no file can have: what cannot be written was never remembered.
+        // No file can have this name, so the cache cannot have an entry for the attachment.
         assert!(path == bystander || matches!(cache.find(&id), Ok(None) | Err(_)));
         return;
     }
@@ -72,10 +72,12 @@ pub fn run(data: &[u8]) {
     assert_eq!(names, ["results"]);
 }
 
+/// Returns the permission bits of a file.
 fn mode(path: &Path) -> u32 {
     fs::metadata(path).expect("a file").permissions().mode() & 0o7777
 }
 
+/// Checks that two entries are the same; their results only need to be the same JSON.
 fn assert_same(one: &Entry, other: &Entry) {
     let parsed = |entry: &Entry| entry.result.as_ref().map(|result| Json::parse(result.get().as_bytes()));
     assert_eq!((one.id(), &one.config), (other.id(), &other.config));

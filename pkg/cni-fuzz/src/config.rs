@@ -136,8 +136,8 @@ pub fn run(data: &[u8]) {
     let outcome = call(plugin, &environment, stdin);
     if let (Ok(json @ Json::Object(_)), false) = (Json::parse(stdin), verb == "VERSION") {
         let again = written(&json, |_, key| key.to_owned());
-        // serde_json may miss a float by its last bit, and the other one next time. None is of use
-        // to any plugin.
+        // serde_json may read a float with another last bit than it has written. Such documents are
+        // skipped, because no plugin reads floats.
         if Json::parse(&again).as_ref() != Ok(&json) {
             return;
         }
@@ -148,13 +148,14 @@ pub fn run(data: &[u8]) {
         members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
         let json = Json::Object(members);
         assert_eq!(call(plugin, &environment, &written(&json, |_, key| key.to_owned())), outcome, "an unknown key");
-        // Keys of the document itself are those of a structure.
+        // Only the top-level keys are changed: deeper ones may be names in a map, where case
+        // matters.
         let shouted = written(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
         assert_eq!(call(plugin, &environment, &shouted), outcome, "keys in upper case");
     }
 }
 
-/// Success, and what was written.
+/// Runs a call and checks its output. Returns whether the call succeeded, and its output.
 fn call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (bool, Vec<u8>) {
     let mut stdout = Vec::new();
     let config = stdin;
@@ -164,11 +165,12 @@ fn call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (bool, V
     (succeeded, stdout)
 }
 
+/// Checks the output of a call with the configuration `config`.
 fn judge(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
     assert!(verb != "VERSION" || succeeded, "VERSION never fails");
-    let speaks = !succeeded || matches!(verb, "ADD" | "VERSION");
-    assert_eq!(speaks, !stdout.is_empty(), "{verb}: {}", String::from_utf8_lossy(stdout));
-    if !speaks {
+    let has_output = !succeeded || matches!(verb, "ADD" | "VERSION");
+    assert_eq!(has_output, !stdout.is_empty(), "{verb}: {}", String::from_utf8_lossy(stdout));
+    if !has_output {
         return;
     }
     let json = Json::parse(stdout).expect("one JSON document");
@@ -185,13 +187,14 @@ fn judge(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
     }
 }
 
-/// The document as text, each key as `spelling` has it at its depth.
+/// Returns the document as text. `spelling` returns the text of a key from its depth and the key.
 pub(crate) fn written(json: &Json, spelling: impl Fn(usize, &str) -> String + Copy) -> Vec<u8> {
     let mut text = String::new();
     write(json, 0, spelling, &mut text);
     text.into_bytes()
 }
 
+/// Appends a part of the document at `depth` to `text`.
 fn write(json: &Json, depth: usize, spelling: impl Fn(usize, &str) -> String + Copy, text: &mut String) {
     let quoted = |string: &str| serde_json::to_string(string).expect("any string is JSON");
     match json {

@@ -9,7 +9,7 @@ use cni::json::Json;
 use libcni::{Members, NetworkList, PluginConf, fuzzing};
 
 /// Keys that the runtime adds to a plugin's configuration or removes from it.
-const NOT_THE_PLUGINS: [&str; 7] = [
+const RUNTIME_KEYS: [&str; 7] = [
     "capabilities",
     "cniVersion",
     "name",
@@ -35,7 +35,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Returns all keys and values.
+/// Returns all keys and values of `members`.
 fn keys(members: &Members) -> Vec<(String, Json)> {
     let bytes = members.to_bytes().expect("members are JSON");
     let Ok(Json::Object(members)) = Json::parse(&bytes) else { panic!("members are an object") };
@@ -49,7 +49,8 @@ fn request(list: &NetworkList, plugin: &PluginConf) {
     let valid = ValidAttachments::from_iter([("c1", "eth0")]);
     let bytes = fuzzing::request(list, plugin, Some(&result), Some(&args), Some(&valid)).expect("a request");
     let Ok(json @ Json::Object(_)) = Json::parse(&bytes) else {
-        // Members nest as deep as in the list, less one level; what is added nests little.
+        // The request does not exceed the parser's depth limit: the plugin's members are less deep
+        // than in the list, and the added ones have few levels.
         panic!("the request is not an object: {}", String::from_utf8_lossy(&bytes))
     };
     assert_eq!(json.get("name").and_then(Json::as_str), Some(list.name()));
@@ -61,14 +62,14 @@ fn request(list: &NetworkList, plugin: &PluginConf) {
         let Some(Json::Object(config)) = json.get("runtimeConfig") else { panic!("no runtimeConfig") };
         assert!(config.iter().all(|(name, _)| given(name)));
     }
-    let is_own = |(key, _): &(String, Json)| !NOT_THE_PLUGINS.iter().any(|name| key.eq_ignore_ascii_case(name));
+    let is_own = |(key, _): &(String, Json)| !RUNTIME_KEYS.iter().any(|name| key.eq_ignore_ascii_case(name));
     let Json::Object(sent) = json else { return };
     let own: Vec<_> = keys(plugin.members()).into_iter().filter(is_own).collect();
     assert_eq!(sent.into_iter().filter(is_own).collect::<Vec<_>>(), own);
     match NetConf::parse(bytes) {
         Ok(conf) => assert_eq!(conf.name(), list.name()),
-        // A version or a name that only the verbs judge, or keys of a wrong type, which are the
-        // plugin's to refuse.
+        // libcni passes on versions and names that only the verbs refuse, and keys of a wrong type,
+        // which the plugin refuses.
         Err(error) => assert!([Code::INCOMPATIBLE_VERSION, Code::INVALID_CONFIG, Code::DECODE].contains(&error.code())),
     }
 }

@@ -1,5 +1,5 @@
 //! The kernel's messages about tracked connections. The key with which an entry is deleted has that
-//! entry's tuple, byte for byte, and its ID, so it cannot delete another one.
+//! entry's tuple, ID and zone, byte for byte, so no other entry can be deleted.
 
 use cni_linux::conntrack::entry;
 use cni_linux::fuzzing::conntrack_key;
@@ -9,6 +9,8 @@ const NEW: u16 = 0x100;
 const NFGENMSG: usize = 4;
 const TUPLE_ORIG: u16 = 1;
 const TUPLE_REPLY: u16 = 2;
+const ID: u16 = 12;
+const ZONE: u16 = 18;
 
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
@@ -26,7 +28,7 @@ fn check(message: &Message<'_>) {
     let find = |bytes, sought| attributes(bytes).find(|(kind, _)| *kind == sought).map(|(_, value): (_, &[u8])| value);
     let (body, key) = (&message.payload[NFGENMSG..], conntrack_key(&found));
     assert_eq!(key[0], message.payload[0], "the family");
-    for kind in [TUPLE_ORIG, 12, 18] {
+    for kind in [TUPLE_ORIG, ID, ZONE] {
         assert_eq!(find(&key[NFGENMSG..], kind), find(body, kind), "attribute {kind}");
     }
     // With the tuple of the reply, which a key does not need, the key is read as the same entry.

@@ -13,9 +13,11 @@ pub fn run(data: &[u8]) {
     check(data);
     let mut bytes = data.to_vec();
     if bytes.len() >= HEADER {
+        // A reply, on Ethernet, with addresses of 6 bytes.
         bytes[..3].copy_from_slice(&[2, 1, 6]);
         bytes[4..8].copy_from_slice(&XID.to_be_bytes());
         bytes[28..34].copy_from_slice(&MAC);
+        // The magic cookie before the options.
         bytes[236..HEADER].copy_from_slice(&[99, 130, 83, 99]);
         check(&bytes);
     }

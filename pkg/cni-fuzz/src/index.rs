@@ -2,8 +2,8 @@
 //! all hold answers or is found damaged, however it was forged. An index that was kept up to date
 //! agrees with a model.
 //!
-//! The input: one byte for what follows: a page, entries, changes, or a page without its checksum,
-//! which is then right.
+//! The input: one byte that selects what follows: a page, entries, changes, or a page to which the
+//! target adds the right checksum.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -81,6 +81,7 @@ fn against_model(input: &mut Input<'_>) {
                 index.set(address, None);
                 model.remove(&address);
             }
+            // The hashes 0 to 2 stand for addresses without a known holder.
             holder => {
                 index.set(address, Some(u64::from(holder) + 2));
                 model.insert(address, u64::from(holder) + 2);

@@ -41,7 +41,7 @@ impl<'a> Input<'a> {
         u128::from_be_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    /// Reads a byte, and then as many bytes as it says, or all that remain.
+    /// Reads a byte, which is a length, and then that many bytes, or all that remain.
     pub(crate) fn bytes(&mut self) -> &'a [u8] {
         let len = usize::from(self.byte()).min(self.0.len());
         let (bytes, rest) = self.0.split_at(len);
@@ -49,7 +49,8 @@ impl<'a> Input<'a> {
         bytes
     }
 
-    /// Does the same, and converts the bytes to text; invalid UTF-8 becomes replacement characters.
+    /// Reads as [`bytes`](Input::bytes) does, and converts the bytes to text; invalid UTF-8 becomes
+    /// replacement characters.
     pub(crate) fn text(&mut self) -> String {
         String::from_utf8_lossy(self.bytes()).into_owned()
     }

@@ -63,6 +63,7 @@ pub fn run(data: &[u8]) {
     }
     let expected = [made, added, deleted, emptied, removed].concat();
     let Ok(restore) = fuzzing::restore_text(&edit) else {
+        // Only long words, long lines and control characters may be refused.
         let writable = |word: &String| word.len() <= 1024 && !word.chars().any(char::is_control);
         let short = |line: &Vec<String>| line.iter().map(|word| 2 * word.len() + 3).sum::<usize>() < 9_000;
         assert!(!expected.iter().all(|line| short(line) && line.iter().all(writable)), "refused: {expected:?}");
@@ -73,10 +74,10 @@ pub fn run(data: &[u8]) {
     assert_eq!(lines.next_back(), Some("COMMIT"));
     let lines: Vec<Vec<String>> = lines.map(read).collect();
     assert_eq!(lines, expected);
-    // The additions as a listing.
+    // A line that adds a rule is also a line of a listing by iptables-save.
     for line in restore.lines().filter(|line| line.starts_with("-A ")) {
         let (chain, words) = read(line)[1..].split_first().map(|(a, b)| (a.clone(), b.to_vec())).expect("a chain");
-        // A listing names chains unquoted.
+        // Lines with a quoted chain are skipped, because a listing never quotes a chain's name.
         if !line.starts_with("-A \"") {
             let saved = fuzzing::saved_chains(line);
             assert_eq!(saved.len(), 1);
@@ -139,8 +140,8 @@ fn conditions(words: &[String]) {
     }
 }
 
-/// Whether iptables would read the word as a command, a target or a table, as getopt reads options:
-/// several options without a value may share one word.
+/// Whether iptables would read the word as a command, a target or a table. As with getopt, a long
+/// option may be abbreviated, and several short options without a value may share one word.
 fn is_order_of_iptables(word: &str) -> bool {
     let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else { return word == "COMMIT" };
     if let Some(long) = options.strip_prefix('-') {
@@ -160,13 +161,13 @@ fn is_order_of_iptables(word: &str) -> bool {
                 "new-chain",
             ]
             .iter()
-            .any(|order| order.starts_with(name) && !name.is_empty() && name.len() > 1 && !"policy".starts_with(name));
+            .any(|order| order.starts_with(name) && name.len() > 1 && !"policy".starts_with(name));
     }
     for option in options.chars() {
         match option {
-            // The rest of the word is the value of these.
+            // These options have a value, which is the rest of the word.
             's' | 'd' | 'p' | 'i' | 'o' | 'm' => return false,
-            // Not options; 4 and 6 are, for the families.
+            // Of the digits, only 4 and 6 are options.
             '0'..='3' | '5' | '7'..='9' => return false,
             'f' | 'b' | 'v' | 'n' | 'x' => {}
             _ => return true,

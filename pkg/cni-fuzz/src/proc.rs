@@ -1,7 +1,7 @@
 //! Texts of the kernel: `/proc/net/nf_conntrack`, from which connections are deleted, and
 //! `/proc/locks`, which names the holders of locks. Of the first, only connections to the requested
-//! ports are taken, each with its own key. Of the second, exactly those processes are reported as
-//! holders that the text names in full as holders of that inode.
+//! ports are taken, each with its own key. In the second, a process is only found as the holder of
+//! a lock if a complete line names that process and the inode.
 
 use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, entry};
@@ -37,7 +37,7 @@ fn connections(text: &str) {
     }
 }
 
-/// Returns the entry that the kernel would report for the key of this one, with the same replier.
+/// Returns the entry that is decoded from the key of `found` and a reply from the same address.
 fn from_key(found: &Entry) -> Option<Entry> {
     let (kind, address) = match found.answered_by {
         std::net::IpAddr::V4(address) => (1, address.octets().to_vec()),
@@ -59,13 +59,13 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
 fn locks(text: &str) {
     let holder = |text: &str| lock_holder(text, DEVICE, INODE);
     if let Some(pid) = holder(text) {
-        let names = |line: &str| {
+        let names_holder = |line: &str| {
             let words: Vec<&str> = line.split_ascii_whitespace().collect();
             let [_, "FLOCK", _, _, process, file, ..] = words[..] else { return false };
             let inode = file.rsplit(':').next().and_then(|number| number.parse().ok());
             process.parse() == Ok(pid) && inode == Some(INODE)
         };
-        assert!(pid != 0 && text.lines().any(names), "{pid} in {text:?}");
+        assert!(pid != 0 && text.lines().any(names_holder), "{pid} in {text:?}");
     }
     let line = format!("9: FLOCK  ADVISORY  WRITE 4242 fd:01:{INODE} 0 EOF\n");
     assert_eq!(holder(&format!("{line}{text}")), Some(4242), "the first line names it in full");

@@ -43,9 +43,9 @@ pub(crate) fn convert(result: &AddResult) {
 
 /// Returns the part of a result that a version can express.
 fn expressible(result: &AddResult, version: Version) -> AddResult {
-    let mut left = result.clone();
+    let mut part = result.clone();
     if version != Version::V1_1_0 {
-        for interface in &mut left.interfaces {
+        for interface in &mut part.interfaces {
             *interface = Interface {
                 name: interface.name.clone(),
                 mac: interface.mac.clone(),
@@ -55,14 +55,16 @@ fn expressible(result: &AddResult, version: Version) -> AddResult {
         }
     }
     if version.shape() == Shape::Ip4Ip6 {
-        left.interfaces.clear();
-        left.unknown = result.unknown.without_elements();
+        part.interfaces.clear();
+        part.unknown = result.unknown.without_elements();
+        // This form has one address of each family, and routes only in a family with an address.
         let first = |is_ipv4: bool| result.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4);
         let families: Vec<bool> = [true, false].into_iter().filter(|is_ipv4| first(*is_ipv4).is_some()).collect();
-        left.ips = families.iter().filter_map(|is_ipv4| first(*is_ipv4)).cloned().collect();
-        left.ips.iter_mut().for_each(|ip| ip.interface = None);
-        let of = |is_ipv4: bool| result.routes.iter().filter(move |route| route.dst.is_ipv4() == is_ipv4);
-        left.routes = families.iter().flat_map(|is_ipv4| of(*is_ipv4)).map(|r| Route::new(r.dst, r.gw)).collect();
+        part.ips = families.iter().filter_map(|is_ipv4| first(*is_ipv4)).cloned().collect();
+        part.ips.iter_mut().for_each(|ip| ip.interface = None);
+        let routes_of = |is_ipv4: bool| result.routes.iter().filter(move |route| route.dst.is_ipv4() == is_ipv4);
+        part.routes =
+            families.iter().flat_map(|is_ipv4| routes_of(*is_ipv4)).map(|r| Route::new(r.dst, r.gw)).collect();
     }
-    left
+    part
 }

@@ -41,6 +41,7 @@ pub fn run(data: &[u8]) {
         if input.is_empty() {
             break;
         }
+        // The low three bits select the verb, the next two the container, then one the interface.
         let verb = input.byte();
         if verb % 8 == 7 {
             let counted: Vec<_> = sets
@@ -81,11 +82,10 @@ pub fn run(data: &[u8]) {
                     for (range, made) in &lease.addresses {
                         let (address, name) = (*made, made.to_string());
                         assert!(range.contains(address) && sets.sets().iter().all(|set| !set.is_gateway(address)));
-                        let was = before.get(&name);
-                        assert!(
-                            was.is_none_or(|was| was.as_deref().is_some_and(|old| reservation_text(old).is_none())),
-                            "{name} was taken"
-                        );
+                        let is_free = |content: &Option<Vec<u8>>| {
+                            content.as_deref().is_some_and(|old| reservation_text(old).is_none())
+                        };
+                        assert!(before.get(&name).is_none_or(is_free), "{name} was taken");
                         expected
                             .insert(name.clone(), Some(format!("{}\r\n{}", owner.id(), owner.ifname()).into_bytes()));
                         assert_eq!(
@@ -97,17 +97,18 @@ pub fn run(data: &[u8]) {
                 assert_eq!(after, expected);
             }
             3 | 4 => {
+                // Without a reservation for container and interface, those for the container count.
                 let exact = format!("{}\r\n{}", owner.id(), owner.ifname());
-                let mine = |text: &str| -> Vec<String> { held(&before, |content| content == text.as_bytes()) };
-                let mut mine_now = mine(&exact);
-                if mine_now.is_empty() {
-                    mine_now = mine(owner.id());
+                let held_as = |text: &str| -> Vec<String> { held(&before, |content| content == text.as_bytes()) };
+                let mut own = held_as(&exact);
+                if own.is_empty() {
+                    own = held_as(owner.id());
                 }
                 let mut removed: Vec<String> =
                     locked.release(&owner).expect("DEL").iter().map(ToString::to_string).collect();
                 removed.sort();
                 // A forged index may hide reservations until the next rebuild, but never add any.
-                assert!(removed.iter().all(|name| mine_now.contains(name)), "{removed:?} of {mine_now:?}");
+                assert!(removed.iter().all(|name| own.contains(name)), "{removed:?} of {own:?}");
                 assert_eq!(files(&folder), without(&before, &removed));
             }
             5 => {
@@ -150,7 +151,8 @@ fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
             continue;
         }
         let kind = input.byte() % 16;
-        // The lock may be a link in normal operation, so it is not replaced by one here.
+        // The store follows a link in place of the lock. No such link is created here, because it
+        // would lead outside the folder.
         let made = match kind {
             0 => fs::create_dir(&path),
             1 if name != "lock" => symlink(outside, &path),
@@ -173,14 +175,14 @@ fn sets() -> RangeSets {
     RangeSets::check(&[], &RangeConf::default(), &[set("10.0.0.0/28"), set("fd00::/125")]).expect("two sets")
 }
 
-/// Reads all files in the folder except the lock.
+/// Returns all entries of the folder except the lock.
 fn files(folder: &Path) -> Files {
     let entries = fs::read_dir(folder).expect("the folder");
     let paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
     let regular = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
     let content = |path: &Path| regular(path).then(|| fs::read(path).expect("a file"));
     let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
-    // The first process that needs the lock creates it.
+    // The lock is left out: whether it exists depends only on whether a process has needed it.
     paths.iter().filter(|path| name(path) != "lock").map(|path| (name(path), content(path))).collect()
 }
 

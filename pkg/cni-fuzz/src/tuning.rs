@@ -1,6 +1,7 @@
 //! The names of sysctls, the allow-list and the backup of the plugin tuning. No key leads to a file
-//! outside `/proc/sys/net`. A list permits only what is permitted without a list. A further pattern
-//! never permits less, and a list of comments permits nothing. A backup is read as it was written.
+//! outside `/proc/sys/net`. A list permits only what a list that matches all permits. A further
+//! pattern never permits less, and a list of comments permits nothing. A backup is read as it was
+//! written.
 //!
 //! The input: the key, the interface, then the list, or a backup if the first line is `backup`.
 
@@ -19,7 +20,7 @@ pub fn run(data: &[u8]) {
     }
     let ifname = input.line_text();
     let list = input.rest();
-    let Some(all) = permitted(b".", &key, &ifname).or_else(|| permitted(b"^", &key, &ifname)) else { return };
+    let Some(all) = permitted(b".", &key, &ifname) else { return };
     assert!(!all.is_empty());
     let commented: Vec<u8> = [b"# ", list].concat();
     let commented: Vec<u8> = commented

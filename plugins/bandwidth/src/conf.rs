@@ -146,7 +146,8 @@ impl Limit {
         u128::from(self.tbf().buffer) * u128::from(TICK) * u128::from(self.rate) / 1_000_000_000
     }
 
-    /// Returns a note for stderr if the kernel's bucket is smaller than the configured burst.
+    /// Returns a note for stderr if a parameter of the kernel's filter does not fit into its 32
+    /// bits.
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
         if self.tbf() == self.tbf_of_go() {
             return None;

@@ -46,6 +46,7 @@ impl Plugin for Bandwidth {
         conf::unknown_keys(json)
     }
 
+    /// Sets the configured limits, and adds a created ifb to the result.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(&call.conf)?;
         let mut result = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as chained plugin"))?;
@@ -61,6 +62,7 @@ impl Plugin for Bandwidth {
         Ok(Added { result, rollback })
     }
 
+    /// Fails if a configured limit is not as ADD sets it.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as a chained plugin"))?;
@@ -103,8 +105,9 @@ impl Plugin for Bandwidth {
                 Some(alias) => attachment.is_on(Some(alias)),
                 // An ADD of this plugin was killed before it set the alias.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
-                // Go's plugin sets no alias, and its name for the ifb does not say for which of the
-                // container's interfaces it is.
+                // Go's plugin sets no alias, and its name for the ifb does not show to which of the
+                // container's interfaces the ifb belongs. The ifb is left if this attachment had
+                // another one or `prevResult` does not list the ifb.
                 None => !is_removed && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
             };
             if is_of_attachment {
@@ -179,7 +182,8 @@ fn find_host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Li
     let inner = inner.ok_or_else(|| no_peer(format!("could not look up {ifname:?}: Link not found")))?;
     let index = inner.peer_index.filter(|_| inner.is_veth());
     let index = index.ok_or_else(|| no_peer(format!("interface {ifname:?} was not a veth interface")))?;
-    // An interface of the host may have the same index by chance: the other end names this one.
+    // The other end must name CNI_IFNAME as its peer: an unrelated interface of the host may have
+    // the same index.
     let host_end = host.find_link_by_index(index)?.filter(|link| link.peer_index == Some(inner.index));
     let host_end = host_end.ok_or_else(|| Error::config(format!("veth peer with index {index} is not in host ns")))?;
     if !lists_host_interface(prev, &host_end.name) {
@@ -197,7 +201,7 @@ fn lists_host_interface(result: &AddResult, name: &str) -> bool {
 /// have created.
 ///
 /// The name is the one that Go's plugin uses, [`AttachmentId::ifb_name`], which is the same for all
-/// interfaces of a container. If another interface's ifb has it already, the name is
+/// interfaces of a container. If another interface's ifb already has that name, the name is
 /// [`AttachmentId::own_ifb_name`].
 fn choose_ifb_name(host: &Netlink, attachment: &AttachmentId, host_end: &Link) -> Result<(String, Vec<Link>)> {
     let mut earlier: Vec<Link> = host.find_link(&attachment.own_ifb_name())?.into_iter().collect();
@@ -225,14 +229,14 @@ const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
 fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
     for (parent, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
         let Some(qdisc) = host.find_qdisc(host_end.index, parent)? else { continue };
-        let is_earlier_add = match parent {
+        let is_of_earlier_add = match parent {
             QdiscParent::Root => qdisc.kind == kind,
             QdiscParent::Ingress => {
                 qdisc.kind == kind
                     && host.list_filters(host_end.index)?.iter().all(|filter| *filter == REDIRECT_TO_REMOVED)
             }
         };
-        if !is_earlier_add {
+        if !is_of_earlier_add {
             let msg = format!("create qdisc: file exists: {} already has a qdisc {}", host_end.name, qdisc.kind);
             return Err(
                 Error::new(Code::CONFLICT, msg).with_details("another program created it: it was left as it is")
@@ -258,7 +262,7 @@ fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
 /// Go's sets them.
 ///
 /// # Errors
-/// Code 101, with the texts of Go's plugin, if it has no such filter or another number.
+/// Code 101, with the texts of Go's plugin, if `link` has no such filter or one with other numbers.
 fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
     let found = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
     let Some(found) = found else { return Err(failed(format!("{} has no token bucket filter", link.name))) };

@@ -18,8 +18,8 @@ use crate::conf::Conf;
 use crate::device;
 use crate::port::{self, PortEnds};
 
-/// How long ADD waits until a port forwards. Usually that takes milliseconds, on a busy host
-/// longer.
+/// How long ADD waits in total until the port forwards and the links have their carriers. Usually
+/// that takes milliseconds, on a busy host longer.
 const PORT_DEADLINE: Duration = Duration::from_secs(5);
 
 const EOPNOTSUPP: i32 = 95;
@@ -31,7 +31,8 @@ pub struct AttachedPort {
     pub(crate) bridge: Link,
     /// The index of the port.
     pub(crate) port: u32,
-    /// The index of the link with the gateway's address; `None` until that link is known.
+    /// The index of the link for the gateway's address, which is the bridge if the configuration
+    /// has no gateway; `None` until that link is known.
     pub(crate) gateway: Option<u32>,
     /// In chained use, the state of the earlier plugin's interface before ADD.
     pub(crate) earlier: Option<Earlier>,
@@ -50,6 +51,7 @@ pub(crate) fn create<'a>(
     let choices = Choices { mtu: conf.mtu, mac: conf.mac, master: Some(bridge.index) };
     let pair = veth::create(context, &choices, rollback)?;
     let ends = PortEnds { index: pair.index, name: &pair.name, peer_mac: pair.peer_mac };
+    // Without VLAN filtering, the kernel refuses a port's VLANs with EOPNOTSUPP.
     port::protect(host, &ends, &context.attachment, conf, rollback).map_err(|error| match error.errno() {
         Some(errno) if errno == EOPNOTSUPP && conf.vlans.is_some() => device::no_vlan_filtering(error, conf),
         _ => error,
@@ -63,12 +65,14 @@ pub(crate) fn create<'a>(
         ..AddResult::default()
     };
     let link = AttachedPort { bridge, port: pair.index, gateway: None, earlier: None };
+    // `interface` is the position of the container's interface in the list above.
     Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 2, link })
 }
 
 /// Waits until frames pass: the port forwards, and the gateway's link and the container's end have
 /// their carriers. The kernel sets each carrier asynchronously, in any order, and an interface
-/// drops outgoing frames until then. If STP holds the port back, prints a note and does not fail.
+/// drops outgoing frames until it has its carrier. If STP holds the port back, prints a note and
+/// does not fail.
 pub(crate) fn wait_for_frames(
     context: &AttachmentContext<'_, Conf>,
     created: &CreatedLink<AttachedPort>,
@@ -78,6 +82,7 @@ pub(crate) fn wait_for_frames(
     let deadline = machine.now() + PORT_DEADLINE;
     let wait = || -> cni_linux::Result<()> {
         let port = context.host.wait_port_forwarding(watch, created.link.port, deadline, machine)?;
+        // A bridge gets its carrier only when one of its ports forwards.
         if port.port.is_some_and(|state| state.state == PortState::Forwarding) {
             if let Some(gateway) = created.link.gateway {
                 context.host.wait_carrier(watch, gateway, deadline, machine)?;

@@ -3,7 +3,7 @@
 //!
 //! That interface belongs to the earlier plugin. So its host's end gets another kind of mark, a
 //! [`PortMark`], and DEL detaches it from the bridge instead of deleting it. DEL and CHECK get a
-//! `prevResult` in either use, so only the mark decides which one it is.
+//! `prevResult` in both uses, so only the mark shows that the use is chained.
 
 use std::rc::Rc;
 
@@ -26,16 +26,17 @@ use crate::port::{self, PortEnds};
 /// The longest alias, in bytes, that the kernel stores.
 const ALIAS_MAX: usize = 255;
 
-/// The space in the alias for the two numbers that [`note_addresses`] adds.
+/// The bytes reserved in the alias for larger numbers: a mark has `0+0` until [`note_addresses`].
 const NUMBERS_LEN: usize = 8;
 
 /// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container; otherwise `None`,
 /// and this plugin creates the interface itself. For example, Nomad's list begins with the loopback
-/// plugin, which does not create it.
+/// plugin, which does not create CNI_IFNAME.
 ///
 /// # Errors
-/// If `prevResult` names the interface but cannot be decoded, as it may have another version.
-/// Without that name it is ignored, with a note: Go does not read `prevResult` at ADD at all.
+/// If `prevResult` names the interface but cannot be decoded, for example because it has another
+/// version. A `prevResult` that cannot be decoded and does not name the interface is ignored, with
+/// a note: Go does not read `prevResult` at ADD at all.
 pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
     let Some(json) = call.conf.json().get("prevResult") else { return Ok(None) };
     let is_in_container = |name: &str, sandbox: &str| name == call.ifname && !sandbox.is_empty();
@@ -46,14 +47,13 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
             if has_interface { Ok(Some(prev)) } else { Ok(None) }
         }
         Err(error) => {
-            let text_of = |interface: &Json, key| {
-                let value = interface.get(key).and_then(Json::as_str);
-                value.unwrap_or_default().to_owned()
+            let is_named = |interface: &Json| {
+                let name = interface.get("name").and_then(Json::as_str).unwrap_or_default();
+                let sandbox = interface.get("sandbox").and_then(Json::as_str).unwrap_or_default();
+                is_in_container(name, sandbox)
             };
             if let Some(Json::Array(interfaces)) = json.get("interfaces")
-                && interfaces
-                    .iter()
-                    .any(|interface| is_in_container(&text_of(interface, "name"), &text_of(interface, "sandbox")))
+                && interfaces.iter().any(is_named)
             {
                 return Err(Error::caused(Code::DECODE, "could not parse prevResult", error));
             }
@@ -67,8 +67,9 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
 /// earlier plugin's result.
 ///
 /// # Errors
-/// If the container has no such Ethernet interface, its host's end is not in `earlier`, or it is in
-/// use by another attachment or bridge.
+/// If the container has no Ethernet interface CNI_IFNAME, `earlier` does not list the host's end,
+/// or another attachment or bridge uses the host's end. With IPAM, also if `earlier` does not list
+/// the container's interface.
 pub(crate) fn plug_in<'a>(
     context: &AttachmentContext<'a, Conf>,
     earlier: &AddResult,
@@ -96,7 +97,7 @@ pub(crate) fn plug_in<'a>(
     let port_mark = new_port_mark(&bridge, &link, attachment)?;
     let (undo, index, was_port) = (Rc::clone(host), link.index, link.master.is_some());
     rollback.push(format!("take {} off {}", link.name, bridge.name), move || match undo.find_link_by_index(index)? {
-        // The earlier plugin had already attached it to the bridge: it stays there.
+        // The earlier plugin had already attached the link to the bridge: the link stays there.
         Some(link) if was_port => restore_alias(&undo, &link),
         Some(link) => give_back(&undo, &link),
         None => Ok(()),
@@ -113,6 +114,7 @@ pub(crate) fn plug_in<'a>(
                 call.sandbox()
             )));
         }
+        // Without IPAM, no address refers to this position, so it does not matter.
         interface => interface.unwrap_or_default(),
     };
     let port = link.index;
@@ -133,7 +135,8 @@ pub(crate) struct Earlier {
 /// and registers their removal with `rollback`.
 ///
 /// The earlier plugin's interface remains if this ADD fails, so the new addresses must be removed
-/// from it before IPAM releases them. Addresses that it has already are the earlier plugin's.
+/// from the interface before IPAM releases them. Addresses that the interface already has are the
+/// earlier plugin's. The rollback also sets the interface down again if it was down.
 pub(crate) fn note_addresses<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &CreatedLink<AttachedPort>,
@@ -156,8 +159,9 @@ pub(crate) fn note_addresses<'a>(
     Ok(context.host.set_alias(created.link.port, &port_mark.alias())?)
 }
 
-/// Returns the host's end of the container's interface `inner`, which must be one of the interfaces
-/// in `prev`. Fails if it is not, or a veth pair's ends cannot be matched uniquely.
+/// Returns the host's end of the container's interface `inner`. Fails unless `prev` lists exactly
+/// one host interface that is the other end of `inner`. Both ends must name each other, because an
+/// index is only unique within a namespace.
 fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Result<Link> {
     let mut peers = Vec::new();
     for interface in &prev.interfaces {
@@ -197,7 +201,7 @@ fn new_port_mark(bridge: &Link, link: &Link, attachment: &AttachmentId) -> Resul
             let msg = format!("{} is already a port of {} for this attachment", link.name, bridge.name);
             return Err(Error::new(Code::CONFLICT, msg).with_details("run DEL before adding it again"));
         }
-        // Marked but not attached: an earlier ADD ended between the two steps.
+        // Marked but not attached: an earlier ADD ended between marking and attaching.
         Some(port_mark) if port_mark.belongs_to(attachment) => port_mark,
         Some(_) => {
             return Err(Error::new(

@@ -1,7 +1,7 @@
 //! Implements CHECK: whether the attachment is as ADD left it.
 //!
-//! The bridge is compared with the configuration, except for its MAC: on a bridge that a Go plugin
-//! created it changes with the ports, which does not disturb any container.
+//! The bridge is compared with the configuration, except for its MAC: the MAC of a bridge that a Go
+//! plugin created changes with the ports, which does not disturb any container.
 
 use cni::result::IpConfig;
 use cni::skel::{RestoreMode, Restored};
@@ -15,8 +15,8 @@ use crate::port;
 
 type Check<'a> = cni_plugin::interface::Check<'a, Conf>;
 
-/// Fails with the first difference from what ADD leaves. Waits, within the deadline, until the port
-/// forwards and duplicate address detection is over.
+/// Fails with the first difference from what ADD leaves. If the container's end is configured to be
+/// up, waits for a limited time until the port forwards and duplicate address detection is over.
 pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     let (host, conf) = (&*check.context.host, &check.context.conf);
     let outer = host_end(check)?;
@@ -74,7 +74,8 @@ fn check_spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String
     Ok((mac, SpoofCheck::open()?.check(&call.container_id, &call.ifname, &outer.name, mac)?))
 }
 
-/// Returns the bridge. Fails if it does not exist, is down, or is not promiscuous as configured.
+/// Returns the bridge. Fails if it does not exist, is not a bridge, is down, or is not promiscuous
+/// although the configuration requires that.
 fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     let name = &conf.bridge;
     let link = host.find_link(name)?.ok_or_else(|| failed(format!("Interface name {name} not found")))?;
@@ -84,7 +85,7 @@ fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     if !link.up {
         return Err(failed(format!("bridge {name} is down")));
     }
-    // A higher value than requested is fine: a packet capture raises it too.
+    // Promiscuity is a counter, which a packet capture raises too: any value above 0 is right.
     if conf.promiscuous && link.promiscuity == 0 {
         let msg = format!("Bridge interface {name} configured LinkFlag Mode true doesn't match current state: false");
         return Err(failed(msg));
@@ -92,7 +93,8 @@ fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     Ok(link)
 }
 
-/// Fails if the host's end `outer` is not attached to the bridge with the configured settings.
+/// Fails if the host's end `outer` is down, is not a port of the bridge for this attachment, or
+/// does not have the configured settings.
 fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     let (host, conf) = (&*check.context.host, &check.context.conf);
     let name = &outer.name;
@@ -139,8 +141,8 @@ fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     }
 }
 
-/// Fails if a gateway's address is missing on the bridge, or on the VLAN's gateway interface, or
-/// the host does not forward.
+/// Fails if the link for the gateways (the bridge, or the VLAN's gateway interface) lacks the
+/// gateway of an address in `own`, or the host does not forward packets of that address's family.
 fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -> Result<()> {
     let link = match conf.gateway_vlan() {
         None => bridge.clone(),

@@ -57,7 +57,7 @@ pub struct Conf {
 /// The VLANs of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Vlans {
-    /// The VLAN of untagged frames.
+    /// The VLAN of untagged frames; `None` is VLAN 1.
     pub(crate) access: Option<u16>,
     /// The VLANs of tagged frames, sorted.
     pub(crate) trunk: Vec<u16>,
@@ -194,12 +194,12 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
     if access.is_none() && trunk.is_none() {
         return Ok(None);
     }
-    let id = |id: i64, what: &str| match u16::try_from(id) {
+    let check_id = |id: i64, what: &str| match u16::try_from(id) {
         Ok(id @ 1..=4094) => Ok(id),
         _ => Err(Error::config(format!("incorrect trunk {what} parameter"))),
     };
-    // For each VLAN, the end of the longest range that begins with it; 0 if there is none. So many
-    // overlapping ranges cost no more than one.
+    // For each VLAN, the end of the longest range that begins with that VLAN; 0 if there is none.
+    // With this array, many overlapping ranges take no longer than one.
     let mut range_ends = [0; 4095];
     let mut add_range = |min: u16, max: u16| {
         let end = &mut range_ends[usize::from(min)];
@@ -208,7 +208,7 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
     for item in trunk.unwrap_or_default() {
         match (item.min, item.max) {
             (Some(min), Some(max)) => {
-                let (min, max) = (id(min, "minID")?, id(max, "maxID")?);
+                let (min, max) = (check_id(min, "minID")?, check_id(max, "maxID")?);
                 if min > max {
                     return Err(Error::config("minID is greater than maxID in trunk parameter"));
                 }
@@ -223,7 +223,7 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
             (None, None) => {}
         }
         if let Some(single) = item.id {
-            let single = id(single, "id")?;
+            let single = check_id(single, "id")?;
             add_range(single, single);
         }
     }

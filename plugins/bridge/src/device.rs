@@ -23,11 +23,12 @@ use crate::record;
 /// came from a port; with this alias, the next ADD needs no look at the ports.
 const PINNED: &str = "cni-bridge: MAC pinned";
 
-/// How long to wait for another ADD to mark the port that it has created, which are two requests.
+/// How long to wait for another ADD that has created its port and has not marked the port yet.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 
-/// Finds or creates the bridge and applies the missing settings; on a bridge in use usually none.
-/// Its MAC is pinned before the port of this ADD is attached.
+/// Finds or creates the bridge and applies the missing settings. A bridge in use usually has all of
+/// them. A MAC that must be pinned is pinned before this ADD attaches its port, which could change
+/// the MAC.
 ///
 /// # Errors
 /// Code 7 if a link of this name is not a bridge, or VLAN filtering would cut off ports of other
@@ -43,6 +44,7 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Resu
         return Err(Error::config(msg));
     }
     // A bridge that another program created may accept router advertisements, the kernel's default.
+    // On a pinned bridge that is up, an earlier ADD has already disabled them.
     if !link.up || link.alias.as_deref() != Some(PINNED) {
         no_router_advertisements(&link.name);
     }
@@ -81,21 +83,23 @@ fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
     }
 }
 
-/// Returns the error for a bridge that could not be created or set up. If the kernel lacks VLAN
-/// filtering, and VLANs are configured, this is the reason.
+/// Returns the error for a bridge that could not be created or set up. If VLANs are configured, a
+/// request that the kernel does not support is taken as one that needs VLAN filtering.
 fn creation_error(error: cni_linux::Error, conf: &Conf) -> Error {
     let lacks_vlan_filtering = conf.vlans.is_some() && error.is_unsupported();
     let error = Error::from(error).context(format_args!("failed to create bridge {:?}", conf.bridge));
     if lacks_vlan_filtering { no_vlan_filtering(error, conf) } else { error }
 }
 
-/// Returns an error of code 2: `error`, and the configured key that needs VLAN filtering.
+/// Returns an error of code 2 with the text of `error` and the configured key that needs VLAN
+/// filtering.
 pub(crate) fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
     let key = match conf.vlans.as_ref() {
         Some(vlans) => match vlans.access {
             Some(vlan) => format!("\"vlan\": {vlan}"),
             None => format!("\"vlanTrunk\": {:?}", vlans.trunk),
         },
+        // All callers have checked that VLANs are configured.
         None => String::new(),
     };
     let msg = format!("{}: {key} needs a kernel with bridge VLAN filtering", error.msg());
@@ -125,9 +129,9 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     }
 }
 
-/// Pins the bridge's current MAC. If this ADD adds a gateway's address to the bridge, always: with
-/// each change of the MAC all containers would lose the gateway for a while. Otherwise only if all
-/// ports are containers'.
+/// Pins the bridge's current MAC. If this ADD adds a gateway's address to the bridge, the MAC is
+/// pinned whichever ports the bridge has: with each change of the MAC all containers would lose the
+/// gateway for a while. Otherwise the MAC is only pinned if all ports are containers'.
 fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.as_deref() == Some(PINNED) {
         return Ok(link);
@@ -135,9 +139,9 @@ fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if !conf.puts_gateway_on_bridge() && !has_only_cni_ports(host, &link) {
         return Ok(link);
     }
-    // The administrator's alias is not replaced, so the bridge cannot be recognised as pinned.
-    // Setting the MAC drops all neighbour entries of the bridge, so that is only done before the
-    // first gateway's address, as Go does.
+    // The administrator's alias is not replaced, so a pinned bridge with such an alias is not
+    // recognised. Setting the MAC drops all neighbour entries of the bridge, so the MAC is only set
+    // before the bridge has its first gateway's address, as in Go.
     if link.alias.is_some() && has_gateway_address(host, &link, conf)? {
         return Ok(link);
     }
@@ -166,20 +170,21 @@ fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool>
 }
 
 /// Whether all ports of the bridge are containers', so that no other program relies on the bridge
-/// taking the MAC of its port. False if the ports cannot be listed, as while many are being added:
-/// the next ADD looks again.
+/// taking the MAC of its port. False if the ports cannot be listed, which can happen while many are
+/// being added: the next ADD looks again.
 fn has_only_cni_ports(host: &Netlink, link: &Link) -> bool {
     let Ok(ports) = host.list_ports(link.index) else { return false };
     if ports.is_empty() {
-        // A bridge with a MAC but without ports may be waiting for its uplink, to take its MAC.
+        // Another program may attach an uplink later and rely on the bridge taking the uplink's
+        // MAC.
         return link.mac.is_none_or(Mac::is_zero);
     }
     let record = record::HostVeths::default();
     ports.iter().all(|port| is_cni_port(port, &record))
 }
 
-/// Returns the bridge for the result, which Go's CHECK compares. Called when the port is attached:
-/// a MAC that is not pinned may have changed to that of a port.
+/// Returns the bridge's entry in the result, whose MAC Go's CHECK compares. Must be called after
+/// the port is attached, because a MAC that is not pinned may then change to that of a port.
 pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     let mac = match bridge.alias.as_deref() {
         Some(PINNED) => bridge.mac,
@@ -198,7 +203,8 @@ fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
 /// Enables VLAN filtering on a bridge that these plugins or another program use already. Fails if
 /// that would cut off ports of other programs.
 fn enable_vlan_filtering(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn Machine) -> Result<()> {
-    // Another ADD may have created its port and not marked it yet.
+    // Another ADD may have created its port and not marked it yet. Reaching the deadline is not an
+    // error: then `check_foreign_ports` decides.
     let watch = Watch::open()?;
     let marked = watch.wait("a mark on every port", machine.now() + MARK_DEADLINE, machine, || {
         let ports = host.list_ports(link.index)?;
@@ -215,8 +221,8 @@ fn enable_vlan_filtering(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn
     }
 }
 
-/// Checks that VLAN filtering can be enabled on the bridge: fails, naming them, if it has ports of
-/// other programs, as VLAN filtering would drop their tagged traffic.
+/// Checks that VLAN filtering can be enabled on the bridge. Fails with the names of the ports of
+/// other programs if there are any, because VLAN filtering would drop their tagged traffic.
 pub(crate) fn check_foreign_ports(host: &Netlink, link: &Link) -> Result<()> {
     let record = record::HostVeths::default();
     let ports = host.list_ports(link.index)?;

@@ -1,8 +1,8 @@
 //! Adds the gateways' addresses to the bridge, or to a VLAN's gateway interface, and enables
 //! forwarding.
 //!
-//! Other attachments share both, so a failed ADD leaves them. Addresses that `forceAddress` removed
-//! are restored.
+//! Other attachments use the same addresses and sysctls, so a failed ADD does not undo them. It
+//! restores the addresses that `forceAddress` removed.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -18,12 +18,12 @@ use cni_plugin::interface::{AttachmentContext, CreatedLink, Gateway, HostState, 
 use crate::attach::AttachedPort;
 use crate::conf::{Conf, vlan_gateway_name};
 
-/// The alias of the bridge's end of a VLAN gateway.
+/// The alias of the port that connects a VLAN's gateway interface to the bridge.
 const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 
 /// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway. A
-/// VLAN's gateway interface is also added to the result. Returns the added addresses, and their
-/// link as the one whose neighbour entries for the container can be outdated.
+/// VLAN's gateway interface is also added to the result. Returns the added addresses and, also
+/// without a gateway, the link on which neighbour entries for the container can be outdated.
 pub(crate) fn serve<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &mut CreatedLink<AttachedPort>,
@@ -40,8 +40,8 @@ pub(crate) fn serve<'a>(
     Ok(HostState { added, neighbours_on })
 }
 
-/// The changes that add an attachment's gateways. Making the plan changes nothing and finds all
-/// reasons for a refusal.
+/// The changes that add an attachment's gateways. [`Plan::new`] makes no change, so an ADD that it
+/// refuses leaves the link's addresses as they are.
 struct Plan {
     /// The link for the gateways' addresses.
     link: Link,
@@ -70,6 +70,7 @@ impl Plan {
         for gateway in gateways.iter().filter(|gateway| !existing.contains(gateway)) {
             plan.missing.push(*gateway);
             for address in existing.iter().filter(|address| conflicts(**address, *gateway)) {
+                // The other gateways of this network do not conflict.
                 if gateways.contains(address) || conf.own_gateways.contains(address) {
                     continue;
                 }
@@ -115,8 +116,9 @@ impl Plan {
                 Err(_) => {}
                 Ok(()) => added.push(gateway.address()),
             }
-            // The kernel's own link-local address is tentative at first, and until it has one that
-            // is not, the kernel cannot resolve neighbours for the packets that it forwards.
+            // The kernel resolves neighbours for forwarded packets from a link-local address. The
+            // link-local address that the kernel adds is tentative at first: without another one,
+            // the first packets would be lost.
             if let (false, Dad::Skip, Some(mac)) = (gateway.is_ipv4(), conf.dad(), link.mac) {
                 host.add_link_local(link.index, mac)?;
             }
@@ -140,8 +142,8 @@ fn conflicts(existing: Cidr, gateway: Cidr) -> bool {
 }
 
 /// Returns the link for the gateways' addresses: the bridge or, if the configuration has a VLAN and
-/// makes the bridge the gateway, the VLAN's gateway interface, which is created if it does not
-/// exist: one end of a veth pair whose other end is a port of the bridge in that VLAN.
+/// makes the bridge the gateway, the VLAN's gateway interface. That interface is one end of a veth
+/// pair, and the other end is a port of the bridge in the VLAN. Creates the pair if it is missing.
 fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
     let (Some(vlan), true) = (conf.gateway_vlan(), conf.gateway != Gateway::None) else {
         return Ok(bridge.clone());
@@ -180,8 +182,8 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
 }
 
 /// Completes the creation of the VLAN gateway interface `link`, which an ADD has left unfinished.
-/// Does nothing if the other end is not the port that this plugin creates: by its alias, or by
-/// `port_name` if it has no alias yet.
+/// Does nothing unless the other end is the port that this plugin creates: a port with the alias
+/// [`VLAN_GATEWAY`] or, before the alias is set, with the name `port_name`.
 fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16) -> Result<()> {
     let Some(port_index) = link.peer_index else { return Ok(()) };
     let Some(port) = host.find_link_by_index(port_index)? else { return Ok(()) };

@@ -37,8 +37,8 @@ pub(crate) fn protect<'a>(
 /// # Errors
 /// Code 2 if the kernel lacks nf_tables for bridges.
 pub(crate) fn guard(name: &str, peer_mac: Mac, attachment: &AttachmentId, rollback: &mut Rollback<'_>) -> Result<()> {
-    let (undone, host_end) = (attachment.clone(), name.to_owned());
-    rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&undone, &host_end));
+    let (owner, host_end) = (attachment.clone(), name.to_owned());
+    rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&owner, &host_end));
     match SpoofCheck::open().and_then(|mut spoof| spoof.ensure(attachment, name, peer_mac)) {
         Ok(()) => Ok(()),
         Err(error) if error.is_unsupported() => Err(Error::from(error)
@@ -50,7 +50,7 @@ pub(crate) fn guard(name: &str, peer_mac: Mac, attachment: &AttachmentId, rollba
 
 /// Checks that an ADD's spoof rules do not replace those of another interface that exists: an
 /// earlier one of this attachment, in any namespace, or one of an attachment with the same ID in
-/// the rules. `port` is the host's end if an earlier plugin has created it.
+/// the rules. `port` is the host's end in chained use, `None` if this plugin will create it.
 ///
 /// # Errors
 /// Code 102, naming the host's end of the other interface.
@@ -73,6 +73,7 @@ pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port:
             Err(Error::new(Code::CONFLICT, msg).with_details(RESOLVE_CONFLICT))
         }
         Ok(None) => Ok(()),
+        // Without nf_tables there are no rules to replace; `guard` fails later.
         Err(error) if error.is_unsupported() => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -105,8 +106,8 @@ fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     Ok(())
 }
 
-/// Returns the VLANs set by [`set_vlans`] that the port lacks; empty if it has all. Additional
-/// VLANs are accepted.
+/// Returns a text for each VLAN set by [`set_vlans`] that the port lacks; empty if it lacks none.
+/// Additional VLANs are accepted.
 pub(crate) fn missing_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<Vec<String>> {
     let existing = host.vlans(index)?;
     let access = vlans.access.unwrap_or(1);
@@ -114,6 +115,7 @@ pub(crate) fn missing_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result
     if !existing.iter().any(|vlan| vlan.vid == access && vlan.pvid && vlan.untagged) {
         missing.push(format!("VLAN {access} untagged"));
     }
+    // The access VLAN is already checked, even if it is part of the trunk.
     for vid in vlans.trunk.iter().filter(|vid| **vid != access) {
         if !existing.iter().any(|vlan| vlan.vid == *vid) {
             missing.push(format!("VLAN {vid}"));

@@ -27,9 +27,9 @@ impl HostVeths {
     }
 }
 
-/// Returns the names of the host's interfaces in all results that can be read. If the folder cannot
-/// be read there are none: ports without a mark then count as those of other programs, whose bridge
-/// is changed less.
+/// Returns the names of the host's interfaces in all results that can be read; none if the folder
+/// cannot be read. Ports without a mark then count as those of other programs, and fewer settings
+/// of the bridge are changed.
 fn read(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let Ok(files) = fs::read_dir(folder) else { return names };

@@ -7,9 +7,10 @@ use cni::{Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::Netlink;
 
-/// Removes the attachment's rules, for DEL: also if the configuration has no `macspoofchk`, as it
-/// may have had it at ADD. Called after the link is deleted, so that the container's last frames
-/// are checked too. If the rules belong to another attachment, prints a note.
+/// Removes the attachment's rules, for DEL. Called even if the configuration has no `macspoofchk`,
+/// because it may have had `macspoofchk` at ADD, and after the link is deleted, so that the
+/// container's last frames are checked too. If the rules belong to another attachment, prints a
+/// note.
 pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
     match SpoofCheck::open().and_then(|mut spoof| spoof.purge(attachment)) {
         Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}")),

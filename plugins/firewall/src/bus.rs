@@ -29,7 +29,7 @@ const BUS_PATH: &str = "/org/freedesktop/DBus";
 
 /// A connection to firewalld on the system bus.
 struct SystemBus<'m> {
-    // Declared, and so dropped, before the runtime, which it needs to close.
+    // Declared, and so dropped, before the runtime, which the connection needs to close.
     connection: Connection,
     runtime: Runtime,
     machine: &'m dyn Machine,
@@ -118,7 +118,7 @@ impl SystemBus<'_> {
     }
 }
 
-/// Returns the boolean in an answer; true if it has another content, as that of `addSource`.
+/// Returns the boolean in an answer; true if the answer has other content, as for `addSource`.
 fn boolean(answer: &Message) -> bool {
     answer.body().deserialize::<bool>().unwrap_or(true)
 }

@@ -23,8 +23,8 @@ pub(crate) struct Conf {
     pub(crate) policy: Policy,
     /// The chain for the administrator's rules in iptables.
     pub(crate) iptables_admin_chain: String,
-    /// The administrator's chain in nftables that leads to the rules; `None` for a table of their
-    /// own.
+    /// The administrator's chain in nftables that leads to the rules; `None` if the rules are in a
+    /// table of their own.
     pub(crate) nftables_admin_chain: Option<AdminChain>,
     /// The zone of firewalld.
     pub(crate) zone: String,
@@ -95,7 +95,7 @@ impl RawConf {
 pub(crate) struct CleanupConf {
     /// The zone that addresses without a record are removed from.
     pub(crate) zone: String,
-    /// Whether the configuration leaves open that firewalld was chosen.
+    /// Whether ADD may have chosen firewalld with this configuration.
     pub(crate) may_be_firewalld: bool,
 }
 
@@ -157,7 +157,8 @@ impl Conf {
 /// The longest name, in bytes, that iptables accepts for a chain.
 const CHAIN_NAME_MAX: usize = 28;
 
-/// Whether iptables accepts the name for a chain, and takes it for nothing else, as an option.
+/// Whether iptables accepts the name for a chain and does not take it for something else, such as
+/// an option.
 fn is_iptables_chain_name(name: &str) -> bool {
     name.len() <= CHAIN_NAME_MAX
         && !name.starts_with(['-', '!'])

@@ -50,8 +50,8 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether firewalld refused with this code of its own, as `ZONE_CONFLICT`, which is in the
-    /// text.
+    /// Whether firewalld refused with this error code of firewalld, such as `ZONE_CONFLICT`. The
+    /// code is part of the text.
     fn has_firewalld_code(&self, code: &str) -> bool {
         matches!(self, Failure::Refused(text) if text.contains(code))
     }
@@ -123,7 +123,7 @@ impl<'m> Zone<'m> {
         crate::bus::open(self.machine, on_sigterm)
     }
 
-    /// Connects to firewalld; `None` if it, or the system bus, does not run.
+    /// Connects to firewalld; `None` if firewalld or the system bus does not run.
     fn connect_if_running(&self, on_sigterm: OnSigterm) -> Result<Option<Box<dyn Firewalld + 'm>>> {
         let firewalld = match self.connect(on_sigterm) {
             Err(Failure::NoBus(_)) => return Ok(None),
@@ -144,16 +144,18 @@ impl<'m> Zone<'m> {
         previous.recorded.replace(recorded.own.clone());
         let stale: Vec<IpAddr> = recorded.own.into_iter().filter(|address| !addresses.contains(address)).collect();
         let firewalld = self.connect(OnSigterm::Kill)?;
+        // The stale addresses stay recorded until they are removed.
         match sources::record(attachment, &[addresses, &stale].concat()) {
             // Without nf_tables there are no records: DEL then needs prevResult, as with Go.
             Err(error) if error.is_unsupported() => {}
             result => result?,
         }
         for address in addresses {
-            // Before the call, which may time out after firewalld has added the address.
+            // Stored before the call, which may time out after firewalld has added the address.
             previous.added.borrow_mut().push(*address);
             match firewalld.call(Method::Add, &self.name, *address) {
                 Ok(_) => {}
+                // The zone had the address before this ADD: it must stay if the ADD fails.
                 Err(failure) if failure.has_firewalld_code("ZONE_ALREADY_SET") => {
                     previous.added.borrow_mut().pop();
                 }
@@ -176,6 +178,7 @@ impl<'m> Zone<'m> {
     pub(crate) fn put_back(&self, attachment: &AttachmentId, previous: &PreviousZones) -> Result<()> {
         let (restored, added) = (previous.recorded.take(), previous.added.take());
         let recorded = sources::find(AttachmentFilter::One(attachment))?;
+        // Nothing has to be undone: the ADD has added neither a source nor a record.
         if added.is_empty() && recorded.own.iter().all(|address| restored.contains(address)) {
             return Ok(());
         }
@@ -188,7 +191,8 @@ impl<'m> Zone<'m> {
             for address in restored.iter().filter(|address| !added.contains(address)) {
                 match firewalld.call(Method::Add, &self.name, *address) {
                     Ok(_) => {}
-                    // It is still in this zone, or the administrator has moved it to another.
+                    // The address is still in this zone, or the administrator has moved it to
+                    // another.
                     Err(failure)
                         if failure.has_firewalld_code("ZONE_ALREADY_SET")
                             || failure.has_firewalld_code("ZONE_CONFLICT") => {}
@@ -205,7 +209,7 @@ impl<'m> Zone<'m> {
 
     /// Removes the recorded addresses of the selected attachments, and the further `addresses`,
     /// from firewalld, except those that another attachment has; then the records. Returns those of
-    /// `addresses` that firewalld had without a record: the Go plugin added them.
+    /// `addresses` that were removed from firewalld and had no record, like those of the Go plugin.
     pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
         let recorded = sources::find(selection)?;
         if recorded.own.is_empty() && addresses.is_empty() {
@@ -294,9 +298,10 @@ impl<'m> Zone<'m> {
 /// The zones that [`Zone::remove`] removes a source from.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ZoneSelection {
-    /// Only this zone: the source has no record, so one in another zone may be the administrator's.
+    /// Only this zone: a source in another zone may be the administrator's.
     This,
-    /// This zone or the one that has the source: it has a record, but since then the configured
-    /// zone may have changed, or the administrator may have moved the source.
+    /// This zone or, if the source is not in it, the zone that has the source. The attachment has
+    /// recorded the source, but since then the configured zone may have changed, or the
+    /// administrator may have moved the source.
     Any,
 }

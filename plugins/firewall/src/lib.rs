@@ -163,17 +163,19 @@ impl Firewall {
     /// there.
     fn find_missing(&self, call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Vec<String>> {
         let forward = forward(call);
-        let backend = match self.choose_backend(call, conf)? {
+        let zone = match self.choose_backend(call, conf)? {
             BackendChoice::Rules(backend) => return Ok(forward.check(rules, backend)?),
             BackendChoice::Firewalld => zone(call, &conf.zone),
         };
-        let mut missing = backend.check(&rules.addresses)?;
+        let mut missing = zone.check(&rules.addresses)?;
         let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
-        // Without a record, this plugin has not used firewalld: it may have started after the ADD.
+        // Without a record, this plugin has not used firewalld. firewalld may have started after
+        // the ADD, which then wrote the rules of the default backend.
         if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
             return Ok(forward.check(rules, forward.default_backend()?)?);
         }
-        // Without a record, the Go plugin may have added the address, which isolates nothing.
+        // Without a record, the Go plugin may have added the addresses. Then this plugin has
+        // written no rules that isolate the bridge.
         if is_recorded && conf.policy != Policy::Open {
             missing.extend(forward.check(rules, Backend::Nftables)?);
         }
@@ -181,7 +183,7 @@ impl Firewall {
     }
 }
 
-/// Writes the attachment's rules and registers their removal with `rollback`.
+/// Writes the attachment's rules and registers with `rollback` how to restore the previous ones.
 fn write_rules<'a>(
     call: &'a Call<'_>,
     conf: &Conf,
@@ -195,7 +197,7 @@ fn write_rules<'a>(
     forward(call).ensure(rules, backend, &previous).map_err(|error| explain_failure(call, error, conf, backend))
 }
 
-/// Adds the addresses to the zone and registers their removal with `rollback`.
+/// Adds the addresses to the zone and registers with `rollback` how to restore the previous ones.
 fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
     let previous = Rc::new(firewalld::PreviousZones::default());
     let (undone_zone, attachment, restored) = (zone.clone(), rules.attachment.clone(), previous.clone());
@@ -203,10 +205,12 @@ fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback
     zone.add(&rules.attachment, &rules.addresses, &previous)
 }
 
+/// Returns the zone of firewalld with this name.
 fn zone<'m>(call: &Call<'m>, name: &str) -> Zone<'m> {
     Zone { machine: call.machine, name: name.to_owned() }
 }
 
+/// Returns the writer of rules, which prints notes to those of the call.
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
     Forward::new(call.machine, call.notes.clone())
 }
@@ -256,8 +260,7 @@ fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
 }
 
 /// Returns the plugin's error for a failure to write rules. If the configured nftables chain does
-/// not exist, or the backend does not work on this host, the error says so and has the code for
-/// that.
+/// not exist, or the backend does not work on this host, the error's text and code report that.
 fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
     if let Some(chain) = &conf.nftables_admin_chain
         && error.is_not_found()
@@ -266,8 +269,8 @@ fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backen
             .context(format!("nftablesChain: there is no chain {chain}"))
             .with_code(Code::INVALID_CONFIG);
     }
-    let has_no_program = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
-    if error.is_unsupported() || has_no_program() {
+    let is_unusable = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
+    if error.is_unsupported() || is_unusable() {
         return Error::from(error)
             .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
             .with_code(Code::UNSUPPORTED_FIELD);
@@ -278,14 +281,14 @@ fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backen
 /// Prints a note if chains of other nftables tables drop packets that this ADD's rules accept.
 fn note_dropping_chains(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
     let (backend, advice) = match choice {
-        // These rules are in the table whose policy could drop the packets.
+        // The rules are in the same iptables table whose policy could drop the packets.
         BackendChoice::Rules(Backend::Iptables) => return,
         BackendChoice::Rules(Backend::Nftables) => ("backend nftables", "name the chain in \"nftablesChain\""),
         BackendChoice::Firewalld => ("firewalld", "accept the containers' addresses in that chain too"),
     };
     let Ok(mut chains) = forward::list_dropping_chains(conf.nftables_admin_chain.as_ref()) else { return };
     if choice == BackendChoice::Firewalld {
-        // While firewalld reloads, a table of its own drops everything.
+        // While firewalld reloads, a table of its own drops everything. That is temporary.
         chains.retain(|chain| !chain.contains(" firewalld"));
     }
     if !chains.is_empty() {

@@ -27,7 +27,8 @@ pub struct Conf {
     pub(crate) pci: Option<String>,
     /// The name of a PCI or auxiliary device, which the runtime has allocated.
     pub(crate) device_id: Option<String>,
-    /// Whether a user-space program (DPDK) drives the device, even if its driver does not say so.
+    /// Whether a user-space program (DPDK) drives the device, whichever kernel driver the device
+    /// has.
     pub(crate) dpdk_mode: bool,
 }
 

@@ -27,14 +27,14 @@ const DPDK_DRIVERS: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
 pub(crate) enum Device {
     /// A user-space program drives it: it has no interface.
     Dpdk,
-    /// The device with the interface that is selected so.
+    /// A device with an interface, which the selector selects.
     Interface(Selector),
 }
 
 impl Device {
     /// Returns the device that `conf` selects. If several keys select one, the order of Go's plugin
-    /// decides: `device`, `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`. A
-    /// PCI device with a driver for DPDK comes before all of them.
+    /// decides: `device`, `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`. A PCI
+    /// device with a driver for DPDK, and `DPDKMode`, come before all of them.
     ///
     /// # Errors
     /// Code 7, with the texts of Go's plugin, if nothing is selected or this host does not have the
@@ -102,8 +102,8 @@ pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
 }
 
 /// Returns the names of a device's interfaces in the host's namespace; none if there is no such
-/// device. `device` is the name of a PCI or auxiliary device, or an absolute path, which
-/// [`Path::join`] uses unchanged.
+/// device or `device` is empty. `device` is the name of a PCI or auxiliary device, or an absolute
+/// path, which [`Path::join`] uses unchanged.
 pub(crate) fn names_of(device: &str) -> Vec<String> {
     let folders = [pci_folder(device).unwrap_or_default(), Path::new(AUXILIARY).join(device).join("net")];
     folders.iter().flat_map(|folder| entries(folder).unwrap_or_default()).collect()

@@ -62,6 +62,8 @@ impl Interface for HostDevice {
         true
     }
 
+    /// Moves the selected device into the container, unless a user-space program drives the device.
+    /// Prints a note if the host loses its default routes.
     fn create<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -84,8 +86,8 @@ impl Interface for HostDevice {
     }
 
     /// The interface is this attachment's if it has the hardware address in `prevResult`, or if its
-    /// alias, the name on the host, fits the configuration. The address alone does not suffice: a
-    /// later plugin may have changed it.
+    /// alias, the name on the host, fits the configuration. Comparing only the hardware address
+    /// does not suffice, because a later plugin may have changed the interface's address.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
         let fits_keys = || host_name(inner).is_some_and(|name| keys_of(call).could_select(name, inner.mac));
@@ -150,12 +152,16 @@ fn move_to_container<'a>(
     rollback.push(format!("move {} back to the host", device.name), move || {
         undo_move(&undo_host, &undo_container, &host_netns, &before)
     });
-    // Before the move, so that DEL knows the interface even if this process is killed.
+    // The alias is set before the move, so that DEL knows the interface even if this process is
+    // killed.
     host.set_alias(device.index, &device.name)?;
     let moved = host.move_link(device.index, &context.netns, &call.ifname, &device.name);
-    moved.map_err(|error| match error.is_exists() {
-        true => name_taken::<HostDevice>(&context.attachment),
-        false => Error::from(error).context("failed to move link"),
+    moved.map_err(|error| {
+        if error.is_exists() {
+            name_taken::<HostDevice>(&context.attachment)
+        } else {
+            Error::from(error).context("failed to move link")
+        }
     })?;
     Ok(container.link(&call.ifname)?.index)
 }
@@ -193,8 +199,8 @@ fn keys_of(call: &Call<'_>) -> Keys {
 }
 
 impl Keys {
-    /// Whether the configuration does not exclude that the device is this interface of the
-    /// container. `name` is the name that it had on the host.
+    /// Whether the configuration may have selected an interface of the container. `name` is the
+    /// name that it had on the host, `mac` its hardware address.
     fn could_select(&self, name: &str, mac: Option<Mac>) -> bool {
         match (self.device.as_str(), self.hwaddr.parse().ok()) {
             ("", None) => true,

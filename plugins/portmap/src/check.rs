@@ -16,8 +16,8 @@ use crate::conf::Conf;
 use crate::forward;
 use cni_firewall::Backend;
 
-/// Fails if a host port does not lead to the container, or 127.0.0.1 is not mapped although it
-/// could be.
+/// Fails if a host port does not lead to the container, or 127.0.0.1 is not mapped because the
+/// sysctl `route_localnet` is off.
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
     let forwarding = forward::forwarding(call, conf, forward::container_addresses(&call.ifname, prev));
     if forwarding.all_claims().is_empty() {
@@ -27,7 +27,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     let key = match forward::localnet_key(&forwarding) {
         Ok(Some(key)) => key,
         Ok(None) => return Ok(()),
-        // As in ADD: without a route to the container there is no interface, and so no sysctl.
+        // As in ADD: without a route to the container, no interface's sysctl can be checked.
         Err(error) => {
             forward::note_no_localnet(call, &error);
             return Ok(());

@@ -5,7 +5,7 @@
 //! that cannot be removed because a program is missing are reported in a note and are not an error.
 //!
 //! The connections to the kernel are closed last: closing one that has removed rules waits for an
-//! RCU grace period, which partly passes during the other work then.
+//! RCU grace period, part of which then passes during the other work.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
@@ -32,8 +32,8 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
         |nft| nft.purge(&attachment, &addresses),
         |iptables| iptables.purge(&attachment, &addresses),
     );
-    // A flush or an earlier DEL may have removed rules but not the connections: the configured
-    // mappings count too.
+    // The configured mappings are added because a flush or an earlier DEL may have removed the
+    // rules but not the connections.
     for mapping in Conf::valid_mappings(&call.conf) {
         claims.extend(addresses.iter().filter_map(|address| mapping.claim(*address)));
     }
@@ -70,7 +70,7 @@ struct OpenBackends<'m> {
     iptables: Option<IptablesPortMap<'m>>,
 }
 
-/// Runs both removals, each whatever the other does, and prints their remarks as notes.
+/// Runs both removals, even if one of them fails, and prints their remarks as notes.
 fn remove_from_both<'m>(
     call: &Call<'m>,
     nft: impl FnOnce(&mut NftPortMap) -> Removal,
@@ -101,8 +101,8 @@ fn remove_from_both<'m>(
     Removed { claims, outcome: Error::join(errors), open }
 }
 
-/// Deletes the tracked connections that were mapped by these claims: the kernel would go on mapping
-/// them. A failure is only a note.
+/// Deletes the tracked connections that were mapped by these claims, because the kernel would go on
+/// mapping them. A failure is only a note.
 fn delete_connections(call: &Call<'_>, mut claims: Vec<ClaimedPort>) {
     claims.sort();
     claims.dedup();

@@ -68,8 +68,8 @@ impl Conf {
     ///
     /// # Errors
     /// Code 6 if a key's value has the wrong type, code 7 if it is invalid. The texts are Go's
-    /// where Go has one. Its text about an invalid port does not name the mapping;
-    /// [`Conf::refused_port`] does.
+    /// where Go has one. Go's text about an invalid port does not name the mapping;
+    /// [`Conf::refused_port`] finds it.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let raw: RawConf = conf
             .json()
@@ -161,6 +161,7 @@ fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
         (None, Some(chain)) => {
             let fits = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
+            // `check_conditions` refuses control characters and `COMMIT`.
             if !fits || chain.contains(char::is_whitespace) || check_conditions(&[&chain]).is_err() {
                 return Err(Error::config(format!(
                     "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
@@ -198,7 +199,8 @@ fn backend(name: &str, has_external_chain: bool, v4: &[String], v6: &[String]) -
             None => {}
         }
     }
-    // Unlike Go, which assumes iptables without a configured backend and refuses options of nft.
+    // This differs from Go, which assumes iptables without a configured backend and refuses options
+    // of nftables then.
     let chosen = configured.or(match (for_iptables.is_empty(), for_nft.is_empty()) {
         (true, true) => None,
         (true, false) => Some(Backend::Nftables),
@@ -261,7 +263,8 @@ pub(crate) const STATEMENTS: [&str; 31] = [
 ///
 /// # Errors
 /// The statement that was found, or the whole condition if it contains a forbidden character or an
-/// unclosed quote, which would include the text that this plugin writes after the condition.
+/// unclosed quote. After an unclosed quote, nft would take the text that this plugin writes after
+/// the condition as part of the condition.
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     let can_be_in_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     for condition in conditions {
@@ -300,8 +303,8 @@ fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
                 Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
             }
         })?;
-        // A map, as comparing all pairs would be quadratic in the number of mappings, which the
-        // pod's author chooses.
+        // A map is used because comparing all pairs would take quadratic time in the number of
+        // mappings, which the pod's author chooses.
         let earlier = comparable_claims(&mapping).filter_map(|claim| claimed.insert(claim, index)).min();
         if let Some(earlier) = earlier {
             let msg = format!("portMappings[{index}] requests the same host port as portMappings[{earlier}]");

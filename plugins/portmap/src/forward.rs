@@ -37,15 +37,15 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         displace_stale(call, &forwarding);
         return Ok(rollback);
     }
-    // A host without a route to the container can still map its other addresses than 127.0.0.1.
+    // Without a route to the container, 127.0.0.1 is not mapped, but other host addresses are.
     let localnet_key = localnet_key(&forwarding).unwrap_or_else(|error| {
         note_no_localnet(call, &error);
         None
     });
     let backend = choose_backend(call, conf)?;
     if let Err(error) = write_rules(call, &forwarding, backend, &mut rollback) {
-        let is_final = conf.backend.is_some() || backend == Backend::Nftables;
-        if is_final || !does_only_nftables_work(call, &forwarding, &error) {
+        let has_fallback = conf.backend.is_none() && backend == Backend::Iptables;
+        if !has_fallback || !does_only_nftables_work(call, &forwarding, &error) {
             return Err(error);
         }
         call.notes.note(format_args!("portmap: iptables does not work here, nftables is used: {error}"));
@@ -59,8 +59,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
             Ok(_) => {}
         }
     }
-    // The mapping works in any case; without this, existing connections may take longer to reach
-    // it.
+    // A failure is only a note: the ports are mapped, and only packets of connections that are
+    // already tracked may still go elsewhere.
     if let Err(error) = Conntrack::open().and_then(|mut table| table.forget(&claims, FlushScope::Others)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
@@ -78,7 +78,7 @@ fn displace_stale(call: &Call<'_>, forwarding: &Forwarding) {
     let in_iptables = |action| iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
     let searches: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&in_nft, &in_iptables];
     for search in searches {
-        // First without removing anything: that needs no lock of iptables.
+        // The first search removes nothing, so it needs no lock of iptables.
         let result = match search(ConflictAction::Keep) {
             Ok(conflicts) if conflicts.found_dead => search(ConflictAction::Displace),
             result => result,
@@ -111,14 +111,14 @@ fn write_rules<'a>(
     if let Some(holder) = in_other_tables.held {
         return Err(port_taken(&holder));
     }
-    let undone = forwarding.clone();
+    let written = forwarding.clone();
     let remarks = match backend {
         Backend::Nftables => {
             let mut nft = NftPortMap::open().map_err(|error| explain_unsupported(error, Backend::Nftables))?;
             let outcome = nft.ensure(call.machine, forwarding).map_err(explain_nft_failure)?;
             let (previous, remarks) = require_done(outcome)?;
             if let Some(previous) = previous {
-                rollback.push(PUT_BACK, move || NftPortMap::open()?.put_back(&undone, &previous));
+                rollback.push(PUT_BACK, move || NftPortMap::open()?.put_back(&written, &previous));
             }
             remarks
         }
@@ -127,7 +127,7 @@ fn write_rules<'a>(
             let outcome = outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?;
             let (previous, remarks) = require_done(outcome)?;
             if let Some(previous) = previous {
-                rollback.push(PUT_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&undone, &previous));
+                rollback.push(PUT_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&written, &previous));
             }
             remarks
         }
@@ -135,7 +135,7 @@ fn write_rules<'a>(
     for remark in remarks.iter().chain(&in_other_tables.remarks) {
         call.notes.note(format_args!("portmap: {remark}"));
     }
-    // Only now that the ports lead to this container.
+    // Stale rules are removed last, when the ports already lead to this container.
     if in_other_tables.found_dead
         && let Err(error) = conflicts_in_other_tables(call, forwarding, backend, ConflictAction::Displace)
     {
@@ -148,8 +148,9 @@ fn write_rules<'a>(
 }
 
 /// Whether iptables failed with `error` because it does not work on this host, and nftables does.
-/// Starts a process, so this is only for after a failure.
+/// Starts a process, so it must only be called after a failure.
 fn does_only_nftables_work(call: &Call<'_>, forwarding: &Forwarding, error: &Error) -> bool {
+    // A temporary failure or a conflict does not show that iptables is unusable.
     if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
         return false;
     }
@@ -163,12 +164,13 @@ fn does_only_nftables_work(call: &Call<'_>, forwarding: &Forwarding, error: &Err
 /// The name of the rollback step; completes the sentence "failed to ...".
 const PUT_BACK: &str = "put the host ports back as they were";
 
+/// Opens the port mappings that iptables holds.
 fn iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
     IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
 }
 
-/// Returns the attachment's rules from before, `None` if nothing has changed, and the remarks.
-/// Fails if another container has a port.
+/// Returns the attachment's previous rules (`None` if nothing has changed) and the remarks. Fails
+/// if another container has one of the ports.
 fn require_done<PreviousRules>(outcome: EnsureOutcome<PreviousRules>) -> Result<(Option<PreviousRules>, Vec<String>)> {
     match outcome {
         EnsureOutcome::Done { previous, remarks } => Ok((previous, remarks)),
@@ -196,6 +198,7 @@ fn conflicts_in_other_tables(
         Backend::Iptables => UnreadTables::OtherVariant,
     };
     let mut conflicts = iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread, action)?;
+    // One port that is held makes the ADD fail, so nftables need not be searched then.
     if backend == Backend::Iptables && conflicts.held.is_none() {
         match NftPortMap::open().and_then(|mut nft| nft.conflicts(forwarding, action)) {
             Ok(in_nft) => {
@@ -263,9 +266,10 @@ pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
     call.notes.note(format_args!("portmap: route_localnet is not set, so 127.0.0.1 is not mapped: {error}"));
 }
 
-/// Returns the `route_localnet` sysctl of the interface to the container, which must be 1 to map
-/// 127.0.0.1: otherwise the kernel does not forward packets with a loopback address there. `None`
-/// if no IPv4 port is mapped, or the configuration excludes 127.0.0.1 with `"snat": false`.
+/// Returns the `route_localnet` sysctl of the interface to the container. The sysctl must be 1 to
+/// map 127.0.0.1: otherwise the kernel does not send packets with a loopback address through the
+/// interface. `None` if no IPv4 port is mapped, the configuration excludes 127.0.0.1 with
+/// `"snat": false`, or the interface was deleted meanwhile.
 ///
 /// # Errors
 /// If the host has no route to the container.
@@ -282,25 +286,27 @@ pub(crate) fn localnet_key(forwarding: &Forwarding) -> Result<Option<String>> {
     Ok(link.map(|link| format!("net/ipv4/conf/{}/route_localnet", link.name)))
 }
 
-/// Adds to an error that means that the kernel lacks `backend` that this is the reason.
+/// Converts an error. If the kernel does not support what `backend` needs, adds that the backend
+/// cannot be used.
 fn explain_unsupported(error: cni_linux::Error, backend: Backend) -> Error {
     if error.is_unsupported() { backend_unusable(error.into(), backend) } else { error.into() }
 }
 
-/// Adds to an error of iptables that its programs are missing, if that is the reason.
+/// Converts an error of iptables. If a program of iptables is missing and the error is not the
+/// kernel's, adds that the backend cannot be used.
 fn explain_iptables_failure(call: &Call<'_>, forwarding: &Forwarding, error: cni_linux::Error) -> Error {
     let is_missing = |iptables: Iptables<'_>| {
         let mut families = forwarding.families().map(|(container, _)| Family::of(container.address()));
         families.any(|family| matches!(iptables.chosen_variant(family), Ok(None)))
     };
-    // An errno is the kernel's: without a program, rules are written over netlink.
+    // Rules can be written over netlink without a program; then an error has the kernel's errno.
     let is_of_kernel = error.errno().is_some();
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
     let error = Error::from(error);
     if !is_of_kernel && opened.is_ok_and(is_missing) { backend_unusable(error, Backend::Iptables) } else { error }
 }
 
-/// Adds to an error, with the code for it, that the configured backend cannot be used.
+/// Adds to an error that the backend cannot be used on this host, and sets the code to 2.
 fn backend_unusable(error: Error, backend: Backend) -> Error {
     error
         .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))

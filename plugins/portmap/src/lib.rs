@@ -34,7 +34,7 @@ use conf::Conf;
 pub struct Portmap;
 
 /// Returns the mappings that every attachment of a configuration requests because the configuration
-/// itself lists them; none if the configuration allows conflicts (`portConflict`).
+/// itself lists them; none if the configuration allows conflicts (`portConflict`) or is invalid.
 pub fn fixed_ports(conf: &NetConf) -> Vec<Mapping> {
     match Conf::new(conf) {
         Ok(Conf { policy: Policy::RefuseIfAlive, mappings, .. }) => mappings,
@@ -81,8 +81,8 @@ impl Plugin for Portmap {
         clean::gc(call, valid)
     }
 
-    /// Fails with code 50 if the configured backend does not work here or, without one, neither
-    /// does.
+    /// Fails with code 50 if the configured backend does not work here or, if none is configured,
+    /// neither backend does.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         match conf.backend {

@@ -49,11 +49,11 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         is_backup_written: AtomicBool::new(false),
         written_count: AtomicUsize::new(0),
     });
-    // The undo is registered before the changes, so that it also runs after a panic in `make`. The
-    // visit has recorded what must be undone.
+    // The undo is registered before the changes, so that it also runs after a panic in
+    // `make_changes`. The visit records what must be undone.
     let undo = (Arc::clone(&visit), Arc::clone(&netns));
     rollback.push("put sysctls and the backup back as they were", move || undo.0.undo(&undo.1));
-    let outcome = netns.run(|| visit.make(conf))??;
+    let outcome = netns.run(|| visit.make_changes(conf))??;
     for note in &outcome.notes {
         call.notes.note(note);
     }
@@ -72,7 +72,7 @@ struct Visit {
     previous_backup: Option<Content>,
     /// This attachment.
     attachment: Attachment,
-    /// The sysctls that are written.
+    /// The sysctls to write; unset before the first is written.
     found: OnceLock<Vec<Found>>,
     /// Whether the backup has been written.
     is_backup_written: AtomicBool,
@@ -91,7 +91,7 @@ struct VisitOutcome {
 
 impl Visit {
     /// Finds the sysctls and the interface, writes the backup, and writes the sysctls.
-    fn make(&self, conf: &Conf) -> Result<VisitOutcome> {
+    fn make_changes(&self, conf: &Conf) -> Result<VisitOutcome> {
         let mut notes = Vec::new();
         let found = sysctl::find_all(&conf.sysctls)?;
         let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
@@ -121,9 +121,10 @@ impl Visit {
         }
     }
 
-    /// Returns the existing record if it belongs to this attachment in this namespace, otherwise an
-    /// empty one. Go's backup files do not name their attachment. They are used anyway, because the
-    /// original values are stored nowhere else.
+    /// Returns the record to which this ADD adds values: the existing record if it belongs to this
+    /// attachment in this namespace, otherwise an empty one. If the interface is another one than
+    /// recorded, see [`keep_sysctls_in_force`]. Go's backup files do not name their attachment.
+    /// They are used anyway, because the original values are stored nowhere else.
     ///
     /// # Errors
     /// 102 if the record belongs to another attachment of this boot.
@@ -144,6 +145,7 @@ impl Visit {
                             format!("the backup {path} is that of container {other_id}, interface {}", other.ifname);
                         return Err(Error::new(Code::CONFLICT, msg));
                     }
+                    // No namespace of an earlier boot exists any more.
                     Record::default()
                 }
                 Some(same) if same.namespace != this.namespace => Record::default(),
@@ -153,8 +155,8 @@ impl Visit {
                     keep_sysctls_in_force(record)
                 }
                 Some(same) => {
-                    // Either this ADD or the former one does not change the interface, and so has
-                    // not looked it up.
+                    // This ADD has not looked up the interface if it does not change it, but an
+                    // earlier ADD may have.
                     this.interface = this.interface.or_else(|| same.interface.clone());
                     (**record).clone()
                 }
@@ -164,8 +166,8 @@ impl Visit {
         Ok(record)
     }
 
-    /// Writes the sysctls in order. If the kernel then returns another text for one of them, the
-    /// backup gets that text too, so that DEL recognizes the value.
+    /// Writes the sysctls in order. If the kernel returns another text than was written, the backup
+    /// gets that text too, so that DEL recognizes the value.
     fn write_sysctls(&self, all: &[Found], record: &mut Record) -> Result<()> {
         let mut is_record_changed = false;
         for found in all {
@@ -214,9 +216,9 @@ fn has_value(found: &Found, notes: &mut Vec<String>) -> bool {
 }
 
 /// Returns the record without the values of the interface, and without the sysctls that do not have
-/// the written value any more. It is for a namespace with the number of the recorded one but
-/// another interface: either the interface was created again, or another namespace has the number
-/// now.
+/// the written value any more. Used if the namespace has the recorded numbers but the interface is
+/// another one: either the interface was created again, or a new namespace has got the numbers of
+/// a deleted one.
 fn keep_sysctls_in_force(record: &Record) -> Record {
     let in_force =
         |saved: &&Saved| cni_linux::sysctl::read(&saved.path).is_ok_and(|current| saved.is_in_force(&current));
@@ -224,7 +226,7 @@ fn keep_sysctls_in_force(record: &Record) -> Record {
 }
 
 /// Adds the sysctls to the record: the values that will be written and, if the record does not have
-/// them yet, the original values. One whose value cannot be read is left out.
+/// them yet, the original values. Sysctls whose value cannot be read are left out.
 fn save_sysctls(record: &mut Record, all: &[Found]) {
     for Found { sysctl, path, current } in all {
         let Some(current) = current else { continue };
@@ -277,8 +279,8 @@ fn put_back(all: &[Found]) -> Result<()> {
     Error::join(errors)
 }
 
-/// Changes the settings of the interface that differ from the configuration. Some drivers refuse
-/// even a change to the same value while the interface is up.
+/// Changes the settings of the interface that differ from the configuration. The others are not
+/// set, because some drivers refuse even a change to the same value while the interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
     // The undo is registered before the changes, because a change may have been made although the
     // kernel's answer got lost.
@@ -327,13 +329,13 @@ fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()
     Error::join(results.into_iter().filter_map(Result::err).map(Error::from))
 }
 
-/// Converts a boolean to the type of the kernel crate.
+/// Converts a boolean to the type of `cni_linux`.
 pub(crate) fn on_or_off(on: bool) -> LinkFlag {
     if on { LinkFlag::On } else { LinkFlag::Off }
 }
 
-/// Returns prevResult with the changed MAC and MTU of this interface. Its entry is that with the
-/// same name and namespace: other namespaces may have an interface of the same name.
+/// Returns prevResult with the changed MAC and MTU of this interface. Only entries with the same
+/// name and namespace are changed: other namespaces may have an interface of the same name.
 fn with_changes(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
     let path = call.sandbox();
     let is_own_sandbox = |sandbox: &str| {

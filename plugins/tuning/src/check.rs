@@ -21,7 +21,8 @@ use crate::value::is_same;
 /// Checks the attachment of the call.
 ///
 /// # Errors
-/// Code 101 with all differences, 3 if the interface does not exist; the backup cannot be read.
+/// Code 101 with all differences; 3 if the interface does not exist although `prev` lists it or the
+/// configuration changes it; the backup cannot be read.
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
     let netns = Netns::open(call.netns()?)?;
     let record = record(call, &netns)?;
@@ -43,7 +44,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
 }
 
 /// Returns the record of the values that the entries of the list have written. It is empty if the
-/// backup is missing or belongs to another attachment or namespace.
+/// backup is missing, cannot be decoded, or does not name this attachment and namespace.
 fn record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let Some(Content::Record(record, _)) = backup.read()? else { return Ok(Record::default()) };
@@ -58,7 +59,8 @@ fn value(sysctl: &Sysctl) -> Result<(String, Option<String>)> {
     sysctl::find(sysctl).map(|found| (found.path, found.current))
 }
 
-/// Compares the value of a sysctl with the configuration. `value` is that of [`value`].
+/// Compares the value of a sysctl with the configuration. `value` is the result of [`value`]. A
+/// value that cannot be read counts as equal.
 fn check_sysctl(sysctl: &Sysctl, value: Result<(String, Option<String>)>, record: &Record) -> Result<()> {
     let (path, current) = value.map_err(|error| error.with_code(Code::CHECK_FAILED))?;
     let Some(current) = current else { return Ok(()) };
@@ -80,16 +82,16 @@ fn differs(what: impl Display, expected: impl Display, found: impl Display) -> E
 fn check_link(link: &Link, conf: &LinkConf, record: &Record) -> Vec<Error> {
     let (name, written) = (&link.name, &record.written);
     let mut errors = Vec::new();
-    let mut report_unless = |is_same: bool, error: &dyn Fn() -> Error| {
-        if !is_same {
+    let mut report_unless = |is_right: bool, error: &dyn Fn() -> Error| {
+        if !is_right {
             errors.push(error());
         }
     };
     if let Some(mac) = conf.mac {
-        let macs: Vec<Mac> = written.mac.iter().filter_map(|text| text.parse().ok()).collect();
+        let written_macs: Vec<Mac> = written.mac.iter().filter_map(|text| text.parse().ok()).collect();
         let found = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
         let error = || differs(format_args!("Ethernet of {name}"), mac, &found);
-        report_unless(link.mac.is_some_and(|found| is_in_force(mac, found, &macs)), &error);
+        report_unless(link.mac.is_some_and(|found| is_in_force(mac, found, &written_macs)), &error);
     }
     if conf.promisc {
         let msg =
@@ -111,8 +113,8 @@ fn check_link(link: &Link, conf: &LinkConf, record: &Record) -> Vec<Error> {
     errors
 }
 
-/// Whether the found value is the expected one, or the last of the written values, which a later
-/// entry of the list has written after the expected one.
+/// Whether the found value is the expected one, or the value that a later entry of the list has
+/// written. `history` has the values that all entries have written, the last one at the end.
 fn is_in_force<T: PartialEq + Copy>(expected: T, found: T, history: &[T]) -> bool {
     found == expected || (history.contains(&expected) && history.last() == Some(&found))
 }

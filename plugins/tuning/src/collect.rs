@@ -1,7 +1,8 @@
 //! GC: removes the backups of this network whose attachment is not valid any more.
 //!
 //! No setting is restored: GC does not name namespaces, and those of invalid attachments are gone
-//! or will be soon. Files that do not name this network stay, also all of the Go plugin.
+//! or will be soon. Files that do not name this network stay, which includes all files of the Go
+//! plugin.
 
 use cni::config::ValidAttachments;
 use cni::skel::Call;
@@ -13,7 +14,7 @@ use crate::conf::data_dir;
 /// Removes the backups of this network whose attachment is not in `valid`, and its temporary files.
 ///
 /// # Errors
-/// The folder cannot be read; all files that cannot be removed.
+/// The folder cannot be read; files cannot be removed, after all have been tried.
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let folder = Folder::new(data_dir(&call.conf)?, call.conf.name());
     let mut errors = Vec::new();

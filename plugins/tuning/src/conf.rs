@@ -88,8 +88,8 @@ impl Conf {
     /// Reads the configuration, and `MAC` of CNI_ARGS.
     ///
     /// # Errors
-    /// Code 4 if CNI_ARGS is invalid, 6 and 7 if the configuration is, with Go's texts where it has
-    /// them.
+    /// Code 4 if CNI_ARGS is invalid, 6 and 7 if the configuration is, with Go's texts where Go has
+    /// one.
     pub(crate) fn new(call: &Call<'_>) -> Result<Conf> {
         let args = call.args()?;
         args.check_known(&["MAC"])?;
@@ -121,9 +121,10 @@ impl Conf {
         let link = LinkConf {
             mac: mac(&mac_text)?,
             promisc: args.promisc.unwrap_or(raw.promisc),
-            mtu: number("mtu", args.mtu.unwrap_or(raw.mtu))?.filter(|mtu| *mtu != 0),
+            // As in Go, 0 means that the MTU is not changed.
+            mtu: Some(number("mtu", args.mtu.unwrap_or(raw.mtu))?).filter(|mtu| *mtu != 0),
             allmulti: args.allmulti.or(raw.allmulti),
-            txqlen: args.txqlen.or(raw.txqlen).map_or(Ok(None), |length| number("txQLen", length))?,
+            txqlen: args.txqlen.or(raw.txqlen).map(|length| number("txQLen", length)).transpose()?,
         };
         Ok(Conf { sysctls: sysctls.all, link })
     }
@@ -226,10 +227,11 @@ fn mac(text: &str) -> Result<Option<Mac>> {
     Ok(Some(mac))
 }
 
-/// Returns the number if it fits into the kernel's message. The driver may have tighter limits.
-fn number(key: &str, value: i64) -> Result<Option<u32>> {
+/// Returns the value of a key if it is between 0 and `i32::MAX`. The driver may have tighter
+/// limits.
+fn number(key: &str, value: i64) -> Result<u32> {
     match u32::try_from(value) {
-        Ok(value) if i32::try_from(value).is_ok() => Ok(Some(value)),
+        Ok(value) if i32::try_from(value).is_ok() => Ok(value),
         _ => Err(Error::config(format!("invalid {key} {value} (must be between 0 and {})", i32::MAX))),
     }
 }

@@ -3,7 +3,7 @@
 //! Two spellings are in use, `net.ipv4.conf.all.arp_filter` and `net/ipv4/conf/all/arp_filter`. For
 //! Go every dot is a separator. For sysctl(8) the first separator decides, and the other character
 //! is part of a name, such as `eth0.100`. So a key with both characters has two readings, of which
-//! Go's comes first. The one whose file exists in the container counts.
+//! Go's comes first. The first reading whose file exists in the container is used.
 //!
 //! `IFNAME` is replaced by the name of the interface after the separators have been found, so that
 //! dots in that name are not separators. The allow-list checks each reading separately; otherwise a
@@ -33,8 +33,8 @@ pub(crate) struct Reading {
 }
 
 impl Key {
-    /// Parses a key for the interface `ifname`. If that is empty, `IFNAME` is not replaced. `value`
-    /// is for errors.
+    /// Parses a key for the interface `ifname`. If `ifname` is empty, `IFNAME` is not replaced.
+    /// `value` is for errors.
     ///
     /// # Errors
     /// Code 7 with Go's text if the key is not below `net`, or if it has `IFNAME` and the interface
@@ -49,8 +49,8 @@ impl Key {
         if readings.is_empty() {
             return invalid("only names of values below net can be set");
         }
-        // No interface can have these names, but /proc/sys/net has folders with these names, for
-        // all interfaces and for those that will be created.
+        // In /proc/sys/net, the folders with these names are not those of an interface: `all` is
+        // for all interfaces, `default` for interfaces that will be created.
         if ["all", "default"].contains(&ifname) && written.contains(PLACEHOLDER) {
             return invalid(&format!("{PLACEHOLDER} would be {ifname:?}, which means more than one interface"));
         }
@@ -74,13 +74,13 @@ impl Reading {
         if is_below_net { Some(Reading { template, path }) } else { None }
     }
 
-    /// Whether the allow-list permits this reading of the key `written`. `matches_a_pattern` says
-    /// whether a text matches a pattern of the list.
+    /// Whether the allow-list permits this reading of the key `written`. `matches_a_pattern`
+    /// returns whether a text matches a pattern of the list.
     ///
-    /// A pattern may have either spelling. It may have `IFNAME`, to permit a value of the
-    /// container's interface under any name. But if `IFNAME` is where no interface name belongs,
-    /// the replaced path must match too, because an interface name could turn it into another
-    /// value.
+    /// A pattern may have either spelling. A pattern with `IFNAME` permits a sysctl of the
+    /// container's interface, whatever the interface is called. But if the key has `IFNAME` where
+    /// no interface name belongs, the path with the interface name must match too, because the name
+    /// could make it the path of another sysctl.
     pub(crate) fn is_permitted(&self, written: &str, matches_a_pattern: impl Fn(&str) -> bool) -> bool {
         let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swapped(path));
         let is_template_permitted = matches_a_pattern(written) || matches(&self.template);
@@ -102,6 +102,7 @@ impl Reading {
 fn spellings(written: &str) -> impl Iterator<Item = String> {
     let go = written.replace('.', "/");
     let first_separator = written.find(['.', '/']).map(|index| written.as_bytes()[index]);
+    // If dots are the separators, a slash stands for a dot within a name.
     let sysctl8 = match first_separator {
         Some(b'.') => swapped(written),
         _ => written.to_owned(),
@@ -129,10 +130,7 @@ fn swapped(name: &str) -> String {
 /// Returns a key or a value for a message: quoted, and a long one shortened.
 pub(crate) fn shown(text: &str) -> String {
     let cut = cut(text);
-    match cut.len() == text.len() {
-        true => format!("{text:?}"),
-        false => format!("{cut:?}... ({} bytes)", text.len()),
-    }
+    if cut.len() == text.len() { format!("{text:?}") } else { format!("{cut:?}... ({} bytes)", text.len()) }
 }
 
 /// Returns a text of up to 200 bytes unchanged, and the first 60 bytes of a longer one.

@@ -22,7 +22,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let path = backup.path().display();
     match backup.read()? {
-        // `purge` removes the temporary file that a killed ADD may have left.
+        // `purge` is called even without a backup: a killed ADD may have left its temporary file.
         None => {}
         Some(Content::Garbage(why)) => call.notes.note(format_args!("{path} cannot be restored: {why}")),
         Some(Content::Record(record, _)) => {
@@ -43,11 +43,11 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     backup.purge().map(drop)
 }
 
-/// Restores the settings of the interface and the sysctls. An error with one of them does not
-/// prevent the other.
+/// Restores the settings of the interface and the sysctls. If one of the two fails, the other is
+/// still restored.
 ///
 /// # Errors
-/// The namespace cannot be entered or read; then a later DEL may succeed.
+/// The namespace cannot be entered or read. A later DEL may succeed.
 fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     let attachment = record.attachment.as_ref();
     if let Some(attachment) = attachment
@@ -60,6 +60,7 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         let netlink = netns.run(Netlink::open)??;
         if let Some(link) = netlink.find_link(&call.ifname)? {
             let saved = attachment.and_then(|attachment| attachment.interface.as_ref());
+            // Go's files do not identify the interface.
             if saved.is_none_or(|saved| *saved == Interface::from(&link)) {
                 restore_link(call, &netlink, &link, record);
             }
@@ -113,14 +114,15 @@ fn restore_sysctls(record: &Record) -> Vec<String> {
     let mut notes = Vec::new();
     for saved in record.sysctls.iter().rev() {
         let path = &saved.path;
-        // Other paths are not of the namespace but of the host, whatever the file says.
+        // Only the sysctls below net belong to the namespace. The others are the host's, and must
+        // not be written even if the file lists them.
         if !path.starts_with("net/") {
             notes.push(format!("not restored: {path} is not below net"));
             continue;
         }
         let current = match sysctl::read(path) {
             Ok(current) => current,
-            // It disappeared with its interface.
+            // The sysctl disappeared with its interface.
             Err(error) if error.is_not_found() => continue,
             Err(error) => {
                 notes.push(format!("not restored: {error}"));

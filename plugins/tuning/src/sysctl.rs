@@ -59,10 +59,10 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
 /// nothing to restore.
 ///
 /// # Errors
-/// Any other error of reading, for example of missing memory. ADD fails then, because DEL could not
+/// Any other error of reading, for example a lack of memory. ADD then fails, because DEL could not
 /// restore the value.
 fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
-    // A second attempt distinguishes a permanent refusal from a passing error.
+    // The second attempt is for passing errors; a permanent refusal has one of the errno below.
     match read().or_else(|_| read()) {
         Ok(value) => Ok(Some(value)),
         Err(error) if matches!(error.errno(), Some(libc::EACCES | libc::EPERM | libc::EIO | libc::EINVAL)) => Ok(None),
@@ -77,8 +77,8 @@ pub(crate) fn put_back(path: &str, original: &str) -> cni_linux::Result<()> {
 }
 
 impl Found {
-    /// Writes the value of the configuration. Returns the value that the kernel then has, or `None`
-    /// if it is the same or cannot be read.
+    /// Writes the value of the configuration. Returns the value that the kernel has after the
+    /// write, or `None` if that is the written value or cannot be read.
     ///
     /// # Errors
     /// The kernel refuses the value. The error has key, value and errno.

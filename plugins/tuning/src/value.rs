@@ -34,7 +34,7 @@ fn number(word: &str) -> Option<i128> {
     Some(sign * i128::from(value))
 }
 
-/// Parses digits of a radix. A sign, which `from_str_radix` accepts, is an error.
+/// Parses digits of a radix. Returns `None` for a sign, which `from_str_radix` would accept.
 fn unsigned(digits: &str, radix: u32) -> Option<u64> {
     if digits.starts_with(['+', '-']) { None } else { u64::from_str_radix(digits, radix).ok() }
 }

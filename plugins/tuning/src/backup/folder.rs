@@ -25,7 +25,7 @@ const MAX: u64 = 1 << 20;
 pub(crate) struct Folder {
     path: PathBuf,
     /// The suffix of the names of this network's temporary files. GC removes those that a killed
-    /// process has left, but not those of other networks, whose processes may be writing them.
+    /// process has left. It leaves those of other networks, which may be in the course of writing.
     temporary_suffix: String,
 }
 
@@ -51,7 +51,7 @@ impl Folder {
         Folder { path, temporary_suffix: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
     }
 
-    /// Returns the backup of an attachment. The skeleton has checked both names: they have no
+    /// Returns the backup of an attachment. [`cni::skel`] has checked both names: they have no
     /// slash, and an ID does not begin with a dot, so the path is a file in the folder.
     pub(crate) fn backup(&self, container_id: &str, ifname: &str) -> Backup {
         Backup { folder: self.clone(), path: self.path.join(format!("{container_id}_{ifname}.json")) }
@@ -86,7 +86,7 @@ impl Folder {
         let failed = |path: &Path, why: io::Error| {
             Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
         };
-        // If folders are missing, ADD creates them in the nearest one that exists.
+        // ADD creates the missing folders of the path in the nearest parent that exists.
         let mut path = self.path.as_path();
         loop {
             match fs::metadata(path) {
@@ -112,7 +112,7 @@ impl Folder {
     }
 
     /// Creates the folder. Its parents get the mode 0755, because other plugins have folders in
-    /// `/run/cni`, and the lock of iptables in it requires that only root can write there.
+    /// `/run/cni`, and iptables' lock in `/run/cni` requires that only root can write there.
     fn ensure(&self) -> io::Result<()> {
         if let Some(parent) = self.path.parent() {
             DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
@@ -180,7 +180,7 @@ impl Backup {
                     self.folder.ensure()?;
                     create(&self.folder.path, &temporary, bytes)?;
                 }
-                // A killed process has left it.
+                // A killed process has left the temporary file.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     fs::remove_file(&temporary)?;
                     create(&self.folder.path, &temporary, bytes)?;
@@ -198,9 +198,10 @@ impl Backup {
         })
     }
 
-    /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
-    /// the attachment, whose DEL removes it too, and one of the network, whose GC does. Hashes keep
-    /// the name short enough for every attachment.
+    /// Returns the path of the temporary file that is renamed to the backup. The file's name has a
+    /// hash of the attachment, by which DEL finds the file, and one of the network, by which GC
+    /// does. Hashes keep the name short enough for every attachment. For a temporary file that
+    /// [`Folder::list`] has found, returns its own path.
     fn temporary(&self) -> PathBuf {
         if self.is_temporary() {
             return self.path.clone();
@@ -224,8 +225,8 @@ impl Backup {
         let temporary =
             purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
         let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
-        let was_there = *removed.as_ref().unwrap_or(&false);
-        Error::join(temporary.err().into_iter().chain(removed.err())).map(|()| was_there)
+        let has_existed = *removed.as_ref().unwrap_or(&false);
+        Error::join(temporary.err().into_iter().chain(removed.err())).map(|()| has_existed)
     }
 
     /// Returns the error that the backup cannot be read, written or removed.
@@ -257,7 +258,7 @@ fn fnv(bytes: &[u8]) -> u64 {
 }
 
 /// Removes a file, and returns whether it existed. On a read-only file system, removing fails even
-/// if the file does not exist, so this is checked separately.
+/// if the file does not exist, so existence is checked after a failure.
 fn purge_file(path: &Path) -> io::Result<bool> {
     let step = Step::begin();
     let removed = match fs::remove_file(path) {
@@ -273,7 +274,8 @@ fn purge_file(path: &Path) -> io::Result<bool> {
 }
 
 /// Whether the error means that the file does not exist. A file with a name that is too long cannot
-/// exist, and neither can one with a NUL, which std refuses without asking the kernel.
+/// exist, and neither can one with a NUL: std refuses such a name itself, so the error has no
+/// errno.
 fn is_absent(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidFilename, InvalidInput, NotADirectory, NotFound};
     match error.kind() {

@@ -157,16 +157,16 @@ impl Attachment {
 impl Record {
     /// Returns a text with name and original value for each setting that DEL restores.
     pub(crate) fn in_words(&self) -> Vec<String> {
-        let mut words: Vec<String> =
+        let mut texts: Vec<String> =
             self.sysctls.iter().map(|saved| format!("{}={}", saved.path, saved.original)).collect();
-        let mut setting =
-            |name: &str, value: Option<String>| words.extend(value.map(|value| format!("{name} {value}")));
-        setting("mac", Some(self.mac.clone()).filter(|mac| !mac.is_empty()));
-        setting("mtu", self.mtu.map(|mtu| mtu.to_string()));
-        setting("promisc", self.promisc.map(|promisc| promisc.to_string()));
-        setting("allmulti", self.allmulti.map(|allmulti| allmulti.to_string()));
-        setting("txQLen", self.txqlen.map(|length| length.to_string()));
-        words
+        let mut add_setting =
+            |name: &str, value: Option<String>| texts.extend(value.map(|value| format!("{name} {value}")));
+        add_setting("mac", Some(self.mac.clone()).filter(|mac| !mac.is_empty()));
+        add_setting("mtu", self.mtu.map(|mtu| mtu.to_string()));
+        add_setting("promisc", self.promisc.map(|promisc| promisc.to_string()));
+        add_setting("allmulti", self.allmulti.map(|allmulti| allmulti.to_string()));
+        add_setting("txQLen", self.txqlen.map(|length| length.to_string()));
+        texts
     }
 
     /// Returns the saved values of a sysctl, or `None` if the record does not have it.
@@ -205,7 +205,8 @@ impl Record {
 }
 
 impl Saved {
-    /// Whether the current value is the one that was written last.
+    /// Whether the current value is the one that was written last, in the spelling of the write or
+    /// in that of the kernel.
     pub(crate) fn is_in_force(&self, current: &str) -> bool {
         self.reads.iter().chain(self.written.last()).any(|written| is_same(written, current))
     }
