@@ -22,8 +22,6 @@ use crate::port::{self, PortEnds};
 /// that takes milliseconds, on a busy host longer.
 const PORT_DEADLINE: Duration = Duration::from_secs(5);
 
-const EOPNOTSUPP: i32 = 95;
-
 /// A port of a bridge.
 #[derive(Debug)]
 pub struct AttachedPort {
@@ -51,11 +49,7 @@ pub(crate) fn create<'a>(
     let choices = Choices { mtu: conf.mtu, mac: conf.mac, master: Some(bridge.index) };
     let pair = veth::create(context, &choices, rollback)?;
     let ends = PortEnds { index: pair.index, name: &pair.name, peer_mac: pair.peer_mac };
-    // Without VLAN filtering, the kernel refuses a port's VLANs with EOPNOTSUPP.
-    port::protect(host, &ends, &context.attachment, conf, rollback).map_err(|error| match error.errno() {
-        Some(errno) if errno == EOPNOTSUPP && conf.vlans.is_some() => device::no_vlan_filtering(error, conf),
-        _ => error,
-    })?;
+    port::protect(host, &ends, &context.attachment, conf, rollback)?;
     let result = AddResult {
         interfaces: vec![
             host_interface(&bridge.name, None),

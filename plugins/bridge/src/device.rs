@@ -93,7 +93,7 @@ fn creation_error(error: cni_linux::Error, conf: &Conf) -> Error {
 
 /// Returns an error of code 2 with the text of `error` and the configured key that needs VLAN
 /// filtering.
-pub(crate) fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
+fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
     let key = match conf.vlans.as_ref() {
         Some(vlans) => match vlans.access {
             Some(vlan) => format!("\"vlan\": {vlan}"),
