@@ -200,7 +200,7 @@ fn push_rule(text: &mut String, command: &str, chain: &str, words: &[String]) ->
 
 /// Quotes a word for `iptables-restore`. Fails if that is impossible.
 fn quoted(word: &str) -> Result<String> {
-    quote(word).ok_or_else(|| refused(&format!("{word:?} contains a control character or is longer than 1024 bytes")))
+    quote(word).ok_or_else(|| refused(&format!("{word:?} contains a control character or is longer than 1023 bytes")))
 }
 
 /// Returns the error for a rule that cannot be written, with the reason.
@@ -245,7 +245,7 @@ const FORBIDDEN_OPTIONS: [&str; 29] = [
 /// Checks that these words, which a user has configured as conditions, are only matches.
 ///
 /// # Errors
-/// The first word that is not: one with a control character or more than 1024 bytes, `COMMIT`, or
+/// The first word that is not: one with a control character or more than 1023 bytes, `COMMIT`, or
 /// an option of iptables itself other than `-s`, `-d`, `-p`, `-i`, `-o`, `-f` and `-m` and their
 /// long forms.
 pub fn check_conditions<W: AsRef<str>>(words: &[W]) -> Result<(), String> {

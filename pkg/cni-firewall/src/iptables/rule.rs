@@ -77,9 +77,9 @@ pub fn split(line: &str) -> Vec<String> {
 }
 
 /// Quotes a word so that `iptables-restore` reads it as one word. `None` if the word has control
-/// characters, or more than 1024 bytes, which the program does not read as one word.
+/// characters, or more than 1023 bytes, which the program does not read as one word.
 pub fn quote(word: &str) -> Option<String> {
-    const WORD_MAX: usize = 1024;
+    const WORD_MAX: usize = 1023;
     if word.len() > WORD_MAX || word.chars().any(char::is_control) {
         return None;
     }
@@ -137,6 +137,8 @@ mod tests {
         for word in ["a\nCOMMIT", "a\0", "a\rb", "\u{1b}", "\u{85}", &"x".repeat(2000)] {
             assert_eq!(quote(word), None, "{word:?}");
         }
+        // iptables-restore refuses a word of 1024 bytes ("Parameter too long!").
+        assert_eq!((quote(&"x".repeat(1024)), quote(&"x".repeat(1023)).is_some()), (None, true));
         assert_eq!(quote("").as_deref(), Some("\"\""));
         assert_eq!(quote("10.0.0.0/8").as_deref(), Some("10.0.0.0/8"));
     }
