@@ -4,7 +4,7 @@ use cni_testkit::bin_dir;
 use conformance::patched;
 use serde_json::{Value, json};
 
-use super::world::{BACKENDS, Backend, Pod, World, ask_tcp, at, each, map};
+use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, ask_tcp, at, each, map};
 
 /// Returns a call of portmap with another backend than the world's.
 #[track_caller]
@@ -77,5 +77,19 @@ fn a_dead_holder_is_displaced_whatever_backend_has_it() {
             by(other, &dead, "DEL", &config);
             dead.leave();
         }
+    });
+}
+
+/// In the family without a mapping, a container has an empty chain for the CHECK of Go's plugin.
+#[test]
+fn the_empty_chain_of_a_living_container_is_kept() {
+    each(&IPTABLES, |world| {
+        let mapping =
+            |host_ip: &str| json!([{"hostPort": 8080, "containerPort": 80, "protocol": "tcp", "hostIP": host_ip}]);
+        let holder = world.mapped(mapping("0.0.0.0"));
+        let before = world.rules();
+        world.mapped(mapping("::")).leave();
+        assert_eq!(world.rules(), before);
+        holder.leave();
     });
 }

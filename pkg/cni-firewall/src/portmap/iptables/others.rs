@@ -103,8 +103,9 @@ fn displace_in_chain(
                 }
             }
         }
-        // A marker is removed unless a mapping of its section is kept.
-        if kept.len() == kept_before {
+        // A marker is removed with the last mapping of its section. A chain that only has a marker
+        // is the one that `ensure_empty_chains` creates.
+        if kept.len() == kept_before && !section.groups.is_empty() {
             removed.extend(&section.marker);
         }
     }
