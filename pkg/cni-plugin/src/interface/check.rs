@@ -17,7 +17,7 @@ use super::{AttachmentContext, HostEnd, Interface, LinkState, masquerade};
 use crate::keys::Masquerading;
 
 /// How long CHECK waits for a state that the kernel reaches by itself.
-const SETTLE: Duration = Duration::from_secs(2);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// One CHECK: the expected state, and the steps that all plugins have in common.
 #[derive(Debug)]
@@ -74,7 +74,8 @@ impl<'a, C> Sides<'a, C> {
     /// Parses the configuration and `prevResult`, and opens both namespaces.
     ///
     /// # Errors
-    /// Code 7 without `prevResult`, or if it does not list CNI_IFNAME in this namespace.
+    /// Code 7 without `prevResult`, or if `prevResult` does not list CNI_IFNAME in CNI_NETNS; those
+    /// of the configuration and of opening the namespace.
     fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Sides<'a, C>> {
         let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
@@ -83,7 +84,7 @@ impl<'a, C> Sides<'a, C> {
         Ok(Sides { context, prev, position })
     }
 
-    /// Finds CNI_IFNAME in the container, and what `prevResult` expects of it.
+    /// Finds CNI_IFNAME in the container, and its entry, addresses and routes in `prevResult`.
     ///
     /// # Errors
     /// Code 101 or 3 if CNI_IFNAME does not exist.
@@ -101,7 +102,7 @@ impl<'a, C> Sides<'a, C> {
         let mut ips = Vec::new();
         for ip in &prev.ips {
             let belongs = match ip.interface {
-                Some(position) => prev.interfaces.get(position).is_some_and(is_ours),
+                Some(index) => prev.interfaces.get(index).is_some_and(is_ours),
                 None => true,
             };
             if belongs {
@@ -123,7 +124,7 @@ pub fn failed(msg: impl Into<String>) -> Error {
 /// Returns the position of CNI_IFNAME in `prev.interfaces`.
 ///
 /// # Errors
-/// Code 7 if it is not listed, or is listed with another namespace than CNI_NETNS.
+/// Code 7 if CNI_IFNAME is not listed with the namespace CNI_NETNS.
 fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
     let sandbox = call.sandbox();
     if !sandbox.is_empty()
@@ -134,8 +135,8 @@ fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
     let same_name =
         prev.interfaces.iter().find(|interface| interface.name == call.ifname && !interface.sandbox.is_empty());
     Err(match same_name {
-        Some(other) => {
-            Error::config(format!("Sandbox in prevResult {} doesn't match configured netns: {sandbox}", other.sandbox))
+        Some(found) => {
+            Error::config(format!("Sandbox in prevResult {} doesn't match configured netns: {sandbox}", found.sandbox))
         }
         None => Error::config(format!("prevResult has no interface {} in a container", call.ifname)),
     })
@@ -147,6 +148,7 @@ fn absent<I: Interface>(context: &AttachmentContext<'_, I::Conf>, prev: &AddResu
     let msg = format!("Interface name {} not found", context.call.ifname);
     if let HostEnd::Veth { .. } = I::HOST_END {
         let mut host_names = vec![context.attachment.host_name(0)];
+        // The names of later attempts and of the Go plugins begin with `veth` too.
         for interface in &prev.interfaces {
             if interface.sandbox.is_empty() && interface.name.starts_with("veth") {
                 host_names.push(interface.name.clone());
@@ -187,8 +189,8 @@ impl<'a, C> Check<'a, C> {
         if outer.peer_index == Some(self.inner.index) { Ok(outer) } else { Err(missing()) }
     }
 
-    /// Compares MAC and MTU of CNI_IFNAME with `prevResult`, and its state with the plugin's
-    /// policy.
+    /// Compares the MAC and MTU of CNI_IFNAME with `prevResult`. If the plugin's policy asks for
+    /// [`LinkState::Up`], also checks that CNI_IFNAME is up.
     ///
     /// # Errors
     /// Code 101 for the first difference.
@@ -211,7 +213,7 @@ impl<'a, C> Check<'a, C> {
     /// Checks that the container has the addresses and routes of `prevResult`.
     ///
     /// # Errors
-    /// Code 101 for the first that is missing.
+    /// Code 101 for the first missing address or route.
     pub fn layer3(&self) -> Result<()> {
         self.addresses()?;
         self.routes()
@@ -237,15 +239,14 @@ impl<'a, C> Check<'a, C> {
     fn routes(&self) -> Result<()> {
         let container = &self.context.container;
         for expected in self.layer3.kernel_routes(self.inner.index) {
-            let expected = cni_linux::Route { dst: expected.dst.network(), ..expected };
-            let is_expected = |route: &cni_linux::Route| route.gw == expected.gw && route.oif == expected.oif;
+            let has_expected_path = |route: &cni_linux::Route| route.gw == expected.gw && route.oif == expected.oif;
             let mut candidates = container.list_conflicting(&expected)?;
-            if expected.table_id() == MAIN_TABLE && !candidates.iter().any(is_expected) {
+            if expected.table_id() == MAIN_TABLE && !candidates.iter().any(has_expected_path) {
                 candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
                 candidates
                     .retain(|route| expected.conflicts_with(&cni_linux::Route { table: expected.table, ..*route }));
             }
-            if !candidates.iter().any(is_expected) {
+            if !candidates.iter().any(has_expected_path) {
                 return Err(failed(format!("Expected Route {expected} not found in routing table")));
             }
         }
@@ -271,7 +272,8 @@ impl<'a, C> Check<'a, C> {
     }
 
     /// Writes the masquerade rules of these addresses again if some are missing and `mode` is
-    /// [`RestoreMode::Write`]. Returns the missing rules, or `None` without `ipMasq`.
+    /// [`RestoreMode::Write`]. Returns the rules that were missing, with the undo of the writing, or
+    /// `None` without `ipMasq`.
     ///
     /// # Errors
     /// The rules cannot be read or written.
@@ -285,15 +287,17 @@ impl<'a, C> Check<'a, C> {
         Ok(Some(Restored { missing, rollback }))
     }
 
-    /// Returns the deadline, counted from now, for states that the kernel reaches by itself.
+    /// Returns the time at which waits for states that the kernel reaches by itself must end, if
+    /// the first wait begins now.
     pub fn dad_deadline(&self) -> Instant {
-        self.context.call.machine.now() + SETTLE
+        self.context.call.machine.now() + SETTLE_TIMEOUT
     }
 
-    /// Waits until duplicate address detection has accepted all of the attachment's addresses.
+    /// Waits until duplicate address detection has accepted all of the attachment's addresses. Does
+    /// not check that the addresses exist.
     ///
     /// # Errors
-    /// Code 101 if an address is a duplicate, or still tentative at `deadline`.
+    /// Code 101 if an address is still tentative, or marked as a duplicate, at `deadline`.
     pub fn wait_for_dad(&self, deadline: Instant) -> Result<()> {
         let AttachmentContext { container, netns, call, .. } = &self.context;
         let is_unfinished = || -> cni_linux::Result<bool> {

@@ -42,7 +42,8 @@ impl Layer3 {
     /// the addresses that earlier plugins gave to the container. Nothing is configured yet.
     ///
     /// # Errors
-    /// Code 7 if the answer has no addresses, or a route that cannot work.
+    /// Code 7 if the answer has no addresses, lacks a gateway that `policy` requires, or has a route
+    /// that cannot work.
     pub(super) fn new(
         ipam: &AddResult,
         policy: &Layer3Policy<'_>,
@@ -72,8 +73,8 @@ impl Layer3 {
         if policy.gateway == Gateway::DefaultRoute {
             layer3.add_default_routes();
         }
-        let before = before.iter().filter(|ip| ip.interface.is_none_or(|index| index == interface));
-        layer3.check_routes(before)?;
+        let on_interface = before.iter().filter(|ip| ip.interface.is_none_or(|index| index == interface));
+        layer3.check_routes(on_interface)?;
         Ok(layer3)
     }
 
@@ -82,7 +83,8 @@ impl Layer3 {
         self.ips.iter().map(|ip| ip.address).collect()
     }
 
-    /// Returns each gateway once, with the prefix length of the address that names it.
+    /// Returns the gateway of each address, with the prefix length of that address, without
+    /// duplicates.
     pub fn gateways(&self) -> Vec<Cidr> {
         let mut gateways = Vec::new();
         for ip in &self.ips {
@@ -96,8 +98,8 @@ impl Layer3 {
     }
 
     /// Adds a default route for each address family that has a gateway; the family of the first
-    /// address comes first. If IPAM lists a default route without a gateway, sets its gateway
-    /// instead.
+    /// address comes first. If IPAM lists a default route of the main table with metric 0 but without
+    /// a gateway, sets that route's gateway instead.
     fn add_default_routes(&mut self) {
         let ipv4_first = self.ips.first().is_none_or(|ip| ip.address.is_ipv4());
         for is_ipv4 in [ipv4_first, !ipv4_first] {
@@ -119,8 +121,8 @@ impl Layer3 {
         }
     }
 
-    /// Returns the first gateway of an address family. Routes of the family that name no gateway
-    /// use it.
+    /// Returns the first gateway of an address family, which routes of the family without a gateway
+    /// use. Returns `None` if no address of the family has a gateway.
     fn family_gateway(&self, is_ipv4: bool) -> Option<IpAddr> {
         self.ips.iter().filter(|ip| ip.address.is_ipv4() == is_ipv4).find_map(|ip| ip.gateway)
     }
@@ -140,8 +142,8 @@ impl Layer3 {
     }
 
     /// Checks that the kernel will accept the routes in their order: network addresses without host
-    /// bits, and gateways that an address or an earlier route reaches. `before` has the container's
-    /// addresses from earlier plugins.
+    /// bits, and gateways that an address or an earlier route reaches. `before` has the addresses
+    /// that earlier plugins gave to the interface.
     ///
     /// # Errors
     /// Code 7 for the first route that cannot work.
@@ -165,8 +167,9 @@ impl Layer3 {
             if gw.is_ipv4() != dst.is_ipv4() {
                 return Err(Error::config(format!("route {dst} via {gw}: the gateway is of the other address family")));
             }
-            let link_local = matches!(gw, IpAddr::V6(v6) if v6.is_unicast_link_local());
-            if !link_local && !on_link.iter().any(|network| network.contains(gw)) {
+            // The kernel gives each interface with IPv6 a route to fe80::/64.
+            let is_link_local = matches!(gw, IpAddr::V6(v6) if v6.is_unicast_link_local());
+            if !is_link_local && !on_link.iter().any(|network| network.contains(gw)) {
                 let msg =
                     format!("route {dst} via {gw}: no address or earlier route of the container reaches the gateway");
                 return Err(Error::config(msg));
@@ -180,8 +183,8 @@ impl Layer3 {
         self.ips.iter().any(|ip| !ip.address.is_ipv4())
     }
 
-    /// Returns the routes that the kernel gets: those to the gateways and subnets, then those of
-    /// the result, in its order. `interface_index` is the index of CNI_IFNAME.
+    /// Returns the routes that the kernel gets: first those of `subnet_routes`, then the routes of
+    /// the result, in the result's order. `interface_index` is the index of CNI_IFNAME.
     pub(super) fn kernel_routes(&self, interface_index: u32) -> impl Iterator<Item = Route> + '_ {
         self.subnet_routes(interface_index).into_iter().chain(self.routes.iter().map(move |route| Route {
             mtu: route.mtu,
@@ -193,9 +196,9 @@ impl Layer3 {
         }))
     }
 
-    /// Returns, for [`SubnetRoute::ThroughGateway`], a route to each gateway and, through it, one
-    /// to its subnet. Returns none for [`SubnetRoute::OnLink`], where the kernel adds the subnet's
-    /// route with the address.
+    /// Returns, for [`SubnetRoute::ThroughGateway`], a route to each gateway, and a route through
+    /// that gateway to the subnet of its address. Returns none for [`SubnetRoute::OnLink`], where
+    /// the kernel adds the subnet's route with the address.
     fn subnet_routes(&self, interface_index: u32) -> Vec<Route> {
         let mut routes: Vec<Route> = Vec::new();
         if self.subnet == SubnetRoute::OnLink {
@@ -220,11 +223,12 @@ impl Layer3 {
 }
 
 /// Writes the sysctls of the container's namespace that must be set before the interface is up and
-/// has an address: duplicate address detection, announcements, and IPv6 itself.
+/// has an address: duplicate address detection, announcements, and, if the container gets an IPv6
+/// address, IPv6 itself.
 ///
 /// # Errors
-/// IPv6 is needed and cannot be switched on. The other sysctls are optional, as in Go, and their
-/// errors are ignored.
+/// `disable_ipv6` or `keep_addr_on_down` cannot be set. The other sysctls are optional, as in Go,
+/// and their errors are ignored.
 pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
     let ifname = &context.call.ifname;
     context
@@ -249,8 +253,8 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
 
 /// Adds the addresses to the interface `index`, sets it up, and adds the routes.
 ///
-/// A default route that another network of the container already has is left out, here and in
-/// `layer3.routes`, with a note, as the specification asks.
+/// If the container already has a default route over another interface, the new default route is
+/// not added and is removed from `layer3.routes`, with a note, as the specification asks.
 ///
 /// # Errors
 /// The kernel refuses an address or a route.
@@ -263,15 +267,15 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
     }
     container.set_up(index)?;
     let routes: Vec<Route> = layer3.kernel_routes(index).collect();
-    // Positions in `routes`: of routes that are already part of an earlier multipath route, and of
-    // those that were left out.
+    // Positions in `routes`: `merged` of routes that an earlier multipath route contains, `left_out`
+    // of routes that were not added.
     let mut merged: BTreeSet<usize> = BTreeSet::new();
     let mut left_out: BTreeSet<usize> = BTreeSet::new();
     for (position, route) in routes.iter().enumerate() {
         if merged.contains(&position) {
             continue;
         }
-        // Several routes to one destination, with different gateways, become one multipath route.
+        // Routes that conflict (same destination, table and metric) become one multipath route.
         let mut paths = vec![*route];
         let mut positions = vec![position];
         for (later_position, later) in routes.iter().enumerate().skip(position + 1) {
@@ -292,7 +296,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
             }
         }
     }
-    // `routes` ends with the routes of the result; those to the subnets come before.
+    // The last routes in `routes` are those of the result.
     let mut position = routes.len() - layer3.routes.len();
     layer3.routes.retain(|_| {
         let keep = !left_out.contains(&position);
@@ -304,9 +308,10 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
 
 /// The outcome of [`add_route`].
 enum AddedRoute {
-    /// The kernel has the route, new or from before.
+    /// The kernel has the route: it was added, or an identical one existed.
     InForce,
-    /// It is a default route, and the kernel has one over another interface, which stays.
+    /// The route is a default route and was not added, because the kernel has one over another
+    /// interface.
     OtherDefaultRoute,
 }
 
@@ -343,7 +348,7 @@ fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRo
 /// Waits until duplicate address detection has finished for every address of the interface `index`.
 ///
 /// # Errors
-/// Code 102 for an address that another host on the link has, 11 after [`DAD_DEADLINE`].
+/// Code 102 if another host on the link has one of the addresses, code 11 after [`DAD_DEADLINE`].
 pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: &dyn Machine) -> Result<()> {
     let deadline = machine.now() + DAD_DEADLINE;
     // The wait ends at `Some`: with `Ok(())` if all addresses are usable, else with the duplicate.
@@ -361,9 +366,9 @@ pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
     })
 }
 
-/// Waits until the kernel accepts packets for each of `addresses`. At [`USABLE_DEADLINE`] it only
-/// writes a note: the address may be in another routing table than the one that is queried, as in a
-/// VRF. `open_watch` is called only if an address has to be waited for.
+/// Waits until the kernel accepts packets for each of `addresses`. After [`USABLE_DEADLINE`] only
+/// writes a note, because the query does not find an address that is in the routing table of a VRF.
+/// Calls `open_watch` only if an address is not usable yet.
 ///
 /// # Errors
 /// Those of the kernel.
