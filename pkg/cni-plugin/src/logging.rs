@@ -22,8 +22,9 @@ use nix::unistd::geteuid;
 /// The socket on which journald receives log entries.
 const JOURNAL: &str = "/run/systemd/journal/socket";
 
-/// The longest line in bytes. Longer lines are truncated.
-const LONGEST: usize = 32 << 10;
+/// The longest text of a line, without time, level and identifier, in bytes. Longer texts are
+/// truncated.
+const MAX_TEXT: usize = 32 << 10;
 
 /// The destination of the log.
 #[derive(Debug)]
@@ -89,6 +90,7 @@ fn level(value: &str) -> Option<LevelFilter> {
 /// The file is not a regular file with one hard link that this user owns and that only this user
 /// can access. Otherwise another user could make root write to a file of his choice.
 fn open(path: &Path) -> io::Result<File> {
+    // O_NONBLOCK: opening a FIFO must not wait for a reader.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
     let found = file.metadata()?;
@@ -118,12 +120,13 @@ fn journal() -> Option<UnixDatagram> {
 }
 
 /// Returns the trace ID in a `traceparent`, whose form is `version-traceid-parentid-flags` with 2,
-/// 32, 16 and 2 hexadecimal digits. Returns `None` if it is malformed or the ID is zero.
-fn trace_id(parent: &str) -> Option<&str> {
-    let mut parts = parent.split('-');
-    let (version, trace, span) = (parts.next()?, parts.next()?, parts.next()?);
+/// 32, 16 and 2 hexadecimal digits. Returns `None` if one of the first three parts is malformed or
+/// the ID is zero.
+fn trace_id(traceparent: &str) -> Option<&str> {
+    let mut parts = traceparent.split('-');
+    let (version, trace, parent_id) = (parts.next()?, parts.next()?, parts.next()?);
     let is_hex = |text: &str, len| text.len() == len && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let is_well_formed = is_hex(version, 2) && is_hex(trace, 32) && is_hex(span, 16);
+    let is_well_formed = is_hex(version, 2) && is_hex(trace, 32) && is_hex(parent_id, 16);
     let is_zero = trace.bytes().all(|byte| byte == b'0');
     if is_well_formed && !is_zero { Some(trace) } else { None }
 }
@@ -131,8 +134,8 @@ fn trace_id(parent: &str) -> Option<&str> {
 impl Log for Logger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         // Messages of other libraries are logged at the level trace only.
-        let ours = metadata.target().starts_with("cni") || metadata.target().starts_with("plugin_");
-        metadata.level() <= self.level && (ours || self.level == LevelFilter::Trace)
+        let is_ours = metadata.target().starts_with("cni") || metadata.target().starts_with("plugin_");
+        metadata.level() <= self.level && (is_ours || self.level == LevelFilter::Trace)
     }
 
     fn log(&self, record: &Record<'_>) {
@@ -143,7 +146,7 @@ impl Log for Logger {
         if let Some(trace) = &self.trace {
             text = format!("trace={trace} {text}");
         }
-        let mut end = text.len().min(LONGEST);
+        let mut end = text.len().min(MAX_TEXT);
         while !text.is_char_boundary(end) {
             end -= 1;
         }
@@ -151,6 +154,7 @@ impl Log for Logger {
         let level = record.level().as_str().to_ascii_lowercase();
         match &self.sink {
             Sink::Journal(socket) => {
+                // The numbers of syslog.
                 let priority = match record.level() {
                     Level::Error => 3,
                     Level::Warn => 4,

@@ -16,8 +16,8 @@ use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Relea
 /// the undos of everything that was done.
 ///
 /// # Errors
-/// Those of the configuration, the IPAM plugin and the kernel; code 102 if CNI_IFNAME exists. By
-/// then the undos have run.
+/// Those of the configuration, the IPAM plugin and the kernel; code 102 if CNI_IFNAME exists. The
+/// undos have run before an error is returned.
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
     let earlier = plugin.earlier(call)?;
@@ -100,14 +100,14 @@ fn bring_up<'a, I: Interface>(
     if let Some(watch) = &dad_watch {
         layer3::wait_for_dad(&context.container, watch, created.index, context.call.machine)?;
     } else {
-        // Duplicate address detection of the gateway's address takes seconds. ADD does not wait for
-        // it, because no first packet of the container depends on it.
+        // With duplicate address detection, ADD does not wait for the host's addresses: their
+        // detection takes seconds, and no first packet of the container depends on it.
         layer3::wait_until_usable(&context.host, host_state.added, context.call, Watch::open)?;
     }
     let addresses = layer3.ips.iter().map(|ip| ip.address.address());
     layer3::wait_until_usable(&context.container, addresses, context.call, || Watch::open_in(&context.netns))?;
-    // Another container may have had this address a moment ago. The neighbours, and the host, may
-    // still have the MAC of that container in their neighbour tables.
+    // Another container may have had one of the addresses a moment ago. The neighbours, and the
+    // host, may still have the MAC of that container in their neighbour tables.
     if !created.mac.is_zero() {
         context.container.announce(created.index, created.mac)?;
     }

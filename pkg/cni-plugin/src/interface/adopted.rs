@@ -11,7 +11,7 @@ use cni_linux::{Link, Netlink};
 /// `cni-port:<attachment> <first>+<count> <earlier alias>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortMark {
-    /// The attachment that the port belongs to, as the alias of a link of our own would name it.
+    /// The attachment that the port belongs to, in the form of [`AttachmentId::alias`].
     pub attachment_alias: String,
     /// Which of the result's addresses this plugin added, as the position of the first and their
     /// number. The others belong to the earlier plugin, and DEL leaves them.
@@ -30,7 +30,7 @@ impl PortMark {
         Some(PortMark { attachment_alias: attachment_alias.to_owned(), addresses, before: before.to_owned() })
     }
 
-    /// Parses a link's alias. Returns `None` if the link has no alias of this kind.
+    /// Parses a link's alias. Returns `None` if the link has no `cni-port:` alias.
     pub fn of(link: &Link) -> Option<PortMark> {
         link.alias.as_deref().and_then(PortMark::parse)
     }
@@ -65,8 +65,8 @@ pub fn purge_addresses(netlink: &Netlink, index: u32, addresses: &[Cidr]) -> cni
     first_error.map_or(Ok(()), Err)
 }
 
-/// Takes a link with a port mark off its bridge and restores its earlier alias. Leaves a link
-/// without a port mark alone.
+/// Takes a link with a port mark off its bridge and restores its earlier alias. Does nothing to a
+/// link without a port mark.
 ///
 /// # Errors
 /// The kernel refuses a change.
@@ -78,7 +78,8 @@ pub fn give_back(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     restore_alias(host, link)
 }
 
-/// Restores the earlier alias of a link with a port mark. Leaves a link without one alone.
+/// Restores the earlier alias of a link with a port mark. Does nothing to a link without a port
+/// mark.
 ///
 /// # Errors
 /// The kernel refuses the change.

@@ -15,7 +15,8 @@ use cni_linux::{Link, Netlink};
 
 use super::{HostEnd, Interface, PortMark, give_back, masquerade};
 
-/// Removes what belongs to this network and to no attachment in `valid`.
+/// Removes the links, addresses and masquerade rules, and what the plugin itself created, that
+/// belong to this network and to no attachment in `valid`.
 ///
 /// # Errors
 /// All errors joined; the steps after a failed one have run.
@@ -46,8 +47,8 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
 pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let (network, host) = (call.conf.name(), Netlink::open()?);
     let prefix = AttachmentId::network_prefix(network);
-    // Aliases are compared as a whole, because the alias of a long container ID has its hash
-    // instead.
+    // Aliases are compared as a whole, not parsed: an alias has the hash of a long container ID
+    // instead of the ID.
     let valid_aliases: Vec<String> =
         valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname).alias()).collect();
     let is_garbage = |alias: &str| alias.starts_with(&prefix) && !valid_aliases.iter().any(|valid| valid == alias);

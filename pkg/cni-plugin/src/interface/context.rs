@@ -28,7 +28,8 @@ pub struct AttachmentContext<'a, C> {
 }
 
 impl<'a, C> AttachmentContext<'a, C> {
-    /// Opens the namespace CNI_NETNS and a netlink socket in each of both namespaces.
+    /// Opens the namespace CNI_NETNS, and a netlink socket in each of the two namespaces: the
+    /// host's and the container's.
     ///
     /// # Errors
     /// Code 4 without CNI_NETNS; the namespace cannot be opened.
@@ -39,7 +40,8 @@ impl<'a, C> AttachmentContext<'a, C> {
         Ok(AttachmentContext { call, conf, attachment: call.attachment(), netns, host, container, earlier })
     }
 
-    /// Returns CNI_IFNAME as an entry of the result's `interfaces`.
+    /// Returns CNI_IFNAME, with the hardware address `mac`, as an entry of the result's
+    /// `interfaces`.
     pub fn container_interface(&self, mac: Mac) -> Interface {
         Interface { sandbox: self.call.sandbox().to_owned(), ..host_interface(&self.call.ifname, Some(mac)) }
     }

@@ -30,7 +30,8 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let attachment = call.attachment();
     let prev = prev_result(call);
     let mut errors: Vec<Error> = Vec::new();
-    // Declared first so that its socket is closed last: see the head of this module.
+    // Declared before the links are removed, so that the socket of `masquerade` is closed after
+    // that: see the head of this module.
     let masquerade = masquerade::open(call);
     if I::HOST_END != HostEnd::None {
         // Done even without `ipMasq`, which may have been set at the time of the ADD.
@@ -44,8 +45,8 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let links = Links { plugin, call, attachment: &attachment, prev: prev.as_ref() };
     errors.extend(links.remove().err());
     let cleaned = plugin.clean(call, &attachment);
-    // Only now: IPAM may give a released address to the next container at once, so no interface may
-    // answer for it any more.
+    // IPAM may give a released address to the next container at once, so the interface that had the
+    // address must be gone.
     if order == Release::AfterLink {
         errors.extend(release(call).err());
     }
@@ -62,7 +63,7 @@ fn release(call: &Call<'_>) -> Result<()> {
     }
 }
 
-/// Returns `prevResult`. Returns `None` if there is none, or, with a note, if it cannot be parsed.
+/// Returns `prevResult`. Returns `None` if it is absent, or, with a note, if it cannot be parsed.
 fn prev_result(call: &Call<'_>) -> Option<AddResult> {
     call.conf.prev_result().unwrap_or_else(|error| {
         call.notes.note(format_args!("prevResult is not used: {error}"));
@@ -82,29 +83,29 @@ impl<I: Interface> Links<'_, '_, I> {
     /// Removes the attachment's interface in the container and its end on the host.
     ///
     /// # Errors
-    /// CNI_NETNS exists but cannot be opened; the kernel refuses a change. The host's end is
-    /// removed in any case.
+    /// CNI_NETNS exists but cannot be opened; the kernel refuses a change. Even then the removal of
+    /// the host's end has been tried.
     fn remove(&self) -> Result<()> {
         let host = Netlink::open()?;
         let netns = match self.call.netns.as_deref().map(Netns::open) {
             None => None,
             Some(Ok(netns)) => Some(netns),
-            // The path does not exist or is not a namespace (any more), so there is nothing inside.
+            // The path does not exist or is not a namespace: the namespace has been deleted.
             Some(Err(error)) if error.is_no_netns() => None,
             Some(Err(error)) => {
-                let outside = self.purge_host_end(&host, DetachedPort::TakenOff);
+                let outside = self.purge_host_end(&host, PortAction::TakeOff);
                 return Err(Error::from(error).and(outside.err()));
             }
         };
-        let Some(netns) = netns else { return self.purge_host_end(&host, DetachedPort::GivenBack) };
+        let Some(netns) = netns else { return self.purge_host_end(&host, PortAction::GiveBack) };
         let inside = self.remove_inside(&host, &netns);
-        // The host's end usually disappears with CNI_IFNAME. This also removes the end of an
-        // earlier ADD whose DEL was lost. If there was no CNI_IFNAME, both ends may have been
-        // renamed.
+        // The host's end usually disappears with CNI_IFNAME, but the end of an earlier ADD whose
+        // DEL was lost does not. If there was no CNI_IFNAME, both ends may have been renamed, so
+        // all aliases are searched.
         let outside = match inside {
             Ok(true) => self.purge_named_host_ends(&host).map(drop),
-            Ok(false) => self.purge_host_end(&host, DetachedPort::GivenBack),
-            Err(_) => self.purge_host_end(&host, DetachedPort::TakenOff),
+            Ok(false) => self.purge_host_end(&host, PortAction::GiveBack),
+            Err(_) => self.purge_host_end(&host, PortAction::TakeOff),
         };
         Error::join([inside.err(), outside.err()].into_iter().flatten())
     }
@@ -132,9 +133,11 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. A port mark, the
-    /// plugin's own claim and the alias decide, in this order, and without any of them
-    /// `prevResult`. Leaves another attachment's interface, with a note.
+    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, or gives it back if
+    /// its host end has a port mark of this attachment. The first of these that exists decides: a
+    /// port mark, the plugin's claim, an alias that names an attachment,
+    /// [`owns_unmarked`](Self::owns_unmarked). Leaves any other interface, with a note unless it
+    /// has a port mark.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
@@ -148,8 +151,8 @@ impl<I: Interface> Links<'_, '_, I> {
                 let (first, count) = port_mark.addresses;
                 let prev_ips = self.prev.map(|prev| prev.ips.as_slice()).unwrap_or_default();
                 let added: Vec<Cidr> = prev_ips.iter().skip(first).take(count).map(|ip| ip.address).collect();
-                // If this fails, the caller takes the port off the bridge but leaves its mark, so
-                // that the next DEL finds the addresses again.
+                // If an address cannot be removed, `remove` takes the port off the bridge but
+                // leaves the port mark, so that the next DEL finds the addresses again.
                 purge_addresses(container, inner.index, &added)?;
                 give_back(host, outer)?;
             }
@@ -182,13 +185,14 @@ impl<I: Interface> Links<'_, '_, I> {
 
     /// Whether `inner` belongs to this attachment although no alias names an attachment: a Go
     /// plugin created it, or its ADD was killed before it set the alias. `outer` is its end on the
-    /// host. `prevResult` decides, by the host end's name or by the MAC, else the plugin.
+    /// host. The name of `outer` or else the MAC in `prevResult` decides; if `prevResult` has
+    /// neither, the plugin decides.
     fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))
         {
-            // A host interface listed before this position was created by an earlier plugin of the
-            // list. This plugin has given it back already.
+            // An earlier plugin of the list created the host's interfaces before `listed_after`.
+            // `outer` has no port mark any more, so this plugin does not use it any more either.
             return Ok(position >= listed_after);
         }
         match self.expected_mac() {
@@ -197,16 +201,15 @@ impl<I: Interface> Links<'_, '_, I> {
         }
     }
 
-    /// Returns the position of the host's end among the host's interfaces in `prevResult`, or
-    /// `None` if it is not listed. Compares names, which no later plugin changes. The MAC of the
-    /// container's end may differ: `tuning` may have changed it in ADD and changed it back in its
-    /// DEL.
+    /// Returns the position of `outer` among the host's interfaces in `prevResult`, or `None` if
+    /// `outer` is not listed. Compares names, which no later plugin changes. The MAC of CNI_IFNAME
+    /// would not identify the pair: `tuning` may have changed it in ADD and back in its DEL.
     fn position_in_prev(&self, outer: &Link) -> Option<usize> {
         let mut on_host = self.prev?.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
         on_host.position(|interface| interface.name == outer.name)
     }
 
-    /// Returns the MAC that `prevResult` has for CNI_IFNAME, or `None` if it has none.
+    /// Returns the MAC that `prevResult` has for CNI_IFNAME, or `None` if there is no valid one.
     fn expected_mac(&self) -> Option<Mac> {
         let prev = self.prev?;
         let position = prev.find_interface(&self.call.ifname, self.call.sandbox())?;
@@ -215,7 +218,7 @@ impl<I: Interface> Links<'_, '_, I> {
 
     /// Removes the attachment's veth ends on the host, found by the names that ADD derives from the
     /// attachment. There are several if an ADD was killed and another one followed. Returns whether
-    /// there was one.
+    /// at least one existed.
     fn purge_named_host_ends(&self, host: &Netlink) -> Result<bool> {
         let mut found = false;
         if I::HOST_END == HostEnd::None {
@@ -230,11 +233,10 @@ impl<I: Interface> Links<'_, '_, I> {
 
     /// Removes the attachment's end on the host without looking into the container.
     ///
-    /// First tries the names that ADD uses. If no link has one, the end may have been renamed, or
-    /// it may be a port that another plugin created and that is still on the bridge. Either can
-    /// have any name, so then the aliases of all links are searched. `port` says what happens to
-    /// such a port.
-    fn purge_host_end(&self, host: &Netlink, port: DetachedPort) -> Result<()> {
+    /// First tries the names that ADD uses. If no link has one of them, searches the aliases of all
+    /// links: the end may have been renamed, or may be a port that another plugin created under any
+    /// name. `port_action` is what happens to such a port.
+    fn purge_host_end(&self, host: &Netlink, port_action: PortAction) -> Result<()> {
         if I::HOST_END == HostEnd::None {
             return Ok(());
         }
@@ -252,9 +254,9 @@ impl<I: Interface> Links<'_, '_, I> {
             let removed = if link.is_veth() && self.attachment.is_on(link.alias.as_deref()) {
                 host.purge_link(link.index).map(drop)
             } else if PortMark::of(&link).is_some_and(|port_mark| port_mark.belongs_to(self.attachment)) {
-                match port {
-                    DetachedPort::GivenBack => give_back(host, &link),
-                    DetachedPort::TakenOff => take_off(host, &link),
+                match port_action {
+                    PortAction::GiveBack => give_back(host, &link),
+                    PortAction::TakeOff => take_off(host, &link),
                 }
             } else {
                 Ok(())
@@ -267,10 +269,10 @@ impl<I: Interface> Links<'_, '_, I> {
 
 /// What DEL does with a port that another plugin created.
 #[derive(Clone, Copy)]
-enum DetachedPort {
-    /// Takes it off the bridge and restores its earlier alias.
-    GivenBack,
-    /// Takes it off the bridge, so that addresses that may still be in the container are
-    /// unreachable, but leaves its mark, by which the next DEL finds these addresses.
-    TakenOff,
+enum PortAction {
+    /// Takes the port off the bridge and restores its earlier alias.
+    GiveBack,
+    /// Takes the port off the bridge, so that addresses that may still be in the container are
+    /// unreachable, but leaves the port mark, by which the next DEL finds these addresses.
+    TakeOff,
 }

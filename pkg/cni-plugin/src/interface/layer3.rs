@@ -42,8 +42,8 @@ impl Layer3 {
     /// the addresses that earlier plugins gave to the container. Nothing is configured yet.
     ///
     /// # Errors
-    /// Code 7 if the answer has no addresses, lacks a gateway that `policy` requires, or has a route
-    /// that cannot work.
+    /// Code 7 if the answer has no addresses, lacks a gateway that `policy` requires, or has a
+    /// route that cannot work.
     pub(super) fn new(
         ipam: &AddResult,
         policy: &Layer3Policy<'_>,
@@ -98,8 +98,8 @@ impl Layer3 {
     }
 
     /// Adds a default route for each address family that has a gateway; the family of the first
-    /// address comes first. If IPAM lists a default route of the main table with metric 0 but without
-    /// a gateway, sets that route's gateway instead.
+    /// address comes first. If IPAM lists a default route of the main table with metric 0 but
+    /// without a gateway, sets that route's gateway instead.
     fn add_default_routes(&mut self) {
         let ipv4_first = self.ips.first().is_none_or(|ip| ip.address.is_ipv4());
         for is_ipv4 in [ipv4_first, !ipv4_first] {
@@ -267,8 +267,8 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
     }
     container.set_up(index)?;
     let routes: Vec<Route> = layer3.kernel_routes(index).collect();
-    // Positions in `routes`: `merged` of routes that an earlier multipath route contains, `left_out`
-    // of routes that were not added.
+    // Positions in `routes`: `merged` of the routes that an earlier multipath route contains,
+    // `left_out` of the routes that were not added.
     let mut merged: BTreeSet<usize> = BTreeSet::new();
     let mut left_out: BTreeSet<usize> = BTreeSet::new();
     for (position, route) in routes.iter().enumerate() {

@@ -171,7 +171,7 @@ pub trait Interface {
     /// Whether DEL removes CNI_IFNAME although neither a mark nor `prevResult` identifies it as
     /// this attachment's. CNI_IFNAME is of this plugin's kind; `outer` is its end on the host.
     ///
-    /// The default answers yes unless CNI_NETNS is the host's own namespace: the Go plugins mark an
+    /// The default answers yes if CNI_NETNS is not the host's own namespace: the Go plugins mark an
     /// interface by its name only, and before specification 0.4.0 DEL gets no `prevResult`.
     ///
     /// # Errors
@@ -180,8 +180,8 @@ pub trait Interface {
         Ok(call.netns.as_deref().is_some_and(|path| call.machine.is_own_netns(path).is_ok_and(|own| !own)))
     }
 
-    /// DEL: decides whether `inner`, which is CNI_IFNAME, belongs to this attachment. On `None`,
-    /// its kind, its mark and `prevResult` decide.
+    /// DEL: decides whether `inner`, which is CNI_IFNAME, belongs to this attachment. `None` leaves
+    /// the decision to the alias, the kind of `inner` and `prevResult`.
     fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Ownership> {
         None
     }
@@ -246,9 +246,9 @@ pub enum HostEnd {
 /// Whether an interface in the container belongs to an attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ownership {
-    /// It belongs to this attachment: DEL removes it.
+    /// The interface belongs to this attachment: DEL removes it.
     Ours,
-    /// It does not: DEL leaves it.
+    /// The interface does not belong to this attachment: DEL leaves it.
     NotOurs,
 }
 
@@ -263,8 +263,8 @@ pub enum Release {
 }
 
 impl Release {
-    /// Returns when the call's addresses are released: before the link with dhcp, which sends its
-    /// release over the link, else as the plugin says.
+    /// Returns when this call releases its addresses: with the IPAM plugin dhcp before the link is
+    /// removed, because dhcp sends its release over the link, else [`Interface::RELEASE`].
     fn order<I: Interface>(call: &Call<'_>) -> Release {
         if call.conf.ipam_type() == "dhcp" { Release::BeforeLink } else { I::RELEASE }
     }
@@ -288,8 +288,8 @@ pub struct Layer3Policy<'c> {
     pub subnet: SubnetRoute,
     /// Whether duplicate address detection runs in the container.
     pub dad: Dad,
-    /// The state in which ADD leaves an interface without addresses, and which CHECK expects of any
-    /// interface.
+    /// The state in which ADD leaves an interface without addresses. With [`LinkState::Up`], CHECK
+    /// expects every interface to be up.
     pub state: LinkState,
 }
 
@@ -360,7 +360,7 @@ pub struct HostState {
     /// The addresses that the host now has for this container, for example the gateway's.
     pub added: Vec<IpAddr>,
     /// The index of the host's link whose neighbour entries for the container's addresses may still
-    /// have the MAC of an earlier container; `None` if that cannot be.
+    /// have the MAC of an earlier container; `None` if there is no such link.
     pub neighbours_on: Option<u32>,
 }
 
@@ -442,13 +442,13 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
 pub fn name_taken<I: Interface>(attachment: &AttachmentId) -> Error {
     match I::HOST_END {
         HostEnd::Veth { .. } => veth::name_taken(&attachment.ifname, &attachment.host_name(0)),
-        HostEnd::None => taken(&attachment.ifname),
+        HostEnd::None => ifname_taken(&attachment.ifname),
     }
 }
 
 /// Returns the error, code 102, of an ADD whose CNI_IFNAME exists already, for a link that has no
 /// end on the host.
-fn taken(ifname: &str) -> Error {
+fn ifname_taken(ifname: &str) -> Error {
     Error::new(Code::CONFLICT, format!("interface {ifname:?} already exists in the container")).with_details(UNTOUCHED)
 }
 

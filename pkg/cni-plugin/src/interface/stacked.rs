@@ -15,7 +15,7 @@ use cni_linux::{Link, Mac, Netlink, Stacked, StackedSpec};
 use serde::{Deserialize, Deserializer};
 
 use super::veth::undo_creation;
-use super::{AttachmentContext, Check, CreatedLink, failed, taken};
+use super::{AttachmentContext, Check, CreatedLink, failed, ifname_taken};
 
 /// The properties of an interface to create.
 #[derive(Clone, Debug)]
@@ -90,8 +90,8 @@ impl Choices {
     /// Returns the MTU to set, or `None` for the kernel's default.
     ///
     /// # Errors
-    /// Code 7 if it is larger than the MTU of `master`. Only an ipvlan may have a larger one, as in
-    /// Go.
+    /// Code 7 if the configured MTU is negative or larger than the MTU of `master`. As in Go, only
+    /// an ipvlan can have a larger MTU than its master.
     fn checked_mtu(&self, master: &Link) -> Result<Option<u32>> {
         let largest = if let Stacked::Ipvlan(_) = self.stacked { i64::from(u32::MAX) } else { master.mtu.into() };
         if !(0..=largest).contains(&self.mtu) {
@@ -118,7 +118,8 @@ pub fn create<'a, C>(
         MasterNamespace::Host => &context.host,
         MasterNamespace::Container => &container,
     };
-    let (master, stacked) = (choices.find_master(master_side)?, choices.stacked);
+    let master = choices.find_master(master_side)?;
+    let stacked = choices.stacked;
     let spec = StackedSpec {
         name: &context.attachment.host_name(0),
         master: master.index,
@@ -129,18 +130,19 @@ pub fn create<'a, C>(
         netns: &context.netns,
     };
     // Only this attachment uses the temporary name. Once the index is known, the undo finds the
-    // interface by it, even after it was renamed to CNI_IFNAME.
-    let created_index = undo_creation(&container, spec.name, move |link| is_of(link, stacked), rollback);
+    // interface by its index, even after it was renamed to CNI_IFNAME.
+    let created_index = undo_creation(&container, spec.name, move |link| has_kind(link, stacked), rollback);
     master_side.create_stacked(&spec).map_err(|error| creation_error(error, &master, stacked))?;
     let link = container.link(spec.name)?;
     created_index.set(Some(link.index));
     container
         .set_first_name(link.index, &context.call.ifname, &context.attachment.alias())
-        .map_err(|error| if error.is_exists() { taken(&context.call.ifname) } else { error.into() })?;
+        .map_err(|error| if error.is_exists() { ifname_taken(&context.call.ifname) } else { error.into() })?;
     let Some(mac) = link.mac else {
         return Err(Error::new(Code::KERNEL, format!("{} has no Ethernet address", stacked.kind())));
     };
-    // A macvlan in passthru mode and an ipvlan have the master's address whatever was asked for.
+    // The kernel gives a macvlan in passthru mode and an ipvlan the master's address, even if
+    // another one was requested.
     if choices.mac.is_some_and(|configured| configured != mac) {
         context.call.notes.note(format_args!("{} has its master's hardware address {mac}", context.call.ifname));
     }
@@ -149,7 +151,7 @@ pub fn create<'a, C>(
 }
 
 /// Whether a link is of the kind macvlan, ipvlan or vlan that `stacked` names.
-fn is_of(link: &Link, stacked: Stacked) -> bool {
+fn has_kind(link: &Link, stacked: Stacked) -> bool {
     link.kind.to_string() == stacked.kind()
 }
 
@@ -183,7 +185,7 @@ pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Disp
 /// be checked, because no container exists yet.
 ///
 /// # Errors
-/// Code 50.
+/// Code 50 if the master does not exist or its MTU is too small.
 pub fn ready(choices: &Choices) -> Result<()> {
     if choices.master_namespace == MasterNamespace::Container {
         return Ok(());
