@@ -104,12 +104,12 @@ impl AttachmentId {
     }
 
     /// Returns the name of the ifb device on which the plugin bandwidth limits what the container
-    /// sends. The Go plugin uses the same name, so it does not depend on the interface.
+    /// sends. As in the Go plugin, the name does not depend on CNI_IFNAME.
     pub fn ifb_name(&self) -> String {
         format!("{IFB_PREFIX}{}", sha512_hex(&[self.network.as_bytes(), self.container_id.as_bytes()], 12))
     }
 
-    /// Returns the name of the ifb if another interface of the container already has the one with
+    /// Returns the name of the ifb device if another interface of the container already uses
     /// [`ifb_name`](AttachmentId::ifb_name).
     pub fn own_ifb_name(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;

@@ -84,9 +84,9 @@ impl Cidr {
         self.0.contains(address)
     }
 
-    /// Returns the first address after the network's own, with the network's prefix length. It is
-    /// the gateway if none is configured. Returns `None` if the network's address is the highest of
-    /// all.
+    /// Returns the first address after the network's own, with the network's prefix length: the
+    /// gateway if none is configured. Returns `None` if the network's address is the highest one of
+    /// its address family.
     pub fn first(&self) -> Option<Cidr> {
         let first = match self.network().address() {
             IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),

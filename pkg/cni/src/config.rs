@@ -142,9 +142,9 @@ impl From<RuntimeDns> for Dns {
 }
 
 /// Returns the name resolution that an interface plugin reports in its result instead of IPAM's:
-/// `runtime_dns`, the value of `runtimeConfig.dns`, or without it `conf_dns`, the value of `dns` in
-/// the configuration. Returns `None` if neither has a value. The Go plugins ignore
-/// `runtimeConfig.dns`, so a `runtime_dns` of a wrong type is only noted.
+/// `runtime_dns`, the value of `runtimeConfig.dns`, or, if that is absent, `conf_dns`, the value of
+/// `dns` in the configuration. Returns `None` if both are absent or `conf_dns` is empty. The Go
+/// plugins ignore `runtimeConfig.dns`, so a `runtime_dns` of a wrong type is only noted.
 pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
     if let Some(json) = runtime_dns {
         match json.decode::<RuntimeDns>() {
@@ -158,7 +158,7 @@ pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) ->
 /// Parses a configuration.
 ///
 /// # Errors
-/// Code 6 if it is not a JSON object.
+/// Code 6 if `raw` is not a JSON object.
 pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
     let error = |why: String| Error::new(Code::DECODE, format!("error unmarshall network config: {why}"));
     match Json::parse(raw) {
@@ -171,7 +171,7 @@ pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
 /// Returns the network's name.
 ///
 /// # Errors
-/// Code 6 if it is not a string, 7 if it is missing or invalid.
+/// Code 6 if the name is not a string, 7 if it is missing or invalid.
 pub(crate) fn name(json: &Json) -> Result<&str> {
     let name = match json.get("name") {
         None => "",
@@ -185,7 +185,7 @@ pub(crate) fn name(json: &Json) -> Result<&str> {
 /// Returns the value of `cniVersion`, or 0.1.0 if that is absent or empty.
 ///
 /// # Errors
-/// Code 6 if it is not a string.
+/// Code 6 if `cniVersion` is not a string.
 pub(crate) fn version_text(json: &Json) -> Result<String> {
     match json.get("cniVersion") {
         None => Ok("0.1.0".to_owned()),
@@ -217,11 +217,12 @@ struct Attachment {
 }
 
 impl ValidAttachments {
-    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments` if that is missing. Go's libcni
-    /// sends `null` for an empty list.
+    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments` if that is missing. `null`
+    /// counts as an empty list, because Go's libcni sends it for one.
     ///
     /// # Errors
-    /// Code 7 if both are missing, not a list, or have an element without ID or name.
+    /// Code 7 if both keys are missing, the value is not a list, or an element has no container ID
+    /// or no interface name.
     pub(crate) fn from_config(json: &Json) -> Result<ValidAttachments> {
         const KEY: &str = "cni.dev/valid-attachments";
         let list = json.get_or_null(KEY).or_else(|| json.get_or_null("cni.dev/attachments"));

@@ -25,8 +25,8 @@ use crate::rollback::Rollback;
 use crate::skel::{Call, Environment, Verb};
 use crate::{Code, Error, Result};
 
-/// How long a delegate may take without `delegateTimeout`. Longer than host-local waits for its
-/// lock.
+/// How long a delegate may take without `delegateTimeout`. It is longer than host-local waits for
+/// its lock.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(55);
 
 /// A plugin that was found on CNI_PATH, to be run for one call.
@@ -50,7 +50,7 @@ struct Timeouts {
 /// Returns how long delegates may take: `delegateTimeout`, or [`DEFAULT_TIMEOUT`] without that key.
 ///
 /// # Errors
-/// Code 6 if it is not a number, 7 if it is not between 1 and 300 seconds.
+/// Code 6 if `delegateTimeout` is not a whole number, 7 if it is not between 1 and 300 seconds.
 pub fn timeout(conf: &NetConf) -> Result<Duration> {
     match conf.decode::<Timeouts>()?.delegate_timeout {
         None => Ok(DEFAULT_TIMEOUT),
@@ -65,11 +65,11 @@ impl<'a> Delegate<'a> {
     /// Finds the plugin with the type `kind` on CNI_PATH.
     ///
     /// # Errors
-    /// Code 4 with Go's text if it is not there, 7 if `kind` is not a file name or
-    /// `delegateTimeout` is invalid. DEL and GC only note an invalid `delegateTimeout`.
+    /// Code 4 with Go's text if CNI_PATH has no such plugin, 7 if `kind` is not a file name; for an
+    /// invalid `delegateTimeout` those of [`timeout`]. DEL and GC only note the latter.
     pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
         let program = find_plugin(kind, &call.environment.plugin_folders())?;
-        // DEL and GC must clean up whatever the configuration says. ADD refuses a bad timeout.
+        // DEL and GC must clean up even with an invalid timeout, which the other verbs refuse.
         let verb = call.environment.command.as_str();
         let timeout = match timeout(&call.conf) {
             Err(error) if verb == "DEL" || verb == "GC" => {
@@ -115,8 +115,8 @@ impl<'a> Delegate<'a> {
     }
 
     /// Whether the attachment has addresses that ADD will return again: `ipam` has `"reuse": true`,
-    /// and the delegate's CHECK succeeds. The caller must not run DEL then, because it would
-    /// release addresses that a running container may use.
+    /// and the delegate's CHECK succeeds. The caller must not run DEL for such an attachment: DEL
+    /// would release addresses that a running container may use.
     fn reuses_lease(&self) -> Result<bool> {
         if self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse")) != Some(&Json::Bool(true)) {
             return Ok(false);
@@ -249,11 +249,12 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
 /// How a plugin failed, which decides whether it may have left changes.
 #[derive(Debug)]
 pub enum Failure {
-    /// It printed an error, so it has undone its changes.
+    /// The plugin printed an error, so it has undone its changes.
     Answered(Error),
-    /// It could not be started, so it has changed nothing.
+    /// The plugin could not be started, so it has changed nothing.
     NotStarted(Error),
-    /// It was killed, or ended without printing an error: it may have left changes.
+    /// The plugin was killed, ended without printing an error, or printed no usable result, so it
+    /// may have left changes.
     Unanswered(Error),
 }
 
@@ -268,8 +269,8 @@ impl From<Failure> for Error {
 /// Returns the stdout of a plugin that succeeded. `output` is the outcome of running `program`.
 ///
 /// # Errors
-/// The error that the plugin printed, with its code. Without one: code 11 if it exceeded its time
-/// or a signal ended this process's wait, 5 if it could not be run, else 999.
+/// The error that the plugin printed, with its code. If the plugin printed none: code 11 if it
+/// exceeded its time or a signal ended this process's wait, 5 if it could not be run, else 999.
 pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());

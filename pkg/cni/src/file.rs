@@ -11,7 +11,7 @@ const LONGEST: u64 = 16 << 20;
 /// Returns the content of a regular file of at most 16 MiB. Follows symbolic links.
 ///
 /// # Errors
-/// The file cannot be read, is not a regular file, or is larger.
+/// The file cannot be read, is not a regular file, or is larger than 16 MiB.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     // Checked before opening, because opening a FIFO would wait for its other end.
     if !fs::metadata(path)?.is_file() {

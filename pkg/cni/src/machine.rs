@@ -1,7 +1,6 @@
 //! The operations of the operating system that the protocol needs, as a trait.
 //!
-//! `cni-linux` implements it. So this crate has no system calls of its own, and tests of the
-//! protocol pass their own values.
+//! `cni-linux` implements the trait. Tests of the protocol implement it with values of their own.
 
 use std::ffi::OsString;
 use std::io;

@@ -70,8 +70,8 @@ impl Step {
 
 /// Returns the first 8 KiB of a text, so that a log line does not become too long.
 fn beginning(bytes: &[u8]) -> String {
-    const LONGEST: usize = 8 << 10;
-    String::from_utf8_lossy(bytes.get(..LONGEST).unwrap_or(bytes)).into_owned()
+    const LIMIT: usize = 8 << 10;
+    String::from_utf8_lossy(bytes.get(..LIMIT).unwrap_or(bytes)).into_owned()
 }
 
 /// Formats bytes as two hex digits each, for the log.

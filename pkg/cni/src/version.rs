@@ -1,8 +1,8 @@
 //! The versions of the CNI specification.
 //!
 //! A configuration's `cniVersion` must be exactly the text of one of [`Version::ALL`]. CHECK exists
-//! since 0.4.0, GC and STATUS since 1.1.0. As in Go, this is checked first, also for versions that
-//! are not supported, so these must be comparable too ([`parse_triple`]).
+//! since 0.4.0, GC and STATUS since 1.1.0. As in Go, whether the version has the verb is checked
+//! before whether the version is supported, so [`parse_triple`] also reads unsupported versions.
 
 use std::fmt;
 

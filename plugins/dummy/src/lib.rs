@@ -64,10 +64,10 @@ impl Interface for Dummy {
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<()>> {
         let (name, mac) = (&context.call.ifname, made_up_mac()?);
-        let created =
+        let created_index =
             undo_creation(&Rc::new(context.container.clone()), name, move |link| link.mac == Some(mac), rollback);
         let link = context.container.create_dummy(name, mac)?;
-        created.set(Some(link.index));
+        created_index.set(Some(link.index));
         context.container.set_alias(link.index, &context.attachment.alias())?;
         let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
         Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })

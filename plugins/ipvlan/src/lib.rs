@@ -1,5 +1,5 @@
 //! The plugin `ipvlan`: creates an interface in the container's network namespace on top of an
-//! interface of the host, the master. It has the master's hardware address.
+//! interface of the host, the master. The new interface has the master's hardware address.
 //!
 //! The plugin may run after another plugin of the same list and have no IPAM plugin. It then takes
 //! the addresses and routes from that plugin's result, and also the master if none is configured.
@@ -127,7 +127,8 @@ pub fn mode_of_master(conf: &NetConf) -> Option<(String, Stacked)> {
 /// Returns the master that an earlier plugin's result names: its only interface.
 ///
 /// # Errors
-/// Code 7, with the text of Go's plugin, if the result lists none or several.
+/// Code 7, with the text of Go's plugin, if the result lists no interface, several, or one without
+/// a name.
 fn master_of_result(earlier: &AddResult) -> Result<String> {
     match &earlier.interfaces[..] {
         [only] if !only.name.is_empty() => Ok(only.name.clone()),

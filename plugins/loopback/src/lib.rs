@@ -46,8 +46,8 @@ impl Plugin for Loopback {
         let netlink = Netlink::open()?.open_in(&Netns::open(call.netns()?)?)?;
         let lo = netlink.link(LO)?;
         let mut rollback = call.rollback();
-        // Before the addresses are read: the kernel adds 127.0.0.1/8 and ::1/128 when lo goes up,
-        // and they belong into the result.
+        // lo is set up before its addresses are read: the kernel adds 127.0.0.1/8 and ::1/128 when
+        // lo goes up, and both belong in the result.
         netlink.set_up(lo.index)?;
         let addresses = netlink.list_addresses(lo.index)?;
         if !lo.up {

@@ -102,12 +102,14 @@ impl Interface for Macvlan {
 }
 
 /// Returns the error for an invalid hardware address, with the text of Go's plugin. `sources` are
-/// the texts that may contain the address, the one that counts first; `reason` says what is wrong.
+/// the texts that may contain the address, of which the first that is not empty counts; `reason` is
+/// the error of [`keys::mac`].
 ///
 /// Go's plugin has two texts, because its parser refuses a malformed address, and the kernel an
 /// address that no interface can have, such as a multicast address.
 fn mac_error(sources: [&str; 3], reason: &str) -> Error {
     let text = sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default();
+    // `keys::mac` begins its error about a malformed address with "address".
     Error::config(match reason.starts_with("address") {
         true => format!("invalid args {text} for MAC addr: {reason}"),
         false => format!("failed to create macvlan: {reason}"),

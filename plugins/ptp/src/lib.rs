@@ -158,8 +158,8 @@ impl Interface for Ptp {
 }
 
 /// Adds `route`, the host's route to one of the container's addresses. If the host already has a
-/// route to that address, perhaps of a container that had the address before, it stays, and the new
-/// one is added in front of it.
+/// route to that address, perhaps of a container that had the address before, the existing route
+/// stays, and `route` is added in front of it.
 fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
     match context.host.add_route(route) {
         Err(error) if error.is_exists() => {
@@ -183,7 +183,7 @@ fn host_route(ip: &IpConfig, host_end: u32) -> Route {
 }
 
 /// Checks that the host's end of the pair is up and has the gateways' addresses, and that the host
-/// forwards packets and has a route over it to each of the container's addresses.
+/// forwards packets and has a route over `host_end` to each of the container's addresses.
 ///
 /// # Errors
 /// Code 101 with the first difference.

@@ -76,7 +76,7 @@ impl Conf {
         Ok(Conf::FreeTables { gateways, main })
     }
 
-    /// Returns the configured gateway of a family.
+    /// Returns the configured gateway of a family, or `None` if there is none.
     pub(crate) fn gateway(&self, family: Family) -> Option<IpAddr> {
         match self {
             Conf::Table(_) => None,

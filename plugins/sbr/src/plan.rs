@@ -102,7 +102,7 @@ impl Plan {
         self.hints = hints.iter().map(SavedRoute::from).collect();
     }
 
-    /// Makes the changes. Each one's undo is registered in `rollback` before it is made.
+    /// Makes the changes. Registers the undo of a change on `rollback` before making the change.
     ///
     /// # Errors
     /// Code 100 if the kernel refuses a change.
@@ -117,8 +117,8 @@ impl Plan {
             rollback.push(format!("delete rule {rule}"), move || undo.purge_rule(&rule));
             netlink.add_rule(&rule)?;
         }
-        // Undos run in reverse order: the hints must be removed before the routes are restored,
-        // which conflict with them. So this undo is registered first.
+        // Undos run in reverse order, and the restored routes conflict with the hints. So this undo
+        // is registered before those that delete the hints.
         let (undo, undone) = (netlink.clone(), self.moved.clone());
         rollback.push("put the routes of the main table back", move || {
             undone.iter().map(|route| undo.append_route(route)).fold(Ok(()), Result::and)
@@ -148,8 +148,8 @@ fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> 
 /// Returns the routes for the table of the address `ip`: `copied`, and a default route to the
 /// configured gateway or, if no route has the same destination, to the address's own gateway.
 ///
-/// Routes with a gateway come last: the kernel accepts one only if it can already reach the
-/// gateway.
+/// Routes with a gateway come last: the kernel accepts such a route only if it can already reach
+/// the gateway.
 fn routes_of_table(ip: &IpConfig, conf: &Conf, link: &Link, mut copied: Vec<SavedRoute>) -> Vec<SavedRoute> {
     let address = ip.address.address();
     let family = Family::of(address);

@@ -54,8 +54,8 @@ pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
     let ipam = keys.ipam.ok_or_else(|| Error::config("IPAM config missing 'ipam' key"))?;
     let gateways = ipam.addresses.iter().map(|entry| parse_gateway(&entry.gateway)).collect::<Result<Vec<_>>>()?;
     let args_ips = ips_of_cni_args(args)?;
-    // Read first, and even if runtimeConfig replaces it, so that the first error is the one that
-    // Go's plugin reports.
+    // `args.cni` is read before `runtimeConfig.ips`, and even if those replace it, so
+    // that the first error is the one that Go's plugin reports.
     let args_cni_ips = parse_ips(&read_args_cni(conf)?)?;
     let mut ips = parse_ips(&keys.runtime_config)?;
     if ips.is_empty() {
@@ -86,8 +86,8 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     unknown
 }
 
-/// Returns the addresses in `IP` of CNI_ARGS, each with the gateway in `GATEWAY` that is in its
-/// network. Both are lists that are separated by commas.
+/// Returns the addresses in `IP` of CNI_ARGS, each with the last gateway in `GATEWAY` that is in
+/// the address's network. `IP` and `GATEWAY` are lists that are separated by commas.
 ///
 /// # Errors
 /// Code 4 for a text that cannot be parsed, or another key.

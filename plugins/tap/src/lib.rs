@@ -28,7 +28,7 @@ use serde::Deserialize;
 const MTU: RangeInclusive<i64> = 68..=65521;
 
 /// How long `ip tuntap add` may take.
-const IP_LIMIT: Duration = Duration::from_secs(20);
+const IP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The plugin `tap`: the part that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
@@ -74,8 +74,8 @@ pub struct Keys {
 impl Interface for TapPlugin {
     type Keys = Keys;
     type Conf = Conf;
-    /// The tap while it would still end with this process: `None` after the end of ADD, and if `ip`
-    /// has created it.
+    /// The tap, as long as it would end with this process. `None` once
+    /// [`finish`](Interface::finish) has made it persistent, or if `ip` has created it.
     type Link = Option<Tap>;
 
     const NAME: &'static str = "tap";
@@ -184,8 +184,7 @@ fn create_tap(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>) -> Resu
     })
 }
 
-/// Sets the configured hardware address and MTU. Returns the hardware address that the tap then
-/// has.
+/// Sets the configured MTU and hardware address, if any. Returns the resulting hardware address.
 fn configure(context: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> {
     let AttachmentContext { container, conf, .. } = context;
     if let Some(mtu) = conf.mtu {
@@ -232,7 +231,7 @@ fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, se
         args,
         env: None,
         stdin: b"",
-        timeout: IP_LIMIT,
+        timeout: IP_TIMEOUT,
         on_sigterm: OnSigterm::Kill,
     };
     // The program inherits both the label and the namespace of the thread that starts it.

@@ -67,7 +67,7 @@ impl Plan {
     }
 
     /// Creates the VRF if it does not exist, adds the interface to it and restores the interface's
-    /// addresses and routes. Each change's undo is registered in `rollback` before it is made.
+    /// addresses and routes. Registers the undo of a change on `rollback` before making the change.
     ///
     /// # Errors
     /// Code 2 if the kernel does not support VRFs; 100 if it refuses a change.
@@ -104,8 +104,8 @@ fn free_table(netlink: &Netlink, conf: &Conf, routes: &[SavedRoute]) -> Result<u
     if let Some(table) = conf.table {
         return Ok(table);
     }
-    let [v4, v6] = Family::ALL.map(|family| netlink.list_rules(family));
-    let mut taken = tables_in_use(&[v4?, v6?].concat(), routes);
+    let [v4_rules, v6_rules] = Family::ALL.map(|family| netlink.list_rules(family));
+    let mut taken = tables_in_use(&[v4_rules?, v6_rules?].concat(), routes);
     taken.extend(netlink.list_links()?.iter().filter_map(|link| link.vrf_table));
     Ok((1..).find(|table| !taken.contains(table)).unwrap_or(u32::MAX))
 }
@@ -126,8 +126,8 @@ fn create_vrf(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
 /// they are.
 fn restore(netlink: &Netlink, addresses: &[SavedAddr], routes: &[SavedRoute]) -> cni_linux::Result<()> {
     addresses.iter().try_for_each(|address| netlink.restore_address(address))?;
-    // The kernel accepts a gateway only if there already is a route to it, and with ptp that route
-    // is one of these.
+    // Routes through a gateway come last: the kernel accepts a gateway only if a route to it
+    // exists, and with ptp that route is one of `routes`.
     let (through_gateway, direct): (Vec<_>, Vec<_>) =
         routes.iter().partition(|route| route.routes().iter().any(|route| route.gw.is_some()));
     direct.into_iter().chain(through_gateway).try_for_each(|route| netlink.append_route(route))

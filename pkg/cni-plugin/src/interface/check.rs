@@ -272,8 +272,8 @@ impl<'a, C> Check<'a, C> {
     }
 
     /// Writes the masquerade rules of these addresses again if some are missing and `mode` is
-    /// [`RestoreMode::Write`]. Returns the rules that were missing, with the undo of the writing, or
-    /// `None` without `ipMasq`.
+    /// [`RestoreMode::Write`]. Returns the rules that were missing, with the undo, or `None`
+    /// without `ipMasq`.
     ///
     /// # Errors
     /// The rules cannot be read or written.

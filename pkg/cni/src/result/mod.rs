@@ -168,8 +168,8 @@ impl AddResult {
         wire::decode(json, version.shape())
     }
 
-    /// Decodes a result whose `cniVersion`, if it has one, must use the same form of results as
-    /// `version`. Go decodes `prevResult` so.
+    /// Decodes a result in the form of `version`, as Go decodes `prevResult`. If the result has a
+    /// `cniVersion`, that version must use the same form.
     ///
     /// # Errors
     /// The result has a version of another form, or the JSON does not have this form.

@@ -94,7 +94,7 @@ impl Unknown {
     }
 }
 
-/// Returns `json` without the keys in `known`; `null` if nothing else is in it.
+/// Returns `json` without the keys in `known`; `null` if no other key is in it.
 fn unknown(json: &Json, known: &[Known]) -> Value {
     match json {
         Json::Array(items) => {
@@ -108,8 +108,8 @@ fn unknown(json: &Json, known: &[Known]) -> Value {
                     None => drop(unknown_members.insert(key.clone(), Value::from(value))),
                     Some(Known(_, [])) => {}
                     Some(_) if *value == Json::Null => {}
-                    // Of duplicate keys, the last one that is not null counts, so it replaces what
-                    // an earlier one has left.
+                    // Of duplicate keys, the last one that is not null counts, so its unknown keys
+                    // replace those of an earlier one.
                     Some(Known(name, inner)) => match unknown(value, inner) {
                         Value::Null => drop(unknown_members.remove(*name)),
                         value => drop(unknown_members.insert((*name).to_owned(), value)),

@@ -370,7 +370,7 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
         if call.machine.terminated() {
             return Err(Error::new(Code::TRY_AGAIN, "interrupted by a signal: all of this ADD was rolled back"));
         }
-        // Other programs compare this text for equality, so nothing is added to it.
+        // Other programs compare this error's text for equality, so nothing is added to it.
         let encoded = result.encode(call.conf.version());
         let bytes = encoded.map_err(|error| Error::new(Code::INCOMPATIBLE_VERSION, error.to_string()))?;
         write_out(stdout, &bytes)?;
@@ -379,8 +379,8 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
     })
 }
 
-/// Runs STATUS. A shortage that may pass by itself is only noted: a runtime that gets an error
-/// marks the node as not ready, and Kubernetes then evicts pods that work.
+/// Runs STATUS. Only writes a note on a shortage that may pass by itself: a runtime that gets an
+/// error marks the node as not ready, and Kubernetes then evicts pods that work.
 ///
 /// # Errors
 /// Code 50, or the plugin's more specific code, if no ADD can succeed until something is repaired.
@@ -398,8 +398,8 @@ fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
     })
 }
 
-/// Runs `verb` and turns a panic in it into an error of code 999. By then the unwinding has dropped
-/// every rollback of the verb, which has undone its changes.
+/// Runs `verb` and turns a panic in it into an error of code 999. Before this function returns, the
+/// unwinding has dropped every rollback of the verb, which has undone its changes.
 fn catch_panic(plugin: &dyn Plugin, verb: impl FnOnce() -> Result<()>) -> Result<()> {
     catch_unwind(AssertUnwindSafe(verb)).unwrap_or_else(|panic| {
         let text = match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {

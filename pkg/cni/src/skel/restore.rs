@@ -7,9 +7,9 @@ use crate::{Code, Result};
 /// Whether [`Plugin::restore_rules`](super::Plugin::restore_rules) writes missing rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RestoreMode {
-    /// No: it only reports them.
+    /// Only reports the missing rules.
     Report,
-    /// Yes.
+    /// Writes the missing rules.
     Write,
 }
 
@@ -18,7 +18,8 @@ pub enum RestoreMode {
 pub struct Restored<'a> {
     /// One sentence about each rule that was missing.
     pub missing: Vec<String>,
-    /// Removes the rules that were written, unless the caller commits it.
+    /// The undo of the writing. Dropping it removes the written rules; the caller commits it to
+    /// keep them.
     pub rollback: Rollback<'a>,
 }
 
