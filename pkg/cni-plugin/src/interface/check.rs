@@ -239,6 +239,8 @@ impl<'a, C> Check<'a, C> {
     fn routes(&self) -> Result<()> {
         let container = &self.context.container;
         for expected in self.layer3.kernel_routes(self.inner.index) {
+            // A prevResult may name a route with host bits, which the kernel's route does not have.
+            let expected = cni_linux::Route { dst: expected.dst.network(), ..expected };
             let has_expected_path = |route: &cni_linux::Route| route.gw == expected.gw && route.oif == expected.oif;
             let mut candidates = container.list_conflicting(&expected)?;
             if expected.table_id() == MAIN_TABLE && !candidates.iter().any(has_expected_path) {
