@@ -146,10 +146,10 @@ impl Limit {
         u128::from(self.tbf().buffer) * u128::from(TICK) * u128::from(self.rate) / 1_000_000_000
     }
 
-    /// Returns a note for stderr if a parameter of the kernel's filter does not fit into its 32
-    /// bits.
+    /// Returns a note for stderr if the size of the bucket does not fit into the 32 bits of the
+    /// kernel's filter.
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
-        if self.tbf() == self.tbf_of_go() {
+        if self.tbf().buffer == self.tbf_of_go().buffer {
             return None;
         }
         let Limit { rate, burst } = self;
@@ -204,6 +204,9 @@ mod tests {
         assert_eq!(limit.note_of_reduced_burst().unwrap().rsplit(' ').next(), Some("343597383"));
         let limit = ingress(12_345_678, 8 * u64::from(u32::MAX) - 1);
         assert_eq!((limit.tbf().limit, limit.tbf_of_go().limit), (u32::MAX, 38_578));
+        // Here only the queue is too long: the bucket is as large as requested.
+        let long_queue = ingress(8_000_000_000_000, 8_000_000);
+        assert_eq!((long_queue.tbf().limit, long_queue.note_of_reduced_burst()), (u32::MAX, None));
         let huge = ingress(80_000_000_000_000, 8_000_000_000).tbf();
         assert_eq!((huge.rate, huge.limit), (10_000_000_000_000, u32::MAX));
     }
