@@ -153,7 +153,7 @@ fn check_finds_what_is_missing() {
     pod.ip(&["route add default via fd02::1 table 101"]);
     attachment.check(&result).success();
     pod.ip(&["rule del from 10.2.0.2"]);
-    attachment.check(&result).fails_naming(101, &["no rule", "10.2.0.2"]);
+    attachment.check(&result).fails_naming(101, &["no routing rule", "10.2.0.2"]);
     // A later plugin may have removed the address.
     pod.ip(&["address del 10.2.0.2/24 dev net1"]);
     attachment.check(&result).success();
