@@ -12,6 +12,9 @@ use cni_firewall::portmap::conditions::compile;
 use cni_linux::Family;
 use plugin_portmap::fuzzing::{accepts_for_nft, nft_keywords_refused};
 
+/// A command with its arguments, as `iptables-restore` would read them from a line.
+type Words = Vec<String>;
+
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
@@ -22,73 +25,79 @@ pub fn run(data: &[u8]) {
             assert!(rule.target().is_none_or(|target| rule.words().iter().any(|word| word == target)))
         });
     }
-    let mut edit = Edit::new();
-    let (mut made, mut added, mut deleted, mut emptied, mut removed) = (vec![], vec![], vec![], vec![], vec![]);
-    for line in text.split('\x02').take(32) {
-        let Some((command, rest)) = line.split_at_checked(1) else { continue };
-        let mut words: Vec<String> = rest.split('\x01').map(str::to_owned).collect();
-        if matches!(command, "?" | "!") {
-            conditions(&words);
-            continue;
-        }
-        let chain = words.remove(0);
-        let whole = |command: &str| [vec![command.to_owned(), chain.clone()], words.clone()].concat();
-        match command {
-            "N" => {
-                edit.create_chain(&chain);
-                made.push(vec!["-N".to_owned(), chain]);
-            }
-            ":" => {
-                edit.replace_chain(&chain);
-                made.push(vec![":".to_owned(), chain]);
-            }
-            "A" => {
-                added.push(whole("-A"));
-                edit.append(&chain, words);
-            }
-            "I" => {
-                added.push(whole("-I"));
-                edit.insert(&chain, words);
-            }
-            "D" => {
-                deleted.push(whole("-D"));
-                edit.delete(&chain, &fuzzing::rule(words));
-            }
-            _ => {
-                edit.delete_chain(&chain, &Chain::default());
-                emptied.push(vec!["-F".to_owned(), chain.clone()]);
-                removed.push(vec!["-X".to_owned(), chain]);
-            }
-        }
-    }
-    let expected = [made, added, deleted, emptied, removed].concat();
+    let (edit, expected) = build_edit(&text);
     let Ok(restore) = fuzzing::restore_text(&edit) else {
         // Only long words, long lines and control characters may be refused.
-        let writable = |word: &String| word.len() <= 1024 && !word.chars().any(char::is_control);
-        let short = |line: &Vec<String>| line.iter().map(|word| 2 * word.len() + 3).sum::<usize>() < 9_000;
-        assert!(!expected.iter().all(|line| short(line) && line.iter().all(writable)), "refused: {expected:?}");
+        let is_writable = |word: &String| word.len() < 1024 && !word.chars().any(char::is_control);
+        let is_short = |line: &Words| line.iter().map(|word| 2 * word.len() + 3).sum::<usize>() < 9_000;
+        let is_acceptable = expected.iter().all(|line| is_short(line) && line.iter().all(is_writable));
+        assert!(!is_acceptable, "refused: {expected:?}");
         return;
     };
     let mut lines = restore.lines();
     assert_eq!(lines.next(), Some("*nat"));
     assert_eq!(lines.next_back(), Some("COMMIT"));
-    let lines: Vec<Vec<String>> = lines.map(read).collect();
+    let lines: Vec<Words> = lines.map(read).collect();
     assert_eq!(lines, expected);
-    // A line that adds a rule is also a line of a listing by iptables-save.
-    for line in restore.lines().filter(|line| line.starts_with("-A ")) {
+    // A line that adds a rule is also a line of a listing by iptables-save. Lines with a quoted
+    // chain are skipped, because a listing never quotes a chain's name.
+    for line in restore.lines().filter(|line| line.starts_with("-A ") && !line.starts_with("-A \"")) {
         let (chain, words) = read(line)[1..].split_first().map(|(a, b)| (a.clone(), b.to_vec())).expect("a chain");
-        // Lines with a quoted chain are skipped, because a listing never quotes a chain's name.
-        if !line.starts_with("-A \"") {
-            let saved = fuzzing::saved_chains(line);
-            assert_eq!(saved.len(), 1);
-            assert_eq!((saved[0].0.as_str(), saved[0].1.rules[0].words()), (chain.as_str(), words.as_slice()));
+        let saved = fuzzing::saved_chains(line);
+        assert_eq!(saved.len(), 1);
+        assert_eq!((saved[0].0.as_str(), saved[0].1.rules[0].words()), (chain.as_str(), words.as_slice()));
+    }
+}
+
+/// Returns the edit that the input's commands request, and the lines that its text must have: the
+/// new chains, the added and the deleted rules, and last the deleted chains. Checks the input's
+/// conditions.
+fn build_edit(text: &str) -> (Edit, Vec<Words>) {
+    let mut edit = Edit::new();
+    let (mut created, mut added, mut deleted, mut flushed, mut removed) = (vec![], vec![], vec![], vec![], vec![]);
+    for line in text.split('\x02').take(32) {
+        let Some((command, rest)) = line.split_at_checked(1) else { continue };
+        let mut words: Words = rest.split('\x01').map(str::to_owned).collect();
+        if matches!(command, "?" | "!") {
+            conditions(&words);
+            continue;
+        }
+        let chain = words.remove(0);
+        let rule_line = |command: &str| [vec![command.to_owned(), chain.clone()], words.clone()].concat();
+        match command {
+            "N" => {
+                edit.create_chain(&chain);
+                created.push(vec!["-N".to_owned(), chain]);
+            }
+            ":" => {
+                edit.replace_chain(&chain);
+                created.push(vec![":".to_owned(), chain]);
+            }
+            "A" => {
+                added.push(rule_line("-A"));
+                edit.append(&chain, words);
+            }
+            "I" => {
+                added.push(rule_line("-I"));
+                edit.insert(&chain, words);
+            }
+            "D" => {
+                deleted.push(rule_line("-D"));
+                edit.delete(&chain, &fuzzing::rule(words));
+            }
+            _ => {
+                edit.delete_chain(&chain, &Chain::default());
+                flushed.push(vec!["-F".to_owned(), chain.clone()]);
+                removed.push(vec!["-X".to_owned(), chain]);
+            }
         }
     }
+    (edit, [created, added, deleted, flushed, removed].concat())
 }
 
 /// Reads a line as iptables-restore does: `:CHAIN POLICY COUNTERS`, or words that are separated by
 /// blanks and may be quoted.
-fn read(line: &str) -> Vec<String> {
+fn read(line: &str) -> Words {
     assert!(line.len() < 10_240 && !line.contains(['\n', '\r', '\0']));
     if let Some(chain) = line.strip_prefix(':') {
         let chain = chain.strip_suffix(" - [0:0]").expect("no policy and no counters");
@@ -98,7 +107,7 @@ fn read(line: &str) -> Vec<String> {
 }
 
 /// Splits a line into words, and removes their quotes.
-fn words(line: &str) -> Vec<String> {
+fn words(line: &str) -> Words {
     let (mut words, mut rest) = (Vec::new(), line.trim_start_matches([' ', '\t']));
     while !rest.is_empty() {
         let mut word = String::new();

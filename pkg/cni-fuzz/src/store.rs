@@ -7,13 +7,14 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::IpAddr;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cni::rollback::Notes;
 use cni_ipam::fuzzing::{address_of_name, plant, reservation_text};
-use cni_ipam::{Host, Options, Owner, RangeConf, RangeSets, Requested, Store};
+use cni_ipam::{Host, Lease, Options, Owner, RangeConf, RangeSets, Requested, Store};
 
 use crate::index::{address, entries};
 use crate::input::Input;
@@ -42,20 +43,16 @@ pub fn run(data: &[u8]) {
             break;
         }
         // The low three bits select the verb, the next two the container, then one the interface.
-        let verb = input.byte();
-        if verb % 8 == 7 {
-            let counted: Vec<_> = sets
-                .sets()
-                .iter()
-                .flat_map(|set| set.ranges())
-                .map(|range| (range.first(), range.last(), u64::from(verb)))
-                .collect();
-            plant(&data_dir, "net", &host, &entries(&mut input, 16), &counted).expect("to plant an index");
+        let selector = input.byte();
+        let verb = selector % 8;
+        if verb == 7 {
+            let ranges = sets.sets().iter().flat_map(|set| set.ranges());
+            let counters: Vec<_> = ranges.map(|range| (range.first(), range.last(), u64::from(selector))).collect();
+            plant(&data_dir, "net", &host, &entries(&mut input, 16), &counters).expect("to plant an index");
             continue;
         }
         let before = files(&folder);
-        let options = Options::new(Notes::silent(), host.clone());
-        let store = Store::open(&data_dir, "net", options);
+        let store = Store::open(&data_dir, "net", Options::new(Notes::silent(), host.clone()));
         if !is_lockable {
             assert!(store.lock(LIMIT, &NoMachine).is_err());
             assert_eq!(files(&folder), before);
@@ -63,62 +60,29 @@ pub fn run(data: &[u8]) {
         }
         let mut locked = store.lock(LIMIT, &NoMachine).expect("the lock");
         let owner = Owner::new(
-            ["c1", "c2", "c3", "\u{e4}"][usize::from(verb / 8 % 4)],
-            ["eth0", "net1"][usize::from(verb / 32 % 2)],
+            ["c1", "c2", "c3", "\u{e4}"][usize::from(selector / 8 % 4)],
+            ["eth0", "net1"][usize::from(selector / 32 % 2)],
         );
-        match verb % 8 {
+        match verb {
             0..=2 => {
                 let mut requested = Requested::none();
-                if verb % 8 == 2 {
+                if verb == 2 {
                     let _ = requested.add("ips", [address(&mut input).to_string().as_str()]);
                 }
-                let added = locked.reserve(&owner, &sets, &requested);
-                let mut after = files(&folder);
-                after.retain(|name, _| !name.starts_with("last_reserved_ip."));
-                let mut expected = before.clone();
-                expected.retain(|name, _| !name.starts_with("last_reserved_ip."));
-                if let Ok(lease) = added {
-                    assert_eq!(lease.addresses.len(), sets.sets().len());
-                    for (range, made) in &lease.addresses {
-                        let (address, name) = (*made, made.to_string());
-                        assert!(range.contains(address) && sets.sets().iter().all(|set| !set.is_gateway(address)));
-                        let is_free = |content: &Option<Vec<u8>>| {
-                            content.as_deref().is_some_and(|old| reservation_text(old).is_none())
-                        };
-                        assert!(before.get(&name).is_none_or(is_free), "{name} was taken");
-                        expected
-                            .insert(name.clone(), Some(format!("{}\r\n{}", owner.id(), owner.ifname()).into_bytes()));
-                        assert_eq!(
-                            fs::metadata(folder.join(name)).expect("a file").permissions().mode() & 0o7777,
-                            0o600
-                        );
-                    }
-                }
-                assert_eq!(after, expected);
+                let reserved = locked.reserve(&owner, &sets, &requested);
+                check_add(&folder, &before, &owner, &sets, reserved.ok());
             }
             3 | 4 => {
-                // Without a reservation for container and interface, those for the container count.
-                let exact = format!("{}\r\n{}", owner.id(), owner.ifname());
-                let held_as = |text: &str| -> Vec<String> { held(&before, |content| content == text.as_bytes()) };
-                let mut own = held_as(&exact);
-                if own.is_empty() {
-                    own = held_as(owner.id());
-                }
-                let mut removed: Vec<String> =
-                    locked.release(&owner).expect("DEL").iter().map(ToString::to_string).collect();
-                removed.sort();
-                // A forged index may hide reservations until the next rebuild, but never add any.
-                assert!(removed.iter().all(|name| own.contains(name)), "{removed:?} of {own:?}");
-                assert_eq!(files(&folder), without(&before, &removed));
+                let removed = locked.release(&owner).expect("DEL");
+                check_removal(&folder, &before, removed, &reservations_of(&before, &owner));
             }
             5 => {
                 let valid: Vec<&[u8]> = vec![b"c2\r\neth0", b"c2"];
-                let doomed = held(&before, |content| !valid.contains(&content));
+                let garbage = reservations(&before, |content| !valid.contains(&content));
                 let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC");
                 assert!(collected.error.is_none());
-                let removed: Vec<String> = collected.removed.iter().map(|one| one.address.to_string()).collect();
-                assert!(removed.iter().all(|name| doomed.contains(name)), "{removed:?} of {doomed:?}");
-                assert_eq!(files(&folder), without(&before, &removed));
+                let removed = collected.removed.iter().map(|reservation| reservation.address).collect();
+                check_removal(&folder, &before, removed, &garbage);
             }
             _ => {
                 let listed = locked.list().expect("a list");
@@ -134,6 +98,43 @@ pub fn run(data: &[u8]) {
         fs::read_dir(dir.path()).expect("the folder").map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["data", "outside"]);
+}
+
+/// Checks that an ADD wrote a file for each address of its lease, changed no other file except
+/// `last_reserved_ip.*`, and gave no address that was already reserved. `lease` is `None` if the
+/// ADD failed; then no file may have changed.
+fn check_add(folder: &Path, before: &Files, owner: &Owner, sets: &RangeSets, lease: Option<Lease>) {
+    let mut expected = before.clone();
+    if let Some(lease) = lease {
+        assert_eq!(lease.addresses.len(), sets.sets().len());
+        for (range, address) in lease.addresses {
+            let name = address.to_string();
+            assert!(range.contains(address) && sets.sets().iter().all(|set| !set.is_gateway(address)));
+            // A file that is not a reservation, such as an empty one, does not reserve its address.
+            let is_free =
+                |content: &Option<Vec<u8>>| content.as_deref().is_some_and(|text| reservation_text(text).is_none());
+            assert!(before.get(&name).is_none_or(is_free), "{name} was already reserved");
+            let metadata = fs::metadata(folder.join(&name)).expect("a file");
+            assert_eq!(metadata.permissions().mode() & 0o7777, 0o600);
+            expected.insert(name, Some(text_of(owner).into_bytes()));
+        }
+    }
+    let mut after = files(folder);
+    for files in [&mut after, &mut expected] {
+        files.retain(|name, _| !name.starts_with("last_reserved_ip."));
+    }
+    assert_eq!(after, expected);
+}
+
+/// Checks that DEL or GC removed only reservations in `removable`, and changed no other file. Does
+/// not check that all of `removable` were removed: a forged index may hide reservations until the
+/// next rebuild.
+fn check_removal(folder: &Path, before: &Files, removed: Vec<IpAddr>, removable: &[String]) {
+    let removed: Vec<String> = removed.iter().map(ToString::to_string).collect();
+    assert!(removed.iter().all(|name| removable.contains(name)), "{removed:?} of {removable:?}");
+    let mut expected = before.clone();
+    expected.retain(|name, _| !removed.contains(name));
+    assert_eq!(files(folder), expected);
 }
 
 /// Creates files, links and folders in the folder. Returns whether its lock can be taken.
@@ -187,19 +188,22 @@ fn files(folder: &Path) -> Files {
 }
 
 /// Returns the names of the reservations whose text fulfils the condition.
-fn held(files: &Files, condition: impl Fn(&[u8]) -> bool) -> Vec<String> {
+fn reservations(files: &Files, condition: impl Fn(&[u8]) -> bool) -> Vec<String> {
     let text = |content: &Option<Vec<u8>>| reservation_text(content.as_deref()?);
-    let is_held = |(name, content): &(&String, &Option<Vec<u8>>)| {
+    let is_selected = |(name, content): &(&String, &Option<Vec<u8>>)| {
         address_of_name(name.as_bytes()).is_some() && text(content).is_some_and(|text| condition(&text))
     };
-    files.iter().filter(is_held).map(|(name, _)| name.clone()).collect()
+    files.iter().filter(is_selected).map(|(name, _)| name.clone()).collect()
 }
 
-/// Returns the files without the removed ones.
-fn without(files: &Files, removed: &[String]) -> Files {
-    files
-        .iter()
-        .filter(|(name, _)| !removed.contains(name))
-        .map(|(name, content)| (name.clone(), content.clone()))
-        .collect()
+/// Returns the names of the reservations of a container's interface. If there are none, returns
+/// those of the container without an interface, as old releases of host-local wrote them.
+fn reservations_of(files: &Files, owner: &Owner) -> Vec<String> {
+    let found = reservations(files, |text| text == text_of(owner).as_bytes());
+    if found.is_empty() { reservations(files, |text| text == owner.id().as_bytes()) } else { found }
+}
+
+/// Returns the content of a reservation's file.
+fn text_of(owner: &Owner) -> String {
+    format!("{}\r\n{}", owner.id(), owner.ifname())
 }
