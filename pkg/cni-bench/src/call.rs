@@ -95,7 +95,8 @@ impl Call {
     /// Returns the command that runs `program` with the environment and the streams that a runtime
     /// gives a plugin. `program` is the plugin, or a program that will exec it.
     pub(crate) fn command(&self, program: &Path, streams: &Streams) -> Result<Command> {
-        let clone = |file: &File| file.try_clone().map(Stdio::from).doing("failed to hand over a stream");
+        let clone =
+            |file: &File| file.try_clone().map(Stdio::from).doing("failed to duplicate a stream for the plugin");
         let mut command = Command::new(program);
         command.stdin(clone(&streams.stdin)?).stdout(clone(&streams.stdout)?).stderr(clone(&streams.stderr)?);
         command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("CNI_COMMAND", self.verb);

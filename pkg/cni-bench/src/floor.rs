@@ -148,7 +148,7 @@ impl Floor {
             let mut message = LinkMessage::default();
             message.header.index = made.link;
             let ((), alone) = timed(|| made.netns.ask(RouteNetlinkMessage::DelLink(message), 0).map(drop))?;
-            fs::remove_file(&made.reservation).doing("failed to give an address back")?;
+            fs::remove_file(&made.reservation).doing("failed to remove the reservation of an address")?;
             Ok(alone)
         })?;
         Ok((all, alone))
@@ -227,7 +227,10 @@ fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
         Connection::open(0)
     };
     thread::scope(|scope| {
-        scope.spawn(visit).join().unwrap_or_else(|_| Err(Error::new("the visit to a namespace failed")))
+        scope
+            .spawn(visit)
+            .join()
+            .unwrap_or_else(|_| Err(Error::new("internal error: the thread in a network namespace panicked")))
     })
 }
 

@@ -144,7 +144,7 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
         if let Plugins::Alone(plugin) = case.plugins
             && !plugin.kernel_has_kind(&world)?
         {
-            say(&format!("SKIP {}: this kernel has no such links", case.name));
+            say(&format!("SKIP {}: this kernel does not support such links", case.name));
             let is_of_case =
                 |line: &&Line| line.what.strip_prefix(plugin.name).is_some_and(|rest| rest.starts_with(' '));
             counted.extend(table.iter().filter(is_of_case).cloned());
@@ -218,7 +218,7 @@ fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut 
         }
         for (verb, counts) in counted {
             if counts.own_syscalls == 0 {
-                return Err(Error::new(format!("no system call of {verb} was seen")));
+                return Err(Error::new(format!("the tracer counted no system call of {verb}")));
             }
             let what = format!("{} {verb}, {}", case.name, side.label());
             let line =

@@ -147,7 +147,7 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
         if let Plugins::Alone(plugin) = case.plugins
             && !plugin.kernel_has_kind(&world)?
         {
-            report::progress("        this kernel has no such links");
+            report::progress("        this kernel does not support such links");
             results.lacking.push(case.name);
             continue;
         }

@@ -100,7 +100,7 @@ pub(crate) fn parse() -> Result<Job> {
             "--update" => mode = GuardMode::Update,
             "--help" | "-h" => return Ok(Job::Help),
             "guard" => guard = true,
-            other => return Err(Error::new(format!("command line: {other}: see --help"))),
+            other => return Err(Error::new(format!("command line: unknown argument {other:?}; --help lists all"))),
         }
     }
     let given = |value: Option<PathBuf>, name: &str| value.ok_or_else(|| Error::new(format!("{name} is missing")));

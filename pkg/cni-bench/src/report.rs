@@ -172,7 +172,7 @@ fn text(results: &Results) -> String {
         text.push_str(&format!("NOT MEASURED  {failure}\n"));
     }
     for name in &results.lacking {
-        text.push_str(&format!("NOT MEASURED  {name}: this kernel has no such links\n"));
+        text.push_str(&format!("NOT MEASURED  {name}: this kernel does not support such links\n"));
     }
     text
 }
@@ -203,7 +203,7 @@ fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> Stri
         text.push_str(&format!("- Not measured: {failure}\n"));
     }
     for name in &results.lacking {
-        text.push_str(&format!("- Not measured: {name}, since this kernel has no such links\n"));
+        text.push_str(&format!("- Not measured: {name}, since this kernel does not support such links\n"));
     }
     text
 }

@@ -155,7 +155,8 @@ fn list_table(
             match iptables.read(family, variant).and_then(|mut read| list(&mut read, variant)) {
                 Ok(()) => {}
                 Err(error) if variant == Variant::Legacy => {
-                    notes.note(format_args!("rules of iptables-legacy for {family:?} are not listed: {error}"))
+                    let program = program_name(family, variant);
+                    notes.note(format_args!("the rules of {program} are not listed: {error}"))
                 }
                 Err(error) => return Err(error),
             }
@@ -182,7 +183,7 @@ fn forward_entry(
     ingress: &forward::Ingress,
 ) -> Option<ContainerRule> {
     let text = match ingress.bridge() {
-        Some(bridge) => format!("{address} is accepted, {bridge} is {}", ingress.name()),
+        Some(bridge) => format!("packets of {address} are accepted; {bridge} has ingressPolicy {}", ingress.name()),
         None => format!("{address} is accepted"),
     };
     let owner = RuleOwner::from_alias(owner, Evidence::Forward(owner.to_owned()))?;
@@ -399,7 +400,7 @@ mod tests {
                 assert_eq!(held.owner.ifname.as_deref(), Some("eth0"));
                 assert_eq!(held.owner.network.as_deref(), Some("net"));
             }
-            assert_eq!(found[2].text, "10.1.0.2 is accepted, br0 is same-bridge");
+            assert_eq!(found[2].text, "packets of 10.1.0.2 are accepted; br0 has ingressPolicy same-bridge");
             assert!(found[0].text.contains("10.1.0.2"), "{}", found[0].text);
         });
     }

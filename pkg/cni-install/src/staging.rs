@@ -50,7 +50,7 @@ fn run_once(path: &Path, program: &Program) -> Result<(), Error> {
     let outcome = Command::new(path).env_clear().env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
     let output = outcome.map_err(|cause| {
         Error::new(format!(
-            "{} does not run here ({cause}): is the folder mounted noexec, or is it for another processor?",
+            "{} does not run here ({cause}): the folder may be mounted noexec, or the program is for another processor",
             program.name
         ))
     })?;

@@ -57,7 +57,10 @@ fn a_rollback_leaves_files_that_others_installed_since() {
     place.install(&place.set("v1", &["bridge", "tuning"])).fine();
     program::script(place.dest().join("tuning"), &answering("another installer's"));
     let status = place.call("status");
-    assert!(status.status == 1 && status.out.contains("tuning is another program"), "{status:?}");
+    assert!(
+        status.status == 1 && status.out.contains("tuning is not the installed program: its SHA-256 differs"),
+        "{status:?}"
+    );
     let text = place.call("rollback").fine();
     assert!(text.contains("another installer has replaced or removed them after the install: tuning"), "{text}");
     assert_eq!(
@@ -194,7 +197,7 @@ fn install_adopts_equal_programs_and_replaces_broken_ones() {
     place.call("status").fine();
     fs::set_permissions(place.dest().join("tuning"), fs::Permissions::from_mode(0o644)).unwrap();
     let status = place.call("status");
-    assert!(status.status == 1 && status.out.contains("tuning cannot be executed by all"), "{status:?}");
+    assert!(status.status == 1 && status.out.contains("tuning is not executable by all users"), "{status:?}");
     place.install(&set).fine();
     place.call("status").fine();
 }

@@ -57,7 +57,7 @@ impl<'m, F: AsFd> Stream<'m, F> {
                 return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
             }
             if left.is_zero() {
-                let text = format!("the other end did nothing for {} s", self.patience.as_secs_f32());
+                let text = format!("the other end of the stream did nothing for {} s", self.patience.as_secs_f32());
                 return Err(io::Error::new(ErrorKind::TimedOut, text));
             }
         }
@@ -98,7 +98,7 @@ pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machin
             return Ok(());
         }
         if left.is_zero() {
-            return Err(io::Error::new(ErrorKind::TimedOut, "the other end did not answer in time"));
+            return Err(io::Error::new(ErrorKind::TimedOut, "the other end of the stream did not answer in time"));
         }
     }
 }
@@ -133,7 +133,7 @@ mod tests {
     fn an_idle_peer_is_waited_for_until_the_deadline() {
         let machine = machine();
         let (reader, writer) = io::pipe().unwrap();
-        let nothing = "the other end did nothing for 0.05 s";
+        let nothing = "the other end of the stream did nothing for 0.05 s";
         timed_out(Stream::new(&machine, &reader, SHORT).read(&mut [0; 8]), nothing);
         let mut full = Stream::new(&machine, &writer, SHORT);
         timed_out(full.write_all(&[0; 1 << 20]).map(|()| 0), nothing);

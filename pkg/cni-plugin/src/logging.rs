@@ -105,7 +105,7 @@ fn open(path: &Path) -> io::Result<File> {
     }
     if found.mode() & 0o077 != 0 {
         let mode = found.mode() & 0o7777;
-        return Err(io::Error::other(format!("it is open to others, with mode {mode:o}: run chmod 600 on it")));
+        return Err(io::Error::other(format!("other users can access it (mode {mode:o}): run chmod 600 on it")));
     }
     Ok(file)
 }

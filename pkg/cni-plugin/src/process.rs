@@ -18,7 +18,11 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
         }
         Err(error) => {
             // Nothing has been done yet. A runtime reports stderr when stdout is empty.
-            let _ = writeln!(std::io::stderr(), "{}: failed to take over the signals: {error}", plugin.name());
+            let _ = writeln!(
+                std::io::stderr(),
+                "{}: failed to block the signals and open a signalfd: {error}",
+                plugin.name()
+            );
             ExitCode::FAILURE
         }
     }

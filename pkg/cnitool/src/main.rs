@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     let machine = match LinuxMachine::install() {
         Ok(machine) => machine,
         Err(error) => {
-            notes.note(format_args!("cnitool: failed to take over the signals: {error}"));
+            notes.note(format_args!("cnitool: failed to block the signals and open a signalfd: {error}"));
             return Exit::Failed.into();
         }
     };

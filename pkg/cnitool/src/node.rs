@@ -112,9 +112,11 @@ impl LivenessSources<'_> {
             })
         });
         match (marked, netns_gone) {
-            (Some((_, link)), _) => Liveness::InUse(format!("the host's link {link} has its alias")),
+            (Some((_, link)), _) => {
+                Liveness::InUse(format!("link {link} on the host has the alias of this attachment"))
+            }
             (None, Some(why)) => Liveness::Over(why),
-            (None, None) => Liveness::Unknown("the result cache does not have it".to_owned()),
+            (None, None) => Liveness::Unknown("the result cache does not have its attachment".to_owned()),
         }
     }
 }

@@ -186,7 +186,7 @@ fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
         }
     }
     let link = Netlink::open()?.open_in(&Netns::open(Path::new(netns))?)?.find_link(ifname)?;
-    let Some(link) = link else { return Ok(Some(format!("there is no {ifname} in its namespace {netns}"))) };
+    let Some(link) = link else { return Ok(Some(format!("its namespace {netns} has no interface {ifname}"))) };
     let expected = entry.container_interface()?.map(|interface| interface.mac).unwrap_or_default();
     let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
     let is_other = !expected.is_empty() && !expected.eq_ignore_ascii_case(&mac);

@@ -192,7 +192,7 @@ fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) ->
 /// if the link's alias is too long to be stored beside the mark.
 fn new_port_mark(bridge: &Link, link: &Link, attachment: &AttachmentId) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
-        let msg = format!("{} is already a port of another interface", link.name);
+        let msg = format!("{} is already attached to another bridge or bond", link.name);
         return Err(Error::new(Code::CONFLICT, msg));
     }
     let before = link.alias.clone().unwrap_or_default();

@@ -138,7 +138,7 @@ impl Conf {
             "" => None,
             text => Some(AdminChain::parse(text).ok_or_else(|| {
                 Error::config(format!(
-                    "nftablesChain: {text:?} is not a family (inet, ip or ip6), a table and a chain of the administrator"
+                    "nftablesChain: {text:?} is not \"FAMILY TABLE CHAIN\" with family inet, ip or ip6 and a chain that this plugin does not write"
                 ))
             })?),
         };

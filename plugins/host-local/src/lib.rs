@@ -164,7 +164,7 @@ impl Plugin for HostLocal {
         let reserved: Vec<String> = reserved.iter().map(ToString::to_string).collect();
         let (missing, reserved) = (missing.join(", "), reserved.join(", "));
         let owner = format!("{} {}", call.container_id, call.ifname);
-        let msg = format!("host-local: prevResult has {missing}, but reserved for {owner} is {reserved}");
+        let msg = format!("host-local: prevResult has {missing}, but the reservation of {owner} is {reserved}");
         Err(Error::new(Code::CHECK_FAILED, msg))
     }
 

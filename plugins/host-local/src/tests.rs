@@ -311,7 +311,7 @@ fn check_compares_the_previous_result_within_its_ranges() {
     conf["prevResult"]["ips"] = json!([{"address": "10.0.0.9/24"}]);
     let (code, msg) = host.fails("CHECK", "a", &conf);
     assert_eq!(code, 101);
-    assert_eq!(msg, "host-local: prevResult has 10.0.0.9, but reserved for a eth0 is 10.0.0.2");
+    assert_eq!(msg, "host-local: prevResult has 10.0.0.9, but the reservation of a eth0 is 10.0.0.2");
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         if !has_fallback || !does_only_nftables_work(call, &forwarding, &error) {
             return Err(error);
         }
-        call.notes.note(format_args!("portmap: iptables does not work here, nftables is used: {error}"));
+        call.notes.note(format_args!("portmap: nftables is used, because iptables does not work: {error}"));
         write_rules(call, &forwarding, Backend::Nftables, &mut rollback)?;
     }
     if let Some(key) = localnet_key {
@@ -318,7 +318,7 @@ fn explain_nft_failure(error: Refusal) -> Error {
     match error {
         Refusal::Kernel(error) => explain_unsupported(error, Backend::Nftables),
         Refusal::Condition { token, why } => {
-            Error::config(format!("conditionsV4 or conditionsV6 is not understood from {token:?} on: {why}"))
+            Error::config(format!("conditionsV4 or conditionsV6 cannot be parsed from {token:?} on: {why}"))
         }
     }
 }

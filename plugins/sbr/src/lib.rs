@@ -96,7 +96,9 @@ impl Plugin for Sbr {
             Ok(Conf::Table(table)) => Some(table),
             Ok(Conf::FreeTables { .. }) => None,
             Err(error) => {
-                call.notes.note(format_args!("sbr: the rules of every table are removed: {error}"));
+                call.notes.note(format_args!(
+                    "sbr: the configuration is not used, so rules are removed from every table: {error}"
+                ));
                 None
             }
         };

@@ -104,7 +104,7 @@ fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record
         Ok(mac) if link.mac != Some(mac) => note_error(netlink.set_mac(index, mac)),
         Ok(_) => {}
         Err(_) if record.mac.is_empty() => {}
-        Err(error) => call.notes.note(format_args!("not restored: the backup's {error}")),
+        Err(error) => call.notes.note(format_args!("the MAC was not restored: the backup's {error}")),
     }
 }
 
@@ -117,7 +117,7 @@ fn restore_sysctls(record: &Record) -> Vec<String> {
         // Only the sysctls below net belong to the namespace. The others are the host's, and must
         // not be written even if the file lists them.
         if !path.starts_with("net/") {
-            notes.push(format!("not restored: {path} is not below net"));
+            notes.push(format!("sysctl {path} was not restored: it is not below net"));
             continue;
         }
         let current = match sysctl::read(path) {

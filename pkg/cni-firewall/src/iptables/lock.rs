@@ -147,7 +147,7 @@ fn require_private(metadata: &Metadata, subject: &str, forbidden: u32) -> io::Re
     }
     if metadata.mode() & forbidden != 0 {
         let mode = metadata.mode() & 0o7777;
-        let message = format!("{subject} is open to others: its mode {mode:o} has bits of {forbidden:03o}");
+        let message = format!("{subject} has mode {mode:o}, which gives other users rights of {forbidden:03o}");
         return Err(io::Error::other(message));
     }
     Ok(())
@@ -282,12 +282,12 @@ mod tests {
                     std::fs::write(&file, "").unwrap();
                     set(&file, others);
                 };
-                spoilt(&made, &format!("it is open to others: its mode {others:o} has bits of 077"));
+                spoilt(&made, &format!("it has mode {others:o}, which gives other users rights of 077"));
             }
             for others in [0o1777, 0o775] {
                 spoilt(
                     &|| set(folder, others),
-                    &format!("its folder is open to others: its mode {others:o} has bits of 022"),
+                    &format!("its folder has mode {others:o}, which gives other users rights of 022"),
                 );
             }
             set(folder, 0o700);

@@ -113,7 +113,7 @@ impl<'m> Masquerade<'m> {
         if iptables.probe(failure.family).is_ok() {
             return Err(failure.error);
         }
-        self.notes.note(format_args!("iptables does not work here, nftables is used: {}", failure.error));
+        self.notes.note(format_args!("nftables is used, because iptables does not work: {}", failure.error));
         // With the addresses: without them, Go's rules for another interface of the container could
         // be removed as well.
         self.purge_iptables(attachment, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;

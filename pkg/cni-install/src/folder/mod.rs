@@ -101,7 +101,10 @@ impl Folder {
         let of_locked = handle.metadata().map_err(Error::io("look at the folder", path))?;
         let of_path = fs::metadata(path).map_err(Error::io("look at the folder", path))?;
         if (of_locked.dev(), of_locked.ino()) != (of_path.dev(), of_path.ino()) {
-            return Err(Error::new(format!("{} was replaced by another folder just now", path.display())));
+            return Err(Error::new(format!(
+                "{} was replaced by another folder during this call; repeat the command",
+                path.display()
+            )));
         }
         Ok(Folder { path: path.to_owned(), own, handle })
     }
@@ -471,8 +474,10 @@ impl Folder {
         let name = &program.name;
         Ok(match self.mode_and_sum(name)? {
             None => Some(format!("{name} is missing")),
-            Some((_, sum)) if sum != program.sum => Some(format!("{name} is another program")),
-            Some((mode, _)) if mode & 0o555 != 0o555 => Some(format!("{name} cannot be executed by all")),
+            Some((_, sum)) if sum != program.sum => {
+                Some(format!("{name} is not the installed program: its SHA-256 differs"))
+            }
+            Some((mode, _)) if mode & 0o555 != 0o555 => Some(format!("{name} is not executable by all users")),
             Some(_) => None,
         })
     }

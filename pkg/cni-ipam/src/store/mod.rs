@@ -380,7 +380,7 @@ impl Locked {
                 }
             }
         }
-        let msg = format!("{} keeps changing although its lock is held", self.folder.path.display());
+        let msg = format!("another program changes {} without taking its lock", self.folder.path.display());
         Err(Error::new(Code::TRY_AGAIN, msg))
     }
 

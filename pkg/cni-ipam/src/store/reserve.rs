@@ -162,7 +162,7 @@ impl Locked {
             let advice = match self.store.options.on_repeat {
                 RepeatPolicy::Refuse => "run DEL to release it, or set \"reuse\": true in ipam to get it again",
                 RepeatPolicy::Reuse => {
-                    "run DEL to release it; \"reuse\" does not return another address than the requested one, a gateway, or an address that was reserved without an interface name"
+                    "run DEL to release it; \"reuse\" cannot return it, because it is not the requested address, is a gateway, or was reserved without an interface name"
                 }
             };
             let details = format!("{}; {advice}", listed.join(", "));

@@ -144,7 +144,10 @@ pub fn create<'a, C>(
     // The kernel gives a macvlan in passthru mode and an ipvlan the master's address, even if
     // another one was requested.
     if choices.mac.is_some_and(|configured| configured != mac) {
-        context.call.notes.note(format_args!("{} has its master's hardware address {mac}", context.call.ifname));
+        context.call.notes.note(format_args!(
+            "the requested hardware address is not used: {} has the address {mac} of its master",
+            context.call.ifname
+        ));
     }
     let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
     Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })

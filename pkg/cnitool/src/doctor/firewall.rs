@@ -194,7 +194,8 @@ pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
     let drops = !policy(context).findings.is_empty();
     match value.as_deref() {
-        None => outcome.ok_summary("not loaded: frames between containers of one bridge do not pass iptables"),
+        None => outcome
+            .ok_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
         Some("1") if drops => {
             let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above also drops packets between containers of one bridge";
             outcome.problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");

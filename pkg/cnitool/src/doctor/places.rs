@@ -20,7 +20,7 @@ pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error>
         match file.list {
             Err(error) => outcome.problem(error.to_string(), format!("cnitool validate {path}")),
             Ok(list) if names.iter().any(|name| name == list.name()) => {
-                let what = format!("{path} is never used: another file has the network {:?} too", list.name());
+                let what = format!("{path} is never used: another file defines network {:?} too", list.name());
                 outcome.problem(what, format!("mv {path} {path}.unused"));
             }
             Ok(list) => names.push(list.name().to_owned()),

@@ -15,7 +15,7 @@ use crate::inspect::result_of;
 pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("forwarding");
     if !context.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
-        return outcome.ok_summary("no network needs it; the plugins switch it on when one does");
+        return outcome.ok_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
     let mut require = |name: String| {
         if sysctl::read(&name).is_ok_and(|value| value == "0") {

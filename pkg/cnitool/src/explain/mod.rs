@@ -106,7 +106,7 @@ fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
     let head = format!("{} {}, {:.1} ms: {outcome}", run.plugin, run.verb, run.ms);
     let mut text = format!("{}\n", paint(style, Colour::Bold, &head));
     if steps.is_empty() {
-        text += "               it writes no log\n";
+        text += "               this program writes no log\n";
     }
     for step in &steps {
         let sign = if step.failed { '!' } else { ' ' };
@@ -124,7 +124,7 @@ fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
         }
     }
     if run.error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.failed) {
-        text += "               none of these failed: the plugin itself returned the error\n";
+        text += "               none of these steps failed: the plugin itself returned the error\n";
     }
     text
 }

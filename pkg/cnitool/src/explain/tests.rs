@@ -12,7 +12,7 @@ fn each_plugin_is_printed_with_its_steps_and_the_result_stays() {
     assert!(lines[0].starts_with("a ADD, ") && lines[0].ends_with(" ms: done"), "{text}");
     assert_eq!(lines[1], "       0.500  netlink NewLink x");
     assert!(lines[2].starts_with("b ADD, "), "{text}");
-    assert_eq!(lines[3].trim(), "it writes no log");
+    assert_eq!(lines[3].trim(), "this program writes no log");
     assert_eq!(lines[4], r#"{"cniVersion":"1.1.0","ips":[{"address":"10.0.0.2/24"}]}"#);
     let asked = node.asked();
     assert_eq!(asked[0].1["CNI_LOG"], "debug");

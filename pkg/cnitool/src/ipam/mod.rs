@@ -183,9 +183,11 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         // A folder that remained after a change of `dataDir` comes after the configured one.
         found.sort_by_key(|addresses| !addresses.configured);
         found.into_iter().next().ok_or_else(|| {
-            let error = Error::config(format!("network {network:?} has no reservations and no host-local"));
+            let error = Error::config(format!("network {network:?} has no reservations and does not use host-local"));
             error.with_details(match names.is_empty() {
-                true => "no other network has either; check --conf-dir and --data-dir".to_owned(),
+                true => {
+                    "no other network has reservations or uses host-local; check --conf-dir and --data-dir".to_owned()
+                }
                 false => format!("networks with reservations or host-local: {}", names.join(", ")),
             })
         })

@@ -56,7 +56,7 @@ impl Network<'_, '_> {
         self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
         write_raw(streams, &format!("{}\n", result.get()))
-            .map_err(|error| error.with_details("the namespace is attached even so; 'cnitool del' detaches it"))
+            .map_err(|error| error.with_details("the ADD itself succeeded: 'cnitool del' detaches the container"))
     }
 
     /// Checks an attachment.
@@ -69,7 +69,7 @@ impl Network<'_, '_> {
         let checked = self.runtime.check(&list, &attachment);
         checked.map_err(|error| match cached {
             None if error.details().is_empty() => error.with_details(
-                "the result cache has no add of it: it is not attached, or its runtime uses another cache (--cache-dir)",
+                "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)",
             ),
             _ => error,
         })?;

@@ -157,7 +157,7 @@ impl Entry<'_> {
             let Some(other_ranges) = &other.ranges else { continue };
             let what = |outcome: &str| {
                 format!(
-                    "{path} reserves addresses from these ranges too, but an attachment gets only one: ADD {outcome}"
+                    "{path} reserves addresses from the same ranges, of which an attachment can have only one: ADD {outcome}"
                 )
             };
             let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(own_ranges, range));
@@ -175,13 +175,17 @@ impl Entry<'_> {
     fn check_second_bridge(&self, earlier: &Earlier, version: Option<Version>) -> Option<Problem> {
         let (path, bridge) = earlier.bridge.as_ref()?;
         if version.is_some_and(|version| version < Version::V0_3_0) {
-            let what = format!("{path} already creates the interface, and results before 0.3.0 have no interfaces");
+            let what = format!(
+                "{path} already creates the interface, which a second bridge cannot see in a prevResult before 0.3.0"
+            );
             return Some(self.error("type", what));
         }
         if *bridge == self.bridge() {
             return None;
         }
-        let what = format!("{path} attaches the interface to {bridge:?}, and it can be attached to one bridge only");
+        let what = format!(
+            "{path} already attaches the interface to {bridge:?}, and an interface can only be attached to one bridge"
+        );
         Some(self.error("bridge", what))
     }
 

@@ -166,7 +166,7 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
             used_names.push(shown_name.clone());
         }
         let state = match is_shadowed {
-            true => "never used: another file has this network".to_owned(),
+            true => "never used: another file defines this network".to_owned(),
             false => summary(&checked.problems),
         };
         // Errors in a file that runtimes never read harm no container.

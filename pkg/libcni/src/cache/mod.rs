@@ -302,7 +302,7 @@ impl Cache {
                     if !prefix.is_empty() && format!("{}-", entry.network) != prefix {
                         continue; // a file of another network
                     }
-                    "its name is not that of the attachment in it".to_owned()
+                    "its name does not match the attachment that it contains".to_owned()
                 }
                 Some(Ok(Content::Bare(_))) => "it has a result, but does not name its attachment".to_owned(),
                 Some(Err(why)) => why,

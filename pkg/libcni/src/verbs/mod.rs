@@ -253,7 +253,7 @@ fn with_clean_up_errors(first: Error, failed: Vec<(&PluginConf, Error)>) -> Erro
         let as_add = error.msg().replace(": DEL: ", ": ADD: ");
         let is_known = first.msg().ends_with(&as_add);
         let why = if is_known { "for the same reason" } else { error.msg() };
-        lines.push(format!("cleaning up after it failed too: plugin {} (delete): {why}", plugin.description()));
+        lines.push(format!("the DEL after the failed ADD failed too: plugin {} (delete): {why}", plugin.description()));
         if !is_known {
             lines.extend(error.details().lines().map(str::to_owned));
         }

@@ -187,8 +187,8 @@ fn a_failed_add_calls_every_del_and_reports_all_errors() {
     let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
     assert_eq!(error.code(), Code(11));
     assert_eq!(error.msg(), r#"plugin type="b" failed (add): b ADD went wrong"#);
-    let expected = "cleaning up after it failed too: plugin type=\"b\" (delete): b DEL went wrong\n\
-                    cleaning up after it failed too: plugin type=\"a\" (delete): for the same reason";
+    let expected = "the DEL after the failed ADD failed too: plugin type=\"b\" (delete): b DEL went wrong\n\
+                    the DEL after the failed ADD failed too: plugin type=\"a\" (delete): for the same reason";
     assert_eq!(error.details(), expected);
     let asked = node.asked();
     let calls: Vec<String> = asked.iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect();
@@ -204,7 +204,10 @@ fn the_last_output_of_a_dying_plugin_is_reported_once() {
     node.answer("b DEL", 137, "");
     let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
     assert!(error.msg().contains("netplugin failed: \"out of memory\": "), "{error}");
-    assert_eq!(error.details(), "cleaning up after it failed too: plugin type=\"b\" (delete): for the same reason");
+    assert_eq!(
+        error.details(),
+        "the DEL after the failed ADD failed too: plugin type=\"b\" (delete): for the same reason"
+    );
     assert!(node.said.borrow().is_empty(), "{:?}", node.said);
 }
 

@@ -179,7 +179,7 @@ impl Attachment {
                         // The message counts as lost in the network, unless the interface is gone.
                         exchange.close();
                         if self.interface.is_gone() {
-                            return End::Forgotten("the interface has gone".into());
+                            return End::Forgotten("the interface no longer exists".into());
                         }
                         let error = format!("failed to send on {}: {error}", self.interface.name);
                         if self.record.error.as_ref() != Some(&error) {
@@ -209,7 +209,7 @@ impl Attachment {
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
                     if wait > Duration::from_secs(1) && self.interface.is_gone() {
-                        return End::Forgotten("the interface has gone".into());
+                        return End::Forgotten("the interface no longer exists".into());
                     }
                 }
                 received = exchange.receive() => match received {
@@ -259,7 +259,7 @@ impl Attachment {
                 // The daemon ends. The record stays for the next one.
                 None => return End::Kept,
                 Some(LeaseCommand::Look) if self.interface.is_gone() => {
-                    return End::Forgotten("the interface has gone".into());
+                    return End::Forgotten("the interface no longer exists".into());
                 }
                 Some(LeaseCommand::Look) => {}
                 Some(LeaseCommand::Release(done)) => {

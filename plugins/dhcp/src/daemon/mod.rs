@@ -106,7 +106,9 @@ async fn serve(flags: Flags) -> io::Result<()> {
     daemon.adopt(&[&path, &flags.socket]);
     match Watch::open_everywhere().map_err(io::Error::other).and_then(network::registered) {
         Ok(watch) => drop(spawn_local(Rc::clone(&daemon).look(watch))),
-        Err(error) => log(format_args!("deleted interfaces are noticed only after a while: {error}")),
+        Err(error) => {
+            log(format_args!("failed to subscribe to changes of interfaces, so deleted ones are noticed late: {error}"))
+        }
     }
     let accept = async {
         loop {

@@ -92,7 +92,7 @@ impl Interface {
     /// The interface or its namespace is gone, or the kernel's error.
     pub(crate) async fn bring_up(&self, timeout: Duration) -> Result<(), String> {
         let text = |error: Error| error.to_string();
-        let netns = self.open().map_err(text)?.ok_or("its network namespace has gone")?;
+        let netns = self.open().map_err(text)?.ok_or("its network namespace no longer exists")?;
         let watch = Watch::open_in(&netns).map_err(text)?;
         let netlink = netns.run(Netlink::open).and_then(|netlink| netlink).map_err(text)?;
         drop(netns);
@@ -149,7 +149,7 @@ impl Interface {
 
     /// Opens the sockets for the messages of a path.
     fn socket(&self, path: Path) -> io::Result<Socket> {
-        let gone = || io::Error::other("its network namespace has gone");
+        let gone = || io::Error::other("its network namespace no longer exists");
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
         let inside = || -> io::Result<Socket> {
             // This fails if the interface does not have the leased address yet. The packet socket

@@ -153,7 +153,7 @@ impl Backup {
                 Ok(record) => Content::Record(Box::new(record), bytes),
                 Err(why) => Content::Garbage(why),
             })),
-            Ok(None) => garbage("it is not a file, or longer than these plugins write"),
+            Ok(None) => garbage("it is not a regular file, or is longer than any backup of these plugins"),
             Err(error) if is_absent(&error) => Ok(None),
             Err(error) if error.raw_os_error() == Some(libc::ELOOP) => garbage("it is a symbolic link"),
             Err(error) => Err(self.failed("read", error)),

@@ -93,7 +93,7 @@ fn a_stopped_daemon_is_noticed(folder: PathBuf) -> (Lan, Process) {
     leased.status().success();
     configure(&first, "eth0", &leased.add().success());
     lan.node.exec(&["kill", "-STOP", &daemon.0.id().to_string()]);
-    let silent = "the other end did not answer in time";
+    let silent = "the other end of the stream did not answer in time";
     thread::scope(|scope| {
         scope.spawn(|| leased.status().fails_naming(50, &["DHCP daemon", silent]));
         scope.spawn(|| other.add().fails_naming(11, &["DHCP daemon", silent]));

@@ -41,7 +41,10 @@ fn its_rules_are_shown_missed_and_removed_when_left_over() {
         operator.configure(json!({}), &[plugin]);
         let container = operator.attach();
         let text = operator.done(&["inspect"]);
-        assert!(text.contains("firewall     10.1.0.2 is accepted, br0 is same-bridge  ["), "{backend} {text}");
+        assert!(
+            text.contains("firewall     packets of 10.1.0.2 are accepted; br0 has ingressPolicy same-bridge  ["),
+            "{backend} {text}"
+        );
         operator.node.exec(&["sh", "-ec", flush]);
         operator.failed(&["inspect"], &["! firewall     there is no rule, although the configuration needs one"]);
         operator.detach(&container);

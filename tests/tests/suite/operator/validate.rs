@@ -141,7 +141,7 @@ fn a_valid_network_is_reported_and_networks_lists_all() {
     operator.node.exec(&["ip", "link", "delete", "br0"]);
     operator.done(&["networks"]);
     operator.node.file("net.d/30-twin.conflist", std::fs::read(&file).unwrap());
-    assert!(operator.done(&["networks"]).contains("never used: another file has this network"));
+    assert!(operator.done(&["networks"]).contains("never used: another file defines this network"));
 }
 
 #[test]

@@ -196,7 +196,7 @@ fn nftables_is_the_default_where_iptables_does_not_work() {
         world.node.plugin("portmap").command("STATUS").config(&config).env("PATH", &path).run().success();
         let added = call("ADD", &config);
         added.success();
-        assert!(added.stderr.contains("iptables does not work here, nftables is used"), "{}", added.report());
+        assert!(added.stderr.contains("nftables is used, because iptables does not work"), "{}", added.report());
         for family in [0, 1] {
             assert!(world.client.enter(|| ask_tcp(&at(family, 8080))).is_some(), "{broken:?}\n{}", world.rules());
         }
