@@ -58,14 +58,15 @@ pub(crate) fn next<O: Occupied>(
     search(set, ranges[start].first(), last, occupied)
 }
 
-/// Returns the lowest address between `from` and `to`, both included and of one range, that is free
-/// and not a gateway of the set. Returns `None` if there is none.
+/// Returns the lowest address from `from` to `to` that is free and not a gateway of the set. Both
+/// ends are included and belong to the same range. Returns `None` if no address is left.
 fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut O) -> Result<Option<IpAddr>, O::Error> {
     let mut from = from;
     loop {
         match occupied.next_free(from)? {
             Some(found) if number(found) > number(to) => return Ok(None),
             Some(found) if !set.is_gateway(found) => return Ok(Some(found)),
+            // A gateway is skipped, even if it is not reserved.
             Some(gateway) if gateway != to => from = address(gateway, number(gateway) + 1),
             Some(_) | None => return Ok(None),
         }

@@ -1,4 +1,5 @@
-//! For pkg/cni-fuzz alone: reservations as texts, and forged index files.
+//! Gives cni-fuzz access to the internals of the store: texts of reservations, headers and tables
+//! of the index, also forged ones.
 
 use std::fs::File;
 use std::io;
@@ -12,12 +13,13 @@ use crate::index::table::{HEADER, Key, MIN_SLOTS, PAYLOAD, SLOT, Storage, Table}
 use crate::index::{self, Content, Holder, Index, Record};
 use crate::ranges::number;
 
-/// The address whose reservation a file of this name would be.
+/// Returns the address whose reservation has this file name; `None` for other names.
 pub fn address_of_name(name: &[u8]) -> Option<IpAddr> {
     index::canonical(name)
 }
 
-/// The text of a reservation as it is compared; `None` if the bytes are none or say nothing.
+/// Returns the trimmed text of a reservation's file; `None` if the file is blank or not a
+/// reservation.
 pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
     match index::classify(bytes) {
         Content::Text(text) => Some(text),
@@ -25,19 +27,21 @@ pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Reads the first page of an index; one that is believed must say the same when it is written
-/// again.
+/// Decodes the first page of an index. Returns whether the page was accepted.
+///
+/// # Panics
+/// An accepted header is impossible, or differs after it was encoded and decoded again.
 pub fn read_header(page: &[u8]) -> bool {
     let Some(header) = Header::decode(page) else { return false };
     assert!(header.slots.is_power_of_two() && header.used < header.slots);
     let size = header.file_size();
     assert!(size.is_some_and(|size| size <= (1 << 30) + HEADER), "{size:?}");
-    let Some(again) = Header::decode(&header.encode()) else { panic!("{header:?} is not read again") };
+    let Some(again) = Header::decode(&header.encode()) else { panic!("{header:?} is refused after encoding") };
     assert_eq!(again, header);
     true
 }
 
-/// The same with a page whose checksum holds, whatever its body says.
+/// Does [`read_header`] for a page with this body and the checksum of this body.
 pub fn read_forged_header(body: &[u8]) -> bool {
     let mut page = Header::default().encode();
     page.truncate(16);
@@ -50,26 +54,27 @@ pub fn read_forged_header(body: &[u8]) -> bool {
 /// One entry of a forged table.
 #[derive(Clone, Copy, Debug)]
 pub struct CraftedEntry {
-    /// Which slot it is put into.
+    /// The number of its slot, modulo the number of slots.
     pub slot: u64,
-    /// The kind of the entry.
+    /// The kind of the entry; 0 makes an empty slot.
     pub tag: u8,
-    /// 4, 6 or whatever.
+    /// The address family: 4, 6, or an invalid number.
     pub family: u8,
-    /// Which of several.
+    /// The position among entries that are otherwise equal.
     pub rank: u32,
-    /// An address, a part of one, a hash.
+    /// An address, a part of an address, or a hash, depending on the kind.
     pub number: u128,
-    /// The entry's content.
+    /// The content of the entry.
     pub payload: [u8; PAYLOAD],
 }
 
+/// Returns the bytes of an index file with these entries, without a header, and the number of used
+/// slots.
 fn forged_table(slots: u64, entries: &[CraftedEntry]) -> (Vec<u8>, u64) {
     let mut bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
     let mut used = 0;
     for entry in entries {
         let key = Key { tag: entry.tag, family: entry.family, rank: entry.rank, number: entry.number };
-        // 0 is an empty slot.
         if entry.tag != 0 {
             let at = (HEADER + (entry.slot % slots) * SLOT as u64) as usize;
             bytes[at..at + SLOT].copy_from_slice(&key.encode(&entry.payload));
@@ -79,8 +84,11 @@ fn forged_table(slots: u64, entries: &[CraftedEntry]) -> (Vec<u8>, u64) {
     (bytes, used)
 }
 
-/// Makes every query to a table that passes all its own checks. Each query must return an answer or
-/// report damage, and must end.
+/// Makes every query to an index with these entries, whose checksums are right. Each query must
+/// end, with an answer or with an error about damage.
+///
+/// # Panics
+/// A free address is below the requested one or of the other family.
 pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]) {
     let (bytes, used) = forged_table(MIN_SLOTS, entries);
     let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
@@ -102,12 +110,12 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
     let _ = (index.records(), index.finish());
 }
 
-/// Puts a forged index beside the folder of reservations that is believed at the next lock: with
-/// its stamp, of this host. `counted` are ranges with the number of addresses that are said to be
-/// taken.
+/// Writes a forged index for the folder of reservations, which the next [`Locked`](crate::Locked)
+/// trusts: it has the folder's stamp and this host's IDs. `counted` has ranges, each with the
+/// number of its addresses that the index counts as occupied.
 ///
 /// # Errors
-/// The file system's.
+/// The folder cannot be marked, or the index cannot be written.
 pub fn plant(
     data_dir: &Path,
     network: &str,
@@ -142,15 +150,15 @@ pub fn plant(
     std::fs::write(sidecar.join("index"), bytes)
 }
 
-/// An index that only ever heard the truth, for comparison with a model.
+/// An index in memory that gets only consistent changes, for comparison with a model.
 #[derive(Debug)]
 pub struct ConsistentIndex(Index);
 
 impl ConsistentIndex {
-    /// An empty one in memory.
+    /// Returns an empty index.
     ///
     /// # Panics
-    /// If even that fails.
+    /// The index cannot be created.
     pub fn new() -> ConsistentIndex {
         match Index::of(&[], &Header::default(), &Host::new("m", "b")) {
             Ok(index) => ConsistentIndex(index),
@@ -158,10 +166,10 @@ impl ConsistentIndex {
         }
     }
 
-    /// Records the hash of an address's holder; `None` if the address is free again.
+    /// Sets the hash of the holder of an address; `None` frees the address.
     ///
     /// # Panics
-    /// If the index fails.
+    /// The index refuses the change.
     pub fn set(&mut self, address: IpAddr, holder: Option<u64>) {
         let done = match holder {
             Some(hash) => self.0.put(&Record {
@@ -179,7 +187,7 @@ impl ConsistentIndex {
         }
     }
 
-    /// Returns the holder of an address.
+    /// Returns the hash of the holder of an address; `None` if the address is free.
     pub fn holder(&self, address: IpAddr) -> Option<u64> {
         match self.0.record(address).ok().flatten()?.holder {
             Holder::Content(hash) => Some(hash),
@@ -187,24 +195,25 @@ impl ConsistentIndex {
         }
     }
 
-    /// Returns the addresses of a holder, sorted.
+    /// Returns the addresses of the holder with this hash, sorted.
     pub fn held(&self, hash: u64) -> Vec<IpAddr> {
         let mut held = self.0.held(hash).unwrap_or_default();
         held.sort_unstable();
         held
     }
 
-    /// The next free address.
+    /// Returns the lowest free address of the same family that is `from` or higher; `None` if no
+    /// such address is free.
     pub fn next_free(&self, from: IpAddr) -> Option<IpAddr> {
         self.0.next_free(from).ok().flatten()
     }
 
-    /// How many entries there are.
+    /// Returns the number of addresses with a holder.
     pub fn len(&self) -> usize {
         self.0.records().map_or(0, |records| records.len())
     }
 
-    /// Whether there is none.
+    /// Whether no address has a holder.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

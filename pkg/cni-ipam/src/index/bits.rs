@@ -129,7 +129,8 @@ pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Opt
         let number = shr(start, shift + 6);
         let free_bits = !word(table, family, level, number)? & (u64::MAX << (shr(start, shift) & 63));
         if free_bits == 0 {
-            // Nothing free in the rest of this word: one level up, from the next word on.
+            // The rest of this word has no free address: continue one level up, with the bit of the
+            // next word.
             let Some(next) = (number + 1).checked_mul(1u128.checked_shl(shift + 6).unwrap_or(0)) else {
                 return Ok(None);
             };
@@ -147,7 +148,7 @@ pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Opt
         if level == 0 {
             return Ok(Some(found));
         }
-        // One level down: the word there is not full, so it has a free bit.
+        // Continue one level down, in the word of this bit: it is not full, so it has a free bit.
         (level, start) = (level - 1, found);
     }
 }

@@ -20,7 +20,7 @@ pub(crate) const COUNTERS: usize = 32;
 /// The largest table that is accepted, in slots: 1 GiB, enough for five million reservations.
 const MAX_SLOTS: u64 = 1 << 24;
 
-/// What identifies a state of the folder.
+/// Identifies a state of the folder: every change of the folder changes its times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub(crate) device: u64,
@@ -169,13 +169,14 @@ impl Header {
         self.slots.checked_mul(SLOT as u64)?.checked_add(HEADER)
     }
 
-    /// Decodes a page. `None` if it is not a header of this format, is damaged, or describes an
-    /// impossible table.
+    /// Decodes a page. Returns `None` if the page is not a header of this format, is damaged, or
+    /// describes an impossible table.
     pub(crate) fn decode(page: &[u8]) -> Option<Header> {
         let mut page = Reader(page);
         if page.take::<8>()? != *MAGIC {
             return None;
         }
+        // `clean` precedes the part with the checksum, so one small write can change it.
         let clean = page.u64()? == 1;
         let (length, sum) = (usize::try_from(page.u64()?).ok()?, page.u64()?);
         let mut body = Reader(page.0.get(..length)?);
@@ -184,26 +185,27 @@ impl Header {
         }
         let flags = body.u64()?;
         let flag = |bit: u32| flags & (1 << bit) != 0;
-        let mut header = Header { clean, exact: flag(0), unread: flag(1), shared: flag(2), ..Header::default() };
-        header.foreign = flag(3);
+        let (exact, unread, shared, foreign) = (flag(0), flag(1), flag(2), flag(3));
+        let mut header = Header { clean, exact, unread, shared, foreign, ..Header::default() };
         (header.slots, header.used) = (body.u64()?, body.u64()?);
         let (device, inode) = (body.u64()?, body.u64()?);
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
         (header.machine, header.boot) = (body.u64()?, body.u64()?);
-        let (is_some, earlier) = (body.u64()? == 1, body.time()?);
-        header.earlier = is_some.then_some(earlier);
+        let (has_earlier, earlier) = (body.u64()? == 1, body.time()?);
+        header.earlier = has_earlier.then_some(earlier);
         header.sequence = body.u64()?;
-        let counters = body.u64()?;
+        let counter_count = body.u64()?;
         let is_possible = header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
-        if counters > COUNTERS as u64 || !is_possible {
+        if counter_count > COUNTERS as u64 || !is_possible {
             return None;
         }
-        for _ in 0..counters {
+        for _ in 0..counter_count {
             let family = if body.u64()? == 4 { Family::V4 } else { Family::V6 };
             let (first, last) = (body.u128()?, body.u128()?);
             header.counters.push(Counter { family, first, last, used: body.u64()?, last_used: body.u64()? });
         }
-        // The rest of an older build's page is ignored.
+        // The number of further ranges follows, and in pages of older builds these ranges; see
+        // `encode`. Nothing reads them any more.
         Some(header)
     }
 }

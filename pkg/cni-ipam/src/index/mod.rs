@@ -80,7 +80,8 @@ pub(crate) struct Index {
     is_marked: bool,
 }
 
-/// Opens the index if it describes the folder as it is now. `None` if it must be rebuilt.
+/// Opens the index if it describes the folder as it is now. Returns `None` if the index must be
+/// rebuilt.
 pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
     let file = open_file(path, OpenOptions::new().read(true).write(true)).ok()?;
     let header = read_header(&file)?;
@@ -98,8 +99,8 @@ fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
 }
 
-/// Reads the header. `None` if it is invalid or the file has another length than it says: memory is
-/// allocated by that length.
+/// Reads the header. Returns `None` if the header is invalid, or if the file does not have the
+/// length that follows from the header: memory is allocated by that length.
 fn read_header(file: &File) -> Option<Header> {
     let mut page = [0; HEADER as usize];
     file.read_exact_at(&mut page, 0).ok()?;
@@ -425,8 +426,8 @@ fn is_of(counter: &Counter, range: &Range) -> bool {
 }
 
 impl Header {
-    /// Adds a counter for a range that has none. It replaces the one that was not used longest if
-    /// there is no room. It is 0: the caller must count.
+    /// Adds a counter for a range that has none. If there is no room, the new counter replaces the
+    /// one that was not used for the longest time. The counter is 0: the caller must count.
     pub(crate) fn start_counting(&mut self, range: &Range) {
         if self.counters.iter().any(|counter| is_of(counter, range)) {
             return;

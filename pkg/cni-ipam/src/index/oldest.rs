@@ -14,7 +14,7 @@ use super::{Index, hash};
 use crate::host::Timestamp;
 use crate::ranges::{RangeSet, RangeSets};
 
-/// How many are found.
+/// The number of reservations that are found and stored for a set.
 const COUNT: usize = 3;
 /// The tag of the table's entries that store them.
 const TAG: u8 = 4;
@@ -32,8 +32,8 @@ pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
 pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
     let mut oldest: Vec<(Timestamp, IpAddr)> = Vec::with_capacity(COUNT + 1);
     for record in records {
-        // Without a time: the file had just changed when the folder was read, so it counts as the
-        // newest.
+        // The ctime (0, 0) means that the file had just changed when the folder was read, so it
+        // counts as the newest.
         let since = if record.ctime == (0, 0) { (i64::MAX, 0) } else { record.ctime };
         let entry = (since, record.address);
         let is_older = oldest.len() < COUNT || oldest.last() > Some(&entry);

@@ -29,8 +29,8 @@ const MAX_ID_LENGTH: usize = 4096;
 /// times: the kernel's clock for them is coarse.
 const CLOCK_UNCERTAINTY: i64 = 2;
 
-/// Returns the address that is the file's name. `None` if the name is not an address, or another
-/// spelling of one than these plugins and Go's write.
+/// Returns the address that is the file's name. Returns `None` if the name is not an address, or is
+/// spelt differently from how these plugins and Go's write that address.
 pub(crate) fn canonical(name: &[u8]) -> Option<IpAddr> {
     // A quick check for most other names: longer than any address, or another first character.
     if name.len() > 45 || !name.first().is_some_and(|byte| byte.is_ascii_hexdigit() || *byte == b':') {
@@ -102,7 +102,7 @@ fn ctime(metadata: &Metadata) -> (i64, u32) {
     (metadata.ctime(), metadata.ctime_nsec() as u32)
 }
 
-/// Whether `metadata` is that of the file that the record describes, unchanged.
+/// Whether `metadata` belongs to the file that the record describes, and the file is unchanged.
 fn is_same(known: &Record, metadata: &Metadata) -> bool {
     known.inode == metadata.ino()
         && known.is_of_ctime(ctime(metadata))
@@ -202,7 +202,7 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     let (id, rest) = text.split_at(end);
     let id = match id.trim_end() {
         "" => return Content::Foreign,
-        // Too long for an ID. `…` is in no ID, so this matches no attachment.
+        // The line is too long for an ID. No ID contains `…`, so this owner matches no attachment.
         id if id.len() > MAX_ID_LENGTH => format!("{}…", id.chars().take(64).collect::<String>()),
         id => id.to_owned(),
     };
