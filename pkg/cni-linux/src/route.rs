@@ -42,6 +42,15 @@ pub enum Family {
     V6,
 }
 
+impl std::fmt::Display for Family {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Family::V4 => "IPv4",
+            Family::V6 => "IPv6",
+        })
+    }
+}
+
 impl Family {
     /// Returns the family of an address.
     pub fn of(address: IpAddr) -> Family {

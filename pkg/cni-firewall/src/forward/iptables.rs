@@ -39,20 +39,22 @@ const STAGE_2: &str = "CNI-ISOLATION-STAGE-2";
 /// The chain for the administrator's rules, unless the configuration names another one.
 pub const ADMIN: &str = "CNI-ADMIN";
 
-const JUMP: &str = "CNI firewall plugin rules";
-const ADMIN_JUMP: &str = "CNI firewall plugin admin overrides";
-const ISOLATION: &str = "CNI firewall plugin rules (ingressPolicy: same-bridge|isolated)";
+const JUMP_COMMENT: &str = "CNI firewall plugin rules";
+const ADMIN_JUMP_COMMENT: &str = "CNI firewall plugin admin overrides";
+const ISOLATION_COMMENT: &str = "CNI firewall plugin rules (ingressPolicy: same-bridge|isolated)";
 
+/// Returns the words as owned strings.
 fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
-/// Returns the words of a rule: these matches, a comment, a target.
+/// Returns the words of a rule with these matches, this comment and this target.
 fn commented(matches: &[&str], comment: &str, target: &str) -> Vec<String> {
     words(&[matches, &["-m", "comment", "--comment", comment, "-j", target]].concat())
 }
 
-/// Returns the rules of [`FORWARD`] that accept the address's packets: replies to it, all from it.
+/// Returns the two rules of [`FORWARD`] for an address: the first accepts replies to the address,
+/// the second all packets from it.
 fn accept_rules(address: IpAddr) -> [Vec<String>; 2] {
     let host = Cidr::host(address).to_string();
     [
@@ -76,12 +78,12 @@ fn stage_1_rules(ingress: &Ingress) -> Vec<Vec<String>> {
 
 /// Returns the rule of an isolated bridge in [`STAGE_2`].
 fn stage_2_rule(bridge: &str) -> Vec<String> {
-    commented(&["-o", bridge], ISOLATION, "DROP")
+    commented(&["-o", bridge], ISOLATION_COMMENT, "DROP")
 }
 
 /// Returns the last rule of both stages.
 fn end_of_stage() -> Vec<String> {
-    commented(&[], ISOLATION, "RETURN")
+    commented(&[], ISOLATION_COMMENT, "RETURN")
 }
 
 /// Returns the record of an address for [`OWNERS`]. The interface matches store the policy, as in
@@ -151,6 +153,7 @@ fn matching<'r>(rules: &'r [Rule], words: &'r [String]) -> impl Iterator<Item = 
     rules.iter().filter(move |rule| rule.matches(words))
 }
 
+/// Whether one of `rules` has exactly these words.
 fn contains(rules: &[Rule], words: &[String]) -> bool {
     matching(rules, words).next().is_some()
 }
@@ -198,7 +201,7 @@ pub(super) fn ensure(
     needles.push(admin_chain.as_bytes().to_vec());
     let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
     let existing_rules = filter.find_rules(FORWARD, &needles, |_| true)?;
-    let jump_to_admin = commented(&[], ADMIN_JUMP, admin_chain);
+    let jump_to_admin = commented(&[], ADMIN_JUMP_COMMENT, admin_chain);
     delete_duplicates(&mut edit, FORWARD, &existing_rules, &jump_to_admin);
     if !contains(&existing_rules, &jump_to_admin) {
         edit.insert(FORWARD, jump_to_admin);
@@ -223,27 +226,30 @@ pub(super) fn ensure(
     Ok(edit)
 }
 
-/// Arranges the jumps from [`BASE`] to [`STAGE_1`] and [`FORWARD`]: each once, that to [`STAGE_1`]
-/// first. A missing jump is only added if its target is in `required`.
+/// Adds to `edit` what ensures that [`BASE`] has at most one jump to each of [`STAGE_1`] and
+/// [`FORWARD`], and that the jump to [`STAGE_1`] precedes the other. A missing jump is only added
+/// if its target is in `required`.
 fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> Result<()> {
-    // No rule can jump to a chain that does not exist, so a long BASE need not be read then.
+    // BASE can be long. If neither chain exists, BASE is not read, because no rule can jump to a
+    // chain that does not exist.
     let rules =
         if filter.has_chain(FORWARD)? || filter.has_chain(STAGE_1)? { find_base_jumps(filter)? } else { Vec::new() };
-    let jump_to_forward = commented(&[], JUMP, FORWARD);
+    let jump_to_forward = commented(&[], JUMP_COMMENT, FORWARD);
     let adds_forward_jump = required.contains(&FORWARD) && !contains(&rules, &jump_to_forward);
     if adds_forward_jump {
         edit.insert(BASE, jump_to_forward.clone());
     }
     delete_duplicates(edit, BASE, &rules, &jump_to_forward);
 
-    let jump_to_stage_1 = commented(&[], ISOLATION, STAGE_1);
+    let jump_to_stage_1 = commented(&[], ISOLATION_COMMENT, STAGE_1);
     let existing: Vec<Rule> = matching(&rules, &jump_to_stage_1).cloned().collect();
     if existing.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
     }
+    // A new jump to FORWARD is inserted at the beginning of BASE, before the jump to STAGE_1.
     let is_first = !adds_forward_jump && rules.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
     if !is_first || existing.len() != 1 {
-        edit.move_first(BASE, jump_to_stage_1, &existing);
+        edit.put_first(BASE, jump_to_stage_1, &existing);
     }
     Ok(())
 }
@@ -263,7 +269,8 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress) -> Resul
             edit.create_chain(chain);
         }
         let rules = filter.rules(chain)?.to_vec();
-        // In reverse: each insertion puts the rule before those inserted earlier.
+        // The order is reversed, because each insertion puts its rule before those inserted
+        // earlier.
         for rule in bridge_rules.into_iter().rev() {
             if !contains(&rules, &rule) {
                 edit.insert(chain, rule);
@@ -377,10 +384,10 @@ fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, remaining: &[OwnedAdd
     Ok(())
 }
 
-/// The addresses that there were in one family before an ADD.
+/// The addresses of one family that had rules before an ADD.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FamilyAddresses {
-    /// Those of the attachment.
+    /// The addresses of the attachment.
     own: Vec<OwnedAddress>,
     /// Addresses of the ADD that [`FORWARD`] accepted without a record of the attachment.
     others: Vec<IpAddr>,
@@ -446,14 +453,14 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
             missing.push(format!("iptables chain {chain} has no rule {}", words.join(" ")));
         }
     };
-    require(BASE, &base_jumps, &commented(&[], JUMP, FORWARD));
+    require(BASE, &base_jumps, &commented(&[], JUMP_COMMENT, FORWARD));
     let forward_rules = filter.rules(FORWARD)?;
-    require(FORWARD, forward_rules, &commented(&[], ADMIN_JUMP, admin_chain));
+    require(FORWARD, forward_rules, &commented(&[], ADMIN_JUMP_COMMENT, admin_chain));
     for words in addresses.iter().flat_map(|owned| accept_rules(owned.address)) {
         require(FORWARD, forward_rules, &words);
     }
     let Some(ingress) = isolation else { return Ok(missing) };
-    require(BASE, &base_jumps, &commented(&[], ISOLATION, STAGE_1));
+    require(BASE, &base_jumps, &commented(&[], ISOLATION_COMMENT, STAGE_1));
     let stage_1 = filter.rules(STAGE_1)?;
     for words in stage_1_rules(ingress) {
         require(STAGE_1, stage_1, &words);

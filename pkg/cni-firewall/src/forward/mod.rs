@@ -135,7 +135,7 @@ impl<'m> Forward<'m> {
         let mut families = Vec::new();
         for family in rules.families() {
             let Some(variant) = iptables.variant_for_new_rules(family)? else {
-                // Fails, as there is neither a program nor a usable kernel, with the reason.
+                // There is neither a program nor a usable kernel, so this fails, with the reason.
                 return iptables.probe(family);
             };
             families.push((family, variant));
@@ -233,7 +233,7 @@ impl<'m> Forward<'m> {
         let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&holders, plan);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
-                "rules of containers may be left in table filter of iptables-{variant} for {family:?}: its programs, \
+                "rules of containers may be left in table filter of iptables-{variant} for {family}: its programs, \
                  which could read the table, are not installed"
             ));
         }

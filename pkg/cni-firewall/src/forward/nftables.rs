@@ -79,6 +79,7 @@ fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     }
 }
 
+/// Returns the expression that jumps to a chain.
 fn jump(chain: &str) -> Expr {
     Expr::Verdict(Verdict::Jump(chain.to_owned()))
 }
@@ -135,7 +136,7 @@ pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule>
 
 /// Reads a rule that [`owner_rule`] has written; `None` for other rules.
 pub(crate) fn read_owner_rule(listed: &Listed) -> Option<OwnedAddress> {
-    // Which family the address has is only known when reading the rule as one of the two succeeds.
+    // The rule does not name the family of its address: the reading in the right family succeeds.
     for family in [route::Family::V4, route::Family::V6] {
         let rule = rule_in_words(family, listed.clone());
         if let Some((owner, address, ingress)) = read_owner(&rule) {

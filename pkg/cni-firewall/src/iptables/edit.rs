@@ -73,7 +73,7 @@ impl Edit {
 
     /// Adds a rule at the chain's beginning and removes `copies`, the existing rules with the same
     /// words, which were read from this chain. The chain has the rule at every moment.
-    pub fn move_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, copies: &[Rule]) {
+    pub fn put_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, copies: &[Rule]) {
         self.insert(chain, words);
         self.old_copies.extend(copies.iter().map(|rule| (chain.to_owned(), rule.clone())));
     }
@@ -320,7 +320,7 @@ mod tests {
         let words = ["-j".to_owned(), "CNI-A".to_owned()];
         let rule = Rule { words: words.to_vec(), handle: Some(7), whole: true, raw: None };
         let mut edit = Edit::new();
-        edit.move_first("FORWARD", words, &[rule]);
+        edit.put_first("FORWARD", words, &[rule]);
         let all = "*filter\n-D FORWARD -j CNI-A\n-I FORWARD -j CNI-A\nCOMMIT\n";
         assert_eq!(edit.restore_text(Table::Filter).unwrap(), all);
         assert_eq!(edit.additions_text(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\n");

@@ -71,7 +71,7 @@ pub(super) fn multicast(family: Family) -> Cidr {
         Family::V4 => Cidr::new(IpAddr::V4(Ipv4Addr::new(224, 0, 0, 0)), 4),
         Family::V6 => Cidr::new(IpAddr::V6(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0)), 8),
     };
-    // Never taken: both prefix lengths are valid.
+    // `network` is always `Some`, because both prefix lengths are valid.
     network.unwrap_or_else(|| Cidr::host(IpAddr::V4(Ipv4Addr::UNSPECIFIED)))
 }
 
@@ -172,7 +172,7 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
     };
     let mut edit = Edit::new();
     let has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
-    // Inserted, not appended: they must be before MASQUERADE.
+    // The ACCEPT rules are inserted, not appended, because they must precede MASQUERADE.
     for network in networks.iter().rev() {
         let accept = names.accept(*network);
         if !has(&accept) {
@@ -365,6 +365,7 @@ fn remove(
     for jump in &nat.rules_leading_to(POSTROUTING, chain)? {
         let source = source(jump);
         let is_removed = if names.is_some_and(|names| !names.is_jump(jump)) {
+            // This jump belongs to another container, whose chain has the same name.
             false
         } else if remaining.iter().any(|tag| tag.source == source) {
             // A remaining attachment needs this jump, but only once.
@@ -390,7 +391,8 @@ fn remove(
     for tag in &garbage {
         edit.delete(chain, &tag.rule);
     }
-    // A jump without a tag, made by Go, does not name its network: it may need any of the ACCEPTs.
+    // Go's plugin made the jumps without a tag. They do not name their networks, so they may need
+    // any of the ACCEPT rules.
     if remaining_untagged > 0 {
         return Ok(edit);
     }
@@ -409,7 +411,7 @@ fn remove(
 }
 
 /// Returns a sentence for each rule of the attachment that is missing in the family of `nat`; empty
-/// if all are there. Rules made by another program count.
+/// if all exist. A rule counts even if another program made it.
 pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let names = RuleNames::new(attachment);
     let Some(chain) = nat.chain(&names.chain)?.cloned() else {

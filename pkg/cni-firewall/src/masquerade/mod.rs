@@ -96,7 +96,7 @@ impl<'m> Masquerade<'m> {
         }
     }
 
-    /// As [`ensure`](Masquerade::ensure) without a backend: tries iptables, then nftables if
+    /// Does [`ensure`](Masquerade::ensure) without a backend: tries iptables, then nftables if
     /// iptables is not installed, or fails and [`Iptables::probe`] finds that it does not work.
     fn ensure_in_any(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
@@ -109,18 +109,18 @@ impl<'m> Masquerade<'m> {
         if failure.error.is_deadline() || failure.error.is_terminated() {
             return Err(failure.error);
         }
-        // Only now, as this starts a process.
+        // iptables is probed only after a failure, because the probe starts a process.
         if iptables.probe(failure.family).is_ok() {
             return Err(failure.error);
         }
         self.notes.note(format_args!("nftables is used, because iptables does not work: {}", failure.error));
-        // With the addresses: without them, Go's rules for another interface of the container could
-        // be removed as well.
+        // The addresses limit the removal: without them, Go's rules for another interface of the
+        // container could be removed as well.
         self.purge_iptables(attachment, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
         nftables::ensure(attachment, addresses, &previous.nftables)
     }
 
-    /// As [`ensure`](Masquerade::ensure) in iptables, one family after the other, in the variant
+    /// Does [`ensure`](Masquerade::ensure) in iptables, one family after the other, in the variant
     /// that the host uses for the family.
     fn ensure_in_iptables(
         &self,
@@ -147,7 +147,7 @@ impl<'m> Masquerade<'m> {
     ) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let Some(variant) = iptables.variant_for_new_rules(family)? else {
-            // Fails, as there is neither a program nor a usable kernel, with the reason.
+            // There is neither a program nor a usable kernel, so this fails, with the reason.
             return iptables.probe(family);
         };
         iptables.change(family, variant, |nat| {
@@ -238,7 +238,7 @@ impl<'m> Masquerade<'m> {
         let Cleaned { unreached, outcome } = iptables.clean(chains, plan);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
-                "masquerade rules may be left in table nat of iptables-{variant} for {family:?}: its programs, which \
+                "masquerade rules may be left in table nat of iptables-{variant} for {family}: its programs, which \
                  could read the table, are not installed"
             ));
         }
