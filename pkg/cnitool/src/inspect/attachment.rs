@@ -55,7 +55,9 @@ impl Attached {
             NetnsPresence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
         }
         add_rule_facts(snapshot, &attachment, entry, &mut facts);
-        add_file_facts(snapshot, &attachment, &result, &mut facts);
+        add_reservation_facts(snapshot, &attachment, &result, &mut facts);
+        add_lease_facts(snapshot, &attachment, &mut facts);
+        add_backup_facts(snapshot, &attachment, &mut facts);
         Attached {
             name: format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname),
             network: attachment.network,
@@ -69,7 +71,7 @@ impl Attached {
 
 /// Decodes the result in a cache entry. The error says why that is not possible.
 fn result(entry: &Entry) -> Result<AddResult, String> {
-    let Some(raw) = &entry.result else { return Err("the result cache has none".to_owned()) };
+    let Some(raw) = &entry.result else { return Err("the result cache has no result of this attachment".to_owned()) };
     let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
     AddResult::decode(&json, Version::NEWEST).map_err(|error| error.to_string())
 }
@@ -299,20 +301,21 @@ fn add_rule_facts(snapshot: &Snapshot, attachment: &AttachmentId, entry: &Entry,
         ("host port", "portmap", has_mappings && plugins.iter().any(|plugin| kind(plugin) == "portmap")),
     ] {
         if is_expected && !found.iter().any(|other| other == purpose) {
-            facts.push(Fact::differs(what, "there is no rule, although the configuration needs one"));
+            facts.push(Fact::differs(what, "the attachment has no such rule, although its configuration needs one"));
         }
     }
 }
 
-/// Adds the attachment's files on the disk: reservations, leases, tuning's backup.
-fn add_file_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
+/// Adds the attachment's reservations of host-local, and reports addresses of the result that are
+/// not reserved.
+fn add_reservation_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
     let mut reserved = Vec::new();
     for (network, folder, reservations) in &snapshot.reservations {
         for reservation in reservations {
-            let is_container = *network == attachment.network && reservation.id == attachment.container_id;
+            let is_of_container = *network == attachment.network && reservation.id == attachment.container_id;
             // A very old reservation has no interface.
-            let is_interface = reservation.ifname.as_ref().is_none_or(|name| *name == attachment.ifname);
-            if is_container && is_interface {
+            let is_of_interface = reservation.ifname.as_ref().is_none_or(|name| *name == attachment.ifname);
+            if is_of_container && is_of_interface {
                 reserved.push(reservation.address);
                 let text = format!("{}  [{}]", reservation.address, folder.join(network).display());
                 facts.push(Fact::fine("reservation", text));
@@ -322,8 +325,15 @@ fn add_file_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
     let uses_host_local = snapshot.reservations.iter().any(|(network, ..)| *network == attachment.network);
     for ip in result.ips.iter().filter(|ip| uses_host_local && !reserved.contains(&ip.address.address())) {
         let address = ip.address.address();
-        facts.push(Fact::differs("reservation", format!("{address} is in the result, but not reserved for it")));
+        facts.push(Fact::differs(
+            "reservation",
+            format!("{address} is in the result, but not reserved for this attachment"),
+        ));
     }
+}
+
+/// Adds the attachment's leases that dhcp's daemons have recorded.
+fn add_lease_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut Vec<Fact>) {
     for (socket, lease) in &snapshot.leases {
         if AttachmentId::new(&lease.network, &lease.container_id, &lease.ifname) != *attachment {
             continue;
@@ -340,6 +350,10 @@ fn add_file_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
             None => Fact::fine("lease", format!("{text}{end}  [{}]", socket.display())),
         });
     }
+}
+
+/// Adds tuning's backup of the attachment.
+fn add_backup_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut Vec<Fact>) {
     for saved in &snapshot.saved {
         let owner = saved.owner.as_ref().map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
         let file = saved.path.file_name().unwrap_or_default().to_string_lossy();

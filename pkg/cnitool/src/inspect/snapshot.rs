@@ -63,23 +63,6 @@ impl Snapshot {
         let marked = others.into_iter().filter_map(|link| Some((attachment_of(link)?, link.clone()))).collect();
         let ifbs = ifbs.into_iter().filter(|ifb| AttachmentId::is_ifb_name(&ifb.name));
         let ifbs = ifbs.map(|ifb| (attachment_of(ifb), ifb.clone())).collect();
-        // tuning's configurations, which name the folders of its backups.
-        let mut tuning_confs: Vec<NetConf> = Vec::new();
-        for list in &networks {
-            for plugin in list.plugins().iter().filter(|plugin| plugin.kind() == "tuning") {
-                tuning_confs.extend(list.request(plugin, None).and_then(NetConf::parse));
-            }
-        }
-        // The default folder too, because its network may have been removed from the configuration.
-        tuning_confs.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
-        let mut backups: Vec<Saved> = Vec::new();
-        for conf in tuning_confs {
-            for backup in saved(&conf, notes)? {
-                if !backups.iter().any(|known| known.path == backup.path) {
-                    backups.push(backup);
-                }
-            }
-        }
         let location = StoreLocation::default();
         let ipam = IpamContext::new(shared, call, &location, notes);
         let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
@@ -101,7 +84,8 @@ impl Snapshot {
         }
         let rules = list_container_rules(call.machine, notes)?;
         let remembered = listing.entries;
-        Ok(Snapshot { networks, remembered, links, marked, ifbs, rules, saved: backups, reservations, unusual, leases })
+        let saved = read_backups(&networks, notes)?;
+        Ok(Snapshot { networks, remembered, links, marked, ifbs, rules, saved, reservations, unusual, leases })
     }
 
     /// Returns the known attachments with their host ends. An end is found by its alias or, if the
@@ -150,6 +134,27 @@ impl Snapshot {
     }
 }
 
+/// Returns tuning's backups in the folders that the networks configure, and in the default folder,
+/// because its network may have been removed from the configuration.
+fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, Error> {
+    let mut confs: Vec<NetConf> = Vec::new();
+    for list in networks {
+        for plugin in list.plugins().iter().filter(|plugin| plugin.kind() == "tuning") {
+            confs.extend(list.request(plugin, None).and_then(NetConf::parse));
+        }
+    }
+    confs.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
+    let mut backups: Vec<Saved> = Vec::new();
+    for conf in confs {
+        for backup in saved(&conf, notes)? {
+            if !backups.iter().any(|known| known.path == backup.path) {
+                backups.push(backup);
+            }
+        }
+    }
+    Ok(backups)
+}
+
 /// Returns the bridges of a network's bridge plugins; the default bridge for a plugin that names
 /// none.
 pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
@@ -179,7 +184,7 @@ pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
 }
 
 /// Returns the attachment that a link's alias names, or `None`. If the alias has the hash of a long
-/// container ID, the attachment's ID is that hash, with its `#`.
+/// container ID, the attachment's container ID is that hash, with its `#`.
 fn attachment_of(link: &Link) -> Option<AttachmentId> {
     let marked = AttachmentId::parse(&node::mark_in(link.alias.as_deref()?))?;
     let alias = node::mark_in(link.alias.as_deref()?);

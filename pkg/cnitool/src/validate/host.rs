@@ -50,7 +50,7 @@ pub(super) fn check(
     // STATUS finds out whether the kernel supports what the plugins need. It is not run if there
     // are errors, because it would report the same errors again.
     if is_sound(own) && problems.is_empty() {
-        // With the newest version, because older ones have no STATUS.
+        // The configuration gets the newest version, because older versions have no STATUS.
         let mut newest = document.clone();
         newest["cniVersion"] = json!("1.1.0");
         if let Some(members) = newest.as_object_mut() {
@@ -111,7 +111,7 @@ fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
 }
 
 /// Returns the port mappings that are in a network's configuration itself, each with its plugin's
-/// index. Those that a runtime requests are not known here.
+/// index. The mappings that a runtime requests are not known.
 fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "portmap") {

@@ -92,26 +92,9 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
             problems.push(Problem::error(path_of(key), error.msg()));
         }
     }
-    for kind in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()) {
-        let Some(reader) = plugins::find(kind) else { continue };
+    for reader in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
+        problems.extend(unknown_keys(reader, &request, &path_of));
         let is_ipam = reader.role() == Role::Ipam;
-        let Ok(json) = Json::parse(request.to_string().as_bytes()) else { continue };
-        for UnknownKey { path, known } in reader.unknown_keys(&json) {
-            let is_standard = !path.contains('.') && STANDARD_KEYS.iter().any(|name| name.eq_ignore_ascii_case(&path));
-            if is_standard
-                || path.starts_with("runtimeConfig.")
-                || path.starts_with("prevResult.")
-                || path.starts_with("cni.dev/")
-            {
-                continue;
-            }
-            let name = path.rsplit('.').next().unwrap_or_default();
-            let mut names: Vec<&str> = known.to_vec();
-            if !path.contains('.') {
-                names.extend(STANDARD_KEYS);
-            }
-            problems.push(Problem::warning(path_of(&path), unknown_text(name, &names)));
-        }
         let runtime_has_ranges = plugin["capabilities"]["ipRanges"] == json!(true);
         let check = |value: &Value| {
             let outcome = NetConf::parse(value.to_string()).and_then(|conf| reader.examine(&conf));
@@ -119,7 +102,7 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
                 // The runtime provides the ranges.
                 Err(error) if is_ipam && runtime_has_ranges && error.msg() == "no IP ranges specified" => Ok(()),
                 Err(error) if is_ipam && runtime_has_ranges && error.msg().starts_with("failed to allocate ") => Ok(()),
-                // Reported with the list's keys.
+                // The version is reported with the list's keys.
                 Err(error) if error.code() == cni::Code::INCOMPATIBLE_VERSION => Ok(()),
                 outcome => outcome.map_err(|error| error.to_string()),
             }
@@ -129,6 +112,27 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
         problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path_of(&path), what)));
     }
     problems.extend(unused_capabilities(plugin, kind, ipam, &path_of));
+    problems
+}
+
+/// Returns a warning for each key of a plugin's configuration that the plugin does not read.
+fn unknown_keys(reader: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+    let Ok(json) = Json::parse(request.to_string().as_bytes()) else { return Vec::new() };
+    let mut problems = Vec::new();
+    for UnknownKey { path, known } in reader.unknown_keys(&json) {
+        let is_top_level = !path.contains('.');
+        let is_standard = is_top_level && STANDARD_KEYS.iter().any(|name| name.eq_ignore_ascii_case(&path));
+        let is_of_runtime = ["runtimeConfig.", "prevResult.", "cni.dev/"].iter().any(|start| path.starts_with(start));
+        if is_standard || is_of_runtime {
+            continue;
+        }
+        let name = path.rsplit('.').next().unwrap_or_default();
+        let mut names: Vec<&str> = known.to_vec();
+        if is_top_level {
+            names.extend(STANDARD_KEYS);
+        }
+        problems.push(Problem::warning(path_of(&path), unknown_text(name, &names)));
+    }
     problems
 }
 

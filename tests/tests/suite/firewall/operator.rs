@@ -46,7 +46,10 @@ fn its_rules_are_shown_missed_and_removed_when_left_over() {
             "{backend} {text}"
         );
         operator.node.exec(&["sh", "-ec", flush]);
-        operator.failed(&["inspect"], &["! firewall     there is no rule, although the configuration needs one"]);
+        operator.failed(
+            &["inspect"],
+            &["! firewall     the attachment has no such rule, although its configuration needs one"],
+        );
         operator.detach(&container);
         let lost = operator.attach();
         operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/net1-*"]);

@@ -69,7 +69,7 @@ fn an_attachment_is_shown_whole_and_what_differs_is_marked() {
         &[
             "! address      10.1.0.2/24 is in the result, but not on eth0",
             "! interface    eth0 has the MAC 02:00:00:00:00:77, but the result has",
-            "! host port    there is no rule, although the configuration needs one",
+            "! host port    the attachment has no such rule, although its configuration needs one",
         ],
     );
     assert!(said.stdout.contains("nothing is left over"), "{}", said.report());
