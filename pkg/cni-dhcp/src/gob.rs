@@ -252,18 +252,19 @@ impl<'a> Input<'a> {
         Ok(taken)
     }
 
-    /// Decodes the length at the beginning of a message. Returns `None` if not all bytes of this
-    /// number have been received.
+    /// Decodes the length that begins a message. Returns `None` if its bytes have not all been
+    /// received yet.
     fn length(&mut self) -> Result<Option<usize>> {
-        match self.0.first() {
-            None => Ok(None),
-            // A number above 127 begins with the number of its bytes, negated.
-            Some(first) if *first > 127 && self.0.len() <= usize::from(first.wrapping_neg()) => match *first {
-                248.. => Ok(None),
-                _ => Err(GobError("a number is too long")),
-            },
-            Some(_) => self.size().map(Some),
+        let Some(first) = self.0.first() else { return Ok(None) };
+        // A number above 127 begins with the negated number of the bytes that follow, at most 8.
+        let following = if *first > 127 { usize::from(first.wrapping_neg()) } else { 0 };
+        if following > 8 {
+            return Err(GobError("a number is too long"));
         }
+        if self.0.len() <= following {
+            return Ok(None);
+        }
+        self.size().map(Some)
     }
 
     /// Decodes an unsigned number: one byte up to 127, otherwise the negated number of bytes, and

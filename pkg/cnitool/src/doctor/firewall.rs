@@ -91,42 +91,61 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
         return outcome.ok_summary("no bridge has containers");
     }
     let mut missing_programs = Vec::new();
-    match stdout_of(context, "nft", &["-j", "list", "chains"])
-        .and_then(|text| serde_json::from_str::<Value>(&text).ok())
-    {
-        Some(chains) => {
-            for DroppingChain { family, table, chain } in dropping_chains(&chains) {
-                let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
-                for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
-                    let what = format!(
-                        "chain {family} {table} {chain} drops forwarded packets, and no rule of the table mentions {bridge}: its \
-                         containers cannot reach other networks"
-                    );
-                    let insert =
-                        |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
-                    if ![&family, &table, &chain, bridge].into_iter().all(|word| is_plain(word)) {
-                        outcome.problem_without_command(what, ACCEPT);
-                        continue;
-                    }
-                    // For a chain that iptables created, a command of iptables, which lists and
-                    // saves only rules that it can express.
-                    let command = match (family.as_str(), chain.as_str()) {
-                        ("ip", "FORWARD") => by_iptables("iptables", bridge),
-                        ("ip6", "FORWARD") => by_iptables("ip6tables", bridge),
-                        _ => format!("{} && {}", insert("iif"), insert("oif")),
-                    };
-                    outcome.problem(what, command);
-                }
-            }
-        }
-        None => missing_programs.push("nft"),
+    if !check_nft_policies(context, &bridges, &mut outcome) {
+        missing_programs.push("nft");
     }
+    if !check_legacy_policies(context, &bridges, &mut outcome) {
+        missing_programs.push("iptables-legacy-save");
+    }
+    match missing_programs.is_empty() {
+        true => outcome.ok_summary("no policy drops packets of containers"),
+        false => outcome.ok_summary(format!(
+            "not checked completely: {} is not installed or does not work",
+            missing_programs.join(", ")
+        )),
+    }
+}
+
+/// Reports the base chains of nf_tables that drop packets of the bridges. Returns `false` if `nft`
+/// cannot list the chains.
+fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
+    let chains = stdout_of(context, "nft", &["-j", "list", "chains"]);
+    let Some(chains) = chains.and_then(|text| serde_json::from_str::<Value>(&text).ok()) else { return false };
+    for DroppingChain { family, table, chain } in dropping_chains(&chains) {
+        let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
+        for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
+            let what = format!(
+                "chain {family} {table} {chain} drops forwarded packets, and no rule of the table mentions {bridge}: \
+                 its containers cannot reach other networks"
+            );
+            if ![&family, &table, &chain, bridge].into_iter().all(|word| is_plain(word)) {
+                outcome.problem_without_command(what, ACCEPT);
+                continue;
+            }
+            let insert = |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
+            // A chain that iptables created gets a rule by iptables, which lists and saves only
+            // rules that it can express.
+            let command = match (family.as_str(), chain.as_str()) {
+                ("ip", "FORWARD") => by_iptables("iptables", bridge),
+                ("ip6", "FORWARD") => by_iptables("ip6tables", bridge),
+                _ => format!("{} && {}", insert("iif"), insert("oif")),
+            };
+            outcome.problem(what, command);
+        }
+    }
+    true
+}
+
+/// Reports the chains FORWARD of iptables-legacy that drop packets of the bridges. Returns `false`
+/// if a table filter exists that cannot be listed.
+fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
+    let mut is_complete = true;
     for (program, names) in [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")] {
         if !fs::read_to_string(names).unwrap_or_default().lines().any(|table| table == "filter") {
             continue;
         }
         let Some(rules) = stdout_of(context, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
-            missing_programs.push("iptables-legacy-save");
+            is_complete = false;
             continue;
         };
         if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) {
@@ -142,13 +161,7 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
             }
         }
     }
-    match missing_programs.is_empty() {
-        true => outcome.ok_summary("no policy drops packets of containers"),
-        false => outcome.ok_summary(format!(
-            "not checked completely: {} is not installed or does not work",
-            missing_programs.join(", ")
-        )),
-    }
+    is_complete
 }
 
 /// The advice if a name cannot be part of a command.
@@ -220,7 +233,8 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
             let rules = stdout_of(context, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
             rules.lines().filter(|line| line.starts_with("-A ")).count()
         };
-        // Without tables it is not run, because it would load its kernel modules.
+        // If no legacy tables exist, iptables-legacy is not run, because it would load its kernel
+        // modules.
         let legacy = if legacy_tables.trim().is_empty() { 0 } else { rules("legacy") };
         let nft = rules("nft");
         if legacy > 0 && nft > 0 {

@@ -32,6 +32,7 @@ impl IpamContext<'_, '_> {
             Ok(ranges) => !ranges.sets().iter().any(|set| set.find(checked.reservation.address).is_some()),
             Err(_) => false,
         };
+        let folder = self.store(&addresses).path().display().to_string();
         match self.shared.format() {
             Format::Json => {
                 let row = |checked: &CheckedReservation| {
@@ -46,7 +47,6 @@ impl IpamContext<'_, '_> {
                     })
                 };
                 let rows: Vec<_> = judged.iter().map(row).collect();
-                let folder = self.store(&addresses).path().display().to_string();
                 let odd: Vec<_> =
                     unusual.iter().map(|(address, what)| json!({"address": address, "what": what})).collect();
                 write_json(
@@ -55,33 +55,43 @@ impl IpamContext<'_, '_> {
                 )
             }
             Format::Text if judged.is_empty() && unusual.is_empty() => {
-                write(streams, &format!("Nothing is reserved in {}.\n", self.store(&addresses).path().display()))
+                write(streams, &format!("Nothing is reserved in {folder}.\n"))
             }
             Format::Text => {
-                let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
-                let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
-                for checked in &judged {
-                    let (id, ifname) = owner(&checked.reservation);
-                    let mut why = checked.liveness.why().to_owned();
-                    if is_outside(checked) {
-                        why += "; outside of the network's ranges";
-                    }
-                    let address = checked.reservation.address.to_string();
-                    let state = checked.liveness.word().to_owned();
-                    rows.push(vec![address, id, ifname, age(checked.reservation.since), state, why]);
-                }
-                let mut lines = table(&rows);
-                for (line, checked) in lines.iter_mut().skip(1).zip(&judged) {
-                    match checked.liveness {
-                        Liveness::InUse(_) => {}
-                        Liveness::Over(_) => *line = paint(streams.stdout_style, Colour::Red, line),
-                        Liveness::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
-                    }
-                }
+                let lines = as_lines(&judged, is_outside, streams);
                 let unusual = unusual.iter().map(|(address, what)| format!("{address}: {what}"));
-                lines.extend(unusual.map(|line| paint(streams.stdout_style, Colour::Yellow, &line)));
-                write(streams, &format!("{}\n", lines.join("\n")))
+                let unusual = unusual.map(|line| paint(streams.stdout_style, Colour::Yellow, &line));
+                write(streams, &format!("{}\n", lines.into_iter().chain(unusual).collect::<Vec<_>>().join("\n")))
             }
         }
     }
+}
+
+/// Returns the reservations as the lines of a table. Those that are not in use have a colour.
+fn as_lines(
+    judged: &[CheckedReservation],
+    is_outside: impl Fn(&CheckedReservation) -> bool,
+    streams: &Streams<'_>,
+) -> Vec<String> {
+    let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
+    let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
+    for checked in judged {
+        let (id, ifname) = owner(&checked.reservation);
+        let mut why = checked.liveness.why().to_owned();
+        if is_outside(checked) {
+            why += "; outside of the network's ranges";
+        }
+        let address = checked.reservation.address.to_string();
+        let state = checked.liveness.word().to_owned();
+        rows.push(vec![address, id, ifname, age(checked.reservation.since), state, why]);
+    }
+    let mut lines = table(&rows);
+    for (line, checked) in lines.iter_mut().skip(1).zip(judged) {
+        match checked.liveness {
+            Liveness::InUse(_) => {}
+            Liveness::Over(_) => *line = paint(streams.stdout_style, Colour::Red, line),
+            Liveness::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
+        }
+    }
+    lines
 }

@@ -56,6 +56,7 @@ enum Severity {
 }
 
 impl Severity {
+    /// Returns the word for reports and JSON.
     fn as_str(self) -> &'static str {
         match self {
             Severity::Error => "error",
@@ -272,8 +273,8 @@ impl CheckedFile {
     }
 }
 
-/// Checks one file. Without `host`, this host's plugins, kernel and other networks are not looked
-/// at.
+/// Checks one file. Without `host`, the file is not compared with this host's plugins, kernel and
+/// other networks.
 ///
 /// # Errors
 /// Code 5 if the file cannot be read. Everything that is wrong in it is a problem, not an error.
@@ -292,7 +293,8 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
             let outcome = document::add_plugins_of_folder(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
-            // Reported only if nothing else is wrong: it mostly repeats an error found above.
+            // This problem is reported only if nothing else is wrong, because it mostly repeats an
+            // error found above.
             if is_sound(&problems)
                 && let Err(problem) = outcome
             {
