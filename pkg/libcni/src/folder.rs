@@ -124,8 +124,8 @@ fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
     list.complete()
 }
 
-/// Returns the paths of a folder's files with one of these suffixes, sorted by name; none if the
-/// folder does not exist.
+/// Returns the paths of a folder's files with one of these suffixes, sorted by name. Returns none
+/// if the folder does not exist or is not a directory.
 fn files(folder: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", folder.display()), error);
     let entries = match fs::read_dir(folder) {

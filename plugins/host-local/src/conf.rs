@@ -114,7 +114,8 @@ impl StoreLocation {
         Ok(StoreLocation { data_dir, lock_timeout, after_reboot, on_repeat: RepeatPolicy::Refuse })
     }
 
-    /// Reads the same keys and `reuse`, and refuses every error in them.
+    /// Reads the keys of [`read`](StoreLocation::read) and `reuse`, and refuses every error in
+    /// them.
     fn read_strictly(conf: &NetConf) -> Result<StoreLocation> {
         let on_repeat = match boolean(conf, "reuse")? {
             Some(true) => RepeatPolicy::Reuse,
@@ -152,7 +153,8 @@ impl AddConf {
     pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
         let keys: Keys = conf.decode()?;
         let location = StoreLocation::read_strictly(conf)?;
-        // Only STATUS uses it, but an error in it should not be found later than at ADD.
+        // Only STATUS uses `fullIsUnavailable`. ADD checks the key too, so that an error in it is
+        // found early.
         shortage_policy(conf)?;
 
         let mut requested = Requested::none();
@@ -227,7 +229,7 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
     unknown.retain(|key| match key.path.split_once('.') {
         Some(("ipam", rest)) => !is_separate(rest),
         Some(("runtimeConfig", _)) => true,
-        // The interface plugin that runs this one has keys there.
+        // Keys in other places may belong to the interface plugin that runs this one.
         _ => false,
     });
     unknown

@@ -31,8 +31,8 @@ use conf::{AddConf, ShortagePolicy, StatusConf, StoreLocation};
 #[derive(Clone, Copy, Debug)]
 pub struct HostLocal;
 
-/// How long a failed ADD at most waits for the lock to release its addresses: the runtime's own
-/// deadline is probably near by then.
+/// How long a failed ADD waits at most for the lock that it needs to release its addresses. The
+/// limit is short because the runtime's own deadline is probably near by then.
 const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
 
 /// Returns examples of results of an ADD with this configuration, for checks of routes and

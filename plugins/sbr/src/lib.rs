@@ -61,8 +61,8 @@ impl Plugin for Sbr {
         let netns = Netns::open(call.netns()?)?;
         let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
-        // Pushed first, so undone last: the namespace stays locked until the result has been
-        // written or everything has been undone.
+        // This undo is registered first, so it runs last: the namespace stays locked until the
+        // result has been written or everything else has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
         let netlink = netns.run(Netlink::open)??;
         let link = find_link(&netlink, &call.ifname)?;
@@ -104,8 +104,8 @@ impl Plugin for Sbr {
         };
         let _locked = netns.lock(call.machine, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
-        // prevResult has the addresses if the interface does not exist any more; the interface has
-        // them if prevResult is missing.
+        // The addresses come from both sources: prevResult has them even if the interface does not
+        // exist any more, and the interface has them even if prevResult is missing.
         let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();
         let mut addresses: Vec<IpAddr> =
             addresses_of(&prev, &call.ifname).iter().map(|ip| ip.address.address()).collect();

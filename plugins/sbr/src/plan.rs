@@ -61,8 +61,8 @@ impl Plan {
         };
         let taken = tables_in_use(&rules, &routes);
         routes.retain(|route| {
-            let has_table = ips.iter().any(|ip| Family::of(ip.address.address()) == route.family());
-            route.table_id() == MAIN_TABLE && route.leaves_by(link.index) && has_table
+            let is_of_used_family = ips.iter().any(|ip| Family::of(ip.address.address()) == route.family());
+            route.table_id() == MAIN_TABLE && route.leaves_by(link.index) && is_of_used_family
         });
         let mut plan = Plan::default();
         for (ip, table) in ips.iter().zip((FIRST_TABLE..).filter(|table| !taken.contains(table))) {
@@ -135,8 +135,9 @@ impl Plan {
     }
 }
 
-/// Returns the routes among `routes`, the interface's, that packets from `ip` need: all of its
-/// family, except those that lead into the network of another one of the addresses `ips`.
+/// Returns those of `routes`, the routes of the interface, that packets from the address `ip` need:
+/// all routes of the address's family, except those that lead into the network of another address
+/// in `ips`.
 fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> Vec<SavedRoute> {
     let is_of_other_address = |route: &SavedRoute| {
         !route.belongs_to(ip.address.network()) && ips.iter().any(|other| route.belongs_to(other.address.network()))

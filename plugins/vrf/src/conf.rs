@@ -11,7 +11,8 @@ use serde::Deserialize;
 pub(crate) struct Conf {
     /// The name of the VRF in the container.
     pub(crate) name: String,
-    /// Its routing table, or `None` for that of an existing VRF and any unused one for a new VRF.
+    /// The routing table of the VRF. `None` accepts the table of an existing VRF, and chooses an
+    /// unused table for a new VRF.
     pub(crate) table: Option<u32>,
 }
 

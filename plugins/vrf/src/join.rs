@@ -18,8 +18,8 @@ pub(crate) struct Plan {
     link: Link,
     /// The interface's IPv6 addresses, which it loses when it joins.
     addresses: Vec<SavedAddr>,
-    /// The interface's routes, which it loses too, without those that the kernel adds itself with
-    /// each address.
+    /// The interface's routes, which it loses too. Routes that the kernel adds with each address
+    /// are not included.
     routes: Vec<SavedRoute>,
 }
 

@@ -109,7 +109,8 @@ impl Entry {
         self
     }
 
-    /// Returns the container's interface in the result, or `None` if the result does not have it.
+    /// Returns the entry of the container's interface in the result, or `None` if the result has no
+    /// such entry.
     ///
     /// # Errors
     /// Code 6 if the result cannot be decoded.

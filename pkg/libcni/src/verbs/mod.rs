@@ -249,7 +249,8 @@ impl Runtime<'_> {
 fn with_clean_up_errors(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
     let mut lines: Vec<String> = first.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed {
-        // If a plugin gave no answer, the message names the verb.
+        // The message about a plugin that gave no answer names the verb, so the verb of the DEL is
+        // replaced before the messages are compared.
         let as_add = error.msg().replace(": DEL: ", ": ADD: ");
         let is_known = first.msg().ends_with(&as_add);
         let why = if is_known { "for the same reason" } else { error.msg() };
