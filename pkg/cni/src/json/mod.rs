@@ -252,7 +252,7 @@ struct UnknownKeyRecorder {
 impl UnknownKeyRecorder {
     /// Records the keys of the object `json` that are not in `known`, the keys of the structure
     /// that is decoded from it.
-    fn record(&self, json: &Json, known: &'static [&'static str]) {
+    fn record_unknown(&self, json: &Json, known: &'static [&'static str]) {
         let Json::Object(members) = json else { return };
         for (key, _) in members {
             if known.iter().any(|name| name.eq_ignore_ascii_case(key)) {
@@ -401,7 +401,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         visitor: V,
     ) -> Result<V::Value, JsonError> {
         if let Some(recorder) = self.recorder {
-            recorder.record(self.json, fields);
+            recorder.record_unknown(self.json, fields);
         }
         match self.json {
             Json::Null | Json::Object(_) => visitor.visit_map(Members {

@@ -187,6 +187,7 @@ struct WriteVersionedIp<'a> {
 }
 
 impl<'a> WriteVersionedIps<'a> {
+    /// Returns the result in this form, each address with the number of its family.
     fn new(result: &'a AddResult, version: Version) -> Self {
         let with_family =
             |ip: &'a IpConfig| WriteVersionedIp { version: if ip.address.is_ipv4() { "4" } else { "6" }, ip };
@@ -216,6 +217,7 @@ struct WriteIps<'a> {
 }
 
 impl<'a> WriteIps<'a> {
+    /// Returns the result in this form. Before 1.1.0, an interface has fewer fields.
     fn new(result: &'a AddResult, version: Version) -> Self {
         let interfaces = match version {
             Version::V1_1_0 => result.interfaces.clone(),
