@@ -184,7 +184,7 @@ fn forward_entry(
 ) -> Option<ContainerRule> {
     let text = match ingress.bridge() {
         Some(bridge) => format!("packets of {address} are accepted; {bridge} has ingressPolicy {}", ingress.name()),
-        None => format!("{address} is accepted"),
+        None => format!("packets of {address} are accepted"),
     };
     let owner = RuleOwner::from_alias(owner, Evidence::Forward(owner.to_owned()))?;
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
