@@ -2,7 +2,7 @@
 //! if a property does not hold. The head of each module describes its property.
 //!
 //! libFuzzer calls them from the crate `fuzz/`, which is outside the workspace and needs a nightly
-//! compiler. `tests/corpus.rs` calls them in `scripts/test` for each file of `fuzz/corpus/`. The
+//! compiler. `tests/corpus.rs` calls them in `scripts/test` for each input of `fuzz/corpus/`. The
 //! plugins' crates make their private functions available in modules `fuzzing`, behind a feature
 //! that only this crate enables.
 //!
@@ -36,7 +36,7 @@ pub mod tuning;
 /// A target: it panics if its property does not hold for these bytes.
 pub type Target = fn(&[u8]);
 
-/// All targets, each with the name of its folder below `fuzz/corpus`.
+/// All targets, each with the name of its archive in `fuzz/corpus`.
 pub const TARGETS: [(&str, Target); 16] = [
     ("args", args::run),
     ("cache", cache::run),

@@ -1,11 +1,12 @@
-//! Every input of `fuzz/corpus` through its target: what fuzzing once reached is reached again,
-//! without libFuzzer.
+//! Runs every input of `fuzz/corpus` through its target, without libFuzzer. Each target's inputs
+//! are one archive, `<target>.tar`.
 
 #![allow(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use cni_fuzz::TARGETS;
 
@@ -17,18 +18,21 @@ fn corpus() -> PathBuf {
 /// If an input breaks its target's property, or there is none.
 fn replay(name: &str) {
     let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).unwrap();
-    let folder = corpus().join(name);
+    let folder = tempfile::tempdir().unwrap();
+    let archive = corpus().join(format!("{name}.tar"));
+    let unpacked = Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(folder.path()).status().unwrap();
+    assert!(unpacked.success(), "failed to unpack {}: {unpacked}", archive.display());
     let mut broken = Vec::new();
     let mut inputs = 0;
-    for entry in fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
-        let path = entry.unwrap().path();
-        let bytes = fs::read(&path).unwrap();
+    for entry in fs::read_dir(folder.path()).unwrap() {
+        let entry = entry.unwrap();
+        let bytes = fs::read(entry.path()).unwrap();
         inputs += 1;
         if catch_unwind(AssertUnwindSafe(|| target(&bytes))).is_err() {
-            broken.push(path.display().to_string());
+            broken.push(entry.file_name().display().to_string());
         }
     }
-    assert!(inputs > 0, "{} holds no input: nothing was tested", folder.display());
+    assert!(inputs > 0, "{} has no input: nothing was tested", archive.display());
     assert!(broken.is_empty(), "{} of {inputs} inputs break {name}:\n{}", broken.len(), broken.join("\n"));
 }
 
@@ -42,12 +46,12 @@ macro_rules! replayed {
         )*
 
         #[test]
-        fn no_target_and_no_folder_is_left_out() {
-            let mut folders: Vec<String> =
+        fn no_target_and_no_archive_is_left_out() {
+            let mut archives: Vec<String> =
                 fs::read_dir(corpus()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-            folders.sort();
+            archives.sort();
             let targets = TARGETS.map(|(name, _)| name);
-            assert_eq!(folders, targets);
+            assert_eq!(archives, targets.map(|name| format!("{name}.tar")));
             assert_eq!(targets, [$(stringify!($name)),*]);
         }
     };
