@@ -130,9 +130,7 @@ pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
         let path = out.join(name);
         fs::write(&path, text).doing(format_args!("failed to write {}", path.display()))
     };
-    let text = text(results);
-    say(&text);
-    save("results.txt", &text)?;
+    say(&text(results));
     let json = serde_json::to_string_pretty(&as_json(results)).doing("failed to write JSON")?;
     save("results.json", &(json + "\n"))?;
     let mut plots = Vec::new();
