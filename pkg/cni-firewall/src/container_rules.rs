@@ -1,9 +1,10 @@
-//! Lists every rule that CNI plugins have for a container, of any network: for `cnitool`.
+//! Lists the rules that CNI plugins have for containers of all networks, for `cnitool`.
 //!
-//! Only reads. No plugin uses this module: plugins search for one attachment's rules and never read
-//! the rest. Many rules contain only a hash of the attachment. So [`RuleOwner::matches`] computes
-//! what the rule of a given attachment contains and compares; the names in [`RuleOwner`] are for
-//! people.
+//! No plugin uses this module: plugins search for one attachment's rules and never read the rest.
+//! Many rules contain only a hash of the attachment. So [`RuleOwner::matches`] computes what the
+//! rule of a given attachment contains and compares; the names in [`RuleOwner`] are for people.
+//!
+//! The *alias* of an attachment is `cni:NETWORK/CONTAINER/IFNAME`.
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
@@ -44,18 +45,21 @@ impl std::fmt::Display for Purpose {
     }
 }
 
-/// A rule of a container.
+/// An entry of the list: one rule of a container. The exception: the plugin firewall has one entry
+/// for all rules of an address.
 #[derive(Clone, Debug)]
 pub struct ContainerRule {
     /// The purpose of the rule.
     pub purpose: Purpose,
-    /// The table and chain: `nft ip cni_hostport hostports`, `iptables-legacy -t nat POSTROUTING`.
+    /// Where the rule is: the table and mostly the chain (`nft ip cni_hostport hostports`,
+    /// `iptables-legacy -t nat POSTROUTING`), or `firewalld`.
     pub place: String,
     /// The attachment that the rule belongs to.
     pub owner: RuleOwner,
     /// A description of the rule.
     pub text: String,
-    /// A command that removes this rule and nothing else; `None` if it was not read over netlink.
+    /// A command that removes this rule and nothing else. `None` for rules of iptables and for
+    /// entries of the plugin firewall.
     pub removal: Option<String>,
 }
 
@@ -64,7 +68,7 @@ pub struct ContainerRule {
 pub struct RuleOwner {
     /// The network's name.
     pub network: Option<String>,
-    /// The container's ID; of a long one the beginning.
+    /// The container's ID, or the beginning of a long one.
     pub container: Option<String>,
     /// The interface's name in the container.
     pub ifname: Option<String>,
@@ -84,7 +88,7 @@ enum Evidence {
     PortMapIptables(String),
     /// The comment of the rule that jumps to the spoof check.
     Spoof(String),
-    /// The comment of the record of a forwarded address.
+    /// The comment of the rule that records the owner of a forwarded address.
     Forward(String),
 }
 
@@ -95,7 +99,7 @@ impl RuleOwner {
         let AttachmentId { network, container_id, ifname } = attachment;
         match &self.evidence {
             Evidence::MasqueradeNft(comment) => {
-                comment.starts_with(&masquerade_nft::key(network, container_id, ifname))
+                comment.starts_with(&masquerade_nft::attachment_key(network, container_id, ifname))
             }
             Evidence::MasqueradeIptables(comment) => *comment == masquerade_iptables::comment(network, container_id),
             Evidence::PortMapNft(rule) => Identity::new(attachment).owner(rule) != Ownership::Other,
@@ -105,8 +109,7 @@ impl RuleOwner {
         }
     }
 
-    /// Returns the owner that an alias, `cni:NETWORK/CONTAINER/IFNAME`, names; `None` if the text
-    /// is not an alias.
+    /// Returns the owner that an alias names; `None` if the text is not an alias.
     fn from_alias(alias: &str, evidence: Evidence) -> Option<RuleOwner> {
         let parsed = AttachmentId::parse(alias)?;
         Some(RuleOwner {
@@ -118,41 +121,44 @@ impl RuleOwner {
     }
 }
 
-/// Returns every rule that plugins have for a container in the calling thread's network namespace,
-/// ordered by purpose. `notes` receives what cannot be read because iptables-legacy is not
-/// installed.
+/// Returns every rule that plugins have for containers in the calling thread's network namespace,
+/// ordered by purpose. `notes` receives a line for each table of iptables-legacy that cannot be
+/// read.
 ///
 /// # Errors
-/// If the kernel or iptables-nft cannot be read. A kernel without nf_tables has no rules there.
+/// The tables of nf_tables or of iptables-nft cannot be read. A kernel without nf_tables is not an
+/// error: it has none of these tables.
 pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<ContainerRule>> {
     let mut rules = Vec::new();
     match Nft::open().and_then(|mut nft| list_nft(&mut nft, &mut rules)) {
         Err(error) if error.is_unsupported() => {}
         result => result?,
     }
-    let nat_chains = [masquerade_iptables::POSTROUTING, portmap_iptables::DNAT];
-    list_table(iptables::Table::Nat, &nat_chains, machine, notes, |nat, variant| list_nat(nat, variant, &mut rules))?;
-    let filter_chains = [forward::iptables::OWNERS];
-    list_table(iptables::Table::Filter, &filter_chains, machine, notes, |filter, variant| {
+    let chains_in_nat = [masquerade_iptables::POSTROUTING, portmap_iptables::DNAT];
+    list_table(iptables::Table::Nat, &chains_in_nat, machine, notes, |nat, variant| {
+        list_nat(nat, variant, &mut rules)
+    })?;
+    let chains_in_filter = [forward::iptables::OWNERS];
+    list_table(iptables::Table::Filter, &chains_in_filter, machine, notes, |filter, variant| {
         list_filter(filter, variant, &mut rules)
     })?;
     rules.sort_by_key(|rule| rule.purpose);
     Ok(rules)
 }
 
-/// Calls `list` for each family and variant of an iptables table that may have one of `chains`. A
-/// failure for iptables-legacy only becomes a note.
+/// Calls `list` with the chains of an iptables table, for each family and variant in which the
+/// table may have one of `searched_chains`. A failure for iptables-legacy only becomes a note.
 fn list_table(
     table: iptables::Table,
-    chains: &[&str],
+    searched_chains: &[&str],
     machine: &dyn Machine,
     notes: &Notes,
     mut list: impl FnMut(&mut Chains<'_>, Variant) -> Result<()>,
 ) -> Result<()> {
     let mut iptables = Iptables::open(table, machine, notes.clone(), OnSigterm::Kill)?;
     for family in FAMILIES {
-        for variant in iptables.variants_to_search(family, chains)? {
-            match iptables.read(family, variant).and_then(|mut read| list(&mut read, variant)) {
+        for variant in iptables.variants_to_search(family, searched_chains)? {
+            match iptables.read(family, variant).and_then(|mut chains| list(&mut chains, variant)) {
                 Ok(()) => {}
                 Err(error) if variant == Variant::Legacy => {
                     let program = program_name(family, variant);
@@ -165,7 +171,7 @@ fn list_table(
     Ok(())
 }
 
-/// Returns the name of the program that lists these rules, as `ip6tables-legacy`.
+/// Returns the name of the program that lists these rules, for example `ip6tables-legacy`.
 fn program_name(family: Family, variant: Variant) -> String {
     match family {
         Family::V4 => format!("iptables-{variant}"),
@@ -173,12 +179,12 @@ fn program_name(family: Family, variant: Variant) -> String {
     }
 }
 
-/// Returns an entry for an address that the plugin firewall accepts; `None` if `owner`, the comment
-/// of the address's record, is not an alias. One entry stands for all rules of the address, as only
-/// the record names the owner.
+/// Returns the entry for an address that the plugin firewall accepts; `None` if `comment`, of the
+/// rule that records the address's owner, is not an alias. One entry stands for all rules of the
+/// address, because the other rules do not name the owner.
 fn forward_entry(
     place: String,
-    owner: &str,
+    comment: &str,
     address: std::net::IpAddr,
     ingress: &forward::Ingress,
 ) -> Option<ContainerRule> {
@@ -186,18 +192,19 @@ fn forward_entry(
         Some(bridge) => format!("packets of {address} are accepted; {bridge} has ingressPolicy {}", ingress.name()),
         None => format!("packets of {address} are accepted"),
     };
-    let owner = RuleOwner::from_alias(owner, Evidence::Forward(owner.to_owned()))?;
+    let owner = RuleOwner::from_alias(comment, Evidence::Forward(comment.to_owned()))?;
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
-/// Adds an entry for each address that iptables' table filter accepts to `rules`. The records in
-/// the chain of owners are read, as the accepting rules name no owner.
+/// Adds an entry for each address that iptables' table filter accepts to `rules`. Reads the chain
+/// that records the owners of addresses, because the accepting rules do not name owners.
 fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
-        let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
+        let Some((comment, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
+        // The chain of the accepting rules: they have an effect, the read chain has none.
         let place = format!("{program} -t filter {}", forward::iptables::FORWARD);
-        rules.extend(forward_entry(place, owner, address, &ingress));
+        rules.extend(forward_entry(place, comment, address, &ingress));
     }
     Ok(())
 }
@@ -212,6 +219,7 @@ fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
             rules.extend(forward_entry(place, &owned.owner, owned.address, &owned.ingress));
         }
     }
+    // Addresses in zones of firewalld, which does not record owners: rules of nf_tables do.
     for owned in forward::sources::list(nft)? {
         rules.extend(forward_entry("firewalld".to_owned(), &owned.owner, owned.address, &owned.ingress));
     }
@@ -252,7 +260,7 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
             ifname: value_of("if: "),
             evidence: Evidence::MasqueradeNft(comment.clone()),
         };
-        // Read as a rule of the wrong family, the addresses are left out.
+        // The words for the wrong family leave out the addresses, so the longer text is right.
         let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
         let text = if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 };
         rules.push(nft_entry(Purpose::Masquerade, table, chain, &listed, owner, text));
@@ -260,19 +268,19 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
     Ok(())
 }
 
-/// Adds the host port rules of nf_tables to `rules`. Those of the Go plugin name only the
-/// container.
+/// Adds the host port rules of nf_tables to `rules`. Their comment is the container's ID. A tag has
+/// the alias, except in rules of the Go plugin.
 fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for family in [Family::V4, Family::V6] {
         let table = portmap_nft::table(family);
         for chain in portmap_nft::CONTAINERS {
             for listed in nft.rules(table, chain)? {
-                let Some(comment) = listed.rule.comment.clone() else { continue };
+                let Some(container) = listed.rule.comment.clone() else { continue };
                 let evidence = Evidence::PortMapNft(Box::new(listed.rule.clone()));
                 let tagged =
                     identity::alias(&listed.rule).and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
                 let owner =
-                    tagged.unwrap_or(RuleOwner { network: None, container: Some(comment), ifname: None, evidence });
+                    tagged.unwrap_or(RuleOwner { network: None, container: Some(container), ifname: None, evidence });
                 let text = match portmap_nft::read(&listed.rule) {
                     Some((claim, _)) => format!("{claim} to {}", claim.container),
                     None => words(family, &listed.rule.exprs).join(" "),
@@ -284,20 +292,20 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
     Ok(())
 }
 
-/// Adds the rules that jump to spoof checks to `rules`. Rules of the Go plugin, and those of very
-/// long names, have no tag with the attachment's alias but only `ID-IFNAME` in the comment.
+/// Adds the rules that jump to spoof checks to `rules`. Rules of the Go plugin, and those for very
+/// long names, have no tag with the alias but only `CONTAINER-IFNAME` in the comment.
 fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
     for listed in nft.rules(table, chain)? {
         let Some(comment) = listed.rule.comment.clone() else { continue };
-        let Some(id) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
+        let Some(container_ifname) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
         let evidence = Evidence::Spoof(comment);
         let tagged = listed
             .rule
             .tag(spoof::TAG_ALIAS)
             .and_then(|alias| RuleOwner::from_alias(&String::from_utf8_lossy(alias), evidence.clone()));
         // A guess: both parts can contain a dash, but names of interfaces seldom do.
-        let (container, ifname) = id.rsplit_once('-').unwrap_or((&id, ""));
+        let (container, ifname) = container_ifname.rsplit_once('-').unwrap_or((&container_ifname, ""));
         let owner = tagged.unwrap_or(RuleOwner {
             network: None,
             container: Some(container.to_owned()),
@@ -322,6 +330,7 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
         removal: None,
     };
     let chain = masquerade_iptables::POSTROUTING;
+    // Copied, because `owner_of_jump` reads other chains from `nat`.
     for rule in &nat.rules(chain)?.to_vec() {
         let Some(comment) = rule.comment() else { continue };
         if rule.target().is_some_and(masquerade_iptables::is_chain_name) {
@@ -332,6 +341,7 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
         }
     }
     let chain = portmap_iptables::DNAT;
+    // Copied, because `owner_of_jump` reads other chains from `nat`.
     for rule in &nat.rules(chain)?.to_vec() {
         let Some(comment) = rule.comment() else { continue };
         let network_and_container = portmap_iptables::read_comment(comment);
@@ -343,7 +353,8 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
 }
 
 /// Returns the owner of a rule that jumps to a container's chain: the names from its comment, and
-/// the interface that the chain's first tag names (a chain can have tags of several interfaces).
+/// the interface from the chain's first tag, which is a rule without a target whose comment is the
+/// alias. A chain can have tags of several interfaces.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,
@@ -352,8 +363,8 @@ fn owner_of_jump(
 ) -> Result<RuleOwner> {
     let mut ifname = None;
     if let Some(chain) = jump.target() {
-        let comments = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none()).filter_map(Rule::comment);
-        ifname = comments.filter_map(AttachmentId::parse).map(|parsed| parsed.ifname).next();
+        let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none());
+        ifname = tags.filter_map(Rule::comment).find_map(AttachmentId::parse).map(|parsed| parsed.ifname);
     }
     Ok(RuleOwner {
         network: network_and_container.map(|(network, _)| network.to_owned()),
@@ -394,11 +405,11 @@ mod tests {
             forward.ensure(&rules, Backend::Nftables, &forward::PreviousRules::default()).unwrap();
             let found = list_container_rules(&machine, &Notes::silent()).unwrap();
             assert_eq!(found.len(), 3, "{found:#?}");
-            for held in &found {
-                assert!(held.owner.matches(&mine) && !held.owner.matches(&other), "{held:?}");
-                assert_eq!(held.owner.container.as_deref(), Some("c1"));
-                assert_eq!(held.owner.ifname.as_deref(), Some("eth0"));
-                assert_eq!(held.owner.network.as_deref(), Some("net"));
+            for entry in &found {
+                assert!(entry.owner.matches(&mine) && !entry.owner.matches(&other), "{entry:?}");
+                assert_eq!(entry.owner.container.as_deref(), Some("c1"));
+                assert_eq!(entry.owner.ifname.as_deref(), Some("eth0"));
+                assert_eq!(entry.owner.network.as_deref(), Some("net"));
             }
             assert_eq!(found[2].text, "packets of 10.1.0.2 are accepted; br0 has ingressPolicy same-bridge");
             assert!(found[0].text.contains("10.1.0.2"), "{}", found[0].text);

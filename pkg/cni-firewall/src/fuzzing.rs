@@ -1,4 +1,4 @@
-//! Only for pkg/cni-fuzz: the encoders and decoders of the firewall's bytes and texts.
+//! Gives pkg/cni-fuzz access to the private encoders and decoders of rules.
 
 use cni_linux::{Result, route};
 
@@ -8,7 +8,7 @@ use crate::nft::{self, Batch, Family, Listed, Table};
 /// Returns the netlink message, with its header, that adds a rule.
 ///
 /// # Errors
-/// If the comment and the tags are too long.
+/// The comment and the tags together are longer than the kernel stores.
 pub fn rule_message(table: &str, chain: &str, rule: &nft::Rule) -> Result<Vec<u8>> {
     let mut batch = Batch::new();
     batch.append_rule(Table { family: Family::Inet, name: table }, chain, rule);
@@ -17,12 +17,12 @@ pub fn rule_message(table: &str, chain: &str, rule: &nft::Rule) -> Result<Vec<u8
     Ok(bytes)
 }
 
-/// Encodes userdata; `None` if it is too long.
+/// Encodes the userdata of a rule, its comment and tags; `None` if they are too long.
 pub fn userdata(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
     nft::userdata::encode(comment, tags)
 }
 
-/// Decodes userdata: the comment and all other entries.
+/// Decodes the userdata of a rule: the comment and the tags.
 pub fn read_userdata(bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
     nft::userdata::decode(bytes)
 }
@@ -32,7 +32,7 @@ pub fn words_of(family: route::Family, listed: Listed) -> Rule {
     iptables::rule_in_words(family, listed)
 }
 
-/// Returns a rule with these words.
+/// Returns a rule of iptables with these words, as if a program had listed the rule.
 pub fn rule(words: Vec<String>) -> Rule {
     Rule { words, handle: None, whole: true, raw: None }
 }
@@ -40,7 +40,7 @@ pub fn rule(words: Vec<String>) -> Rule {
 /// Returns the text for `iptables-restore` that makes the changes of an edit.
 ///
 /// # Errors
-/// If a word cannot be quoted.
+/// A word cannot be quoted.
 pub fn restore_text(edit: &Edit) -> Result<String> {
     edit.restore_text(iptables::Table::Nat)
 }

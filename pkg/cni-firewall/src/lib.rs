@@ -5,9 +5,10 @@
 //! calls act in the network namespace of the calling thread.
 //!
 //! Names, comments and matches are those of the Go plugins, byte for byte, so that these and Go's
-//! plugins can remove each other's rules. What Go's comments lack, as the network's name, is in
-//! tags beside them ([`nft::userdata`]), which Go does not read. A shared table or chain stays when
-//! its last rule is removed, as with Go: another process may be about to add a rule.
+//! plugins can remove each other's rules. What Go's comments do not contain, for example the
+//! network's name, is in tags beside them ([`nft::userdata`]), which Go does not read. A shared
+//! table or chain stays when its last rule is removed, as with Go: another process may be about to
+//! add a rule.
 
 pub mod container_rules;
 pub mod forward;
@@ -59,13 +60,14 @@ impl fmt::Display for Backend {
     }
 }
 
-/// How often a change is tried whose objects another process has changed. Only operations on the
-/// same attachment disturb each other in this way, so only a defect reaches this bound.
-const CONFLICTS_MAX: usize = 32;
+/// How often a change is tried if an object that it names was created or deleted by another process
+/// after the rules were read. Only operations on the same attachment disturb each other in this
+/// way, so only a defect reaches this bound.
+const CONFLICT_TRIES_MAX: usize = 32;
 /// How often a change is tried that requires an unchanged ruleset ([`Batch::only_at`]). Of n
 /// processes that change rules at once, each fails at most n - 1 times, and a failed try costs
 /// little.
-const STALE_MAX: usize = 1024;
+const STALE_TRIES_MAX: usize = 1024;
 
 /// Whether the kernel has nf_tables with NAT, which masquerading and port mappings need.
 ///
@@ -73,7 +75,7 @@ const STALE_MAX: usize = 1024;
 /// which takes about 10 ms. No process is started.
 ///
 /// # Errors
-/// Any other obstacle, as a missing privilege.
+/// The kernel refuses the check for another reason, for example a missing privilege.
 pub fn nft_usable() -> Result<bool> {
     let table = Table { family: Family::Inet, name: "cni_probe" };
     let mut batch = Batch::new();
@@ -90,13 +92,18 @@ pub fn nft_usable() -> Result<bool> {
 /// Repeats `change`, which reads rules and changes them, while it fails because another process has
 /// changed the rules in between. Returns its last result.
 fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
-    let (mut conflicts, mut stale) = (1, 1);
+    let (mut stale_tries, mut conflict_tries) = (0, 0);
     loop {
-        match change() {
-            // The error of `only_at`; `raced` also includes it, with the lower bound.
-            Err(error) if error.errno() == Some(libc::ERESTART) && stale < STALE_MAX => stale += 1,
-            Err(error) if nft::raced(&error) && conflicts < CONFLICTS_MAX => conflicts += 1,
-            result => return result,
+        let result = change();
+        let (tries, tries_max) = match &result {
+            // The error of `Batch::only_at`.
+            Err(error) if error.errno() == Some(libc::ERESTART) => (&mut stale_tries, STALE_TRIES_MAX),
+            Err(error) if nft::raced(error) => (&mut conflict_tries, CONFLICT_TRIES_MAX),
+            _ => return result,
+        };
+        *tries += 1;
+        if *tries == tries_max {
+            return result;
         }
     }
 }

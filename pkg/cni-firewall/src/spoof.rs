@@ -29,7 +29,7 @@
 use std::collections::BTreeMap;
 
 use super::nft::expr::{ether_saddr, ether_saddr_of, iifname_of};
-use super::nft::userdata::{self, comment_len};
+use super::nft::userdata::{self, comment_len, tag_len};
 use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Table, Verdict, raced};
 use super::retry;
 use cni::AttachmentId;
@@ -41,7 +41,7 @@ mod identity;
 
 pub(super) use identity::Id;
 pub use identity::SpoofOwner;
-use identity::{Network, network_hash};
+use identity::{JumpTag, network_hash};
 
 pub(super) const TABLE: Table<'static> = Table { family: Family::Bridge, name: "nat" };
 pub(super) const PREROUTING: &str = "PREROUTING";
@@ -56,13 +56,13 @@ pub(super) const TAG_ALIAS: u8 = 0x80;
 /// The type of the tag used if the alias is too long: the first 8 bytes of the SHA-512 of the
 /// network's name.
 const TAG_NETWORK: u8 = 0x81;
-const NETWORK_LEN: usize = 8;
+const NETWORK_HASH_LEN: usize = 8;
 
-/// What a message advises if the rules of an ID guard an existing interface of another attachment.
+/// The advice in a message if the rules of an ID guard an existing interface of another attachment.
 pub const RESOLVE_CONFLICT: &str = "run DEL for that attachment first, or use another interface name";
 
 /// The longest ID whose comment leaves room for a [`TAG_NETWORK`].
-const PLAIN_ID_MAX: usize = userdata::MAX - comment_len(COMMENT_PREFIX) - (2 + NETWORK_LEN);
+const PLAIN_ID_MAX: usize = userdata::MAX - comment_len(COMMENT_PREFIX) - tag_len(NETWORK_HASH_LEN);
 
 /// A connection to nf_tables for the rules against forged source MACs, in one network namespace.
 #[derive(Debug)]
@@ -92,7 +92,7 @@ enum Object {
 
 impl Object {
     /// Adds the object's removal to `batch`.
-    fn remove(&self, batch: &mut Batch) {
+    fn add_removal(&self, batch: &mut Batch) {
         match self {
             Object::Jump { handle } => batch.delete_rule(TABLE, PREROUTING, *handle),
             Object::Chain { name, handle } => batch.delete_chain(TABLE, name, *handle),
@@ -114,9 +114,9 @@ impl SpoofCheck {
     /// chain exists, else about 10 ms, as the kernel checks its creation without creating it.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`], or a missing privilege.
+    /// The kernel refuses the check: [`Error::is_unsupported`] if it has no nf_tables for bridges.
     pub fn probe(&mut self) -> Result<()> {
-        if self.is_hooked_in()? {
+        if self.has_shared_chains()? {
             return Ok(());
         }
         let mut batch = Batch::new();
@@ -126,11 +126,13 @@ impl SpoofCheck {
 
     /// Writes the rules that let frames from `host_veth` pass only with the source `mac`. The
     /// attachment's existing rules are replaced in the same transaction, so no frame passes
-    /// unchecked. Takes about 0.3 ms if the attachment has no rules yet, however many others have.
+    /// unchecked (before Linux 5.0 the removal is a transaction of its own). Takes about 0.3 ms if
+    /// the attachment has no rules yet, however many others have.
     ///
     /// # Errors
-    /// Nothing has changed then. [`Error::is_unsupported`] on a kernel without nf_tables for
-    /// bridges; code 102 if rules of this ID guard another interface that exists.
+    /// - [`Error::is_unsupported`]: the kernel has no nf_tables for bridges.
+    /// - Code 102: rules of this ID guard another interface that exists.
+    /// - The kernel refuses the change for another reason.
     pub fn ensure(&mut self, attachment: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let jump = jump_rule(&id, attachment, host_veth)?;
@@ -140,7 +142,7 @@ impl SpoofCheck {
             let mut existing = self.find_chains(&id)?;
             if !existing.is_empty() {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
-                if let Some(owner) = find_existing_interface(&id, &rules, host_veth)? {
+                if let Some(owner) = find_owner_with_link(&id, &rules, Some(host_veth))? {
                     let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
                     return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::held(text)));
                 }
@@ -148,7 +150,8 @@ impl SpoofCheck {
             }
             match self.replace(&id, &jump, mac, &existing) {
                 // Kernels before 5.0 count a jump until its removal is committed, and do not remove
-                // the chain in the same transaction.
+                // the chain in the same transaction. So the rules, whose owner was checked above,
+                // are removed first.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
                     self.purge_id(&id, |_| None)?;
                     self.replace(&id, &jump, mac, &[])
@@ -158,9 +161,9 @@ impl SpoofCheck {
         })
     }
 
-    /// Returns the existing interface other than `host_veth` that the rules of this container ID
-    /// and interface name guard: [`ensure`](SpoofCheck::ensure) would refuse to replace them.
-    /// `None` on a kernel without nf_tables.
+    /// Returns the owner of the rules with the attachment's ID if they guard an existing interface
+    /// other than `host_veth`: [`ensure`](SpoofCheck::ensure) would refuse to replace them. `None`
+    /// on a kernel without nf_tables.
     pub fn find_conflicting_interface(
         &mut self,
         attachment: &AttachmentId,
@@ -172,7 +175,7 @@ impl SpoofCheck {
             if chains.is_empty() {
                 return Ok(None);
             }
-            find_existing_interface(&id, &self.nft.rules(TABLE, PREROUTING)?, host_veth)
+            find_owner_with_link(&id, &self.nft.rules(TABLE, PREROUTING)?, Some(host_veth))
         });
         match found {
             Err(error) if error.is_unsupported() => Ok(None),
@@ -185,9 +188,9 @@ impl SpoofCheck {
         let commented = |exprs: Vec<Expr>| Rule::new(exprs).with_comment(id.comment());
         let mut batch = Batch::new();
         for object in existing {
-            object.remove(&mut batch);
+            object.add_removal(&mut batch);
         }
-        if !self.is_hooked_in()? {
+        if !self.has_shared_chains()? {
             add_shared_chains(&mut batch);
         }
         // `create` fails if the chain exists: of two processes that write the rules of one ID, the
@@ -207,9 +210,8 @@ impl SpoofCheck {
     /// rules belong: they stay, as without them its container could send with any MAC. `Ok(None)`
     /// means that no rules of the attachment are left, or that the kernel has no nf_tables.
     ///
-    /// Closing the connection waits for an RCU grace period, about 10 ms. Call this after the link
-    /// is deleted although the two waits could overlap otherwise: the container's last frames would
-    /// pass unchecked.
+    /// Call this after the link is deleted: before, the container's last frames would pass
+    /// unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
     pub fn purge(&mut self, attachment: &AttachmentId) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         self.purge_id(&id, |rules| {
@@ -217,15 +219,16 @@ impl SpoofCheck {
                 return Some(other);
             }
             // Go's rules name no network. The interface of this attachment is deleted by now, so an
-            // existing interface that Go's rules guard belongs to another attachment.
-            let existing = find_existing_interface(&id, rules, "").ok()??;
-            if existing.network == Network::Unknown { Some(existing) } else { None }
+            // existing interface that Go's rules guard belongs to another attachment. If the
+            // interfaces cannot be read, the rules are removed, as Go does in any case.
+            let owner = find_owner_with_link(&id, rules, None).unwrap_or_default()?;
+            if owner.tag == JumpTag::Missing { Some(owner) } else { None }
         })
     }
 
-    /// Undoes an [`ensure`](SpoofCheck::ensure) for `host_veth`: removes all rules of the
-    /// attachment. If a jump is for another attachment or another interface, `ensure` did not write
-    /// that, and all rules stay.
+    /// Undoes an [`ensure`](SpoofCheck::ensure) for `host_veth`: removes all rules with the
+    /// attachment's ID. All stay if one of the jumps is for another attachment or interface, as
+    /// `ensure` did not write that.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let find_other = |rules: &[Listed]| {
@@ -235,13 +238,13 @@ impl SpoofCheck {
         self.purge_id(&id, find_other).map(drop)
     }
 
-    /// Removes all rules of an owner that [`list`](SpoofCheck::list) has returned.
+    /// Removes all rules with the ID of an owner that [`list`](SpoofCheck::list) has returned.
     pub fn purge_owner(&mut self, owner: &SpoofOwner) -> Result<()> {
         self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
     }
 
-    /// Removes all rules of the ID. If `find_other` returns an owner, given the rules of
-    /// PREROUTING, nothing is removed and that owner is returned.
+    /// Removes all rules of the ID, unless `find_other`, given the rules of PREROUTING, returns
+    /// another owner, which is returned then. `Ok(None)` also on a kernel without nf_tables.
     fn purge_id(
         &mut self,
         id: &Id,
@@ -255,11 +258,11 @@ impl SpoofCheck {
             let objects = self.find_objects(id, &rules)?;
             let mut batch = Batch::new();
             for object in &objects {
-                object.remove(&mut batch);
+                object.add_removal(&mut batch);
             }
             match self.nft.commit(batch) {
-                // A kernel before 5.0 (see `ensure`), or a rule of another
-                // program jumps to one of the chains.
+                // The kernel is older than 5.0 (see `ensure`), or a rule of another program jumps
+                // to one of the chains.
                 Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(&objects)?,
                 result => result?,
             }
@@ -274,16 +277,16 @@ impl SpoofCheck {
     /// Removes each object in a transaction of its own, and returns the first error. An object that
     /// another process has removed meanwhile is not an error.
     fn purge_one_by_one(&mut self, objects: &[Object]) -> Result<()> {
-        let mut first_error = Ok(());
+        let mut result = Ok(());
         for object in objects {
             let mut batch = Batch::new();
-            object.remove(&mut batch);
+            object.add_removal(&mut batch);
             match self.nft.commit(batch) {
-                Err(error) if !raced(&error) && first_error.is_ok() => first_error = Err(error),
+                Err(error) if !raced(&error) && result.is_ok() => result = Err(error),
                 _ => {}
             }
         }
-        first_error
+        result
     }
 
     /// Returns a sentence for each rule that differs from what [`ensure`](SpoofCheck::ensure)
@@ -292,9 +295,10 @@ impl SpoofCheck {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
         let jump = id.jump(host_veth)?;
-        if !self.is_hooked_in()? {
-            differences
-                .push(format!("nft chain {TABLE} {PREROUTING} is missing or not a base chain of hook prerouting"));
+        if !self.has_shared_chains()? {
+            differences.push(format!(
+                "nft chain {TABLE} {PREROUTING} is missing, or is not of type filter, hook prerouting, priority -300"
+            ));
         }
         if !self.nft.rules(TABLE, PREROUTING)?.iter().any(|listed| listed.rule.exprs == jump) {
             let chain = id.chain();
@@ -317,8 +321,8 @@ impl SpoofCheck {
         Ok(differences)
     }
 
-    /// Returns every attachment that has spoof rules, complete or not, also Go's, one for each ID.
-    /// Empty on a kernel without nf_tables.
+    /// Returns the owner of each ID that has spoof rules, complete or not, also of Go's. Empty on a
+    /// kernel without nf_tables.
     pub fn list(&mut self) -> Result<Vec<SpoofOwner>> {
         let rules_and_chains = self.nft.rules(TABLE, PREROUTING).and_then(|rules| Ok((rules, self.nft.chains(TABLE)?)));
         let (rules, chains) = match rules_and_chains {
@@ -329,14 +333,14 @@ impl SpoofCheck {
         for Listed { rule, .. } in &rules {
             let Some(comment) = rule.comment.as_deref() else { continue };
             let Some(id) = comment.strip_prefix(COMMENT_PREFIX) else { continue };
-            // With several jumps for one ID, the first that names its network counts.
+            // Of several jumps for one ID the first with a tag counts; if none has one, the last.
             if let Some(known) = owners.get(id)
-                && known.network != Network::Unknown
+                && known.tag != JumpTag::Missing
             {
                 continue;
             }
-            let (host_veth, network) = (iifname_of(&rule.exprs), Network::of(rule));
-            owners.insert(id.to_owned(), SpoofOwner { id_ifname: id.to_owned(), host_veth, network });
+            let (host_veth, tag) = (iifname_of(&rule.exprs), JumpTag::of(rule));
+            owners.insert(id.to_owned(), SpoofOwner { id_ifname: id.to_owned(), host_veth, tag });
         }
         // Chains without a jump.
         for chain in chains {
@@ -344,20 +348,21 @@ impl SpoofCheck {
             let id = name.strip_suffix(MAC_SUFFIX).unwrap_or(name);
             // An ID may itself end in "-mac": both readings of the name are looked up.
             if !owners.contains_key(name) && !owners.contains_key(id) {
-                let leftover = SpoofOwner { id_ifname: id.to_owned(), host_veth: None, network: Network::Unknown };
+                let leftover = SpoofOwner { id_ifname: id.to_owned(), host_veth: None, tag: JumpTag::Missing };
                 owners.insert(id.to_owned(), leftover);
             }
         }
         Ok(owners.into_values().collect())
     }
 
-    /// Whether the shared base chain exists.
-    fn is_hooked_in(&mut self) -> Result<bool> {
+    /// Whether the chains that all attachments share exist: there is only one, PREROUTING.
+    fn has_shared_chains(&mut self) -> Result<bool> {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// Returns the ID's jumps and chains, in an order in which the kernel lets them be removed.
-    /// `rules` are the rules of PREROUTING.
+    /// Returns the ID's jumps and chains. Each rule or chain that jumps to a chain is before that
+    /// chain, because the kernel refuses to remove the target of a jump. `rules` are the rules of
+    /// PREROUTING.
     fn find_objects(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();
@@ -377,13 +382,13 @@ impl SpoofCheck {
     }
 }
 
-/// Returns the first owner of the ID whose interface exists and is not `host_veth`, the caller's
-/// own (empty if it has none). `rules` are the rules of PREROUTING. An interface whose peer is gone
-/// does not count: the kernel is deleting the pair.
-fn find_existing_interface(id: &Id, rules: &[Listed], host_veth: &str) -> Result<Option<SpoofOwner>> {
+/// Returns the first owner of the ID whose interface exists and is not `own_veth`, which belongs to
+/// the caller. `rules` are the rules of PREROUTING. An interface whose peer is gone does not count:
+/// the kernel is deleting the pair.
+fn find_owner_with_link(id: &Id, rules: &[Listed], own_veth: Option<&str>) -> Result<Option<SpoofOwner>> {
     for owner in id.owners(rules) {
         let Some(name) = owner.host_veth.as_deref() else { continue };
-        if name == host_veth {
+        if Some(name) == own_veth {
             continue;
         }
         let netlink = Netlink::open()?;
@@ -396,7 +401,7 @@ fn find_existing_interface(id: &Id, rules: &[Listed], host_veth: &str) -> Result
     Ok(None)
 }
 
-/// Adds the table and the base chain that all attachments share to `batch`.
+/// Adds the table and the chain that all attachments share to `batch`.
 fn add_shared_chains(batch: &mut Batch) {
     batch.ensure_table(TABLE, None);
     batch.ensure_base_chain(TABLE, PREROUTING, BASE, None);
@@ -405,10 +410,9 @@ fn add_shared_chains(batch: &mut Batch) {
 /// Returns the jump from PREROUTING to the ID's chain, with a tag that names the attachment, or
 /// only its network if the alias is too long.
 fn jump_rule(id: &Id, attachment: &AttachmentId, host_veth: &str) -> Result<Rule> {
-    const TAG_HEADER: usize = 2;
     let rule = Rule::new(id.jump(host_veth)?).with_comment(id.comment());
     let alias = attachment.alias();
-    if comment_len(&id.comment()) + TAG_HEADER + alias.len() <= userdata::MAX {
+    if comment_len(&id.comment()) + tag_len(alias.len()) <= userdata::MAX {
         return Ok(rule.with_tag(TAG_ALIAS, alias));
     }
     Ok(rule.with_tag(TAG_NETWORK, network_hash(&attachment.network)))

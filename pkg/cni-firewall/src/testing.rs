@@ -1,4 +1,5 @@
-//! Test only: new network namespaces, and the reference tools run in that of the calling thread.
+//! Creates network namespaces for tests, and runs `nft`, shell scripts and Go's bridge plugin in
+//! that of the calling thread.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};
@@ -55,7 +56,8 @@ pub(crate) struct GoBridge {
 }
 
 impl GoBridge {
-    /// Returns `None`, with a note of the skipped test, if the plugin is not installed.
+    /// Returns the plugin with a new network namespace for its container. If the plugin is not
+    /// installed, reports the test as skipped and returns `None`.
     pub(crate) fn new(id: &str) -> Option<GoBridge> {
         if let Err(reason) = cni_testkit::probe::go_plugins() {
             skip(&reason);
@@ -64,7 +66,7 @@ impl GoBridge {
         Some(GoBridge { container: crate::testing::new_netns(), id: id.to_owned() })
     }
 
-    /// Runs one verb for interface eth0.
+    /// Runs one verb for interface eth0, which must succeed.
     #[track_caller]
     pub(crate) fn run(&self, verb: &str) {
         use std::os::fd::{AsFd as _, AsRawFd as _};
@@ -87,7 +89,7 @@ impl GoBridge {
         assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&output.stdout));
     }
 
-    /// Returns the veth's name on the host and the container's MAC that are in the rules.
+    /// Returns the name of the host's veth and the container's MAC, as they are in the rules.
     #[track_caller]
     pub(crate) fn guarded() -> (String, cni_linux::mac::Mac) {
         let rules = ruleset();

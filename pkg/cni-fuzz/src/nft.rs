@@ -37,7 +37,7 @@ fn read(bytes: &[u8]) {
 
 /// Reads the bytes as the payload of a message, and checks the rule in it, if it has one.
 fn payload(bytes: &[u8]) {
-    let _ = (decode::chain(bytes), decode::generation(bytes), decode::whole_generation(bytes));
+    let _ = (decode::chain(bytes), decode::generation(bytes), decode::generation_low_bits(bytes));
     let place = decode::place(bytes);
     let Some(listed) = decode::rule(bytes) else { return };
     if let Some(place) = place {

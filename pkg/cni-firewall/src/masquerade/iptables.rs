@@ -75,12 +75,14 @@ pub(super) fn multicast(family: Family) -> Cidr {
     network.unwrap_or_else(|| Cidr::host(IpAddr::V4(Ipv4Addr::UNSPECIFIED)))
 }
 
-/// The names in the rules of an attachment: of its container's chain, of the comment of this
-/// container's rules, and of the comment of the attachment's tags.
+/// The name and the comments in the rules of an attachment.
 struct RuleNames {
+    /// The name of the container's chain.
     chain: String,
+    /// The comment of the container's rules.
     comment: String,
-    tag_comment: String,
+    /// The attachment's alias, `cni:NETWORK/CONTAINER/IFNAME`: the comment of its tags.
+    alias: String,
 }
 
 impl RuleNames {
@@ -89,11 +91,11 @@ impl RuleNames {
         RuleNames {
             chain: chain_name(&attachment.network, &attachment.container_id),
             comment: comment(&attachment.network, &attachment.container_id),
-            tag_comment: attachment.alias(),
+            alias: attachment.alias(),
         }
     }
 
-    /// Returns the words of a rule: these matches, the container's comment, the target.
+    /// Returns the words of a rule with these matches, the container's comment and this target.
     fn commented(&self, matches: &[&str], target: &str) -> Vec<String> {
         let comment_and_target = ["-m", "comment", "--comment", &self.comment, "-j", target];
         matches.iter().chain(&comment_and_target).map(|word| (*word).to_owned()).collect()
@@ -118,7 +120,7 @@ impl RuleNames {
     fn tag(&self, address: Cidr) -> Vec<String> {
         let source = Cidr::host(address.address()).to_string();
         let network = address.network().to_string();
-        ["-s", &source, "-d", &network, "-m", "comment", "--comment", &self.tag_comment].map(str::to_owned).into()
+        ["-s", &source, "-d", &network, "-m", "comment", "--comment", &self.alias].map(str::to_owned).into()
     }
 
     /// Whether `rule`, of POSTROUTING, sends packets of this container to its chain. The target
@@ -137,8 +139,8 @@ fn source(rule: &Rule) -> Option<Cidr> {
 /// A rule without a target, as read from a container's chain, that records an attachment's address.
 struct Tag {
     rule: Rule,
-    /// The attachment's alias, `cni:NETWORK/CONTAINER/IFNAME`.
-    attachment: String,
+    /// The attachment's alias.
+    alias: String,
     /// The address, as /32 or /128.
     source: Option<Cidr>,
     /// The network that the address is in.
@@ -153,7 +155,7 @@ impl Tag {
             return None;
         }
         let network = rule.value("-d").and_then(|network| network.parse().ok());
-        Some(Tag { rule: rule.clone(), attachment: comment.to_owned(), source: source(rule), network })
+        Some(Tag { rule: rule.clone(), alias: comment.to_owned(), source: source(rule), network })
     }
 }
 
@@ -191,7 +193,7 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
     }
 
     let (own_tags, other_tags): (Vec<Tag>, Vec<Tag>) =
-        chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.attachment == names.tag_comment);
+        chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.alias == names.alias);
     let is_requested =
         |source: Option<Cidr>| addresses.iter().any(|address| Some(Cidr::host(address.address())) == source);
     for stale in own_tags.iter().filter(|tag| !is_requested(tag.source)) {
@@ -199,20 +201,16 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
     }
     let mut existing_sources: Vec<Cidr> = Vec::new();
     for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
-        let jump_source = source(jump);
-        if let Some(source) = jump_source {
-            if existing_sources.contains(&source) {
-                // Two simultaneous ADDs of the Go plugin can both append the same rule.
-                edit.delete(POSTROUTING, jump);
-            } else {
-                existing_sources.push(source);
-            }
-        }
-        let is_own = own_tags.iter().any(|tag| tag.source == jump_source);
-        let is_anothers = other_tags.iter().any(|tag| tag.source == jump_source);
-        if is_own && !is_requested(jump_source) && !is_anothers {
+        let source = source(jump);
+        // Two simultaneous ADDs of the Go plugin can both append the same rule.
+        let is_duplicate = source.is_some_and(|source| existing_sources.contains(&source));
+        let is_own = own_tags.iter().any(|tag| tag.source == source);
+        let is_anothers = other_tags.iter().any(|tag| tag.source == source);
+        let is_stale = is_own && !is_anothers && !is_requested(source);
+        if is_duplicate || is_stale {
             edit.delete(POSTROUTING, jump);
         }
+        existing_sources.extend(source);
     }
     for address in addresses {
         if !existing_sources.contains(&Cidr::host(address.address())) {
@@ -222,8 +220,9 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
     Ok(edit)
 }
 
-/// Returns the edit that creates a container's chain and all rules for `addresses`. POSTROUTING,
-/// which can be long, is not read: a rule cannot jump to a chain that does not exist.
+/// Returns the edit that creates a container's chain and all rules for `addresses`, which are in
+/// `networks`. POSTROUTING, which can be long, is not read: a rule cannot jump to a chain that does
+/// not exist.
 fn create(names: &RuleNames, family: Family, addresses: &[Cidr], networks: &[Cidr]) -> Edit {
     let mut edit = Edit::new();
     edit.create_chain(&names.chain);
@@ -238,7 +237,7 @@ fn create(names: &RuleNames, family: Family, addresses: &[Cidr], networks: &[Cid
     edit
 }
 
-/// The addresses that an attachment had in one family before an ADD.
+/// The masqueraded addresses that an attachment had in one family before an ADD.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FamilyRules {
     /// The addresses in its tags, with the prefix lengths of their networks.
@@ -255,7 +254,7 @@ impl FamilyRules {
         let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(FamilyRules::default()) };
         let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
         let mut previous = FamilyRules::default();
-        for tag in tags.iter().filter(|tag| tag.attachment == names.tag_comment) {
+        for tag in tags.iter().filter(|tag| tag.alias == names.alias) {
             if let (Some(source), Some(network)) = (tag.source, tag.network) {
                 previous.tagged.extend(Cidr::new(source.address(), network.prefix()));
             }
@@ -272,6 +271,7 @@ impl FamilyRules {
 
     /// Returns the edit that undoes an [`ensure`] of `addresses` and restores these rules.
     pub(super) fn put_back(&self, nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
+        // `ensure` also removes the rules of the addresses that the ADD has added.
         if !self.tagged.is_empty() {
             return ensure(nat, attachment, &self.tagged);
         }
@@ -284,7 +284,7 @@ impl FamilyRules {
         let names = RuleNames::new(attachment);
         let mut edit = Edit::new();
         for rule in nat.rules(&names.chain)? {
-            if Tag::read(rule).is_some_and(|tag| tag.attachment == names.tag_comment) {
+            if Tag::read(rule).is_some_and(|tag| tag.alias == names.alias) {
                 edit.delete(&names.chain, rule);
             }
         }
@@ -300,14 +300,14 @@ impl FamilyRules {
 }
 
 /// Returns the edit that removes the attachment's rules. Jumps without a tag, made by Go, are the
-/// attachment's if they cover one of `addresses`; if no addresses are known, only where the
-/// attachment has no tags either.
+/// attachment's if they cover one of `addresses`. If no addresses are known, all these jumps are,
+/// unless the attachment has tags.
 pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
     let names = RuleNames::new(attachment);
-    let is_own = |attachment: &str| attachment == names.tag_comment;
-    let is_own_untagged = |source: Option<Cidr>, has_tags: bool| {
+    let is_own = |alias: &str| alias == names.alias;
+    let is_own_untagged = |source: Option<Cidr>, has_own_tags: bool| {
         if addresses.is_empty() {
-            return !has_tags;
+            return !has_own_tags;
         }
         source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
     };
@@ -319,9 +319,9 @@ pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: 
 /// is valid.
 pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
     let valid_chains: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
-    let valid_tags: Vec<String> =
+    let valid_aliases: Vec<String> =
         valid.iter().map(|(container, ifname)| AttachmentId::new(network, *container, *ifname).alias()).collect();
-    let tag_prefix = AttachmentId::network_prefix(network);
+    let alias_prefix = AttachmentId::network_prefix(network);
     let comment_prefix = format!("name: \"{network}\" id: ");
     let mut edit = Edit::new();
     for chain in nat.chain_names(CHAIN_PREFIX)? {
@@ -332,12 +332,12 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
             nat.rules(POSTROUTING)?.iter().filter(|rule| rule.target() == Some(&chain)).cloned().collect();
         rules.extend_from_slice(nat.rules(&chain)?);
         let comments: Vec<&str> = rules.iter().filter_map(Rule::comment).collect();
-        let is_of_network = |comment: &&str| comment.starts_with(&comment_prefix) || comment.starts_with(&tag_prefix);
+        let is_of_network = |comment: &&str| comment.starts_with(&comment_prefix) || comment.starts_with(&alias_prefix);
         // The chain's name is only a hash: the comments decide which network it belongs to.
         if comments.is_empty() || !comments.iter().all(is_of_network) {
             continue;
         }
-        let is_garbage = |attachment: &str| !valid_tags.iter().any(|tag| tag == attachment);
+        let is_garbage = |alias: &str| !valid_aliases.iter().any(|valid| valid == alias);
         let container_is_valid = valid_chains.contains(&chain);
         edit.extend(remove(nat, &chain, None, is_garbage, |_, _| !container_is_valid)?);
     }
@@ -347,8 +347,8 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
 /// Returns the edit that removes, from a container's `chain` and from POSTROUTING, the rules of the
 /// attachments for whose alias `is_garbage` is true, and the jumps without a tag for which
 /// `is_untagged_garbage` is true, given their source and whether the chain has tags of garbage.
-/// With `names`, only jumps with the comment of `names` are removed. The chain is removed when no
-/// jump and no tag of another attachment remains.
+/// With `names`, jumps with another comment than that in `names` stay. The chain is removed if no
+/// jump and no tag remains.
 fn remove(
     nat: &mut Chains<'_>,
     chain: &str,
@@ -358,22 +358,23 @@ fn remove(
 ) -> Result<Edit> {
     let mut edit = Edit::new();
     let Some(content) = nat.chain(chain)?.cloned() else { return Ok(edit) };
-    let (garbage, remaining): (Vec<Tag>, Vec<Tag>) =
-        content.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.attachment));
+    let (garbage_tags, remaining_tags): (Vec<Tag>, Vec<Tag>) =
+        content.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.alias));
     let (mut remaining_jumps, mut remaining_untagged) = (0, 0);
     let mut remaining_sources: Vec<Cidr> = Vec::new();
     for jump in &nat.rules_leading_to(POSTROUTING, chain)? {
         let source = source(jump);
         let is_removed = if names.is_some_and(|names| !names.is_jump(jump)) {
-            // This jump belongs to another container, whose chain has the same name.
+            // Another container, whose chain has the same name, needs this jump.
             false
-        } else if remaining.iter().any(|tag| tag.source == source) {
+        } else if remaining_tags.iter().any(|tag| tag.source == source) {
             // A remaining attachment needs this jump, but only once.
             source.is_some_and(|source| remaining_sources.contains(&source))
-        } else if garbage.iter().any(|tag| tag.source == source) {
+        } else if garbage_tags.iter().any(|tag| tag.source == source) {
             true
         } else {
-            let is_removed = is_untagged_garbage(source, !garbage.is_empty());
+            // The jump has no tag.
+            let is_removed = is_untagged_garbage(source, !garbage_tags.is_empty());
             remaining_untagged += usize::from(!is_removed);
             is_removed
         };
@@ -384,11 +385,11 @@ fn remove(
             remaining_jumps += 1;
         }
     }
-    if remaining_jumps == 0 && remaining.is_empty() {
+    if remaining_jumps == 0 && remaining_tags.is_empty() {
         edit.delete_chain(chain, &content);
         return Ok(edit);
     }
-    for tag in &garbage {
+    for tag in &garbage_tags {
         edit.delete(chain, &tag.rule);
     }
     // Go's plugin made the jumps without a tag. They do not name their networks, so they may need
@@ -396,10 +397,10 @@ fn remove(
     if remaining_untagged > 0 {
         return Ok(edit);
     }
-    let unused_networks: Vec<Cidr> = garbage
+    let unused_networks: Vec<Cidr> = garbage_tags
         .iter()
         .filter_map(|tag| tag.network)
-        .filter(|network| !remaining.iter().any(|tag| tag.network == Some(*network)))
+        .filter(|network| !remaining_tags.iter().any(|tag| tag.network == Some(*network)))
         .collect();
     for rule in content.rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
         let destination: Option<Cidr> = rule.value("-d").and_then(|network| network.parse().ok());

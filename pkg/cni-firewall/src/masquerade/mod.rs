@@ -3,7 +3,7 @@
 //!
 //! Plugins use [`Masquerade`], which writes the rules of one attachment ([`AttachmentId`]) to one
 //! of two [`Backend`]s, in the form of the Go plugins. ADD chooses the backend; CHECK, DEL and GC
-//! look at both, since configuration and host may have changed since.
+//! look at both, because the configuration and the host may have changed after ADD.
 //!
 //! All calls act in the network namespace of the calling thread, which must be the host's. Removing
 //! needs no address, no program (except iptables-legacy, for rules there) and no knowledge of how
@@ -37,7 +37,7 @@ pub struct Masquerade<'m> {
     machine: &'m dyn Machine,
     notes: Notes,
     folders: Folders,
-    open: RefCell<OpenConnections<'m>>,
+    open_connections: RefCell<OpenConnections<'m>>,
 }
 
 /// The rules that an attachment had before an ADD, in each backend and family that the ADD has
@@ -45,7 +45,9 @@ pub struct Masquerade<'m> {
 /// [`Masquerade::ensure`] before each change.
 #[derive(Debug, Default)]
 pub struct PreviousRules {
+    /// `None` if the ADD has not read nf_tables.
     nftables: RefCell<Option<Vec<Listed>>>,
+    /// One element for each family that the ADD has read.
     iptables: RefCell<Vec<(Family, Variant, iptables::FamilyRules)>>,
 }
 
@@ -70,7 +72,7 @@ impl<'m> Masquerade<'m> {
 
     /// As [`new`](Masquerade::new), with iptables' programs and lock in these folders.
     pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
-        Masquerade { machine, notes, folders, open: RefCell::default() }
+        Masquerade { machine, notes, folders, open_connections: RefCell::default() }
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
@@ -78,7 +80,7 @@ impl<'m> Masquerade<'m> {
     /// nftables where iptables is not installed or does not work.
     ///
     /// # Errors
-    /// If the rules cannot be read or written. Some rules may be in force then;
+    /// The rules cannot be read or written. Some may be in force then:
     /// [`put_back`](Masquerade::put_back) removes them.
     pub fn ensure(
         &self,
@@ -106,6 +108,7 @@ impl<'m> Masquerade<'m> {
             }
         }
         let Err(failure) = self.ensure_in_iptables(attachment, addresses, previous) else { return Ok(()) };
+        // Neither a timeout nor SIGTERM means that iptables does not work.
         if failure.error.is_deadline() || failure.error.is_terminated() {
             return Err(failure.error);
         }
@@ -166,7 +169,8 @@ impl<'m> Masquerade<'m> {
     /// touch stays as it is.
     ///
     /// # Errors
-    /// All failures, joined; each part is tried whatever the others do.
+    /// A backend or family cannot be changed. The others are still changed, and all failures are
+    /// joined.
     pub fn put_back(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
         let mut results = Vec::new();
         if let Some(rules) = previous.nftables.take() {
@@ -186,7 +190,8 @@ impl<'m> Masquerade<'m> {
     /// which belong to another interface of the container; without them all are removed.
     ///
     /// # Errors
-    /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
+    /// A backend, family or variant cannot be changed. The others are still changed, and all
+    /// failures are joined. Missing programs of iptables-legacy are not an error but a note.
     pub fn purge(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         let results =
             [self.in_nftables(|nft| nftables::purge(nft, attachment)), self.purge_iptables(attachment, addresses)];
@@ -199,12 +204,13 @@ impl<'m> Masquerade<'m> {
         self.clean(&[&chain], |nat| iptables::purge(nat, attachment, addresses))
     }
 
-    /// Runs `remove` on a connection to nf_tables, which stays open until this value is dropped. A
-    /// kernel without nf_tables has no rules to remove, so that is not an error.
-    fn in_nftables(&self, remove: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
+    /// Runs `change`, which removes or restores rules, on a connection to nf_tables that stays open
+    /// until this value is dropped. A kernel without nf_tables is not an error: it has no rules to
+    /// remove, and had none to restore.
+    fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
         let result = Nft::open().and_then(|mut nft| {
-            let result = remove(&mut nft);
-            self.open.borrow_mut().nft.push(nft);
+            let result = change(&mut nft);
+            self.open_connections.borrow_mut().nft.push(nft);
             result
         });
         match result {
@@ -227,7 +233,7 @@ impl<'m> Masquerade<'m> {
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Applies the removal that `plan` returns in every family and variant of iptables that may
+    /// Makes the removals that `plan` returns, in every family and variant of iptables that may
     /// have one of the chains. A failure in one does not stop the others; all failures are joined.
     fn clean(
         &self,
@@ -242,7 +248,7 @@ impl<'m> Masquerade<'m> {
                  could read the table, are not installed"
             ));
         }
-        self.open.borrow_mut().iptables.push(iptables);
+        self.open_connections.borrow_mut().iptables.push(iptables);
         outcome
     }
 
@@ -250,13 +256,13 @@ impl<'m> Masquerade<'m> {
     /// masqueraded. Accepts Go's rules, in either backend.
     ///
     /// # Errors
-    /// If rules cannot be read.
+    /// The rules of a backend, family or variant cannot be read.
     pub fn check(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for family in families(addresses) {
             let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-            let mut missing_here = nftables::check(attachment, &addresses)?;
-            if missing_here.is_empty() {
+            let mut missing_in_family = nftables::check(attachment, &addresses)?;
+            if missing_in_family.is_empty() {
                 continue;
             }
             let mut iptables = self.iptables(OnSigterm::Kill)?;
@@ -264,16 +270,16 @@ impl<'m> Masquerade<'m> {
             for variant in iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
                 let missing_in_variant = iptables::check(&mut nat, attachment, &addresses)?;
-                // The variant with the container's chain is the one that the ADD used, so its
-                // missing rules are reported, not those of nftables.
+                // The ADD used the variant that has the container's chain, so the rules missing
+                // there are reported, not those missing in nftables.
                 if missing_in_variant.is_empty() || nat.has_chain(&chain)? {
-                    missing_here = missing_in_variant;
+                    missing_in_family = missing_in_variant;
                 }
-                if missing_here.is_empty() {
+                if missing_in_family.is_empty() {
                     break;
                 }
             }
-            missing.extend(missing_here);
+            missing.extend(missing_in_family);
         }
         Ok(missing)
     }
@@ -282,7 +288,7 @@ impl<'m> Masquerade<'m> {
     /// installed iptables is assumed to work.
     ///
     /// # Errors
-    /// The reason why it cannot work.
+    /// `ensure` cannot work; the error gives the reason.
     pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut is_installed = false;
@@ -292,7 +298,7 @@ impl<'m> Masquerade<'m> {
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
             _ if is_installed => Ok(()),
-            // The kernel may be able to do without the program.
+            // Without the program, the rules can be written over netlink if the kernel can.
             Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",

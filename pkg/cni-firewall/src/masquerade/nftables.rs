@@ -50,7 +50,7 @@ fn network_key(network: &str) -> String {
 }
 
 /// Returns the beginning of the comments of an attachment's rules.
-pub(crate) fn key(network: &str, container: &str, ifname: &str) -> String {
+pub(crate) fn attachment_key(network: &str, container: &str, ifname: &str) -> String {
     format!("{}{}", network_key(network), short_hash(&format!("{ifname}:{container}")))
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn key(network: &str, container: &str, ifname: &str) -> String {
 fn comment(attachment: &AttachmentId) -> String {
     let unquoted = |text: &str| text.replace('"', "");
     let AttachmentId { network, container_id: container, ifname } = attachment;
-    let key = key(network, container, ifname);
+    let key = attachment_key(network, container, ifname);
     let mut comment =
         format!("{key}, net: {}, if: {}, id: {}", unquoted(network), unquoted(ifname), unquoted(container));
     let mut end = COMMENT_MAX.min(comment.len());
@@ -100,19 +100,20 @@ fn base_rules() -> [Vec<Expr>; 3] {
     [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
 }
 
-/// Writes the attachment's rules in one transaction, which also removes its existing rules; those
-/// are stored in `previous`.
+/// Writes the attachment's rules in one transaction, which also removes its existing rules. Stores
+/// the existing rules in `previous`.
 pub(super) fn ensure(
     attachment: &AttachmentId,
     addresses: &[Cidr],
     previous: &RefCell<Option<Vec<Listed>>>,
 ) -> Result<()> {
     let mut nft = Nft::open()?;
-    let (key, comment) = (key(&attachment.network, &attachment.container_id, &attachment.ifname), comment(attachment));
+    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
+    let comment = comment(attachment);
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        if !is_hooked_in(&mut nft)? {
+        if !has_shared_chains(&mut nft)? {
             add_shared_chains(&mut batch);
         }
         let existing = nft.rules_commented(TABLE, CHECKS, &key)?;
@@ -128,8 +129,8 @@ pub(super) fn ensure(
     })
 }
 
-/// Adds to `batch`: the table and the two chains, unless they exist, and the base chain's rules
-/// instead of the existing ones.
+/// Adds to `batch` the creation of the table and the two chains, unless they exist, and the
+/// replacement of the base chain's rules.
 fn add_shared_chains(batch: &mut Batch) {
     batch.ensure_table(TABLE, Some(TABLE_COMMENT));
     batch.ensure_chain(TABLE, CHECKS, Some(CHECKS_COMMENT));
@@ -141,8 +142,9 @@ fn add_shared_chains(batch: &mut Batch) {
     }
 }
 
-/// Whether the base chain exists and has the [`base_rules`], written by these plugins or by Go.
-fn is_hooked_in(nft: &mut Nft) -> Result<bool> {
+/// Whether the base chain exists and has the [`base_rules`], written by these plugins or by Go. As
+/// one of these rules leads to [`CHECKS`], that chain exists then too.
+fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
     if !nft.has_base_chain(TABLE, POSTROUTING, BASE)? {
         return Ok(false);
     }
@@ -154,14 +156,14 @@ fn is_hooked_in(nft: &mut Nft) -> Result<bool> {
 
 /// Removes the attachment's rules. Table and chains stay, as with Go.
 pub(super) fn purge(nft: &mut Nft, attachment: &AttachmentId) -> Result<()> {
-    let key = key(&attachment.network, &attachment.container_id, &attachment.ifname);
+    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
     remove(nft, &key, |_| true)
 }
 
-/// Undoes an [`ensure`] of the attachment that has replaced the rules `previous`: restores those
-/// that are missing, and removes all others of the attachment.
+/// Undoes an [`ensure`] of the attachment that has replaced the rules `previous`: restores those of
+/// them that are missing, and removes all other rules of the attachment.
 pub(super) fn put_back(nft: &mut Nft, attachment: &AttachmentId, previous: &[Listed]) -> Result<()> {
-    let key = key(&attachment.network, &attachment.container_id, &attachment.ifname);
+    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
@@ -184,7 +186,8 @@ pub(super) fn put_back(nft: &mut Nft, attachment: &AttachmentId, previous: &[Lis
 /// Removes the rules of the network that do not belong to an attachment in `valid` (container ID,
 /// interface name).
 pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-    let valid_keys: Vec<String> = valid.iter().map(|(container, ifname)| key(network, container, ifname)).collect();
+    let valid_keys: Vec<String> =
+        valid.iter().map(|(container, ifname)| attachment_key(network, container, ifname)).collect();
     remove(nft, &network_key(network), |listed| !valid_keys.iter().any(|key| has_key(listed, key)))
 }
 
@@ -200,16 +203,16 @@ fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Res
     })
 }
 
-/// Returns a sentence for each rule of the attachment that is missing or differs; empty if all are
-/// there. On a kernel without nf_tables all are missing.
+/// Returns a sentence for each rule of the attachment that is missing or differs; empty if none is.
+/// On a kernel without nf_tables all are missing.
 pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
-    let key = key(&attachment.network, &attachment.container_id, &attachment.ifname);
-    let read = || {
+    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
+    let read = || -> Result<(bool, Vec<Listed>)> {
         let mut nft = Nft::open()?;
-        Ok((is_hooked_in(&mut nft)?, nft.rules_commented(TABLE, CHECKS, &key)?))
+        Ok((has_shared_chains(&mut nft)?, nft.rules_commented(TABLE, CHECKS, &key)?))
     };
-    let (is_hooked_in, rules) = match read() {
-        Err(error) if cni_linux::Error::is_unsupported(&error) => (false, Vec::new()),
+    let (has_shared_chains, rules) = match read() {
+        Err(error) if error.is_unsupported() => (false, Vec::new()),
         result => result?,
     };
     let mut missing = Vec::new();
@@ -225,7 +228,7 @@ pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec
             ));
         }
     }
-    if missing.is_empty() && !is_hooked_in {
+    if missing.is_empty() && !has_shared_chains {
         missing.push(format!("nft chain {TABLE} {POSTROUTING} does not lead to {CHECKS}"));
     }
     Ok(missing)
@@ -234,7 +237,7 @@ pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec
 /// Checks that [`ensure`] can work here; fails with the reason if it cannot. Nothing changes.
 pub(super) fn probe() -> Result<()> {
     let mut nft = Nft::open()?;
-    if is_hooked_in(&mut nft)? {
+    if has_shared_chains(&mut nft)? {
         return Ok(());
     }
     let mut batch = Batch::new();
@@ -252,6 +255,6 @@ mod tests {
         assert_eq!(comment(&AttachmentId::new("unit-test", "one", "eth0")), expected);
         let long = comment(&AttachmentId::new("n".repeat(200), "c", "eth0"));
         assert_eq!(long.len(), COMMENT_MAX);
-        assert!(long.starts_with(&key(&"n".repeat(200), "c", "eth0")));
+        assert!(long.starts_with(&attachment_key(&"n".repeat(200), "c", "eth0")));
     }
 }

@@ -126,7 +126,7 @@ fn compat(protocol: u8) -> RuleAttribute {
     RuleAttribute::Compat(vec![number(NFTA_RULE_COMPAT_PROTO, protocol.into()), number(NFTA_RULE_COMPAT_FLAGS, 0)])
 }
 
-/// Returns the message body that names an address in a set.
+/// Returns the message body for one element, an address, of a set.
 pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElementMessage {
     let key = match address {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -142,20 +142,21 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
     }
 }
 
-/// The meaning of an errno for a change.
+/// The meaning of the errno with which the kernel refuses a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ErrnoMeaning {
-    /// Its usual meaning.
-    Plain,
-    /// ENOENT: the kernel has no such type of chain for the family; the table cannot be missing, as
-    /// the same batch creates it. EOPNOTSUPP: the chain exists with another hook.
-    BaseChain,
+    /// The errno has its usual meaning.
+    Usual,
+    /// The change creates a base chain. ENOENT: the kernel has no such type of chain for the
+    /// family; the table cannot be missing, as the same batch creates it. EOPNOTSUPP: the chain
+    /// exists with another hook.
+    OfBaseChain,
 }
 
 /// A change of a batch.
 #[derive(Debug)]
 pub(crate) struct Change {
-    /// The beginning of the error's text if the kernel refuses the change.
+    /// The beginning of the error's text if the kernel refuses the change: `failed to ...`.
     pub(crate) what: String,
     pub(crate) meaning: ErrnoMeaning,
     /// `NLM_F_*`
@@ -188,13 +189,14 @@ impl Batch {
         Batch::default()
     }
 
-    /// Makes the transaction fail with ERESTART, before anything is checked, if any rule of the
-    /// namespace has changed since `generation` was read. For changes that depend on other objects
-    /// than those they change.
+    /// Makes the transaction fail with ERESTART, before anything else is checked, if any rule of
+    /// the namespace has changed since `generation` was read. For changes that depend on objects
+    /// that they do not name.
     pub fn only_at(&mut self, generation: Generation) {
         self.generation = Some(generation);
     }
 
+    /// Returns the generation that [`only_at`](Batch::only_at) requires.
     pub(crate) fn generation(&self) -> Option<Generation> {
         self.generation
     }
@@ -205,7 +207,7 @@ impl Batch {
         let mut attributes = vec![TableAttribute::Name(table.name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(TableAttribute::UserData));
         let message = NfTablesMessage::NewTable(wire::TableMessage { attributes });
-        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE, message);
     }
 
     /// Creates the base chain, with policy accept, unless it exists. The commit fails with EEXIST
@@ -223,49 +225,49 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, ErrnoMeaning::BaseChain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::OfBaseChain, table.family, NLM_F_CREATE, message);
     }
 
     /// Creates the chain unless it exists. An existing chain keeps its comment.
     pub fn ensure_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>) {
-        self.new_chain(table, name, comment, NLM_F_CREATE);
+        self.push_chain(table, name, comment, NLM_F_CREATE);
     }
 
     /// Creates the chain. The commit fails with EEXIST if it exists.
     pub fn create_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>) {
-        self.new_chain(table, name, comment, NLM_F_CREATE | NLM_F_EXCL);
+        self.push_chain(table, name, comment, NLM_F_CREATE | NLM_F_EXCL);
     }
 
     /// Adds the creation of a chain with these netlink flags.
-    fn new_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>, flags: u16) {
+    fn push_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>, flags: u16) {
         let what = format!("failed to add nft chain {table} {name}");
         let mut attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, flags, message);
     }
 
     /// Removes every rule of the chain. The commit fails with ENOENT if the chain does not exist.
     pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(name.into())];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
-        self.push(format!("failed to flush nft chain {table} {name}"), ErrnoMeaning::Plain, table.family, 0, message);
+        self.push(format!("failed to flush nft chain {table} {name}"), ErrnoMeaning::Usual, table.family, 0, message);
     }
 
     /// Adds the rule at the chain's end. The commit fails with ENOENT if the chain, a chain that
     /// the rule jumps to, or a set that it uses does not exist.
     pub fn append_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
-        self.new_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
+        self.push_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
     }
 
     /// As [`append_rule`](Batch::append_rule), at the chain's beginning: of several rules the one
     /// inserted last becomes the first.
     pub fn insert_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
-        self.new_rule(table, chain, rule, NLM_F_CREATE);
+        self.push_rule(table, chain, rule, NLM_F_CREATE);
     }
 
     /// Adds the creation of a rule with these netlink flags.
-    fn new_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, flags: u16) {
+    fn push_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, flags: u16) {
         let comment = rule.comment.as_deref();
         let what = format!("failed to add rule {:?} to nft chain {table} {chain}", comment.unwrap_or_default());
         let mut attributes = vec![
@@ -275,7 +277,7 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, flags, message);
     }
 
     /// Adds a rule in the form of iptables-nft at the chain's beginning or end. `protocol`
@@ -300,12 +302,12 @@ impl Batch {
             RulePosition::First => NLM_F_CREATE,
             RulePosition::Last => NLM_F_CREATE | NLM_F_APPEND,
         };
-        self.push(what, ErrnoMeaning::Plain, table.family, flags, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, flags, message);
     }
 
     /// Creates a set of addresses unless it exists.
     pub fn ensure_set(&mut self, table: Table<'_>, name: &str, kind: SetKind) {
-        // The kernel requires a number; it only has a meaning within this transaction.
+        // The kernel requires a number that no other set of the transaction has.
         let id = u32::try_from(self.changes.len()).unwrap_or(u32::MAX);
         let (data_type, len) = kind.wire();
         let attributes = vec![
@@ -317,7 +319,7 @@ impl Batch {
         ];
         let message = NfTablesMessage::NewSet(wire::SetMessage { attributes });
         let what = format!("failed to add nft set {table} {name}");
-        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE, message);
     }
 
     /// Adds an address to a set unless the set contains it. The commit fails with ENOENT if the set
@@ -325,14 +327,14 @@ impl Batch {
     pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::NewSetElement(element(table, set, address));
         let what = format!("failed to add {address} to nft set {table} {set}");
-        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE, message);
     }
 
     /// Removes an address from a set. The commit fails with ENOENT if the set does not contain it.
     pub fn delete_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
         let what = format!("failed to delete {address} from nft set {table} {set}");
-        self.push(what, ErrnoMeaning::Plain, table.family, 0, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, 0, message);
     }
 
     /// Adds a rule that was read earlier, and removed since, at the chain's end. `protocol`
@@ -343,6 +345,7 @@ impl Batch {
     pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
         const NFTA_RULE_EXPRESSIONS: u16 = 4;
         const NLA_F_NESTED: u16 = 1 << 15;
+        // The bytes as read, because `Expr` does not represent every expression.
         let exprs = DefaultNla::new(NFTA_RULE_EXPRESSIONS | NLA_F_NESTED, raw.exprs.clone());
         let mut attributes = vec![
             RuleAttribute::Table(table.name.into()),
@@ -355,7 +358,7 @@ impl Batch {
         }
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
         let what = format!("failed to put back a rule of nft chain {table} {chain}");
-        self.push(what, ErrnoMeaning::Plain, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
     }
 
     /// Removes one rule. The commit fails with ENOENT if it does not exist any more.
@@ -367,7 +370,7 @@ impl Batch {
         ];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
         let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
-        self.push(what, ErrnoMeaning::Plain, table.family, 0, message);
+        self.push(what, ErrnoMeaning::Usual, table.family, 0, message);
     }
 
     /// Removes the chain with its rules. The commit fails with ENOENT if the chain of this handle
@@ -380,7 +383,7 @@ impl Batch {
             ChainAttribute::Handle(handle),
         ];
         let message = NfTablesMessage::DeleteChain(wire::ChainMessage { attributes });
-        self.push(format!("failed to delete nft chain {table} {name}"), ErrnoMeaning::Plain, table.family, 0, message);
+        self.push(format!("failed to delete nft chain {table} {name}"), ErrnoMeaning::Usual, table.family, 0, message);
     }
 
     /// Removes the table with everything in it. The commit fails with ENOENT if it does not exist.
@@ -388,7 +391,7 @@ impl Batch {
     pub(crate) fn delete_table(&mut self, table: Table<'_>) {
         let attributes = vec![TableAttribute::Name(table.name.into())];
         let message = NfTablesMessage::DeleteTable(wire::TableMessage { attributes });
-        self.push(format!("failed to delete nft table {table}"), ErrnoMeaning::Plain, table.family, 0, message);
+        self.push(format!("failed to delete nft table {table}"), ErrnoMeaning::Usual, table.family, 0, message);
     }
 
     /// Whether there are no changes.
@@ -420,7 +423,7 @@ impl Batch {
         bytes
     }
 
-    /// Adds a change; `what` begins its error's text.
+    /// Adds the change that `message` makes; see [`Change`] for the other parameters.
     fn push(&mut self, what: String, meaning: ErrnoMeaning, family: Family, flags: u16, message: NfTablesMessage) {
         let (kind, body) = family.message(&message);
         self.changes.push(Change { what, meaning, flags: NLM_F_REQUEST | flags, kind, body });

@@ -2,8 +2,8 @@
 //! skipped.
 //!
 //! The packet crate is only used for writing: its reader (0.4.0) panics on a truncated nested
-//! attribute. In this module, numbers of attributes without a name are explained where they are
-//! used.
+//! attribute. The functions for expressions use attribute numbers; a comment beside them gives the
+//! meanings.
 
 use super::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
 use super::userdata;
@@ -11,17 +11,18 @@ use super::{BaseChain, Chain, Hook, Kind, Listed, Raw, Rule};
 use cni_linux::netlink::wire::{attribute, attributes, number, text, u64_be};
 
 /// The length of `struct nfgenmsg`: family, version, resource id.
-const NFGENMSG: usize = 4;
+const NFGENMSG_LEN: usize = 4;
 
-/// Returns the lower 16 bits of the generation that a dumped object belongs to (its resource id).
-pub fn generation(payload: &[u8]) -> Option<u16> {
-    Some(u16::from_be_bytes(payload.get(2..NFGENMSG)?.try_into().ok()?))
+/// Returns the lower 16 bits of the generation at which an object was dumped: the resource id.
+pub fn generation_low_bits(payload: &[u8]) -> Option<u16> {
+    const RESOURCE_ID: std::ops::Range<usize> = 2..NFGENMSG_LEN;
+    Some(u16::from_be_bytes(payload.get(RESOURCE_ID)?.try_into().ok()?))
 }
 
 /// Returns the generation in the answer to `GetGen`.
-pub fn whole_generation(payload: &[u8]) -> Option<u32> {
+pub fn generation(payload: &[u8]) -> Option<u32> {
     const NFTA_GEN_ID: u16 = 1;
-    number(payload.get(NFGENMSG..)?, NFTA_GEN_ID)
+    number(payload.get(NFGENMSG_LEN..)?, NFTA_GEN_ID)
 }
 
 /// Decodes a dumped chain; returns its table's name and the chain.
@@ -34,7 +35,7 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     const NF_DROP: u32 = 0;
     const NFTA_CHAIN_TYPE: u16 = 7;
     const NFTA_CHAIN_USERDATA: u16 = 12;
-    let bytes = payload.get(NFGENMSG..)?;
+    let bytes = payload.get(NFGENMSG_LEN..)?;
     let table = text(attribute(bytes, NFTA_CHAIN_TABLE)?);
     let name = text(attribute(bytes, NFTA_CHAIN_NAME)?);
     let handle = u64_be(attribute(bytes, NFTA_CHAIN_HANDLE)?)?;
@@ -62,7 +63,7 @@ const NFTA_RULE_TABLE: u16 = 1;
 const NFTA_RULE_CHAIN: u16 = 2;
 const NFTA_RULE_HANDLE: u16 = 3;
 
-/// The place of a dumped rule.
+/// The table, the chain and the handle of a dumped rule.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
     /// The table's name.
@@ -73,9 +74,9 @@ pub struct Place<'a> {
     pub handle: u64,
 }
 
-/// Decodes only the place of a dumped rule.
+/// Decodes only the table, the chain and the handle of a dumped rule.
 pub fn place(payload: &[u8]) -> Option<Place<'_>> {
-    let bytes = payload.get(NFGENMSG..)?;
+    let bytes = payload.get(NFGENMSG_LEN..)?;
     let name = |kind| attribute(bytes, kind)?.split(|byte| *byte == 0).next();
     Some(Place {
         table: name(NFTA_RULE_TABLE)?,
@@ -87,7 +88,7 @@ pub fn place(payload: &[u8]) -> Option<Place<'_>> {
 /// Returns the comment of a dumped rule; empty if it has none.
 pub fn comment(payload: &[u8]) -> &[u8] {
     const NFTA_RULE_USERDATA: u16 = 7;
-    let userdata = payload.get(NFGENMSG..).and_then(|bytes| attribute(bytes, NFTA_RULE_USERDATA));
+    let userdata = payload.get(NFGENMSG_LEN..).and_then(|bytes| attribute(bytes, NFTA_RULE_USERDATA));
     userdata::comment(userdata.unwrap_or_default())
 }
 
@@ -95,7 +96,7 @@ pub fn comment(payload: &[u8]) -> &[u8] {
 pub fn rule(payload: &[u8]) -> Option<Listed> {
     const NFTA_RULE_EXPRESSIONS: u16 = 4;
     const NFTA_RULE_USERDATA: u16 = 7;
-    let bytes = payload.get(NFGENMSG..)?;
+    let bytes = payload.get(NFGENMSG_LEN..)?;
     let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
     let raw = Raw {
         exprs: attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default().to_vec(),
@@ -176,14 +177,14 @@ fn immediate(data: &[u8]) -> Option<Expr> {
     const NFTA_DATA_VERDICT: u16 = 2;
     const NFTA_VERDICT_CODE: u16 = 1;
     const NFTA_VERDICT_CHAIN: u16 = 2;
-    // 1: destination, 2: data.
-    let (to, constant) = (number(data, 1)?, attribute(data, 2)?);
-    match attribute(constant, NFTA_DATA_VERDICT) {
+    // 1: destination, 2: the constant or the verdict.
+    let (to, operand) = (number(data, 1)?, attribute(data, 2)?);
+    match attribute(operand, NFTA_DATA_VERDICT) {
         Some(verdict) => {
             let chain = attribute(verdict, NFTA_VERDICT_CHAIN).map(text);
             Some(Expr::Verdict(Verdict::from_wire(number(verdict, NFTA_VERDICT_CODE)?, chain)))
         }
-        None => Some(Expr::Load { to: Reg(to), data: value(constant)? }),
+        None => Some(Expr::Load { to: Reg(to), data: value(operand)? }),
     }
 }
 
@@ -197,7 +198,7 @@ fn fib(data: &[u8]) -> Option<Expr> {
 fn lookup(data: &[u8]) -> Option<Expr> {
     const NFTA_LOOKUP_FLAGS: u16 = 5;
     const NFTA_LOOKUP_DREG: u16 = 3;
-    // A destination register makes it the lookup of a map; a flag inverts the lookup.
+    // With a destination register the expression reads a map; a flag inverts the look-up.
     if attribute(data, NFTA_LOOKUP_DREG).is_some() || number(data, NFTA_LOOKUP_FLAGS).unwrap_or(0) != 0 {
         return None;
     }
@@ -213,13 +214,15 @@ fn ct(data: &[u8]) -> Option<Expr> {
 
 /// Decodes an xtables match or target: its name, its revision and its C structure.
 fn xt(data: &[u8]) -> Option<(String, u32, Vec<u8>)> {
+    // 1: name, 2: revision, 3: the C structure.
     Some((text(attribute(data, 1)?), number(data, 2)?, attribute(data, 3).unwrap_or_default().to_vec()))
 }
 
 /// Decodes destination NAT; `None` for source NAT.
 fn nat(data: &[u8]) -> Option<Expr> {
     const NAT_DNAT: u32 = 1;
-    // 1: source or destination NAT, 2: family, 3: register of the address, 5: that of the port.
+    // 1: `NAT_DNAT` or the number of source NAT, 2: family, 3: register of the address, 5: register
+    // of the port.
     let (kind, family, addr) = (number(data, 1)?, number(data, 2)?, Reg(number(data, 3)?));
     if kind != NAT_DNAT {
         return None;
@@ -227,9 +230,9 @@ fn nat(data: &[u8]) -> Option<Expr> {
     Some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
 }
 
-/// Whether one of these byte pairs, as ports are, is at an even offset of a rule as the kernel
-/// sends it. Attributes begin at multiples of four, and the xtables structures in them have their
-/// ports at even offsets. One pass without decoding: reading a long chain mostly consists of this.
+/// Whether one of these byte pairs, for example port numbers, is at an even offset of a rule as the
+/// kernel sends it. Ports are at even offsets, in xtables structures too. Searches without
+/// decoding: this takes most of the time that reading a long chain takes.
 pub fn occurs(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
     rule.as_chunks::<2>().0.iter().any(|pair| pairs.contains(pair))
 }
@@ -280,7 +283,7 @@ mod tests {
         round_trip(&[Expr::Verdict(Verdict::Goto("b".into())), Expr::Verdict(Verdict::Other(3))]);
     }
 
-    /// An attribute of type 1 that says it is that long.
+    /// Returns an attribute of type 1 with `len` as the length in its header.
     fn tlv(len: u16, value: &[u8]) -> Vec<u8> {
         [&len.to_ne_bytes(), &1_u16.to_ne_bytes(), value].concat()
     }
@@ -293,25 +296,29 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_own_words_are_found_capped_or_not() {
-        for (flags, request) in [(0x300, 16_u32), (0x200, 20)] {
-            let mut payload = (-2_i32).to_ne_bytes().to_vec();
-            payload.extend(request.to_ne_bytes());
-            payload.resize(4 + usize::try_from(request).unwrap(), 0);
+    fn the_kernels_explanation_is_found_capped_or_not() {
+        const NLM_F_CAPPED: u16 = 0x100;
+        const NLM_F_ACK_TLVS: u16 = 0x200;
+        // The answer contains the request, or if capped only the request's header of 16 bytes.
+        for (flags, request_len) in [(NLM_F_CAPPED | NLM_F_ACK_TLVS, 16_u32), (NLM_F_ACK_TLVS, 20)] {
+            let mut payload = (-libc::ENOENT).to_ne_bytes().to_vec();
+            payload.extend(request_len.to_ne_bytes());
+            payload.resize(4 + usize::try_from(request_len).unwrap(), 0);
             payload.extend(tlv(8, b"why\0"));
             let message = Message { kind: 2, flags, sequence: 0, payload: &payload };
             assert_eq!(outcome(&message), Some((libc::ENOENT, Some("why".into()))));
         }
     }
 
-    fn read_everything(bytes: &[u8]) {
+    /// Calls all decoders with the bytes.
+    fn decode_everything(bytes: &[u8]) {
         let _ = (
             rule(bytes),
             place(bytes),
             comment(bytes),
             chain(bytes),
+            generation_low_bits(bytes),
             generation(bytes),
-            whole_generation(bytes),
             userdata::decode(bytes),
         );
         for message in messages(bytes) {
@@ -319,8 +326,8 @@ mod tests {
         }
     }
 
-    /// A rule as the kernel dumps it, behind a netlink header.
-    fn a_dumped_rule() -> Vec<u8> {
+    /// Returns a netlink message with a rule, as the kernel dumps it.
+    fn dumped_rule() -> Vec<u8> {
         let mut batch = super::super::Batch::new();
         let table = super::super::Table { family: super::super::Family::Bridge, name: "nat" };
         let mut exprs = expr::iifname("veth0").unwrap();
@@ -337,7 +344,7 @@ mod tests {
 
         #[test]
         fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
-            read_everything(&bytes);
+            decode_everything(&bytes);
         }
 
         #[test]
@@ -345,14 +352,14 @@ mod tests {
             cut in 0_usize..600,
             damage in proptest::collection::vec((0_usize..600, any::<u8>()), 0..6),
         ) {
-            let mut bytes = a_dumped_rule();
+            let mut bytes = dumped_rule();
             assert!(messages(&bytes).any(|message| attributes(&message.payload[4..]).count() == 4));
             for (at, byte) in damage {
                 let len = bytes.len();
                 bytes[at % len] = byte;
             }
             bytes.truncate(cut);
-            read_everything(&bytes);
+            decode_everything(&bytes);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The expressions that a rule consists of, and how they are encoded for the kernel.
+//! Defines the expressions that a rule consists of, and encodes them for the kernel.
 //!
 //! The kernel evaluates a rule's expressions in order: an expression loads a value into a register,
 //! changes it there, or compares it. [`Expr`] has those that the plugins' rules need, and
@@ -12,7 +12,7 @@ use netlink_packet_core::DefaultNla;
 use netlink_packet_netfilter::nftables as wire;
 use std::net::IpAddr;
 
-/// A register, by the kernel's number. 16 bytes each.
+/// A register of 16 bytes, by the kernel's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reg(pub u32);
 
@@ -38,7 +38,7 @@ impl MetaKey {
     pub const IIFNAME: MetaKey = MetaKey(6);
     /// The outgoing interface's name.
     pub const OIFNAME: MetaKey = MetaKey(7);
-    /// The address family, 1 byte (`inet` tables need it before an address is looked at).
+    /// The address family, 1 byte. A rule of an `inet` table compares it before an address.
     pub const NFPROTO: MetaKey = MetaKey(15);
     /// The transport protocol, 1 byte.
     pub const L4PROTO: MetaKey = MetaKey(16);
@@ -68,10 +68,10 @@ impl CmpOp {
     pub const NE: CmpOp = CmpOp(1);
 }
 
-/// The verdict on a packet.
+/// A decision about a packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Ends the base chain: the packet goes on.
+    /// Ends the base chain: the packet passes it.
     Accept,
     /// Drops the packet.
     Drop,
@@ -312,7 +312,7 @@ fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> wire::Expressi
     wire::Expressions::Other { expression_type: kind.to_owned(), attributes }
 }
 
-/// Returns a match: `load` a value and compare it for equality.
+/// Returns the match that the value which `load` loads, into register 1, is equal to `data`.
 fn equal(load: Expr, data: Vec<u8>) -> Vec<Expr> {
     vec![load, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }]
 }
@@ -325,22 +325,23 @@ fn payload(base: Base, offset: u32, len: u32) -> Expr {
 /// Returns the match `iifname "NAME"`, of the whole name, not a prefix. `None` if the name is too
 /// long for an interface.
 pub fn iifname(name: &str) -> Option<Vec<Expr>> {
+    interface_name(MetaKey::IIFNAME, name)
+}
+
+/// Returns the match `oifname "NAME"`; see [`iifname`].
+pub fn oifname(name: &str) -> Option<Vec<Expr>> {
+    interface_name(MetaKey::OIFNAME, name)
+}
+
+/// Returns the match of an interface's whole name; `None` if the name is too long.
+fn interface_name(key: MetaKey, name: &str) -> Option<Vec<Expr>> {
     // With its final NUL, a name has at most IFNAMSIZ bytes.
     if name.len() >= libc::IFNAMSIZ {
         return None;
     }
     let mut data = name.as_bytes().to_vec();
     data.resize(libc::IFNAMSIZ, 0);
-    Some(equal(Expr::Meta { key: MetaKey::IIFNAME, to: Reg::R1 }, data))
-}
-
-/// Returns the match `oifname "NAME"`; see [`iifname`].
-pub fn oifname(name: &str) -> Option<Vec<Expr>> {
-    let mut exprs = iifname(name)?;
-    if let Some(Expr::Meta { key, .. }) = exprs.first_mut() {
-        *key = MetaKey::OIFNAME;
-    }
-    Some(exprs)
+    Some(equal(Expr::Meta { key, to: Reg::R1 }, data))
 }
 
 /// Returns the name in an [`iifname`] match, if the rule begins with one.
@@ -357,6 +358,7 @@ pub fn iifname_of(exprs: &[Expr]) -> Option<String> {
 /// Returns the match `ether saddr MAC`, for a bridge table; tables of other families also need a
 /// match of the link type.
 pub fn ether_saddr(mac: [u8; 6]) -> Vec<Expr> {
+    // The offset and the length of the source address in the Ethernet header.
     equal(payload(Base::LINK, 6, 6), mac.to_vec())
 }
 
@@ -421,6 +423,7 @@ pub fn l4proto(protocol: u8) -> Vec<Expr> {
 
 /// Returns the match `th dport PORT` of the destination port; needs [`l4proto`] before it.
 pub fn dport(port: u16) -> Vec<Expr> {
+    // The offset and the length of the destination port in the headers of TCP, UDP and SCTP.
     equal(payload(Base::TRANSPORT, 2, 2), port.to_be_bytes().to_vec())
 }
 
@@ -432,8 +435,8 @@ pub fn fib_daddr_local() -> Vec<Expr> {
     equal(load, u32::from(libc::RTN_LOCAL).to_ne_bytes().to_vec())
 }
 
-/// Returns the statement `dnat to ADDR:PORT`, for an ip or ip6 table; without a port, the packet's
-/// port stays.
+/// Returns the statement `dnat to ADDR:PORT`, for an ip or ip6 table; without a port, the packet
+/// keeps its port.
 pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
     let (family, bytes) = match addr {
         IpAddr::V4(addr) => (libc::NFPROTO_IPV4, addr.octets().to_vec()),
@@ -456,8 +459,8 @@ pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
 /// Returns the match `ip daddr NET/prefix`: turns an address match (`saddr`, `daddr`) into a match
 /// of its first `prefix` bits.
 ///
-/// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load, any other prefix a
-/// mask. Older releases of `nft` always write a mask.
+/// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load. Any other prefix,
+/// also 0, becomes a mask. Older releases of `nft` always write a mask.
 pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
     let [.., Expr::Payload { len, .. }, Expr::Cmp { reg, data, .. }] = exprs.as_mut_slice() else { return exprs };
     if prefix > 0 && prefix.is_multiple_of(8) {

@@ -2,8 +2,8 @@
 //!
 //! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`],
 //! [`Nft::chains`] and [`Nft::find_chain`] read. A change that depends on what was read names
-//! handles, or creates chains with `create_chain`, so that the kernel refuses it if another process
-//! has changed them meanwhile; the caller then reads again ([`raced`]).
+//! handles, or creates chains with `create_chain`, so that the kernel refuses the change if another
+//! process has changed the objects meanwhile; the caller then reads again ([`raced`]).
 //!
 //! Needs CAP_NET_ADMIN. The socket belongs to the network namespace that the thread was in when it
 //! opened the socket. On a kernel without nf_tables every call fails with
@@ -48,6 +48,16 @@ pub enum Family {
 }
 
 impl Family {
+    /// Returns the family's name in `nft`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Inet => "inet",
+            Family::Ip => "ip",
+            Family::Ip6 => "ip6",
+            Family::Bridge => "bridge",
+        }
+    }
+
     /// Returns the netlink type of a message and its body: `struct nfgenmsg` (family, version 0,
     /// resource id 0) and the attributes.
     fn message(self, message: &NfTablesMessage) -> (u16, Vec<u8>) {
@@ -75,18 +85,6 @@ pub struct Table<'a> {
     pub name: &'a str,
 }
 
-impl Family {
-    /// Returns the family's name in `nft`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Family::Inet => "inet",
-            Family::Ip => "ip",
-            Family::Ip6 => "ip6",
-            Family::Bridge => "bridge",
-        }
-    }
-}
-
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.family.name(), self.name)
@@ -100,7 +98,8 @@ pub struct Rule {
     pub exprs: Vec<Expr>,
     /// The comment that `nft` shows.
     pub comment: Option<String>,
-    /// Other entries of the userdata: type, value. These plugins use types from 0x80 up.
+    /// The tags: all other entries of the rule's userdata (type, value). These plugins use types
+    /// from 0x80 up.
     pub tags: Vec<(u8, Vec<u8>)>,
 }
 
@@ -119,8 +118,8 @@ impl Rule {
 
     /// Adds a tag.
     #[must_use]
-    pub fn with_tag(mut self, kind: u8, value: impl Into<Vec<u8>>) -> Rule {
-        self.tags.push((kind, value.into()));
+    pub fn with_tag(mut self, tag_type: u8, value: impl Into<Vec<u8>>) -> Rule {
+        self.tags.push((tag_type, value.into()));
         self
     }
 
@@ -155,8 +154,8 @@ pub struct Chain {
     pub name: String,
     /// Its number, never used twice within a table.
     pub handle: u64,
-    /// The base chain's place; `None` for a regular chain, and for base chains of types and hooks
-    /// not used here.
+    /// The base chain's place in the packet path; `None` for a regular chain, and for base chains
+    /// of types and hooks not used here.
     pub base: Option<BaseChain>,
     /// Whether its policy is drop: packets that reach its end are dropped.
     pub drops: bool,

@@ -1,7 +1,7 @@
 //! Sends transactions to the kernel and reads consistent lists from it.
 //!
-//! Nothing here waits for an answer: the kernel has queued it when sending the request returns. If
-//! it is missing then, that is an error.
+//! Nothing here waits for an answer: the kernel has queued the answer when sending the request
+//! returns. A missing answer is an error.
 
 use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST};
@@ -24,25 +24,26 @@ const NFNL_BATCH_GENID: u16 = 1;
 /// How often a list is read at most until two readings agree. A change of the rules invalidates at
 /// most two readings, so only a constant stream of changes reaches this bound.
 const READS_MAX: usize = 512;
-/// The bound for [`Nft::with_few_retries`].
+/// The bound instead of [`READS_MAX`] within [`Nft::with_few_retries`].
 const FEW_READS_MAX: usize = 4;
 
-/// What failed, in the errors of a batch as a whole.
+/// The beginning of the errors of a batch as a whole.
 const BATCH_FAILED: &str = "failed to change nftables";
 
 /// A connection to nf_tables in the network namespace it was opened in.
 #[derive(Debug)]
 pub struct Nft {
     socket: Socket,
-    /// Whether one reading of a list is enough, as the next commit fails if the list has changed:
-    /// from [`Nft::wait_for_generation`] to that commit.
-    reads_are_guarded: bool,
+    /// Whether one reading of a list is enough, without a second that confirms it. True from
+    /// [`Nft::wait_for_generation`] to the next commit, which fails if the list has changed.
+    one_reading_suffices: bool,
     /// How often a list is read at most.
     reads_max: usize,
 }
 
-/// Whether a change failed because another process changed the rules that it was based on. The
-/// caller then reads the rules again and repeats the change, a limited number of times.
+/// Whether a change may have failed because another process changed the rules that it was based on.
+/// The caller then reads the rules again and repeats the change, a limited number of times, as the
+/// error can also have another cause.
 pub fn raced(error: &Error) -> bool {
     error.is_not_found() || error.is_exists() || error.errno() == Some(libc::ERESTART)
 }
@@ -65,13 +66,14 @@ impl Nft {
     pub fn open() -> Result<Nft> {
         let socket = Socket::open(Protocol::Netfilter);
         let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
-        Ok(Nft { socket, reads_are_guarded: false, reads_max: READS_MAX })
+        Ok(Nft { socket, one_reading_suffices: false, reads_max: READS_MAX })
     }
 
     /// Makes all changes of the batch, or none.
     ///
     /// # Errors
-    /// The first change that the kernel refused, with its errno.
+    /// The kernel refuses a change, or does not answer. The error names the first refused change
+    /// and has its errno.
     pub fn commit(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Commit)
     }
@@ -100,7 +102,7 @@ impl Nft {
     /// is written to `refused_request`.
     fn send_batch(&mut self, batch: Batch, ending: Ending, refused_request: &mut Vec<u8>) -> Result<()> {
         let generation = batch.generation();
-        self.reads_are_guarded = false;
+        self.one_reading_suffices = false;
         let mut changes = batch.into_changes()?;
         let Some(last) = changes.last_mut() else {
             // Without changes there is nothing to send, but the caller's decision to change nothing
@@ -130,7 +132,7 @@ impl Nft {
         self.socket.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
 
         let Some(refusal) = self.receive_refusal(first_sequence, changes.len())? else { return Ok(()) };
-        // Position 0 is the batch as a whole.
+        // At the positions before the first change and after the last one is the batch as a whole.
         let Some(change) = refusal.position.checked_sub(1).and_then(|index| changes.get(index)) else {
             return Err(Error::new(BATCH_FAILED, Cause::kernel(refusal.errno, refusal.text)));
         };
@@ -139,24 +141,24 @@ impl Nft {
         Err(refusal.into_error(change))
     }
 
-    /// Receives the answers to a batch of `changes` changes; `None` if the kernel acknowledged it.
-    /// Of several refusals the one of the earliest change is returned: the others are often
-    /// consequences.
+    /// Receives the answers to a batch of `change_count` changes; `None` if the kernel acknowledged
+    /// it. `first_sequence` is the number of the begin message. Of several refusals the one of the
+    /// earliest change is returned: the others are often consequences.
     ///
     /// # Errors
-    /// If the kernel neither acknowledged nor refused the batch.
-    fn receive_refusal(&mut self, first_sequence: u32, changes: usize) -> Result<Option<Refusal>> {
+    /// The kernel neither acknowledged nor refused the batch.
+    fn receive_refusal(&mut self, first_sequence: u32, change_count: usize) -> Result<Option<Refusal>> {
         let (mut is_acknowledged, mut first_refusal) = (false, None::<Refusal>);
         while let Some(datagram) = self.socket.receive().map_err(|cause| Error::new(BATCH_FAILED, cause))? {
             for message in wire::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
                 let Some((errno, text)) = wire::outcome(&message) else { continue };
                 let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
-                if position > changes + 1 {
+                if position > change_count + 1 {
                     // A late answer to an earlier batch, during which the socket's buffer overran.
                     continue;
                 }
                 if errno == 0 {
-                    is_acknowledged |= position == changes;
+                    is_acknowledged |= position == change_count;
                     continue;
                 }
                 match &first_refusal {
@@ -193,13 +195,13 @@ impl Nft {
         let what = format!("failed to list nft chain {table} {chain}");
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
         let request = NfTablesMessage::GetRule(RuleMessage { attributes });
-        let rules = self.dump(&what, table, request, |payload| {
+        let rules = self.dump(&what, table.family, request, |payload| {
             let place = decode::place(payload)?;
             // Old kernels send all rules of the family.
             if (place.table, place.chain) != (table.name.as_bytes(), chain.as_bytes()) {
                 return None;
             }
-            // The handles of rules that do not match are compared too.
+            // A rule that does not match has a handle too, by which `dump` notices changes.
             let rule = if matches(payload) { decode::rule(payload) } else { None };
             Some((place.handle, rule))
         })?;
@@ -219,7 +221,8 @@ impl Nft {
         for _ in 0..self.reads_max {
             let generation = self.wait_for_generation()?;
             let rules = self.rules_where(table, chain, &matches);
-            self.reads_are_guarded = false;
+            // The generation is compared below, because a caller need not commit anything.
+            self.one_reading_suffices = false;
             let rules = rules?;
             if self.generation()? == generation {
                 return Ok(rules);
@@ -228,13 +231,14 @@ impl Nft {
         Err(self.too_many_changes(&what))
     }
 
-    /// Whether the chain has a rule for whose bytes `matches` is true, by a single reading. If the
-    /// chain is changed meanwhile, and so long that the kernel sends it in parts, a rule can be
-    /// missed: only for a hint that is checked before anything depends on it.
+    /// Whether the chain has a rule for whose bytes `matches` is true, by a single reading that
+    /// nothing confirms. If the chain is changed meanwhile, and is so long that the kernel sends it
+    /// in parts, a rule can be missed: only for a hint that is checked before anything depends on
+    /// it.
     pub fn has_rule(&mut self, table: Table<'_>, chain: &str, matches: impl Fn(&[u8]) -> bool) -> Result<bool> {
-        let were_guarded = std::mem::replace(&mut self.reads_are_guarded, true);
+        let previous = std::mem::replace(&mut self.one_reading_suffices, true);
         let rules = self.rules_where(table, chain, matches);
-        self.reads_are_guarded = were_guarded;
+        self.one_reading_suffices = previous;
         Ok(!rules?.is_empty())
     }
 
@@ -266,7 +270,7 @@ impl Nft {
         let attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
         let request = NfTablesMessage::GetChain(ChainMessage { attributes });
         let mut found = None;
-        match self.ask(&what, table, &request, 0, |message| found = decode::chain(message.payload)) {
+        match self.ask(&what, table.family, &request, 0, |message| found = decode::chain(message.payload)) {
             Ok(_) => Ok(found.map(|(_, chain)| chain)),
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
@@ -295,12 +299,12 @@ impl Nft {
     /// chain; each with its table's name.
     pub fn chains_where(
         &mut self,
-        family: super::Family,
+        family: Family,
         matches: impl Fn(&str, &Chain) -> bool,
     ) -> Result<Vec<(String, Chain)>> {
         let what = format!("failed to list the nft chains of family {}", family.name());
         let request = NfTablesMessage::GetChain(ChainMessage { attributes: Vec::new() });
-        self.dump(&what, Table { family, name: "" }, request, |payload| {
+        self.dump(&what, family, request, |payload| {
             let (table, chain) = decode::chain(payload)?;
             if matches(&table, &chain) { Some((chain.handle, (table, chain))) } else { None }
         })
@@ -310,7 +314,7 @@ impl Nft {
     pub fn has_element(&mut self, table: Table<'_>, set: &str, address: std::net::IpAddr) -> Result<bool> {
         let what = format!("failed to read nft set {table} {set}");
         let request = NfTablesMessage::GetSetElement(super::batch::element(table, set, address));
-        match self.ask(&what, table, &request, 0, |_| {}) {
+        match self.ask(&what, table.family, &request, 0, |_| {}) {
             Ok(_) => Ok(true),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),
@@ -335,21 +339,19 @@ impl Nft {
             &wire::new_attribute(NFTA_COMPAT_TYPE, &kind.to_be_bytes()),
         ]
         .concat();
-        match self.socket.ask(NFNL_SUBSYS_NFT_COMPAT << 8 | NFNL_MSG_COMPAT_GET, 0, &body, &mut |_| {}) {
+        let answer = self.socket.ask(NFNL_SUBSYS_NFT_COMPAT << 8 | NFNL_MSG_COMPAT_GET, 0, &body, &mut |_| {});
+        let what = || format!("failed to ask the kernel for the xtables extension {name}");
+        match answer.map_err(|cause| Error::new(what(), cause)) {
             Ok(_) => Ok(true),
-            Err(cause) => {
-                match Error::new(format_args!("failed to ask the kernel for the xtables extension {name}"), cause) {
-                    // ENOENT: the kernel does not have the extension. EINVAL: it has no nft_compat.
-                    error if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(false),
-                    error => Err(error),
-                }
-            }
+            // ENOENT: the kernel does not have the extension. EINVAL: it has no nft_compat.
+            Err(error) if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(false),
+            Err(error) => Err(error),
         }
     }
 
-    /// Waits until no transaction is running and returns the ruleset's generation, for
-    /// [`Batch::only_at`]. From here to the next commit each list is read only once: a change that
-    /// spoils a reading also increments the generation, so the commit fails.
+    /// Returns the ruleset's generation for [`Batch::only_at`], after the transaction that is
+    /// running, if any, has ended. From here to the next commit each list is read only once: a
+    /// change that spoils a reading also increments the generation, so the commit fails.
     ///
     /// Not for chains into which other processes insert rules at the beginning: a transaction that
     /// does so and is aborted shifts the list while it is read, but leaves the generation as it
@@ -357,23 +359,24 @@ impl Nft {
     pub fn wait_for_generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to wait for the end of a change of nftables";
         let generation = self.generation()?;
-        // The kernel increments the generation before it has taken removed rules off its lists. An
-        // empty transaction waits for the running one, and does not increment the generation.
+        // The kernel increments the generation before it has taken removed rules off its lists, so
+        // the lists are read only after the transaction that has led to this generation has ended.
+        // An empty transaction waits for the running one, and does not increment the generation.
         let mut bytes = Vec::new();
         self.write_control(NFNL_MSG_BATCH_BEGIN, &[], &mut bytes);
         self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
         self.socket.send(&bytes).map_err(|cause| Error::new(WHAT, cause))?;
-        self.reads_are_guarded = true;
+        self.one_reading_suffices = true;
         Ok(generation)
     }
 
     /// Returns the current generation of the network namespace's ruleset.
     pub fn generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to read nftables' generation";
-        let any = Table { family: super::Family::Inet, name: "" };
         let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
         let mut generation = None;
-        self.ask(WHAT, any, &request, 0, |message| generation = decode::whole_generation(message.payload))?;
+        // All families have the same generation.
+        self.ask(WHAT, Family::Inet, &request, 0, |message| generation = decode::generation(message.payload))?;
         generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer has no generation")))
     }
 
@@ -389,7 +392,7 @@ impl Nft {
     fn dump<T>(
         &mut self,
         what: &str,
-        table: Table<'_>,
+        family: Family,
         request: NfTablesMessage,
         decode: impl Fn(&[u8]) -> Option<(u64, T)>,
     ) -> Result<Vec<T>> {
@@ -397,16 +400,15 @@ impl Nft {
         for _ in 0..self.reads_max {
             let (mut handles, mut values) = (Vec::new(), Vec::new());
             let (mut first_generation, mut is_one_generation) = (None, true);
-            let is_uninterrupted = self.ask(what, table, &request, NLM_F_DUMP, |message| {
-                let generation = decode::generation(message.payload);
+            let is_uninterrupted = self.ask(what, family, &request, NLM_F_DUMP, |message| {
+                let generation = decode::generation_low_bits(message.payload);
                 is_one_generation &= *first_generation.get_or_insert(generation) == generation;
                 if let Some((handle, value)) = decode(message.payload) {
                     handles.push(handle);
                     values.push(value);
                 }
             })?;
-            // If reads are guarded, the commit fails if this reading was disturbed.
-            let is_confirmed = self.reads_are_guarded || previous_handles.as_ref() == Some(&handles);
+            let is_confirmed = self.one_reading_suffices || previous_handles.as_ref() == Some(&handles);
             if is_uninterrupted && is_one_generation && is_confirmed {
                 return Ok(values);
             }
@@ -416,17 +418,16 @@ impl Nft {
     }
 
     /// Sends one request and calls `on_object` for each object of the answer. Returns `false` if
-    /// the kernel flags that a list was interrupted by a transaction. `what` begins an error's
-    /// text.
+    /// the kernel flags that a transaction interrupted the list. `what` begins an error's text.
     fn ask(
         &mut self,
         what: &str,
-        table: Table<'_>,
+        family: Family,
         request: &NfTablesMessage,
         flags: u16,
         mut on_object: impl FnMut(&Message<'_>),
     ) -> Result<bool> {
-        let (kind, body) = table.family.message(request);
+        let (kind, body) = family.message(request);
         let answer = self.socket.ask(kind, flags, &body, &mut on_object);
         answer.map_err(|cause| match Error::new(what, cause) {
             // These requests are well-formed: only a kernel without nf_tables answers EINVAL.
@@ -467,16 +468,16 @@ struct Refusal {
 }
 
 impl Refusal {
-    /// Returns the error for the refused change. The errno for a base chain is replaced with the
-    /// one that callers know where kernels differ.
+    /// Returns the error for the refused change. Replaces the errno for a base chain where kernels
+    /// differ, so that callers need not know the kernel's version.
     fn into_error(self, change: &Change) -> Error {
         match (self.errno, change.meaning) {
-            (libc::ENOENT, ErrnoMeaning::BaseChain) => {
+            (libc::ENOENT, ErrnoMeaning::OfBaseChain) => {
                 unsupported(&change.what, "the kernel has no such type of chain", Errno::ENOENT)
             }
             // Older kernels answer EEXIST if the chain exists with another hook, newer ones
             // EOPNOTSUPP.
-            (libc::EOPNOTSUPP, ErrnoMeaning::BaseChain) => {
+            (libc::EOPNOTSUPP, ErrnoMeaning::OfBaseChain) => {
                 let text = "the chain exists with another hook, type or priority".to_owned();
                 Error::new(&change.what, Cause::kernel(libc::EEXIST, Some(text)))
             }
@@ -485,7 +486,7 @@ impl Refusal {
     }
 }
 
-/// How a transaction ends.
+/// The end of a transaction: the kernel makes the changes, or checks and discards them.
 enum Ending {
     Commit,
     Abort,

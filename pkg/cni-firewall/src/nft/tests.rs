@@ -1,4 +1,4 @@
-//! The core against the real kernel, in throw-away namespaces.
+//! Tests reading and changing nf_tables on the real kernel, in new network namespaces.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,11 +26,6 @@ fn verdict(verdict: Verdict) -> Rule {
 #[test]
 fn every_expression_looks_to_nft_as_its_own() {
     on_a_host(|| {
-        let chain = |batch: &mut Batch, rules: Vec<Vec<Expr>>| {
-            for exprs in rules {
-                batch.append_rule(T, "c", &Rule::new(exprs));
-            }
-        };
         let mut batch = with_base("post", Kind::Nat, Hook::Postrouting, 100);
         batch.ensure_base_chain(T, "pre", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 }, None);
         batch.ensure_chain(T, "c", Some("a chain"));
@@ -40,19 +35,18 @@ fn every_expression_looks_to_nft_as_its_own() {
         };
         let v4 = || nfproto(u8::try_from(libc::NFPROTO_IPV4).unwrap());
         let v6 = || nfproto(u8::try_from(libc::NFPROTO_IPV6).unwrap());
-        let go = |to: &str| Expr::Verdict(Verdict::Goto(to.into()));
-        chain(
-            &mut batch,
-            vec![
-                then(iifname("eth0").unwrap(), Expr::Verdict(Verdict::Accept)),
-                then([v4(), saddr("10.0.0.1".parse().unwrap())].concat(), Expr::Verdict(Verdict::Return)),
-                then([v6(), not(masked(daddr("ff00::".parse().unwrap()), 8))].concat(), Expr::Verdict(Verdict::Drop)),
-                [v4(), masked(saddr("10.1.0.0".parse().unwrap()), 16)].concat(),
-                [v6(), masked(saddr("fd00:1::".parse().unwrap()), 33)].concat(),
-                [fib_daddr_local(), l4proto(6), dport(80)].concat(),
-            ],
-        );
-        batch.append_rule(T, "post", &Rule::new([go("c")]).with_comment("first"));
+        let goto = |to: &str| Expr::Verdict(Verdict::Goto(to.into()));
+        for exprs in [
+            then(iifname("eth0").unwrap(), Expr::Verdict(Verdict::Accept)),
+            then([v4(), saddr("10.0.0.1".parse().unwrap())].concat(), Expr::Verdict(Verdict::Return)),
+            then([v6(), not(masked(daddr("ff00::".parse().unwrap()), 8))].concat(), Expr::Verdict(Verdict::Drop)),
+            [v4(), masked(saddr("10.1.0.0".parse().unwrap()), 16)].concat(),
+            [v6(), masked(saddr("fd00:1::".parse().unwrap()), 33)].concat(),
+            [fib_daddr_local(), l4proto(6), dport(80)].concat(),
+        ] {
+            batch.append_rule(T, "c", &Rule::new(exprs));
+        }
+        batch.append_rule(T, "post", &Rule::new([goto("c")]).with_comment("first"));
         batch.append_rule(T, "post", &Rule::new([v4(), masked(daddr("224.0.0.1".parse().unwrap()), 4)].concat()));
         batch.append_rule(T, "post", &Rule::new([Expr::Masquerade]));
         let target = dnat("10.0.0.2".parse().unwrap(), Some(8080));
@@ -83,14 +77,14 @@ fn every_expression_looks_to_nft_as_its_own() {
 }
 ";
         assert_eq!(ruleset(), expected);
-        // What nft makes of its own text, in the kernel's terms, is what we made.
-        let (text, ours) = (ruleset(), bytecode());
+        // The expressions that nft writes for the listed text are the same.
+        let (text, written) = (ruleset(), bytecode());
         nft(&format!("flush ruleset\n{text}"));
-        assert_eq!(bytecode(), ours);
+        assert_eq!(bytecode(), written);
     });
 }
 
-/// The rules as the kernel has them, without their handles.
+/// Returns the expressions of all rules in the kernel, without the rules' handles.
 fn bytecode() -> Vec<String> {
     let all = shell("nft --debug=netlink list ruleset");
     all.lines().filter(|line| line.starts_with("  ")).map(str::to_owned).collect()
@@ -143,7 +137,7 @@ fn what_the_kernel_dumps_is_what_was_written() {
         assert_eq!(chains.iter().map(|chain| chain.base).collect::<Vec<_>>(), [Some(base), None]);
         assert_eq!(client.find_chain(t, "other").unwrap().as_ref(), Some(&chains[1]));
         assert_eq!((chains[1].comment.as_deref(), client.find_chain(t, "absent").unwrap()), (Some("chain"), None));
-        // Only what is asked for goes; the handle decides.
+        // The rule and the chain with these handles are removed, and no others.
         let mut batch = Batch::new();
         batch.delete_rule(t, "c", listed[1].handle);
         batch.delete_chain(t, "other", chains[1].handle);
@@ -185,7 +179,7 @@ fn a_refused_change_is_named_and_takes_the_whole_batch_back() {
         batch.append_rule(T, "base", &verdict(Verdict::Drop).with_comment("x".repeat(254)));
         let text = client.commit(batch).unwrap_err().to_string();
         assert!(text.ends_with("comment and tags are longer than the 256 bytes that the kernel stores"), "{text}");
-        // After all these refusals the connection is as good as new.
+        // The connection still works after these refusals.
         assert_eq!(client.chains(T).unwrap().len(), 1);
         client.commit(Batch::new()).unwrap();
     });
@@ -214,7 +208,7 @@ fn what_an_administrator_set_on_a_shared_table_stays() {
 #[test]
 fn an_unsupported_chain_type_is_not_taken_for_a_lost_race() {
     on_a_host(|| {
-        // No kernel has NAT for bridges: the same answer as from one without the bridge family.
+        // No kernel has NAT for bridges, so each answers as one without the bridge family does.
         let bridge = Table { family: Family::Bridge, name: "t" };
         let mut batch = Batch::new();
         batch.ensure_table(bridge, None);
@@ -232,7 +226,7 @@ fn the_probe_says_yes_and_leaves_nothing() {
     on_a_host(|| {
         assert!(nft_usable().unwrap());
         assert_eq!(ruleset(), "");
-        // A rehearsal is judged as the real thing is.
+        // The kernel refuses a rehearsal for the same reason as a commit.
         let mut batch = with_base("base", Kind::Filter, Hook::Prerouting, 0);
         batch.append_rule(T, "missing", &verdict(Verdict::Drop));
         assert!(Nft::open().unwrap().rehearse(batch).unwrap_err().is_not_found());
@@ -242,7 +236,8 @@ fn the_probe_says_yes_and_leaves_nothing() {
 #[test]
 fn many_at_once_making_the_same_table_all_succeed() {
     on_a_host(|| {
-        // Threads start in their maker's namespace; to the kernel, sockets are what processes are.
+        // Threads instead of processes: the kernel only distinguishes the sockets. A new thread is
+        // in the namespace of the thread that creates it.
         thread::scope(|scope| {
             for number in 0..30 {
                 scope.spawn(move || {
@@ -281,7 +276,7 @@ fn a_long_list_is_read_as_it_was_at_one_instant() {
             let mut reader = Nft::open().unwrap();
             let mut seen = BTreeSet::new();
             let (mut reads, deadline) = (0, Instant::now() + cni_testkit::patience(Duration::from_secs(20)));
-            // Perhaps the writer has not begun when the first sixty are over.
+            // After sixty reads, the writer has perhaps not begun yet.
             while reads < 60 || (seen.len() < 2 && Instant::now() < deadline) {
                 reads += 1;
                 let mut comments: Vec<_> =

@@ -16,6 +16,12 @@ pub const fn comment_len(comment: &str) -> usize {
     comment.len() + 3
 }
 
+/// Returns how many bytes a tag takes in the userdata.
+pub const fn tag_len(value_len: usize) -> usize {
+    // type, length
+    value_len + 2
+}
+
 /// Returns a comment and tags (type, value) as the kernel stores them; `None` if they are too long.
 pub(crate) fn encode(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
@@ -76,7 +82,7 @@ mod tests {
     #[test]
     fn more_than_the_kernel_takes_is_refused() {
         let comment = "x".repeat(200);
-        let free = MAX - comment_len(&comment) - 2;
+        let free = MAX - comment_len(&comment) - tag_len(0);
         assert!(encode(Some(&comment), &[(0x80, vec![0; free])]).is_some());
         assert!(encode(Some(&comment), &[(0x80, vec![0; free + 1])]).is_none());
         assert!(encode(Some(&"x".repeat(255)), &[]).is_none());

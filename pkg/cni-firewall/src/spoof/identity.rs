@@ -1,11 +1,13 @@
-//! The ID of an attachment's spoof rules, with the names made from it, and the owner that rules
-//! name.
+//! Builds the ID of an attachment's spoof rules and the names that contain it, and reads which
+//! attachment owns existing rules.
+//!
+//! The [`super`] module shows the rules.
 
 use std::fmt;
 
 use cni::hash::{sha512, sha512_hex};
 
-use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_LEN, PLAIN_ID_MAX, TAG_ALIAS, TAG_NETWORK};
+use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_HASH_LEN, PLAIN_ID_MAX, TAG_ALIAS, TAG_NETWORK};
 use crate::nft::expr::{iifname, iifname_of};
 use crate::nft::{Expr, Listed, Rule, Verdict};
 use cni::AttachmentId;
@@ -18,14 +20,15 @@ pub(crate) struct Id(pub(super) String);
 
 impl Id {
     /// Returns the ID of an attachment. One longer than [`PLAIN_ID_MAX`] is cut, and ends in `-`
-    /// and a hash of the whole.
+    /// and a hash of the whole: 116 bytes, of which `nft` accepts the comment.
     pub(crate) fn new(container_id: &str, ifname: &str) -> Id {
         const CUT_LEN: usize = 83;
+        const HASH_DIGITS: usize = 32;
         let id = format!("{container_id}-{ifname}");
         if id.len() <= PLAIN_ID_MAX {
             return Id(id);
         }
-        let hash = sha512_hex(&[id.as_bytes()], 32);
+        let hash = sha512_hex(&[id.as_bytes()], HASH_DIGITS);
         // Valid IDs and names are ASCII; others must not panic here.
         let mut end = CUT_LEN;
         while !id.is_char_boundary(end) {
@@ -67,17 +70,17 @@ impl Id {
         owned.map(|rule| SpoofOwner {
             id_ifname: self.0.clone(),
             host_veth: iifname_of(&rule.exprs),
-            network: Network::of(rule),
+            tag: JumpTag::of(rule),
         })
     }
 
     /// Returns the first owner of this ID's jumps among the rules of PREROUTING that is certainly
-    /// not `attachment`. Go's rules do not name their owner.
+    /// not `attachment`: the tag of its jump names another attachment or network.
     pub(super) fn find_other_owner(&self, rules: &[Listed], attachment: &AttachmentId) -> Option<SpoofOwner> {
-        self.owners(rules).find(|owner| match &owner.network {
-            Network::Alias(other) => *other != attachment.alias(),
-            Network::Hash(other) => *other != network_hash(&attachment.network),
-            Network::Unknown => false,
+        self.owners(rules).find(|owner| match &owner.tag {
+            JumpTag::Alias(alias) => *alias != attachment.alias(),
+            JumpTag::NetworkHash(hash) => *hash != network_hash(&attachment.network),
+            JumpTag::Missing => false,
         })
     }
 
@@ -99,37 +102,38 @@ impl Id {
 
 /// Returns the network's hash as in a [`TAG_NETWORK`].
 pub(super) fn network_hash(network: &str) -> Vec<u8> {
-    sha512(&[network.as_bytes()])[..NETWORK_LEN].to_vec()
+    sha512(&[network.as_bytes()])[..NETWORK_HASH_LEN].to_vec()
 }
 
-/// What a jump's tag names of its attachment.
+/// The tag of a jump, which names the attachment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Network {
+pub(super) enum JumpTag {
     /// The attachment's alias, with the network's name.
     Alias(String),
-    /// The hash of the network's name.
-    Hash(Vec<u8>),
-    /// Nothing: the Go plugin made the rule.
-    Unknown,
+    /// The hash of the network's name, for an alias that is too long.
+    NetworkHash(Vec<u8>),
+    /// There is no tag: the Go plugin made the rule.
+    Missing,
 }
 
-impl Network {
-    /// Reads a jump's tags.
-    pub(super) fn of(rule: &Rule) -> Network {
+impl JumpTag {
+    /// Reads a jump's tag.
+    pub(super) fn of(rule: &Rule) -> JumpTag {
         match (rule.tag(TAG_ALIAS), rule.tag(TAG_NETWORK)) {
-            (Some(alias), _) => Network::Alias(String::from_utf8_lossy(alias).into_owned()),
-            (None, Some(hash)) => Network::Hash(hash.to_vec()),
-            (None, None) => Network::Unknown,
+            (Some(alias), _) => JumpTag::Alias(String::from_utf8_lossy(alias).into_owned()),
+            (None, Some(hash)) => JumpTag::NetworkHash(hash.to_vec()),
+            (None, None) => JumpTag::Missing,
         }
     }
 }
 
-impl fmt::Display for Network {
+/// Displays the attachment for a message.
+impl fmt::Display for JumpTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Network::Alias(alias) => f.write_str(alias),
-            Network::Hash(_) => f.write_str("an attachment of another network"),
-            Network::Unknown => f.write_str("an attachment by a Go plugin"),
+            JumpTag::Alias(alias) => f.write_str(alias),
+            JumpTag::NetworkHash(_) => f.write_str("an attachment with a name too long to be recorded"),
+            JumpTag::Missing => f.write_str("an attachment created by a Go plugin"),
         }
     }
 }
@@ -139,15 +143,15 @@ impl fmt::Display for Network {
 pub struct SpoofOwner {
     /// `<containerID>-<ifname>`, shortened if very long.
     pub id_ifname: String,
-    /// The interface whose frames are checked; `None` if there are chains without a jump.
+    /// The interface whose frames are checked; `None` if no jump names one.
     pub host_veth: Option<String>,
-    pub(super) network: Network,
+    pub(super) tag: JumpTag,
 }
 
 /// Displays the attachment and its interface for a message.
 impl fmt::Display for SpoofOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on {}", self.network, self.host_veth.as_deref().unwrap_or("no interface"))
+        write!(f, "{} on {}", self.tag, self.host_veth.as_deref().unwrap_or("no interface"))
     }
 }
 
@@ -155,10 +159,10 @@ impl SpoofOwner {
     /// Whether the attachment belongs to `network`; `None` if unknown, as the Go plugin made the
     /// rules.
     pub fn belongs_to(&self, network: &str) -> Option<bool> {
-        match &self.network {
-            Network::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
-            Network::Hash(hash) => Some(*hash == network_hash(network)),
-            Network::Unknown => None,
+        match &self.tag {
+            JumpTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
+            JumpTag::NetworkHash(hash) => Some(*hash == network_hash(network)),
+            JumpTag::Missing => None,
         }
     }
 

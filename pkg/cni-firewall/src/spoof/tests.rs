@@ -1,4 +1,5 @@
-//! Spoof rules against the real kernel, in throw-away namespaces, beside Go's bridge plugin.
+//! Tests the spoof rules on the real kernel, in new network namespaces, also with Go's bridge
+//! plugin.
 
 mod refusals;
 
@@ -12,7 +13,7 @@ use crate::testing::new_netns;
 use crate::testing::{GoBridge, nft, on_a_host, ruleset, shell};
 
 const MAC: Mac = Mac([2, 0, 0, 0, 0, 0x0a]);
-/// The remaining objects when the last attachment has gone.
+/// The ruleset after the last attachment is deleted.
 const SHARED: &str = "table bridge nat {
 	chain PREROUTING {
 		type filter hook prerouting priority dstnat; policy accept;
@@ -48,7 +49,7 @@ fn the_rules_are_those_that_go_makes() {
         SpoofCheck::open().unwrap().ensure(&attachment("c1"), &host_veth, mac).unwrap();
         let ours = (ruleset(), shell("nft --debug=netlink list ruleset"));
         assert_eq!(ours.0, theirs.0);
-        // In the kernel's terms too, but for the tag beside the first comment.
+        // The expressions in the kernel are the same too; only the jump has a tag in addition.
         let tag = "\\x80\\x0fcni:net/c1/eth0";
         assert_eq!(ours.1.matches(tag).count(), 1, "{}", ours.1);
         assert_eq!(ours.1.replace(tag, ""), theirs.1);
@@ -58,7 +59,7 @@ fn the_rules_are_those_that_go_makes() {
 #[test]
 fn go_removes_what_we_made() {
     on_a_host(|| {
-        // Beyond 116 bytes Go cannot make rules; it can still remove ours.
+        // Go cannot create rules for an ID over 116 bytes, but can remove those of this module.
         for id in ["c1".to_owned(), "c".repeat(111), "c".repeat(112), "c".repeat(PLAIN_ID_MAX - "-eth0".len())] {
             let Some(go) = GoBridge::new(&id) else { return };
             ensure(&id);
@@ -69,7 +70,7 @@ fn go_removes_what_we_made() {
     });
 }
 
-/// Deletes the interfaces that rules guard.
+/// Deletes the interfaces that the spoof rules guard.
 fn delete_guarded() {
     let host = Netlink::open().unwrap();
     for owner in SpoofCheck::open().unwrap().list().unwrap() {
@@ -113,11 +114,11 @@ fn ensuring_again_replaces_and_never_doubles() {
         assert_eq!((once.matches("iifname").count(), once.matches("comment").count()), (1, 4), "{once}");
         ensure("c1");
         assert_eq!(ruleset(), once);
-        // Another container's interface and address come in place of the old.
+        // Another interface and MAC replace the old ones.
         let mut spoof = SpoofCheck::open().unwrap();
         spoof.ensure(&attachment("c1"), "veth1", Mac([2, 0, 0, 0, 0, 0x0b])).unwrap();
         assert_eq!(ruleset(), once.replace("veth0", "veth1").replace("00:0a", "00:0b"));
-        // Also over what Go left double.
+        // A second jump, as Go leaves it, is removed.
         nft(
             "insert rule bridge nat PREROUTING iifname veth9 jump cni-br-iface-c1-eth0 comment \"macspoofchk-c1-eth0\"",
         );
@@ -192,7 +193,7 @@ fn every_half_done_state_is_completed_and_removed() {
                 chains.split_whitespace().map(|chain| format!("; add chain bridge nat {chain}")).collect::<String>();
             for piece in ["", pieces[0], pieces[1], pieces[2], pieces[3], pieces[4]] {
                 let state = format!("{base}{made}\n{piece}");
-                // Not every piece can be without every chain.
+                // nft refuses a rule without its chain or its jump's target.
                 let possible = Command::new("nft").arg(&state).output().unwrap().status.success();
                 if !possible {
                     continue;
@@ -201,8 +202,8 @@ fn every_half_done_state_is_completed_and_removed() {
                 assert_eq!(ruleset(), SHARED, "{state}");
                 nft(&state);
                 ensure("c1");
-                // A rule of that comment that leads nowhere does not stop the first, unread
-                // attempt.
+                // Without the ID's chains, `ensure` does not read PREROUTING, and so does not
+                // remove the `drop` rule with the comment.
                 if !state.contains("drop comment") || !chains.is_empty() {
                     assert_eq!(ruleset(), whole, "{state}");
                 }
@@ -342,7 +343,7 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
             spoof.purge_owner(owner).unwrap();
         }
         assert_eq!(spoof.list().unwrap(), []);
-        assert!(ruleset().contains("foreign") && ruleset().contains("foreign"));
+        assert!(ruleset().contains("chain foreign") && ruleset().contains("comment \"foreign\""));
     });
 }
 
@@ -361,7 +362,7 @@ fn many_at_once_on_a_clean_host_make_each_once() {
         all(&|number| purge(&format!("c{number}")));
         assert_eq!(ruleset(), SHARED);
 
-        // The same attachment from all sides: the last one's rules stand, whole and once.
+        // All threads write the same attachment: its rules exist once, complete.
         all(&|_| ensure("c"));
         assert_eq!(differences("c"), Vec::<String>::new());
         assert_eq!(ruleset().matches("comment").count(), 4, "{}", ruleset());
@@ -372,14 +373,14 @@ fn many_at_once_on_a_clean_host_make_each_once() {
     });
 }
 
-/// Not a test: what the next one runs as processes, in the namespace they are born in.
+/// Not a test: [`start_worker`] runs this function in a process that it can kill.
 #[test]
 fn worker() {
     let Ok(container) = std::env::var("CNI_TEST_SPOOF_WORKER") else { return };
     ensure(&container);
     std::fs::write("/proc/self/fd/2", "ready").unwrap();
-    // One socket throughout: the kernel makes its closing wait, and there is nothing to be seen in
-    // dying there.
+    // One connection for all rounds: closing one waits in the kernel, and a kill during that wait
+    // would test nothing.
     let mut spoof = SpoofCheck::open().unwrap();
     loop {
         spoof.purge(&attachment(&container)).unwrap();
@@ -387,7 +388,8 @@ fn worker() {
     }
 }
 
-/// Returns when it is at work.
+/// Starts a process that writes and removes the container's rules in a loop, in the network
+/// namespace of the calling thread. Returns after the rules were written for the first time.
 fn start_worker(container: &str) -> Child {
     let mut worker = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--test-threads=1", "spoof::tests::worker"])
@@ -407,7 +409,7 @@ fn a_killed_process_leaves_all_or_nothing() {
         let (mut all, mut nothing) = (0, 0);
         for round in 0..500_u64 {
             let mut workers: Vec<Child> = ["a", "b"].into_iter().map(start_worker).collect();
-            // Not a wait for anything: the moment of death, spread over the workers' loop.
+            // Does not wait for an event: the workers are killed at various points of their loop.
             thread::sleep(std::time::Duration::from_micros(round * 1_373 % 50_000));
             for worker in &mut workers {
                 worker.kill().unwrap();
@@ -416,8 +418,9 @@ fn a_killed_process_leaves_all_or_nothing() {
             for container in ["a", "b"] {
                 match differences(container).len() {
                     0 => all += 1,
+                    // The jump and both chains are missing.
                     3 => nothing += 1,
-                    _ => panic!("half of it is left:\n{}", ruleset()),
+                    _ => panic!("some rules are left:\n{}", ruleset()),
                 }
                 purge(container);
             }
@@ -426,7 +429,7 @@ fn a_killed_process_leaves_all_or_nothing() {
                 return;
             }
         }
-        panic!("every death came at the same point ({all} with rules, {nothing} without): this shows nothing");
+        panic!("the kills did not hit both states often enough: {all} with rules, {nothing} without");
     });
 }
 
@@ -449,8 +452,8 @@ fn a_foreign_source_address_does_not_pass() {
             use std::os::fd::{AsFd as _, AsRawFd as _};
             ends[0].as_fd().as_raw_fd()
         });
-        // Until the first answer, for the neighbour must learn the new address; or until the time
-        // is over.
+        // Pings until the first answer, because the peer has to learn the new MAC, or until the
+        // time is over.
         let pings = |seconds: u32| {
             let pinged = shell(&format!("{enter} ping -c1 -w{seconds} 10.9.9.1 >/dev/null && echo yes || echo no"));
             pinged == "yes\n"

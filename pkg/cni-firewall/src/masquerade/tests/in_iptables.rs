@@ -1,4 +1,4 @@
-//! The shape in iptables, beside what Go's bridge leaves in the same namespaces.
+//! Tests the rules in iptables, also together with rules that Go's bridge plugin has written.
 
 use std::thread;
 
@@ -40,7 +40,7 @@ fn go_removes_what_we_made() {
     with_each(|rig| {
         let Some(go) = Go::new("c1", "eth0", &[NET4, NET6]) else { return };
         rig.ensure(&c1(), &[NET4, NET6]);
-        go.pretend();
+        go.create_interface();
         assert!(go.run(rig, "DEL"));
         assert_eq!(rig.saved(), NONE);
     });
@@ -78,14 +78,22 @@ fn the_form_of_older_releases_is_understood() {
     });
 }
 
-/// Two interfaces on one network, made by ours or by Go.
-fn two(rig: &Rig, by_go: bool) -> Option<[Go; 2]> {
+/// The writer of rules.
+enum Writer {
+    Go,
+    ThisModule,
+}
+
+/// Writes the rules of two interfaces of one container on one network. Returns Go's plugin for each
+/// interface; `None` if it is not installed.
+fn add_two_interfaces(rig: &Rig, writer: Writer) -> Option<[Go; 2]> {
     let go = [Go::new("c1", "eth0", &[NET4])?, Go::new("c1", "eth1", &["10.88.0.3/24"])?];
-    if by_go {
-        go.iter().for_each(|go| go.add(rig));
-    } else {
-        rig.ensure(&c1(), &[NET4]);
-        rig.ensure(&attachment("c1", "eth1"), &["10.88.0.3/24"]);
+    match writer {
+        Writer::Go => go.iter().for_each(|go| go.add(rig)),
+        Writer::ThisModule => {
+            rig.ensure(&c1(), &[NET4]);
+            rig.ensure(&attachment("c1", "eth1"), &["10.88.0.3/24"]);
+        }
     }
     Some(go)
 }
@@ -93,20 +101,20 @@ fn two(rig: &Rig, by_go: bool) -> Option<[Go; 2]> {
 #[test]
 fn two_interfaces_on_one_network_go_one_after_the_other() {
     with_each(|rig| {
-        for (by_go, first, second, known) in [
-            (false, ("eth0", NET4), ("eth1", "10.88.0.3/24"), false),
-            (false, ("eth1", "10.88.0.3/24"), ("eth0", NET4), false),
-            (false, ("eth0", NET4), ("eth1", "10.88.0.3/24"), true),
-            (true, ("eth0", NET4), ("eth1", "10.88.0.3/24"), true),
-            (true, ("eth1", "10.88.0.3/24"), ("eth0", NET4), true),
+        let (eth0, eth1) = (("eth0", NET4), ("eth1", "10.88.0.3/24"));
+        for (writer, first, known_addresses, second) in [
+            (Writer::ThisModule, eth0, &[][..], eth1),
+            (Writer::ThisModule, eth1, &[], eth0),
+            (Writer::ThisModule, eth0, &["10.88.0.2"], eth1),
+            (Writer::Go, eth0, &["10.88.0.2"], eth1),
+            (Writer::Go, eth1, &["10.88.0.3"], eth0),
         ] {
-            if two(rig, by_go).is_none() {
+            if add_two_interfaces(rig, writer).is_none() {
                 return;
             }
             assert_eq!(rig.saved_as_go().len(), 5, "two jumps, the chain, its two rules: {:#?}", rig.saved());
             let address = first.1.split('/').next().unwrap();
-            let addresses = if known { vec![address] } else { vec![] };
-            rig.purge(&attachment("c1", first.0), &addresses);
+            rig.purge(&attachment("c1", first.0), known_addresses);
             assert_eq!(rig.missing(&attachment("c1", second.0), &[second.1]), NONE, "{first:?} took it away");
             assert!(!rig.saved().iter().any(|line| line.contains(address)), "{:#?}", rig.saved());
             rig.purge(&attachment("c1", second.0), &[]);
@@ -123,7 +131,7 @@ fn an_interface_without_rules_takes_none_of_anothers() {
         rig.purge(&attachment("c1", "eth1"), &[]);
         rig.purge(&attachment("c1", "eth1"), &["10.88.0.3"]);
         assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
-        // Nor rules that the address does not distinguish from it.
+        // Also not with the address of the other interface.
         rig.purge(&attachment("c1", "eth1"), &["10.88.0.2"]);
         assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
     });
@@ -164,8 +172,8 @@ fn deleting_an_interface_removes_only_its_own_rules() {
 #[test]
 fn after_go_has_flushed_the_chain_of_two_the_rest_still_goes() {
     with_each(|rig| {
-        let Some([go, _other]) = two(rig, false) else { return };
-        go.pretend();
+        let Some([go, _other]) = add_two_interfaces(rig, Writer::ThisModule) else { return };
+        go.create_interface();
         assert!(!go.run(rig, "DEL"), "a known limit of Go's: its DEL of one fails, and has emptied the chain of both");
         assert!(!rig.missing(&attachment("c1", "eth1"), &["10.88.0.3/24"]).is_empty());
         rig.purge(&attachment("c1", "eth1"), &[]);
@@ -192,7 +200,7 @@ fn networks_with_one_hash_do_not_touch_each_other() {
         assert_eq!(iptables::chain_name("ab", "c"), iptables::chain_name("a", "bc"));
         rig.ensure(&one, &[NET4]);
         rig.ensure(&other, &["10.99.0.2/24"]);
-        // One without our line too, as Go makes it.
+        // The jump of an address without a tag, as Go writes it.
         let theirs = format!(
             "POSTROUTING -s 10.77.0.2 -m comment --comment 'name: \"a\" id: \"bc\"' -j {}",
             iptables::chain_name("a", "bc")
@@ -227,7 +235,7 @@ fn a_repeat_changes_nothing_and_a_new_address_replaces_the_old() {
 }
 
 #[test]
-fn what_go_doubled_is_folded() {
+fn duplicate_jumps_of_go_are_removed() {
     with_each(|rig| {
         rig.ensure(&c1(), &[NET4]);
         let once = rig.saved();
@@ -236,6 +244,10 @@ fn what_go_doubled_is_folded() {
         rig.iptables(&format!("-t nat -I POSTROUTING {jump}"));
         rig.ensure(&c1(), &[NET4]);
         assert_eq!(rig.saved(), once);
+        rig.iptables(&format!("-t nat -A POSTROUTING {jump}"));
+        rig.ensure(&c1(), &["10.88.0.9/24"]);
+        assert!(!rig.saved().iter().any(|line| line.contains("10.88.0.2/32")), "{:#?}", rig.saved());
+        rig.ensure(&c1(), &[NET4]);
         rig.iptables(&format!("-t nat -A POSTROUTING {jump}"));
         rig.purge(&c1(), &[]);
         assert_eq!(rig.saved(), NONE);
@@ -247,14 +259,14 @@ fn missing_rules_are_reported_and_restored() {
     with_each(|rig| {
         rig.ensure(&c1(), &[NET4]);
         let comment = "-m comment --comment 'name: \"net\" id: \"c1\"'";
-        for (rule, told) in [
+        for (rule, expected) in [
             (format!("POSTROUTING -s 10.88.0.2 {comment} -j {}", chain()), "sends 10.88.0.2 to CNI-"),
             (format!("{} -d 10.88.0.0/24 {comment} -j ACCEPT", chain()), "-j ACCEPT"),
             (format!("{} ! -d 224.0.0.0/4 {comment} -j MASQUERADE", chain()), "-j MASQUERADE"),
         ] {
             rig.iptables(&format!("-t nat -D {rule}"));
             let missing = rig.missing(&c1(), &[NET4]);
-            assert!(missing.len() == 1 && missing[0].contains(told), "{missing:?}");
+            assert!(missing.len() == 1 && missing[0].contains(expected), "{missing:?}");
             rig.ensure(&c1(), &[NET4]);
             assert_eq!(rig.missing(&c1(), &[NET4]), NONE);
         }
@@ -321,21 +333,21 @@ fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
 fn programs_are_started_only_where_something_is_wanted_or_found() {
     with_each(|rig| {
         let legacy = rig.variant == Some(Variant::Legacy);
-        let nothing = || rig.programs_of(|| rig.purge(&c1(), &[]));
-        assert_eq!(nothing(), NONE, "no table yet");
+        let purge_nothing = || rig.programs_of(|| rig.purge(&c1(), &[]));
+        assert_eq!(purge_nothing(), NONE, "no table yet");
         assert_eq!(rig.programs_of(|| rig.gc(&[])), NONE);
-        let (read, written, both) = if legacy {
+        let (reads, writes, reads_and_writes) = if legacy {
             (vec!["iptables-save"], vec!["iptables-restore"], vec!["iptables-save", "iptables-restore"])
         } else {
             (vec![], vec![], vec![])
         };
-        assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), written);
-        assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), read, "again");
-        assert_eq!(rig.programs_of(|| drop(rig.missing(&c1(), &[NET4]))), read, "CHECK");
+        assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), writes);
+        assert_eq!(rig.programs_of(|| rig.ensure(&c1(), &[NET4])), reads, "again");
+        assert_eq!(rig.programs_of(|| drop(rig.missing(&c1(), &[NET4]))), reads, "CHECK");
         let second = rig.programs_of(|| rig.ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]));
-        assert_eq!(second, both, "beside another");
-        assert_eq!(rig.programs_of(|| rig.purge(&c1(), &[])), both, "DEL");
-        assert_eq!(nothing(), read, "DEL again");
+        assert_eq!(second, reads_and_writes, "beside another");
+        assert_eq!(rig.programs_of(|| rig.purge(&c1(), &[])), reads_and_writes, "DEL");
+        assert_eq!(purge_nothing(), reads, "DEL again");
         let dual = rig.programs_of(|| rig.ensure(&c1(), &[NET4, NET6]));
         assert_eq!(dual.len(), if legacy { 3 } else { 0 }, "{dual:?}");
         assert_eq!(rig.programs_of(|| rig.masquerade(|masquerade| masquerade.probe(None).unwrap())), NONE, "STATUS");

@@ -1,4 +1,4 @@
-//! The shape in nf_tables, written by hand in `nft`'s language and compared in the kernel's terms.
+//! Tests the rules in nf_tables, and compares their expressions with those that `nft` writes.
 
 use std::thread;
 
@@ -20,8 +20,8 @@ fn rules() -> Vec<String> {
     listed.lines().filter(|line| line.contains("masquerade comment")).map(|line| line.trim().to_owned()).collect()
 }
 
-/// The shape as the Go plugins of later releases write it.
-fn by_hand(comment: &str) {
+/// Writes the rules of [`ADDRESSES`] with `nft`, as the Go plugin does.
+fn write_with_nft(comment: &str) {
     nft(&format!(
         r#"table inet cni_plugins_masquerade {{
             comment "Masquerading for plugins from github.com/containernetworking/plugins"
@@ -50,9 +50,9 @@ fn the_rules_are_those_of_the_shape_in_the_kernels_terms() {
         let ours = (ruleset(), shell("nft --debug=netlink list ruleset"), shell("nft -j list ruleset"));
         nft("flush ruleset");
         let comment = ours.0.split("comment \"").find(|part| part.contains(KEY)).unwrap();
-        by_hand(comment.split('"').next().unwrap());
+        write_with_nft(comment.split('"').next().unwrap());
         let theirs = (ruleset(), shell("nft --debug=netlink list ruleset"), shell("nft -j list ruleset"));
-        // Each rule's heading ends in its number, and that of the one before it.
+        // The heading of a rule ends in its handle and the handle of the rule before it.
         let unnumbered = |text: &str| {
             let heading = |line: &str| line.split(' ').take(3).collect::<Vec<_>>().join(" ");
             let line = |line: &str| if line.starts_with("inet ") { heading(line) } else { line.to_owned() };
@@ -114,7 +114,7 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
         }
         ensure(&AttachmentId::new("net2", "c2", "eth0"), &[NET4]);
         nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"foreign\"");
-        // The key, but not where a key is.
+        // A comment that contains the key, but not at its beginning.
         let key = rules().iter().find_map(|rule| Some(rule.split("comment \"").nth(1)?[..33].to_owned())).unwrap();
         nft(&format!(
             "add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.8 masquerade comment \"not {key}\""

@@ -1,5 +1,5 @@
-//! Masquerading against the real kernel, in throw-away namespaces, beside Go's bridge plugin: the
-//! rig.
+//! Tests masquerading on the real kernel, in new network namespaces, and with Go's bridge plugin.
+//! This file has the test host ([`Rig`]) and the tests of both backends.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::symlink;
@@ -28,13 +28,14 @@ fn attachment(container: &str, ifname: &str) -> AttachmentId {
     AttachmentId::new("net", container, ifname)
 }
 
-/// A host whose owner has chosen one variant of iptables.
+/// A host that has the programs of one variant of iptables, or none.
 struct Rig {
     variant: Option<Variant>,
     folder: tempfile::TempDir,
 }
 
-/// Runs the body once per variant, each time on a new host.
+/// Runs the body once for each variant of iptables that is installed, each time on a new host in a
+/// new network namespace.
 #[track_caller]
 fn with_each(body: impl Fn(&Rig) + Sync) {
     for variant in [Variant::Nft, Variant::Legacy] {
@@ -50,41 +51,44 @@ fn with_each(body: impl Fn(&Rig) + Sync) {
 }
 
 impl Rig {
-    /// Programs of this variant alone, under their plain names too; each start is written down.
+    /// Returns a host with the programs of this variant only, under their plain names too. Each
+    /// start of a program is logged ([`Rig::log`]).
     fn new(variant: Variant) -> Rig {
         let rig = Rig::bare();
-        // The name is that of the link; the plugin finds the variant by the file behind it.
+        // A program is started by the name of the link, which names no variant; the plugin finds
+        // the variant in the name of the file that the link leads to.
         let text = format!(
             "#!/bin/sh\nname=${{0##*/}}\necho $name >>{}\nexec /usr/sbin/${{name%%-*}}-{variant}${{name#ip*tables}} \"$@\"\n",
             rig.log().display(),
         );
-        let first = rig.folder.path().join("script");
-        program::script(&first, &text);
+        let program = rig.folder.path().join("script");
+        program::script(&program, &text);
         for family in ["iptables", "ip6tables"] {
             for suffix in ["", "-restore", "-save"] {
                 let script = rig.folder.path().join(format!("{family}-{variant}-script{suffix}"));
-                std::fs::hard_link(&first, &script).unwrap();
+                std::fs::hard_link(&program, &script).unwrap();
                 symlink(&script, rig.folder.path().join(format!("{family}{suffix}"))).unwrap();
             }
         }
         Rig { variant: Some(variant), ..rig }
     }
 
-    /// No programs at all.
+    /// Returns a host without programs.
     fn bare() -> Rig {
         Rig { variant: None, folder: tempfile::tempdir().unwrap() }
     }
 
-    /// Its programs, and its own place for the lock: nothing is left in /run.
+    /// Returns the folders of the host's programs and of its lock, so no file is left in /run.
     fn folders(&self) -> Folders {
         Folders::only([self.folder.path().to_owned()]).with_locks(self.folder.path().join("locks"))
     }
 
+    /// Returns the path of the file with the name of each program that was started.
     fn log(&self) -> PathBuf {
         self.folder.path().join("log")
     }
 
-    /// Which programs `work` has started.
+    /// Returns the names of the programs that `work` has started.
     fn programs_of(&self, work: impl FnOnce()) -> Vec<String> {
         let _ = std::fs::remove_file(self.log());
         work();
@@ -119,7 +123,8 @@ impl Rig {
         self.masquerade(|masquerade| masquerade.gc("net", valid).unwrap());
     }
 
-    /// All rules and private chains of both families, as the variant's own program writes them.
+    /// Returns all rules and the CNI chains of table nat, in both families, as the variant's
+    /// `iptables-save` prints them.
     fn saved(&self) -> Vec<String> {
         let variant = self.variant.unwrap();
         let text = shell(&format!(
@@ -128,7 +133,7 @@ impl Rig {
         text.lines().filter(|line| line.starts_with("-A") || line.starts_with(":CNI")).map(str::to_owned).collect()
     }
 
-    /// Without our own lines, which Go does not have.
+    /// Returns [`saved`](Rig::saved) without the tags, which Go does not write.
     fn saved_as_go(&self) -> Vec<String> {
         self.saved().into_iter().filter(|line| line.contains(" -j ") || line.starts_with(':')).collect()
     }
@@ -147,7 +152,8 @@ struct Go {
 }
 
 impl Go {
-    /// `None`, said, where it is not installed.
+    /// Returns the plugin with a new network namespace for its container. If the plugin is not
+    /// installed, reports the test as skipped and returns `None`.
     fn new(id: &str, ifname: &str, addresses: &[&str]) -> Option<Go> {
         if let Err(reason) = cni_testkit::probe::go_plugins() {
             skip(&reason);
@@ -162,8 +168,7 @@ impl Go {
         assert!(self.run(rig, "ADD"), "ADD");
     }
 
-    /// Whether it succeeded. Go's DEL knows the addresses from its `prevResult` alone when the
-    /// interface is gone.
+    /// Runs the verb, and returns whether it succeeded. An ADD must succeed.
     fn run(&self, rig: &Rig, verb: &str) -> bool {
         use std::io::Write as _;
         let netns = format!("/proc/{}/fd/{}", std::process::id(), self.container.as_fd().as_raw_fd());
@@ -195,19 +200,14 @@ impl Go {
         output.status.success()
     }
 
-    /// An interface of the addresses that Go's DEL will find and take for its own.
-    fn pretend(&self) {
+    /// Creates an interface with the addresses in the container. Go's DEL without `prevResult`
+    /// removes the rules of the addresses that it finds on the interface.
+    fn create_interface(&self) {
         let Go { ifname, addresses, .. } = self;
-        let commands = |ifname: &str| {
-            let addresses: Vec<String> =
-                addresses.iter().map(|address| format!("ip address add {address} dev {ifname} nodad")).collect();
-            format!(
-                "ip link add {ifname} type veth peer name outside; ip link set {ifname} up; {}",
-                addresses.join("; ")
-            )
-        };
-        let script = commands(ifname);
-        // A child of a thread that has entered: the door's own thread must not start one.
+        let mut script = format!("ip link add {ifname} type veth peer name outside; ip link set {ifname} up");
+        for address in addresses {
+            script += &format!("; ip address add {address} dev {ifname} nodad");
+        }
         let netns = format!("/proc/{}/fd/{}", std::process::id(), self.container.as_fd().as_raw_fd());
         shell(&format!("nsenter --net={netns} sh -ec '{script}'"));
     }
@@ -274,11 +274,11 @@ fn a_missing_program_of_the_legacy_variant_fails_no_removal() {
     in_new_netns(|| {
         let rig = Rig::new(Variant::Legacy);
         rig.ensure(&attachment("c1", "eth0"), &[NET4]);
-        let (told, bare) = (std::rc::Rc::new(std::cell::RefCell::new(String::new())), Rig::bare());
-        let sink = std::rc::Rc::clone(&told);
+        let (noted, bare) = (std::rc::Rc::new(RefCell::new(String::new())), Rig::bare());
+        let sink = std::rc::Rc::clone(&noted);
         let notes = Notes::new(move |line| sink.borrow_mut().push_str(line));
         Masquerade::with_folders(&machine(), notes, bare.folders()).purge(&attachment("c1", "eth0"), &[]).unwrap();
-        assert!(told.borrow().contains("iptables-legacy"), "{}", told.borrow());
+        assert!(noted.borrow().contains("iptables-legacy"), "{}", noted.borrow());
         rig.purge(&attachment("c1", "eth0"), &[]);
         assert_eq!(rig.saved(), Vec::<String>::new());
     });

@@ -1,4 +1,4 @@
-//! The probe, and refusals that change nothing.
+//! Tests the probe, and errors of [`SpoofCheck::ensure`] that must change nothing.
 
 use super::*;
 
