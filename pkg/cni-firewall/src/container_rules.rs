@@ -196,7 +196,7 @@ fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<Contai
     let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
         let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
-        let place = format!("{program} -t filter {}", forward::iptables::FORWARD);
+        let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
         rules.extend(forward_entry(place, owner, address, &ingress));
     }
     Ok(())
