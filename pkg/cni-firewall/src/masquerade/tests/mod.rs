@@ -77,7 +77,7 @@ impl Rig {
 
     /// Its programs, and its own place for the lock: nothing is left in /run.
     fn folders(&self) -> Folders {
-        Folders::only([self.folder.path().to_owned()]).with_locks(self.folder.path().join("locks"))
+        Folders::only([self.folder.path().to_owned()]).with_lock_folder(self.folder.path().join("locks"))
     }
 
     fn log(&self) -> PathBuf {

@@ -137,7 +137,7 @@ fn forwarding() -> Forwarding {
 fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
     with_legacy(|| {
         let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
-        let folders = Folders::new(std::env::var_os("PATH")).with_locks(locks.path());
+        let folders = Folders::new(std::env::var_os("PATH")).with_lock_folder(locks.path());
         let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
         let mut backend = IptablesPortMap::new(iptables);
         let EnsureOutcome::Done { previous: Some(previous), .. } = backend.ensure(&wanted).unwrap() else {
