@@ -102,7 +102,7 @@ impl RuleOwner {
                 comment.starts_with(&masquerade_nft::attachment_key(network, container_id, ifname))
             }
             Evidence::MasqueradeIptables(comment) => *comment == masquerade_iptables::comment(network, container_id),
-            Evidence::PortMapNft(rule) => Identity::new(attachment).owner(rule) != Ownership::Other,
+            Evidence::PortMapNft(rule) => Identity::new(attachment).ownership_of(rule) != Ownership::Other,
             Evidence::PortMapIptables(comment) => *comment == portmap_iptables::comment(attachment),
             Evidence::Forward(comment) => *comment == forward::owner::name(attachment),
             Evidence::Spoof(comment) => *comment == spoof::Id::new(container_id, ifname).comment(),
@@ -201,10 +201,10 @@ fn forward_entry(
 fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
-        let Some((comment, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
+        let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
         // The chain of the accepting rules: they have an effect, the read chain has none.
-        let place = format!("{program} -t filter {}", forward::iptables::FORWARD);
-        rules.extend(forward_entry(place, comment, address, &ingress));
+        let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
+        rules.extend(forward_entry(place, owner, address, &ingress));
     }
     Ok(())
 }
@@ -273,7 +273,7 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
 fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for family in [Family::V4, Family::V6] {
         let table = portmap_nft::table(family);
-        for chain in portmap_nft::CONTAINERS {
+        for chain in portmap_nft::CONTAINER_CHAINS {
             for listed in nft.rules(table, chain)? {
                 let Some(container) = listed.rule.comment.clone() else { continue };
                 let evidence = Evidence::PortMapNft(Box::new(listed.rule.clone()));
@@ -281,7 +281,7 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
                     identity::alias(&listed.rule).and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
                 let owner =
                     tagged.unwrap_or(RuleOwner { network: None, container: Some(container), ifname: None, evidence });
-                let text = match portmap_nft::read(&listed.rule) {
+                let text = match portmap_nft::read_mapping(&listed.rule) {
                     Some((claim, _)) => format!("{claim} to {}", claim.container),
                     None => words(family, &listed.rule.exprs).join(" "),
                 };

@@ -8,7 +8,7 @@ use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
 use cni::{Error, Result};
 use cni_firewall::Backend;
-use cni_firewall::forward::{ADMIN, AdminChain, Ingress};
+use cni_firewall::forward::{ADMIN, EntryChain, Ingress};
 use cni_firewall::iptables::check_conditions;
 use serde::Deserialize;
 
@@ -25,7 +25,7 @@ pub(crate) struct Conf {
     pub(crate) iptables_admin_chain: String,
     /// The administrator's chain in nftables that leads to the rules; `None` if the rules are in a
     /// table of their own.
-    pub(crate) nftables_admin_chain: Option<AdminChain>,
+    pub(crate) nftables_admin_chain: Option<EntryChain>,
     /// The zone of firewalld.
     pub(crate) zone: String,
 }
@@ -136,7 +136,7 @@ impl Conf {
         }
         let nftables_admin_chain = match raw.nftables_chain.as_str() {
             "" => None,
-            text => Some(AdminChain::parse(text).ok_or_else(|| {
+            text => Some(EntryChain::parse(text).ok_or_else(|| {
                 Error::config(format!(
                     "nftablesChain: {text:?} is not \"FAMILY TABLE CHAIN\" with family inet, ip or ip6 and a chain that this plugin does not write"
                 ))

@@ -1,4 +1,5 @@
-//! Forwarding in iptables' table `filter`, in the form of the Go plugin, with one chain more.
+//! Plans the rules of forwarding in iptables' table `filter`: those of the Go plugin, and one chain
+//! more.
 //!
 //! For each container address ADDRESS and each isolated bridge BRIDGE:
 //! ```text
@@ -19,7 +20,8 @@
 //! before that to CNI-FORWARD. The Go plugin inserts each jump at the beginning of FORWARD when it
 //! first needs it and never moves one.
 //!
-//! These functions only plan: they read [`Chains`] and return an [`Edit`].
+//! These functions only plan: they read [`Chains`] and return an [`Edit`], which the caller
+//! applies.
 
 use std::net::IpAddr;
 
@@ -30,11 +32,15 @@ use crate::iptables::{Chains, Edit, Rule};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The built-in chain that every forwarded packet passes.
-const BASE: &str = "FORWARD";
-pub(crate) const FORWARD: &str = "CNI-FORWARD";
+/// The kernel's chain that every forwarded packet passes.
+const FORWARD: &str = "FORWARD";
+/// The chain that accepts packets from and to containers.
+pub(crate) const CNI_FORWARD: &str = "CNI-FORWARD";
+/// The chain of the records, to which no rule leads.
 pub(crate) const OWNERS: &str = "CNI-FW-OWNERS";
+/// The chain for packets from isolated bridges.
 pub(crate) const STAGE_1: &str = "CNI-ISOLATION-STAGE-1";
+/// The chain for packets that leave an isolated bridge: drops those to another isolated bridge.
 const STAGE_2: &str = "CNI-ISOLATION-STAGE-2";
 /// The chain for the administrator's rules, unless the configuration names another one.
 pub const ADMIN: &str = "CNI-ADMIN";
@@ -53,8 +59,8 @@ fn commented(matches: &[&str], comment: &str, target: &str) -> Vec<String> {
     words(&[matches, &["-m", "comment", "--comment", comment, "-j", target]].concat())
 }
 
-/// Returns the two rules of [`FORWARD`] for an address: the first accepts replies to the address,
-/// the second all packets from it.
+/// Returns the two rules by which [`CNI_FORWARD`] accepts packets of an address: the first accepts
+/// replies to the address, the second all packets from the address.
 fn accept_rules(address: IpAddr) -> [Vec<String>; 2] {
     let host = Cidr::host(address).to_string();
     [
@@ -90,28 +96,29 @@ fn end_of_stage() -> Vec<String> {
 /// [`STAGE_1`]: none for `open`, `-i B ! -o B` for `same-bridge`, `-i B -o B` for `isolated`.
 fn record_rule(owned: &OwnedAddress) -> Vec<String> {
     let host = Cidr::host(owned.address).to_string();
-    let bridge = match &owned.ingress {
+    let interface_matches = match &owned.ingress {
         Ingress::Open => Vec::new(),
         Ingress::SameBridge(bridge) => vec!["-i", bridge, "!", "-o", bridge],
         Ingress::Isolated(bridge) => vec!["-i", bridge, "-o", bridge],
     };
-    words(&[&["-s", &host][..], &bridge, &["-m", "comment", "--comment", &owned.owner]].concat())
+    words(&[&["-s", &host][..], &interface_matches, &["-m", "comment", "--comment", &owned.owner]].concat())
 }
 
-/// Returns the rule's value of `-s` or `-d` if it is a single address.
+/// Returns the value of the rule's `option`, which is `-s` or `-d`; `None` if the value is not a
+/// single address.
 fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
     let cidr: Cidr = rule.value(option)?.parse().ok()?;
     (cidr == Cidr::host(cidr.address())).then(|| cidr.address())
 }
 
-/// Returns the owner, the address and the policy that a rule written as [`record_rule`] records;
-/// `None` for other rules. Also reads the records of the nftables backend, put into words.
+/// Returns the owner, the address and the policy in a rule that [`record_rule`] has written; `None`
+/// for other rules. Also reads a record of the nftables backend that was put into iptables' words.
 pub(crate) fn read_owner(rule: &Rule) -> Option<(&str, IpAddr, Ingress)> {
     let owner = rule.comment()?;
     if rule.target().is_some() || !owner::is_name(owner) {
         return None;
     }
-    // `value` finds nothing for a negated option, so `! -o` counts as none.
+    // `value` returns `None` for a negated option: `! -o BRIDGE` is the policy `same-bridge`.
     let ingress = match (rule.value("-i"), rule.value("-o")) {
         (None, _) => Ingress::Open,
         (Some(bridge), None) => Ingress::SameBridge(bridge.to_owned()),
@@ -166,11 +173,17 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[Stri
     }
 }
 
-/// Returns the rules of [`FORWARD`] that contain one of the addresses.
+/// Returns the rules of [`CNI_FORWARD`] that contain one of the addresses.
 fn find_forward_rules(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
     let needles: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
     let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
-    filter.find_rules(FORWARD, &needles, |_| true)
+    filter.find_rules(CNI_FORWARD, &needles, |_| true)
+}
+
+/// Returns the policy that isolates the bridge of these addresses, and the bridge; `None` for the
+/// policy `open`. All addresses of an attachment have the same policy.
+fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
+    addresses.iter().find_map(|owned| Some((&owned.ingress, owned.ingress.bridge()?)))
 }
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
@@ -182,36 +195,35 @@ pub(super) fn ensure(
     admin_chain: &str,
 ) -> Result<Edit> {
     let mut edit = Edit::new();
-    for chain in [FORWARD, admin_chain, OWNERS] {
+    for chain in [CNI_FORWARD, admin_chain, OWNERS] {
         if !filter.has_chain(chain)? {
             edit.create_chain(chain);
         }
     }
-    // All addresses of an attachment have the same policy.
-    match addresses.iter().map(|owned| &owned.ingress).find(|ingress| ingress.bridge().is_some()) {
-        Some(ingress) => {
-            isolate(filter, &mut edit, ingress)?;
-            order_jumps(filter, &mut edit, &[STAGE_1, FORWARD])?;
+    match isolation_of(addresses) {
+        Some((ingress, bridge)) => {
+            isolate(filter, &mut edit, ingress, bridge)?;
+            order_jumps(filter, &mut edit, &[STAGE_1, CNI_FORWARD])?;
         }
-        None => order_jumps(filter, &mut edit, &[FORWARD])?,
+        None => order_jumps(filter, &mut edit, &[CNI_FORWARD])?,
     }
 
     // One search finds the jump and the accepting rules: the chain can be long.
     let mut needles: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
     needles.push(admin_chain.as_bytes().to_vec());
     let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
-    let existing_rules = filter.find_rules(FORWARD, &needles, |_| true)?;
+    let existing_rules = filter.find_rules(CNI_FORWARD, &needles, |_| true)?;
     let jump_to_admin = commented(&[], ADMIN_JUMP_COMMENT, admin_chain);
-    delete_duplicates(&mut edit, FORWARD, &existing_rules, &jump_to_admin);
+    delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &jump_to_admin);
     if !contains(&existing_rules, &jump_to_admin) {
-        edit.insert(FORWARD, jump_to_admin);
+        edit.insert(CNI_FORWARD, jump_to_admin);
     }
     let own_records = find_own_records(filter, owner)?;
     for owned in addresses {
         for rule in accept_rules(owned.address) {
-            delete_duplicates(&mut edit, FORWARD, &existing_rules, &rule);
+            delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &rule);
             if !contains(&existing_rules, &rule) {
-                edit.append(FORWARD, rule);
+                edit.append(CNI_FORWARD, rule);
             }
         }
         if !own_records.iter().any(|record| record.owned == *owned) {
@@ -221,49 +233,51 @@ pub(super) fn ensure(
     let stale_records: Vec<&Rule> =
         own_records.iter().filter(|record| !addresses.contains(&record.owned)).map(|record| &record.rule).collect();
     if !stale_records.is_empty() {
-        edit.extend(remove_records(filter, &stale_records, &[], addresses)?);
+        let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
+        edit.extend(removal.plan(filter)?);
     }
     Ok(edit)
 }
 
-/// Adds to `edit` what ensures that [`BASE`] has at most one jump to each of [`STAGE_1`] and
-/// [`FORWARD`], and that the jump to [`STAGE_1`] precedes the other. A missing jump is only added
-/// if its target is in `required`.
+/// Adds to `edit` the changes after which [`FORWARD`] has at most one jump to each of [`STAGE_1`]
+/// and [`CNI_FORWARD`], and the jump to [`STAGE_1`] precedes the other. A missing jump is only
+/// added if its target is in `required`.
 fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> Result<()> {
-    // BASE can be long. If neither chain exists, BASE is not read, because no rule can jump to a
-    // chain that does not exist.
-    let rules =
-        if filter.has_chain(FORWARD)? || filter.has_chain(STAGE_1)? { find_base_jumps(filter)? } else { Vec::new() };
-    let jump_to_forward = commented(&[], JUMP_COMMENT, FORWARD);
-    let adds_forward_jump = required.contains(&FORWARD) && !contains(&rules, &jump_to_forward);
+    // FORWARD can be long. If neither chain exists, FORWARD is not read, because no rule can jump
+    // to a chain that does not exist.
+    let has_target = filter.has_chain(CNI_FORWARD)? || filter.has_chain(STAGE_1)?;
+    let rules = if has_target { find_jumps(filter)? } else { Vec::new() };
+    let jump_to_forward = commented(&[], JUMP_COMMENT, CNI_FORWARD);
+    let adds_forward_jump = required.contains(&CNI_FORWARD) && !contains(&rules, &jump_to_forward);
     if adds_forward_jump {
-        edit.insert(BASE, jump_to_forward.clone());
+        edit.insert(FORWARD, jump_to_forward.clone());
     }
-    delete_duplicates(edit, BASE, &rules, &jump_to_forward);
+    delete_duplicates(edit, FORWARD, &rules, &jump_to_forward);
 
     let jump_to_stage_1 = commented(&[], ISOLATION_COMMENT, STAGE_1);
     let existing: Vec<Rule> = matching(&rules, &jump_to_stage_1).cloned().collect();
     if existing.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
     }
-    // A new jump to FORWARD is inserted at the beginning of BASE, before the jump to STAGE_1.
+    // A new jump to CNI_FORWARD is inserted at the beginning of FORWARD, before the jump to
+    // STAGE_1.
     let is_first = !adds_forward_jump && rules.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
     if !is_first || existing.len() != 1 {
-        edit.put_first(BASE, jump_to_stage_1, &existing);
+        edit.put_first(FORWARD, jump_to_stage_1, &existing);
     }
     Ok(())
 }
 
-/// Returns the rules of [`BASE`] that lead to [`STAGE_1`] or [`FORWARD`], in order.
-fn find_base_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
-    let targets = [STAGE_1, FORWARD];
+/// Returns the rules of [`FORWARD`] that lead to [`STAGE_1`] or [`CNI_FORWARD`], in order.
+fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
+    let targets = [STAGE_1, CNI_FORWARD];
     let is_jump = |rule: &Rule| rule.target().is_some_and(|target| targets.contains(&target));
-    filter.find_rules(BASE, &targets.map(str::as_bytes), is_jump)
+    filter.find_rules(FORWARD, &targets.map(str::as_bytes), is_jump)
 }
 
-/// Adds to `edit` what is missing of the rules of both stages for the policy's bridge.
-fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress) -> Result<()> {
-    let Some(bridge) = ingress.bridge() else { return Ok(()) };
+/// Adds to `edit` the missing chains and rules of both stages for `bridge`, which the policy
+/// `ingress` isolates.
+fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: &str) -> Result<()> {
     for (chain, bridge_rules) in [(STAGE_1, stage_1_rules(ingress)), (STAGE_2, vec![stage_2_rule(bridge)])] {
         if !filter.has_chain(chain)? {
             edit.create_chain(chain);
@@ -288,11 +302,11 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress) -> Resul
 pub(super) fn purge(filter: &mut Chains<'_>, owner: &str, addresses: &[IpAddr]) -> Result<Edit> {
     let own_records = find_own_records(filter, owner)?;
     let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
-    remove_records(filter, &own_rules, addresses, &[])
+    Removal { records: &own_rules, unrecorded_addresses: addresses, ..Removal::default() }.plan(filter)
 }
 
 /// Returns the edit that removes the rules of the network's attachments whose owner names are not
-/// in `valid`, and puts the jumps from [`BASE`] in order.
+/// in `valid`, and puts the jumps from [`FORWARD`] in order.
 pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Result<Edit> {
     let prefixes = owner::prefixes(network);
     let records = find_records(filter, &prefixes.each_ref().map(String::as_bytes))?;
@@ -301,69 +315,83 @@ pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Re
         prefixes.iter().any(|prefix| owner.starts_with(prefix)) && !valid.contains(owner)
     };
     let garbage: Vec<&Rule> = records.iter().filter(is_garbage).map(|record| &record.rule).collect();
-    let mut edit = remove_records(filter, &garbage, &[], &[])?;
+    let mut edit = Removal { records: &garbage, ..Removal::default() }.plan(filter)?;
     order_jumps(filter, &mut edit, &[])?;
     Ok(edit)
 }
 
-/// Returns the edit that removes the records `removed`, the accepting rules of their addresses and
-/// of the further `addresses`, and isolation that no attachment requires any more. An address that
-/// another record or `staying` has keeps its rules.
-fn remove_records(
-    filter: &mut Chains<'_>,
-    removed: &[&Rule],
-    addresses: &[IpAddr],
-    staying: &[OwnedAddress],
-) -> Result<Edit> {
-    let mut edit = Edit::new();
-    let is_of_family = |address: &&IpAddr| Family::of(**address) == filter.family();
-    let mut candidates: Vec<IpAddr> = addresses.iter().filter(is_of_family).copied().collect();
-    candidates.extend(removed.iter().filter_map(|rule| Record::read(rule)).map(|record| record.owned.address));
-    candidates.sort();
-    candidates.dedup();
-    if candidates.is_empty() {
-        return Ok(edit);
-    }
-    let needles: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
-    let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
-    let mut owned_addresses: Vec<IpAddr> = staying.iter().map(|owned| owned.address).collect();
-    for record in find_records(filter, &needles)? {
-        if !removed.contains(&&record.rule) {
-            owned_addresses.push(record.owned.address);
-        }
-    }
-    let accept_rules_here = find_forward_rules(filter, &candidates)?;
-    let free: Vec<IpAddr> = candidates.into_iter().filter(|address| !owned_addresses.contains(address)).collect();
-    for words in free.iter().flat_map(|address| accept_rules(*address)) {
-        for rule in matching(&accept_rules_here, &words) {
-            edit.delete(FORWARD, rule);
-        }
-    }
-    for rule in removed {
-        edit.delete(OWNERS, rule);
-    }
-    if filter.has_chain(STAGE_1)? {
-        let mut remaining: Vec<OwnedAddress> = staying.to_vec();
-        for record in filter.rules(OWNERS)?.iter().filter_map(Record::read) {
-            if !removed.contains(&&record.rule) {
-                remaining.push(record.owned);
-            }
-        }
-        end_isolation(filter, &mut edit, &remaining, &free)?;
-    }
-    Ok(edit)
+/// The records and addresses whose rules are removed.
+#[derive(Clone, Copy, Default)]
+struct Removal<'r> {
+    /// Rules of [`OWNERS`].
+    records: &'r [&'r Rule],
+    /// Further addresses, of any family, which may have rules without a record.
+    unrecorded_addresses: &'r [IpAddr],
+    /// Addresses that keep their rules although a removed record may have them.
+    staying: &'r [OwnedAddress],
 }
 
-/// Adds to `edit` the removal of isolation rules that no address in `remaining` requires. All of
-/// them stay while [`FORWARD`] accepts an address without an owner: the Go plugin has attached that
-/// container, and which isolation it requires is unknown. `free` are the addresses whose accepting
-/// rules this edit removes.
-fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, remaining: &[OwnedAddress], free: &[IpAddr]) -> Result<()> {
-    for rule in filter.rules(FORWARD)? {
+impl Removal<'_> {
+    /// Returns the edit that removes the records, the accepting rules of all addresses that are in
+    /// no other record and not staying, and the isolation that no attachment requires any more.
+    fn plan(&self, filter: &mut Chains<'_>) -> Result<Edit> {
+        let mut edit = Edit::new();
+        let is_of_family = |address: &&IpAddr| Family::of(**address) == filter.family();
+        let mut candidates: Vec<IpAddr> = self.unrecorded_addresses.iter().filter(is_of_family).copied().collect();
+        candidates.extend(self.records.iter().filter_map(|rule| Record::read(rule)).map(|record| record.owned.address));
+        candidates.sort();
+        candidates.dedup();
+        if candidates.is_empty() {
+            return Ok(edit);
+        }
+        let needles: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
+        let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
+        let mut owned_addresses: Vec<IpAddr> = self.staying.iter().map(|owned| owned.address).collect();
+        for record in find_records(filter, &needles)? {
+            if !self.records.contains(&&record.rule) {
+                owned_addresses.push(record.owned.address);
+            }
+        }
+        let existing_rules = find_forward_rules(filter, &candidates)?;
+        let released: Vec<IpAddr> =
+            candidates.into_iter().filter(|address| !owned_addresses.contains(address)).collect();
+        for words in released.iter().flat_map(|address| accept_rules(*address)) {
+            for rule in matching(&existing_rules, &words) {
+                edit.delete(CNI_FORWARD, rule);
+            }
+        }
+        for rule in self.records {
+            edit.delete(OWNERS, rule);
+        }
+        // Without this chain nothing is isolated, and the other records need not be read.
+        if filter.has_chain(STAGE_1)? {
+            let mut remaining: Vec<OwnedAddress> = self.staying.to_vec();
+            for record in filter.rules(OWNERS)?.iter().filter_map(Record::read) {
+                if !self.records.contains(&&record.rule) {
+                    remaining.push(record.owned);
+                }
+            }
+            end_isolation(filter, &mut edit, &remaining, &released)?;
+        }
+        Ok(edit)
+    }
+}
+
+/// Adds to `edit` the removal of isolation rules that no address in `remaining` requires. Removes
+/// none of them while [`CNI_FORWARD`] accepts an address without an owner: the Go plugin has
+/// attached that container, and which isolation the container requires is unknown. `released` are
+/// the addresses whose accepting rules `edit` removes.
+fn end_isolation(
+    filter: &mut Chains<'_>,
+    edit: &mut Edit,
+    remaining: &[OwnedAddress],
+    released: &[IpAddr],
+) -> Result<()> {
+    for rule in filter.rules(CNI_FORWARD)? {
         let Some(address) = single_address(rule, "-s") else { continue };
         let [_, accept_from] = accept_rules(address);
-        let has_owner = free.contains(&address) || remaining.iter().any(|owned| owned.address == address);
-        if rule.matches(&accept_from) && !has_owner {
+        let is_known = released.contains(&address) || remaining.iter().any(|owned| owned.address == address);
+        if rule.matches(&accept_from) && !is_known {
             return Ok(());
         }
     }
@@ -386,32 +414,34 @@ fn end_isolation(filter: &mut Chains<'_>, edit: &mut Edit, remaining: &[OwnedAdd
 
 /// The addresses of one family that had rules before an ADD.
 #[derive(Clone, Debug, Default)]
-pub(super) struct FamilyAddresses {
-    /// The addresses of the attachment.
+pub(super) struct PreviousAddresses {
+    /// The addresses that records give to the attachment.
     own: Vec<OwnedAddress>,
-    /// Addresses of the ADD that [`FORWARD`] accepted without a record of the attachment.
-    others: Vec<IpAddr>,
+    /// Addresses of the ADD that [`CNI_FORWARD`] accepted although the attachment had no record of
+    /// them: the rules were those of another attachment or of the Go plugin.
+    accepted_for_others: Vec<IpAddr>,
 }
 
-impl FamilyAddresses {
+impl PreviousAddresses {
     /// Reads the addresses that the attachment `owner` has, and which of `addresses`, which an ADD
     /// is about to give to it, are accepted already.
-    pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<FamilyAddresses> {
+    pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
         let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
         let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
         let rules = find_forward_rules(filter, &hosts)?;
-        let mut others = Vec::new();
+        let mut accepted_for_others = Vec::new();
         for address in hosts {
             let is_accepted = accept_rules(address).iter().any(|words| contains(&rules, words));
             let is_own = own.iter().any(|owned| owned.address == address);
             if is_accepted && !is_own {
-                others.push(address);
+                accepted_for_others.push(address);
             }
         }
-        Ok(FamilyAddresses { own, others })
+        Ok(PreviousAddresses { own, accepted_for_others })
     }
 
-    /// Returns the edit that undoes an [`ensure`] of `addresses` and restores these.
+    /// Returns the edit that undoes an [`ensure`] of `addresses`: afterwards the attachment `owner`
+    /// has the previous addresses again.
     pub(super) fn put_back(
         &self,
         filter: &mut Chains<'_>,
@@ -424,18 +454,18 @@ impl FamilyAddresses {
         }
         let own_records = find_own_records(filter, owner)?;
         let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
-        let staying: Vec<OwnedAddress> =
-            addresses.iter().filter(|owned| self.others.contains(&owned.address)).cloned().collect();
-        remove_records(filter, &own_rules, &[], &staying)
+        let mut staying = addresses.to_vec();
+        staying.retain(|owned| self.accepted_for_others.contains(&owned.address));
+        Removal { records: &own_rules, staying: &staying, ..Removal::default() }.plan(filter)
     }
 }
 
-/// Returns a sentence for each rule of `addresses` that is missing or in the wrong order; empty if
-/// all is well. Accepts Go's rules, which have no records.
+/// Returns a sentence for each chain or rule for `addresses` that is missing or in the wrong order;
+/// empty if there is none. Records are not compared, because Go does not write them.
 pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_chain: &str) -> Result<Vec<String>> {
-    let isolation = addresses.iter().map(|owned| &owned.ingress).find(|ingress| ingress.bridge().is_some());
+    let isolation = isolation_of(addresses);
     let mut missing = Vec::new();
-    let mut chains = vec![FORWARD, admin_chain];
+    let mut chains = vec![CNI_FORWARD, admin_chain];
     if isolation.is_some() {
         chains.extend([STAGE_1, STAGE_2]);
     }
@@ -447,33 +477,33 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
     if !missing.is_empty() {
         return Ok(missing);
     }
-    let base_jumps = find_base_jumps(filter)?;
+    let jumps = find_jumps(filter)?;
     let mut require = |chain: &str, rules: &[Rule], words: &[String]| {
         if !contains(rules, words) {
             missing.push(format!("iptables chain {chain} has no rule {}", words.join(" ")));
         }
     };
-    require(BASE, &base_jumps, &commented(&[], JUMP_COMMENT, FORWARD));
-    let forward_rules = filter.rules(FORWARD)?;
-    require(FORWARD, forward_rules, &commented(&[], ADMIN_JUMP_COMMENT, admin_chain));
+    require(FORWARD, &jumps, &commented(&[], JUMP_COMMENT, CNI_FORWARD));
+    let forward_rules = filter.rules(CNI_FORWARD)?;
+    require(CNI_FORWARD, forward_rules, &commented(&[], ADMIN_JUMP_COMMENT, admin_chain));
     for words in addresses.iter().flat_map(|owned| accept_rules(owned.address)) {
-        require(FORWARD, forward_rules, &words);
+        require(CNI_FORWARD, forward_rules, &words);
     }
-    let Some(ingress) = isolation else { return Ok(missing) };
-    require(BASE, &base_jumps, &commented(&[], ISOLATION_COMMENT, STAGE_1));
+    let Some((ingress, bridge)) = isolation else { return Ok(missing) };
+    require(FORWARD, &jumps, &commented(&[], ISOLATION_COMMENT, STAGE_1));
     let stage_1 = filter.rules(STAGE_1)?;
     for words in stage_1_rules(ingress) {
         require(STAGE_1, stage_1, &words);
     }
     let stage_2 = filter.rules(STAGE_2)?;
-    require(STAGE_2, stage_2, &stage_2_rule(ingress.bridge().unwrap_or_default()));
-    if missing.is_empty() && base_jumps.first().and_then(Rule::target) != Some(STAGE_1) {
-        missing.push(format!("iptables chain {BASE} leads to {FORWARD} before {STAGE_1}: nothing is isolated"));
+    require(STAGE_2, stage_2, &stage_2_rule(bridge));
+    if missing.is_empty() && jumps.first().and_then(Rule::target) != Some(STAGE_1) {
+        missing.push(format!("iptables chain {FORWARD} leads to {CNI_FORWARD} before {STAGE_1}: nothing is isolated"));
     }
     Ok(missing)
 }
 
-/// Whether [`FORWARD`] has a rule that accepts packets of one of the addresses.
+/// Whether [`CNI_FORWARD`] has a rule that accepts packets of one of the addresses.
 pub(super) fn accepts_any(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<bool> {
     let rules = find_forward_rules(filter, addresses)?;
     Ok(addresses.iter().flat_map(|address| accept_rules(*address)).any(|words| contains(&rules, &words)))

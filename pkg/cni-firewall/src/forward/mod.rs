@@ -1,10 +1,10 @@
-//! Forwarding: packets from and to containers pass the node's filter, and bridges can be isolated
-//! from each other.
+//! Lets forwarded packets from and to containers pass the node's filter, and isolates bridges from
+//! each other.
 //!
-//! The plugin uses [`Forward`], which writes the rules of one attachment ([`AttachmentId`]) to one
-//! of two [`Backend`]s: `iptables` in the form of the Go plugin, `nftables` as elements of sets.
-//! Both record which attachment has an address (`owner`), so that removing needs no address and no
-//! knowledge of how the rules were made.
+//! The firewall plugin uses [`Forward`], which writes the rules of one attachment
+//! ([`AttachmentId`]) to one of two [`Backend`]s: `iptables` in the form of the Go plugin,
+//! `nftables` as elements of sets. Both record which attachment has an address (`owner`), so that
+//! removing needs no address and no knowledge of how the rules were made.
 //!
 //! All calls act in the network namespace of the calling thread, which must be the host's. The
 //! shared chains and the jumps to them stay when the last container is removed, as with Go: the
@@ -24,13 +24,13 @@ use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
-mod admin_chain;
+mod entry_chain;
 pub(super) mod iptables;
 pub(super) mod nftables;
 pub(super) mod owner;
 pub mod sources;
 
-pub use admin_chain::AdminChain;
+pub use entry_chain::EntryChain;
 pub use iptables::ADMIN;
 pub use owner::Ingress;
 use owner::OwnedAddress;
@@ -46,9 +46,9 @@ pub struct ForwardRules {
     pub ingress: Ingress,
     /// iptables: the chain for the administrator's rules.
     pub iptables_admin_chain: String,
-    /// nftables: the administrator's chain that leads to the rules, which are in its table. `None`:
-    /// the rules are in a table of their own.
-    pub nftables_admin_chain: Option<AdminChain>,
+    /// nftables: the administrator's chain that jumps to the rules, which are in the same table.
+    /// `None`: the rules are in the plugins' own table.
+    pub nftables_admin_chain: Option<EntryChain>,
 }
 
 impl ForwardRules {
@@ -74,11 +74,14 @@ impl ForwardRules {
 }
 
 /// The addresses and isolated bridges that an attachment had before an ADD, so that a failed ADD
-/// undoes only its own changes. Filled in by [`Forward::ensure`].
+/// undoes only its own changes. Filled in by [`Forward::ensure`], through cells, because the undo
+/// that reads them is registered before.
 #[derive(Debug, Default)]
 pub struct PreviousRules {
-    nftables: RefCell<Option<nftables::PreviousRules>>,
-    iptables: RefCell<Vec<(Family, Variant, iptables::FamilyAddresses)>>,
+    /// `None` if `ensure` did not touch nftables.
+    nftables: RefCell<Option<nftables::PreviousAddresses>>,
+    /// One element for each family that `ensure` touched in iptables.
+    iptables: RefCell<Vec<(Family, Variant, iptables::PreviousAddresses)>>,
 }
 
 /// Forwarding in one network namespace.
@@ -95,7 +98,7 @@ impl fmt::Debug for Forward<'_> {
 }
 
 impl<'m> Forward<'m> {
-    /// Returns a value that has not opened anything yet; `notes` receives remarks for the operator.
+    /// Returns a value that has not opened anything yet. `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> Forward<'m> {
         Forward { machine, notes, folders: Folders::new(std::env::var_os("PATH")) }
     }
@@ -141,44 +144,49 @@ impl<'m> Forward<'m> {
             families.push((family, variant));
         }
         let owner = owner::name(&rules.attachment);
-        let changed = iptables.change_all(&families, |filter| {
-            let addresses = rules.of_family(filter.family());
+        let outcome = iptables.change_all(&families, |filter| {
+            let family = filter.family();
+            let addresses = rules.of_family(family);
             let mut stored = previous.iptables.borrow_mut();
             // This plan can run again after a conflict with another process; the first run has
             // stored the addresses.
-            let is_stored = stored.iter().any(|(family, ..)| *family == filter.family());
+            let is_stored = stored.iter().any(|(stored_family, ..)| *stored_family == family);
             if !is_stored
-                && let Some((family, variant)) = families.iter().find(|(family, _)| *family == filter.family())
+                && let Some((_, variant)) = families.iter().find(|(planned_family, _)| *planned_family == family)
             {
-                stored.push((*family, *variant, iptables::FamilyAddresses::read(filter, &owner, &addresses)?));
+                stored.push((family, *variant, iptables::PreviousAddresses::read(filter, &owner, &addresses)?));
             }
             iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain).map(Some)
         });
-        changed.map(drop).map_err(|(_, error)| error)
+        // How many families were changed does not matter: `put_back` undoes every stored one.
+        outcome.map(drop).map_err(|(_, error)| error)
     }
 
-    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that it made and
-    /// restores those that it replaced. A backend or family that it did not touch stays as it is.
+    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure` made
+    /// and restores those that it replaced. A backend or family that `ensure` did not touch stays
+    /// as it is.
     ///
     /// # Errors
     /// All failures, joined; each part is tried whatever the others do.
     pub fn put_back(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
         let owner = owner::name(&rules.attachment);
         let mut results = Vec::new();
-        if let Some(existing) = previous.nftables.take() {
+        if let Some(addresses) = previous.nftables.take() {
             results.push(self.in_nftables(|nft| {
-                if existing.owned.is_empty() {
+                if addresses.owned.is_empty() {
                     return nftables::purge(nft, &owner);
                 }
-                let admin_chain = existing.admin_chain.as_ref();
-                nftables::ensure(nft, &owner, &existing.owned, admin_chain, &RefCell::default())
+                let admin_chain = addresses.admin_chain.as_ref();
+                // `ensure` also records what it replaces; nothing undoes this undo.
+                let unused_record = RefCell::default();
+                nftables::ensure(nft, &owner, &addresses.owned, admin_chain, &unused_record)
             }));
         }
-        for (family, variant, existing) in previous.iptables.take() {
+        for (family, variant, previous_addresses) in previous.iptables.take() {
             let addresses = rules.of_family(family);
             results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
                 iptables.change(family, variant, |filter| {
-                    existing.put_back(filter, &owner, &addresses, &rules.iptables_admin_chain)
+                    previous_addresses.put_back(filter, &owner, &addresses, &rules.iptables_admin_chain)
                 })
             }));
         }
@@ -229,8 +237,8 @@ impl<'m> Forward<'m> {
     /// Applies the removal that `plan` returns in every family and variant of iptables that may
     /// have rules of containers. A failure in one does not stop the others; all are joined.
     fn clean(&self, plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>) -> Result<()> {
-        let holders = [iptables::OWNERS, iptables::FORWARD];
-        let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&holders, plan);
+        let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
+        let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&chains, plan);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
                 "rules of containers may be left in table filter of iptables-{variant} for {family}: its programs, \
@@ -259,11 +267,14 @@ impl<'m> Forward<'m> {
             missing_in_iptables.extend(missing);
             is_in_iptables |= accepts_any;
         }
-        let expect_nftables = match backend {
-            Backend::Nftables => is_in_nftables || !is_in_iptables,
-            Backend::Iptables => is_in_nftables && !is_in_iptables,
+        // The configured backend is compared, unless only the other one has rules of the
+        // attachment.
+        let compared_backend = match (is_in_nftables, is_in_iptables) {
+            (true, false) => Backend::Nftables,
+            (false, true) => Backend::Iptables,
+            (true, true) | (false, false) => backend,
         };
-        if !expect_nftables {
+        if compared_backend == Backend::Iptables {
             return Ok(missing_in_iptables);
         }
         nftables::check(&mut Nft::open()?, &rules.owned_addresses(), rules.nftables_admin_chain.as_ref())
@@ -274,7 +285,7 @@ impl<'m> Forward<'m> {
     ///
     /// # Errors
     /// The reason why it cannot work.
-    pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&AdminChain>) -> Result<()> {
+    pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&EntryChain>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(nftables_admin_chain),
             // A variant is also found without the program if the kernel can do without it.
@@ -294,8 +305,8 @@ impl<'m> Forward<'m> {
 }
 
 /// Returns a sentence for each rule of one family that is missing in iptables, and whether iptables
-/// accepts any of the addresses. If both variants may have the rules, the sentences are about the
-/// one that accepts an address or lacks nothing, the host's variant first.
+/// accepts any of the addresses. The sentences are about one variant: the first that accepts an
+/// address or lacks nothing, else the first. The host's variant is read first.
 fn check_family_in_iptables(
     iptables: &mut Iptables<'_>,
     rules: &ForwardRules,
@@ -304,8 +315,9 @@ fn check_family_in_iptables(
     let addresses = rules.of_family(family);
     let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
     let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
-    let mut variants = iptables.variants_to_search(family, &[iptables::FORWARD])?;
+    let mut variants = iptables.variants_to_search(family, &[iptables::CNI_FORWARD])?;
     variants.sort_by_key(|variant| *variant != host_variant);
+    let mut missing_in_first = None;
     for variant in variants {
         let mut filter = iptables.read(family, variant)?;
         let missing = iptables::check(&mut filter, &addresses, &rules.iptables_admin_chain)?;
@@ -313,17 +325,20 @@ fn check_family_in_iptables(
         if missing.is_empty() || accepts_any {
             return Ok((missing, accepts_any));
         }
+        missing_in_first.get_or_insert(missing);
     }
-    Ok((vec![format!("iptables chain {} is missing from table filter", iptables::FORWARD)], false))
+    let no_chain = || vec![format!("iptables chain {} is missing from table filter", iptables::CNI_FORWARD)];
+    Ok((missing_in_first.unwrap_or_else(no_chain), false))
 }
 
-/// Returns the base chains of nf_tables that drop unknown forwarded packets, as `inet filter
-/// forward`, except `admin_chain`: they drop packets of containers although the backend `nftables`
-/// accepts them in its own table. Empty on a kernel without nf_tables.
+/// Returns the base chains of nf_tables that drop forwarded packets which none of their rules
+/// accepts, as `inet filter forward`, except `admin_chain`. Such a chain drops packets of
+/// containers although the backend `nftables` accepts them in its own table. Empty on a kernel
+/// without nf_tables.
 ///
 /// # Errors
 /// If chains cannot be read.
-pub fn list_dropping_chains(admin_chain: Option<&AdminChain>) -> Result<Vec<String>> {
+pub fn list_dropping_chains(admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
     match Nft::open().and_then(|mut nft| nftables::list_dropping_chains(&mut nft, admin_chain)) {
         Err(error) if error.is_unsupported() => Ok(Vec::new()),
         result => result,

@@ -1,4 +1,4 @@
-//! Forwarding in nf_tables. No Go plugin has this backend.
+//! Writes, checks and removes the rules of forwarding in nf_tables. No Go plugin has this backend.
 //!
 //! The rules, for container addresses ADDRESS and isolated bridges BRIDGE:
 //! ```text
@@ -20,15 +20,15 @@
 //! A packet's cost does not grow with the number of containers, as their addresses are elements of
 //! sets. No rule leads to `cni_owners`, which only records which attachment has an address.
 //!
-//! An `accept` ends only the base chain that it was reached from: another table that drops unknown
-//! packets still drops them. So the configuration can name the administrator's chain that would
-//! drop the packets; all rules are then written to the table of that chain, which jumps to
-//! `cni_forward`.
+//! An `accept` ends only the base chain that it was reached from: a base chain of another table
+//! that drops packets by default still drops them. So the configuration can name such a chain of
+//! the administrator. All rules are then written to its table, and that chain jumps to
+//! `cni_forward`. The chain that jumps, here `forward`, is the [`EntryChain`].
 
 use std::cell::RefCell;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::admin_chain::AdminChain;
+use super::entry_chain::EntryChain;
 use super::iptables::read_owner;
 use super::owner::{self, Ingress, OwnedAddress};
 use crate::iptables::rule_in_words;
@@ -43,25 +43,35 @@ pub(super) const OWN_TABLE: &str = "cni_firewall";
 pub(super) const OWN_TABLE_COMMENT: &str = "CNI firewall plugin";
 /// The base chain of the own table.
 pub(super) const OWN_CHAIN: &str = "forward";
-/// The hook of [`OWN_CHAIN`]; 0 is the priority that `nft` calls `filter`.
-const BASE: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: 0 };
-pub(super) const FORWARD: &str = "cni_forward";
+/// The type, hook and priority of [`OWN_CHAIN`]; 0 is the priority that `nft` calls `filter`.
+const OWN_CHAIN_HOOK: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: 0 };
+/// The chain that accepts packets from and to containers.
+pub(super) const CNI_FORWARD: &str = "cni_forward";
+/// The chain that records the addresses' owners, to which no rule leads.
 pub(crate) const OWNERS: &str = "cni_owners";
+/// The chain for packets from isolated bridges.
 pub(super) const STAGE_1: &str = "cni_isolation_1";
+/// The chain for packets that leave an isolated bridge: drops those to another isolated bridge.
 pub(super) const STAGE_2: &str = "cni_isolation_2";
 const JUMP_COMMENT: &str = "CNI firewall plugin rules";
 pub(super) const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
 /// One address of each family, where only the family is of interest.
-const ANY_V4_V6: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
+const FAMILY_SAMPLES: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
 
-/// Returns the chain that leads to the rules for an address: the administrator's, if one is
-/// configured and sees packets of the address's family, else `own`.
-fn entry_chain_of<'c>(
-    address: &OwnedAddress,
-    admin_chain: Option<&'c AdminChain>,
-    own: &'c AdminChain,
-) -> &'c AdminChain {
-    admin_chain.filter(|chain| chain.sees(address.address)).unwrap_or(own)
+/// Returns the addresses grouped by the chain that leads to their rules: `admin_chain`, if one is
+/// configured and sees packets of the address's family, else `own`. No group is empty.
+fn by_entry_chain<'a>(
+    addresses: &'a [OwnedAddress],
+    admin_chain: Option<&'a EntryChain>,
+    own: &'a EntryChain,
+) -> Vec<(&'a EntryChain, Vec<&'a OwnedAddress>)> {
+    let is_in_admin_chain = |owned: &&OwnedAddress| admin_chain.is_some_and(|chain| chain.sees(owned.address));
+    let (in_admin_chain, in_own): (Vec<_>, Vec<_>) = addresses.iter().partition(is_in_admin_chain);
+    let mut groups = Vec::new();
+    groups.extend(admin_chain.map(|chain| (chain, in_admin_chain)));
+    groups.push((own, in_own));
+    groups.retain(|(_, group)| !group.is_empty());
+    groups
 }
 
 /// Returns the name and the type of the set for addresses of this family.
@@ -74,6 +84,7 @@ fn set_of(address: IpAddr) -> (&'static str, SetKind) {
 fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     match table.family {
+        // Both numbers fit into the byte.
         Family::Inet => nfproto(u8::try_from(number).unwrap_or_default()),
         _ => Vec::new(),
     }
@@ -84,23 +95,24 @@ fn jump(chain: &str) -> Expr {
     Expr::Verdict(Verdict::Jump(chain.to_owned()))
 }
 
-/// Returns the rules of [`FORWARD`] in the table of `entry_chain`.
-fn forward_rules(entry_chain: &AdminChain) -> Vec<Vec<Expr>> {
+/// Returns the rules of [`CNI_FORWARD`] in the table of `entry_chain`.
+fn forward_rules(entry_chain: &EntryChain) -> Vec<Vec<Expr>> {
     let table = entry_chain.table();
     let accept = Expr::Verdict(Verdict::Accept);
     let mut rules = vec![vec![jump(STAGE_1)]];
-    for any in ANY_V4_V6.into_iter().filter(|any| entry_chain.sees(*any)) {
-        let (set, _) = set_of(any);
-        let from_container = in_set(saddr(any), set);
-        let reply_to_container = [in_set(daddr(any), set), ct_established_related()].concat();
-        rules.push([match_family(table, any), from_container, vec![accept.clone()]].concat());
-        rules.push([match_family(table, any), reply_to_container, vec![accept.clone()]].concat());
+    for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
+        let (set, _) = set_of(sample);
+        // `in_set` replaces the comparison with the sample by a lookup in the set.
+        let from_container = in_set(saddr(sample), set);
+        let reply_to_container = [in_set(daddr(sample), set), ct_established_related()].concat();
+        rules.push([match_family(table, sample), from_container, vec![accept.clone()]].concat());
+        rules.push([match_family(table, sample), reply_to_container, vec![accept.clone()]].concat());
     }
     rules
 }
 
-/// Returns the expressions of a match of `bridge`; fails if there are none because the name is too
-/// long for an interface.
+/// Returns the expressions `exprs` of a match of `bridge`. Fails for `None`, which [`iifname`] and
+/// [`oifname`] return for a name that is too long for an interface.
 fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
     exprs.ok_or_else(|| {
         Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))
@@ -164,7 +176,8 @@ impl OwnersChain {
     }
 }
 
-/// Returns the chains [`OWNERS`] of all tables: earlier configurations may have named other tables.
+/// Returns the chains [`OWNERS`] of all tables: an earlier configuration may have named an
+/// administrator's chain in another table.
 pub(crate) fn list_owners(nft: &mut Nft) -> Result<Vec<OwnersChain>> {
     let mut chains = Vec::new();
     for family in FAMILIES {
@@ -177,7 +190,7 @@ pub(crate) fn list_owners(nft: &mut Nft) -> Result<Vec<OwnersChain>> {
 }
 
 /// Fails with ENOENT if an administrator's chain is configured and does not exist.
-fn check_exists(nft: &mut Nft, admin_chain: Option<&AdminChain>) -> Result<()> {
+fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     let Some(chain) = admin_chain else { return Ok(()) };
     match nft.find_chain(chain.table(), &chain.chain)? {
         Some(_) => Ok(()),
@@ -187,14 +200,15 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&AdminChain>) -> Result<()> {
 
 /// The addresses that an attachment had before an ADD.
 #[derive(Debug, Default)]
-pub(super) struct PreviousRules {
+pub(super) struct PreviousAddresses {
     pub(super) owned: Vec<OwnedAddress>,
-    /// The administrator's chain that led to their rules; `None` if they were in the own table.
-    pub(super) admin_chain: Option<AdminChain>,
+    /// The administrator's chain that led to the rules of these addresses; `None` if the rules were
+    /// in the plugins' own table.
+    pub(super) admin_chain: Option<EntryChain>,
 }
 
-/// Makes `addresses` the addresses of the attachment `owner`, in one transaction, which also
-/// removes those that it had before. The latter are stored in `previous`.
+/// Makes `addresses` the only addresses of the attachment `owner`, in one transaction. Stores the
+/// addresses that the attachment had before in `previous`.
 ///
 /// # Errors
 /// ENOENT if the chain `admin_chain` does not exist.
@@ -202,20 +216,21 @@ pub(super) fn ensure(
     nft: &mut Nft,
     owner: &str,
     addresses: &[OwnedAddress],
-    admin_chain: Option<&AdminChain>,
-    previous: &RefCell<Option<PreviousRules>>,
+    admin_chain: Option<&EntryChain>,
+    previous: &RefCell<Option<PreviousAddresses>>,
 ) -> Result<()> {
-    let own_chain = AdminChain::own();
-    let entry_chain_of = |address: &OwnedAddress| entry_chain_of(address, admin_chain, &own_chain);
+    let own_chain = EntryChain::own();
+    let groups = by_entry_chain(addresses, admin_chain, &own_chain);
     check_exists(nft, admin_chain)?;
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut existing = PreviousRules::default();
+        let mut existing = PreviousAddresses::default();
         for owners in list_owners(nft)? {
             let table = owners.table();
+            let group_here = groups.iter().find(|(entry_chain, _)| entry_chain.table() == table);
             let staying: Vec<OwnedAddress> =
-                addresses.iter().filter(|address| entry_chain_of(address).table() == table).cloned().collect();
+                group_here.map_or_else(Vec::new, |(_, group)| group.iter().copied().cloned().collect());
             let existing_here: Vec<OwnedAddress> = owners.addresses().filter(|owned| owned.owner == owner).collect();
             if !existing_here.is_empty() {
                 existing.admin_chain = admin_chain.filter(|chain| chain.table() == table).cloned();
@@ -225,47 +240,43 @@ pub(super) fn ensure(
             remove_addresses(nft, &mut batch, &owners, &is_removed, &staying)?;
         }
         previous.replace(Some(existing));
-        for entry_chain in [admin_chain, Some(&own_chain)].into_iter().flatten() {
-            let here: Vec<&OwnedAddress> =
-                addresses.iter().filter(|address| entry_chain_of(address) == entry_chain).collect();
-            if !here.is_empty() {
-                add_addresses(nft, &mut batch, entry_chain, &here)?;
-            }
+        for (entry_chain, group) in &groups {
+            add_addresses(nft, &mut batch, entry_chain, group)?;
         }
         nft.commit(batch)
     })
 }
 
-/// Adds to `batch` all that is missing in the table of `entry_chain`: chains, sets, their shared
-/// rules, and the elements and rules for `addresses`.
+/// Adds to `batch` all that is missing in the table of `entry_chain`: the chains, sets and rules
+/// that all containers share, and the elements and rules for `addresses`.
 fn add_addresses(
     nft: &mut Nft,
     batch: &mut Batch,
-    entry_chain: &AdminChain,
+    entry_chain: &EntryChain,
     addresses: &[&OwnedAddress],
 ) -> Result<()> {
     let table = entry_chain.table();
     if entry_chain.is_in_own_table() {
         batch.ensure_table(table, Some(OWN_TABLE_COMMENT));
-        if !nft.has_base_chain(table, OWN_CHAIN, BASE)? {
-            batch.ensure_base_chain(table, OWN_CHAIN, BASE, None);
+        if !nft.has_base_chain(table, OWN_CHAIN, OWN_CHAIN_HOOK)? {
+            batch.ensure_base_chain(table, OWN_CHAIN, OWN_CHAIN_HOOK, None);
         }
     }
-    for chain in [OWNERS, STAGE_2, STAGE_1, FORWARD] {
+    for chain in [OWNERS, STAGE_2, STAGE_1, CNI_FORWARD] {
         nft.add_missing_chain(batch, table, chain)?;
     }
-    for any in ANY_V4_V6.into_iter().filter(|any| entry_chain.sees(*any)) {
-        let (set, kind) = set_of(any);
+    for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
+        let (set, kind) = set_of(sample);
         batch.ensure_set(table, set, kind);
     }
     if !has_forward_rules(nft, entry_chain)? {
-        batch.flush_chain(table, FORWARD);
+        batch.flush_chain(table, CNI_FORWARD);
         for exprs in forward_rules(entry_chain) {
-            batch.append_rule(table, FORWARD, &Rule::new(exprs));
+            batch.append_rule(table, CNI_FORWARD, &Rule::new(exprs));
         }
     }
     if !leads_to_forward(nft, entry_chain)? {
-        batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(FORWARD)]).with_comment(JUMP_COMMENT));
+        batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(CNI_FORWARD)]).with_comment(JUMP_COMMENT));
     }
     let recorded: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
     let mut isolation: Vec<(&str, Vec<Expr>)> = Vec::new();
@@ -289,19 +300,20 @@ fn add_addresses(
     Ok(())
 }
 
-/// Whether [`FORWARD`], in the table of `entry_chain`, has exactly its [`forward_rules`].
-fn has_forward_rules(nft: &mut Nft, entry_chain: &AdminChain) -> Result<bool> {
-    let rules = nft.rules(entry_chain.table(), FORWARD)?;
+/// Whether [`CNI_FORWARD`], in the table of `entry_chain`, has exactly its [`forward_rules`].
+fn has_forward_rules(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
+    let rules = nft.rules(entry_chain.table(), CNI_FORWARD)?;
     Ok(rules.iter().map(|listed| &listed.rule.exprs).eq(&forward_rules(entry_chain)))
 }
 
-/// Whether a rule of `entry_chain` jumps or goes to [`FORWARD`], at whatever position the
+/// Whether a rule of `entry_chain` jumps or goes to [`CNI_FORWARD`], at whatever position the
 /// administrator has put it.
-fn leads_to_forward(nft: &mut Nft, entry_chain: &AdminChain) -> Result<bool> {
-    let rules = nft.rules_where(entry_chain.table(), &entry_chain.chain, |payload| nft::mentions(payload, FORWARD))?;
+fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
+    let rules =
+        nft.rules_where(entry_chain.table(), &entry_chain.chain, |payload| nft::mentions(payload, CNI_FORWARD))?;
     for listed in rules {
         if let Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) = listed.rule.exprs.last()
-            && target == FORWARD
+            && target == CNI_FORWARD
         {
             return Ok(true);
         }
@@ -333,9 +345,9 @@ fn remove(nft: &mut Nft, is_removed: &dyn Fn(&OwnedAddress) -> bool) -> Result<(
     })
 }
 
-/// Adds to `batch` the removal, in one table, of the records for which `is_removed` is true, of set
-/// elements without an owner then, and of isolation rules that no owner requires then. The
-/// addresses `staying` count as owned: the same batch adds them.
+/// Adds to `batch` the removal, in the table of `owners`, of the records for which `is_removed` is
+/// true, of the set elements whose last record this is, and of isolation rules that no remaining
+/// address requires. The addresses `staying` count as remaining: the same batch adds them.
 fn remove_addresses(
     nft: &mut Nft,
     batch: &mut Batch,
@@ -362,8 +374,8 @@ fn remove_addresses(
     removed.dedup();
     for address in removed {
         let (set, _) = set_of(address);
-        let has_owner = remaining.iter().any(|owned| owned.address == address);
-        if !has_owner && nft.has_element(table, set, address)? {
+        let is_recorded = remaining.iter().any(|owned| owned.address == address);
+        if !is_recorded && nft.has_element(table, set, address)? {
             batch.delete_element(table, set, address);
         }
     }
@@ -383,35 +395,28 @@ fn remove_addresses(
     Ok(())
 }
 
-/// Returns a sentence for each missing element or rule of `addresses`; empty if all are there.
+/// Returns a sentence for each missing element or rule of `addresses`; empty if none is missing.
 pub(super) fn check(
     nft: &mut Nft,
     addresses: &[OwnedAddress],
-    admin_chain: Option<&AdminChain>,
+    admin_chain: Option<&EntryChain>,
 ) -> Result<Vec<String>> {
-    let own_chain = AdminChain::own();
+    let own_chain = EntryChain::own();
     let mut missing = Vec::new();
-    for entry_chain in [admin_chain, Some(&own_chain)].into_iter().flatten() {
-        let here: Vec<&OwnedAddress> = addresses
-            .iter()
-            .filter(|address| entry_chain_of(address, admin_chain, &own_chain) == entry_chain)
-            .collect();
-        if here.is_empty() {
-            continue;
-        }
+    for (entry_chain, group) in by_entry_chain(addresses, admin_chain, &own_chain) {
         let table = entry_chain.table();
         if !has_forward_rules(nft, entry_chain)? {
-            missing.push(format!("nft chain {table} {FORWARD} is missing or has other rules than it should"));
+            missing.push(format!("nft chain {table} {CNI_FORWARD} is missing or has other rules than it should"));
             continue;
         }
         let is_hooked_in = match nft.find_chain(table, &entry_chain.chain)? {
-            Some(chain) => !entry_chain.is_in_own_table() || chain.base == Some(BASE),
+            Some(chain) => !entry_chain.is_in_own_table() || chain.base == Some(OWN_CHAIN_HOOK),
             None => false,
         };
         if !is_hooked_in || !leads_to_forward(nft, entry_chain)? {
-            missing.push(format!("nft chain {table} {} does not lead to {FORWARD}", entry_chain.chain));
+            missing.push(format!("nft chain {table} {} does not lead to {CNI_FORWARD}", entry_chain.chain));
         }
-        for owned in here {
+        for owned in group {
             let (set, _) = set_of(owned.address);
             if !nft.has_element(table, set, owned.address)? {
                 missing.push(format!("nft set {table} {set} lacks {}", owned.address));
@@ -420,6 +425,7 @@ pub(super) fn check(
                 if nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == exprs) {
                     continue;
                 }
+                // Only a policy with a bridge has isolation rules.
                 let bridge = owned.ingress.bridge().unwrap_or_default();
                 let policy = owned.ingress.name();
                 let sentence =
@@ -439,16 +445,16 @@ pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
     Ok(chains.iter().flat_map(OwnersChain::addresses).any(|owned| owned.owner == owner))
 }
 
-/// Returns the base chains that drop unknown forwarded packets, as `inet filter forward`, except
+/// Returns the base chains that drop forwarded packets by default, as `inet filter forward`, except
 /// the chain `admin_chain`.
-pub(super) fn list_dropping_chains(nft: &mut Nft, admin_chain: Option<&AdminChain>) -> Result<Vec<String>> {
+pub(super) fn list_dropping_chains(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for family in FAMILIES {
         let drops_forwarded = |_: &str, chain: &nft::Chain| {
             chain.drops && chain.base.is_some_and(|base| base.hook == Hook::Forward && base.kind == Kind::Filter)
         };
         for (table, chain) in nft.chains_where(family, drops_forwarded)? {
-            let chain = AdminChain { family, table, chain: chain.name };
+            let chain = EntryChain { family, table, chain: chain.name };
             if Some(&chain) != admin_chain {
                 found.push(chain.to_string());
             }
@@ -458,12 +464,13 @@ pub(super) fn list_dropping_chains(nft: &mut Nft, admin_chain: Option<&AdminChai
 }
 
 /// Checks that [`ensure`] can work here; fails with the reason if it cannot. Nothing changes.
-pub(super) fn probe(admin_chain: Option<&AdminChain>) -> Result<()> {
+pub(super) fn probe(admin_chain: Option<&EntryChain>) -> Result<()> {
     let mut nft = Nft::open()?;
     check_exists(&mut nft, admin_chain)?;
-    let own_chain = AdminChain::own();
+    let own_chain = EntryChain::own();
     let entry_chain = admin_chain.unwrap_or(&own_chain);
-    if nft.find_chain(entry_chain.table(), FORWARD)?.is_some() && leads_to_forward(&mut nft, entry_chain)? {
+    // The chain and the jump of an earlier ADD show that the kernel has what the rules need.
+    if nft.find_chain(entry_chain.table(), CNI_FORWARD)?.is_some() && leads_to_forward(&mut nft, entry_chain)? {
         return Ok(());
     }
     let mut batch = Batch::new();

@@ -1,4 +1,4 @@
-//! The owners of addresses: the attachment that an address belongs to, and the bridge that is
+//! Names the owners of addresses: the attachment that an address belongs to, and the bridge that is
 //! isolated for this attachment.
 //!
 //! The rules that accept an address cannot name an attachment: those of iptables are Go's, byte for
@@ -14,6 +14,7 @@ use cni::hash::sha512_hex;
 /// The longest comment that `nft` accepts: of a longer one, the output of `nft list ruleset` could
 /// not be loaded again.
 const NAME_MAX: usize = 128;
+/// The number of hex digits of a hash in a name.
 const HASH_DIGITS: usize = 32;
 
 /// Which other containers may open connections to a container.
@@ -56,7 +57,7 @@ pub(crate) struct OwnedAddress {
     pub(crate) ingress: Ingress,
 }
 
-/// Returns what replaces a network or a container ID in a name that would be too long.
+/// Returns the hash that replaces a network or a container ID in a name that would be too long.
 fn hashed(text: &str) -> String {
     format!("#{}", sha512_hex(&[text.as_bytes()], HASH_DIGITS))
 }
@@ -82,7 +83,7 @@ pub(super) fn is_name(comment: &str) -> bool {
     AttachmentId::parse(comment).is_some()
 }
 
-/// Returns the address's bytes in network byte order, as rules in the kernel contain them.
+/// Returns the address's bytes in network byte order, as the kernel's rules contain them.
 pub(super) fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().to_vec(),

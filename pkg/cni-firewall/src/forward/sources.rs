@@ -1,4 +1,5 @@
-//! The records of the attachments that have an address in a zone of firewalld.
+//! Records which attachments have an address in a zone of firewalld, which calls such an address a
+//! source.
 //!
 //! firewalld does not record owners. So for each address there is a rule without a verdict in the
 //! chain `cni_firewalld` of the table `inet cni_firewall`, whose comment is the owner's name; no
@@ -13,7 +14,8 @@ use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::Result;
 
-const SOURCES: &str = "cni_firewalld";
+/// The chain of the records.
+const RECORDS: &str = "cni_firewalld";
 const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
 
 /// A selection of attachments.
@@ -81,9 +83,9 @@ pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
     Ok(sources)
 }
 
-/// Returns all records.
+/// Returns the records of all attachments.
 pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
-    Ok(nft.rules(TABLE, SOURCES)?.iter().filter_map(read_owner_rule).collect())
+    Ok(nft.rules(TABLE, RECORDS)?.iter().filter_map(read_owner_rule).collect())
 }
 
 /// Makes `addresses` the recorded addresses of the attachment; its other records are removed.
@@ -117,22 +119,22 @@ fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut existing = Vec::new();
-        for listed in nft.rules(TABLE, SOURCES)? {
+        let mut recorded = Vec::new();
+        for listed in nft.rules(TABLE, RECORDS)? {
             let Some(owned) = read_owner_rule(&listed) else { continue };
             if records.contains(&owned) {
-                existing.push(owned);
+                recorded.push(owned);
             } else if is_selected(&owned) {
-                batch.delete_rule(TABLE, SOURCES, listed.handle);
+                batch.delete_rule(TABLE, RECORDS, listed.handle);
             }
         }
-        let missing: Vec<&OwnedAddress> = records.iter().filter(|owned| !existing.contains(owned)).collect();
+        let missing: Vec<&OwnedAddress> = records.iter().filter(|owned| !recorded.contains(owned)).collect();
         if !missing.is_empty() {
             batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
-            nft.add_missing_chain(&mut batch, TABLE, SOURCES)?;
+            nft.add_missing_chain(&mut batch, TABLE, RECORDS)?;
         }
         for owned in missing {
-            batch.append_rule(TABLE, SOURCES, &owner_rule(TABLE, owned)?);
+            batch.append_rule(TABLE, RECORDS, &owner_rule(TABLE, owned)?);
         }
         nft.commit(batch)
     })

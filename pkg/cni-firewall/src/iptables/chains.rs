@@ -84,9 +84,9 @@ impl Chains<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
 
-    /// Returns, in order, at least those of the chain's rules that contain one of these port
-    /// numbers or the name of the chain `target`. The result can have gaps, so an index in it is
-    /// not a position in the chain.
+    /// Returns, in order, all rules of the chain that contain one of these port numbers or the name
+    /// of the chain `target`, and perhaps some more. An index in the result is not a position in
+    /// the chain.
     pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
@@ -145,7 +145,8 @@ impl Chains<'_> {
         };
         let table = self.table.in_nf_tables(self.family);
         let found = nft.with_few_retries(|nft| {
-            // The closure, which `rules_at_once` calls to select rules, collects names instead.
+            // `rules_at_once` calls the closure to select rules. The closure selects none; it only
+            // collects names.
             let targets = RefCell::new(BTreeSet::new());
             nft.rules_at_once(table, name, |rule| {
                 targets.borrow_mut().extend(names_with_prefix(rule, prefix));

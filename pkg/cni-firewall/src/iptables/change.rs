@@ -25,7 +25,7 @@ struct PlannedEdit {
     family: Family,
     variant: Variant,
     edit: Edit,
-    /// The edit as the input of `iptables-restore`. Edits with equal texts count as the same edit.
+    /// The edit as the input of `iptables-restore`. Edits with equal texts are the same edit.
     text: String,
 }
 
@@ -39,23 +39,22 @@ struct FailedEdit {
 impl Iptables<'_> {
     /// Plans the edits of all `families`, then applies them in order. If an edit cannot be applied,
     /// usually because another process changed the table in between, the families that are not
-    /// applied yet are planned again. Fails after [`ATTEMPTS`] attempts, on a deadline or SIGTERM,
-    /// and if an attempt would repeat the failed edit, unless the error reports a concurrent
-    /// change. Ends with success if `plan` returns `None`. Sets `changed` to the number of
-    /// families, from the first, that may have been changed.
+    /// applied yet are planned again. Ends with success if `plan` returns `None`. Sets `changed` to
+    /// the number of families, from the first, that may have been changed.
+    ///
+    /// # Errors
+    /// - An error of `plan`, or of reading.
+    /// - A deadline or SIGTERM, at once.
+    /// - The error of an edit, after [`ATTEMPTS`] attempts. Also earlier, if the next attempt would
+    ///   repeat the same edit and the error does not [report a concurrent
+    ///   change](is_concurrent_change).
     pub(super) fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
         changed: &mut usize,
     ) -> Result<()> {
-        let Runner { machine, on_sigterm } = self.runner;
-        let lock = NetnsLock::acquire(machine, on_sigterm, self.folders.locks(), LOCK_LIMIT)?;
-        if let Some(remark) = lock.remark()
-            && let Some(notes) = self.notes.take()
-        {
-            notes.note(remark);
-        }
+        let _lock = self.lock()?;
         *changed = 0;
         let mut remaining = families;
         let mut last_failure: Option<FailedEdit> = None;
@@ -67,14 +66,7 @@ impl Iptables<'_> {
                 planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
             }
             for PlannedEdit { family, variant, edit, text } in planned {
-                // After a failed attempt the program writes the rules, if it is installed: it may
-                // know the form that this kernel accepts, or have the better error message.
-                let has_program = || self.tool(family, variant, ProgramKind::Restore).is_ok();
-                let writer = if variant == Variant::Nft && (attempt == 0 || !has_program()) {
-                    Writer::Netlink
-                } else {
-                    Writer::Program
-                };
+                let writer = self.choose_writer(family, variant, attempt);
                 // The previous attempt failed at the first remaining family. Only that family
                 // reaches this line with a failure, because `take` clears it.
                 if let Some(failure) = last_failure.take() {
@@ -107,6 +99,26 @@ impl Iptables<'_> {
             Some(failure) => failure.error,
             None => Error::new("failed to change iptables", Cause::text("other processes kept changing its rules")),
         })
+    }
+
+    /// Locks iptables of the network namespace. The first lock with a remark logs the remark.
+    fn lock(&mut self) -> Result<NetnsLock> {
+        let Runner { machine, on_sigterm } = self.runner;
+        let lock = NetnsLock::acquire(machine, on_sigterm, self.folders.lock_folder(), LOCK_LIMIT)?;
+        if let Some(remark) = lock.remark()
+            && let Some(notes) = self.notes.take()
+        {
+            notes.note(remark);
+        }
+        Ok(lock)
+    }
+
+    /// Returns the writer for an attempt, of which the first is 0. After a failed attempt the
+    /// program writes the rules, if it is installed: it may know the form that this kernel accepts,
+    /// or have the better error message.
+    fn choose_writer(&self, family: Family, variant: Variant, attempt: usize) -> Writer {
+        let has_program = || self.tool(family, variant, ProgramKind::Restore).is_ok();
+        if variant == Variant::Nft && (attempt == 0 || !has_program()) { Writer::Netlink } else { Writer::Program }
     }
 
     /// Applies one edit. With iptables-legacy the restore program makes all changes, from `text`.
@@ -157,8 +169,9 @@ impl Iptables<'_> {
     }
 }
 
-/// Whether the program failed because the table changed between its own reading and writing. The
-/// kernel reports that to the program as EAGAIN; stderr has only the text of this errno.
+/// Whether the program failed because the table changed between the program's own reading and
+/// writing. The kernel reports that to the program as EAGAIN; stderr has only the text of this
+/// errno.
 fn is_concurrent_change(error: &Error) -> bool {
     error.to_string().contains("Resource temporarily unavailable")
 }

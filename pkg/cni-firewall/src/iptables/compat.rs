@@ -11,15 +11,15 @@ use crate::nft::expr::{Base, CmpOp, Expr, MetaKey, Verdict};
 use crate::nft::{self, Listed};
 use cni_linux::route::Family;
 
-/// The words of a rule while its expressions are read. One field for each part of the line, because
-/// iptables prints the parts in this order whatever the order of the expressions.
+/// The words of a rule while its expressions are read: a field for each part of the line, because
+/// iptables prints the parts in the same order whatever the order of the expressions.
 #[derive(Default)]
 struct RuleWords {
     source: Vec<String>,
     destination: Vec<String>,
     interfaces: Vec<String>,
     protocol: Option<String>,
-    /// `! -p P`. Not in `protocol`, which names the match of a port.
+    /// The words `! -p P`. Not in `protocol`, after which a match of a port is named: `-m tcp`.
     negated_protocol: Vec<String>,
     matches: Vec<String>,
     target: Vec<String>,
@@ -75,6 +75,8 @@ fn loaded_by_meta(key: MetaKey) -> Loaded {
 /// the transport header. An address can have any length, because a shorter load stands for a
 /// prefix.
 fn loaded_by_payload(family: Family, base: Base, offset: u32, len: u32) -> Loaded {
+    // The IP header has the source, the destination and the protocol at 12, 16 and 9 in IPv4, at 8,
+    // 24 and 6 in IPv6. TCP, UDP and SCTP begin with the source port, then the destination port.
     match (base, family, offset, len) {
         (Base::NETWORK, Family::V4, 12, _) | (Base::NETWORK, Family::V6, 8, _) => Loaded::Source,
         (Base::NETWORK, Family::V4, 16, _) | (Base::NETWORK, Family::V6, 24, _) => Loaded::Destination,
@@ -169,9 +171,9 @@ impl RuleWords {
         self.matches.extend(words.iter().map(|word| (*word).to_owned()));
     }
 
-    /// Adds a match of one port. `data` is the port in network byte order; another length than two
-    /// bytes clears `whole`. iptables names the match after the protocol that an earlier expression
-    /// compares: `-m tcp --dport 80`.
+    /// Adds a match of one port, which iptables names after the protocol that an earlier expression
+    /// compares: `-m tcp --dport 80`. `data` is the port in network byte order; another length than
+    /// two bytes clears `whole`.
     fn push_port(&mut self, option: &str, data: &[u8]) {
         let Ok(bytes) = <[u8; 2]>::try_from(data) else {
             self.whole = false;
@@ -282,15 +284,19 @@ mod tests {
 
     #[test]
     fn of_a_conntrack_match_only_the_states_are_read() {
+        // The offsets in the kernel's structure, counted by hand.
+        const MATCHED: usize = 146;
+        const INVERTED: usize = 148;
+        const STATES: usize = 150;
         let states = |at: usize, value: u16| {
             let mut info = vec![0; 164];
-            for (at, value) in [(146, 1_u16), (150, 6), (at, value)] {
+            for (at, value) in [(MATCHED, 1_u16), (STATES, 6), (at, value)] {
                 info[at..at + 2].copy_from_slice(&value.to_ne_bytes());
             }
             conntrack_states(&info)
         };
-        assert_eq!(states(150, 6).as_deref(), Some("RELATED,ESTABLISHED"));
-        for (at, value) in [(146, 3), (148, 1), (150, 64)] {
+        assert_eq!(states(STATES, 6).as_deref(), Some("RELATED,ESTABLISHED"));
+        for (at, value) in [(MATCHED, 3), (INVERTED, 1), (STATES, 64)] {
             assert_eq!(states(at, value), None, "{value} at {at}");
         }
     }

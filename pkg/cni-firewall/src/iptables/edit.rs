@@ -15,24 +15,29 @@ use cni_linux::error::{Cause, Error, Result};
 /// iptables-nft has to write the additions, the other changes are a second transaction.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
-    pub(crate) chains: Vec<(String, ChainCreation)>,
+    /// The chains that are created.
+    pub(crate) chains: Vec<(String, IfExists)>,
+    /// The rules that are added to the beginning or the end of a chain.
     pub(crate) rules: Vec<AddedRule>,
     /// The rules that are removed because `rules` adds the same rule at the beginning of the chain.
     /// Each with the chain's name, as in the next two fields.
     pub(crate) old_copies: Vec<(String, Rule)>,
+    /// The rules that were removed earlier and are added again at the end of their chains.
     pub(crate) put_back: Vec<(String, Rule)>,
+    /// The rules that are removed.
     pub(crate) deleted: Vec<(String, Rule)>,
-    /// The name of each chain and, if the chain was read over netlink, its number in nf_tables.
+    /// The chains that are removed: the name of each and, if the chain was read over netlink, its
+    /// number in nf_tables.
     pub(crate) deleted_chains: Vec<(String, Option<u64>)>,
 }
 
-/// What to do if a chain that is created exists already.
+/// What an edit does if a chain that it creates exists already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ChainCreation {
+pub(crate) enum IfExists {
     /// The edit fails.
-    Created,
-    /// The chain is emptied.
-    Replaced,
+    Fail,
+    /// The edit empties the chain.
+    Empty,
 }
 
 /// A rule that is added to a chain.
@@ -53,12 +58,12 @@ impl Edit {
     /// share: if another process has created the chain since, the edit fails and is planned again,
     /// so the other process's rules stay.
     pub fn create_chain(&mut self, name: &str) {
-        self.chains.push((name.to_owned(), ChainCreation::Created));
+        self.chains.push((name.to_owned(), IfExists::Fail));
     }
 
     /// Creates a chain, or empties an existing one. For chains of one container.
     pub fn replace_chain(&mut self, name: &str) {
-        self.chains.push((name.to_owned(), ChainCreation::Replaced));
+        self.chains.push((name.to_owned(), IfExists::Empty));
     }
 
     /// Adds a rule at the chain's end. The words are those of the command line, unquoted.
@@ -135,13 +140,13 @@ impl Edit {
 
     /// Appends the lines that create chains and add rules.
     fn push_additions(&self, text: &mut String) -> Result<()> {
-        for (name, creation) in &self.chains {
+        for (name, if_exists) in &self.chains {
             let name = quoted(name)?;
             // `-N` fails if the chain exists; a line with `:` creates the chain or empties it. The
             // result is ignored because writing to a String cannot fail.
-            let _ = match creation {
-                ChainCreation::Created => writeln!(text, "-N {name}"),
-                ChainCreation::Replaced => writeln!(text, ":{name} - [0:0]"),
+            let _ = match if_exists {
+                IfExists::Fail => writeln!(text, "-N {name}"),
+                IfExists::Empty => writeln!(text, ":{name} - [0:0]"),
             };
         }
         for AddedRule { chain, words, position } in &self.rules {
@@ -169,7 +174,8 @@ impl Edit {
         for (chain, rule) in &self.deleted {
             push_rule(&mut text, "-D", chain, &rule.words)?;
         }
-        // All chains are emptied before any is removed, because one may jump to another.
+        // All chains are emptied (`-F`) before any is removed (`-X`), because one may jump to
+        // another.
         for command in ["-F", "-X"] {
             for (name, _) in &self.deleted_chains {
                 let _ = writeln!(text, "{command} {}", quoted(name)?);
@@ -185,6 +191,7 @@ fn push_rule(text: &mut String, command: &str, chain: &str, words: &[String]) ->
     // iptables-restore reads lines of at most 10,239 bytes; LINE_MAX stays below that.
     const LINE_MAX: usize = 10_000;
     let start = text.len();
+    // Results of `write!` are ignored because writing to a String cannot fail.
     let _ = write!(text, "{command} {}", quoted(chain)?);
     for word in words {
         let _ = write!(text, " {}", quoted(word)?);

@@ -27,8 +27,8 @@ pub(super) struct Encoded {
     pub(super) protocol: u8,
 }
 
-/// Encodes the rule with these words. `None` if plugins do not write one of the words themselves:
-/// then `iptables-restore` has to write the rule.
+/// Encodes the rule with these words. `None` if one of the words is not known here, because plugins
+/// do not write it: then `iptables-restore` has to write the rule.
 pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
     let mut encoder =
         Encoder { family, comparisons: Vec::new(), matches: Vec::new(), protocol: 0, options: BTreeSet::new() };
@@ -59,7 +59,7 @@ struct Encoder {
     comparisons: Vec<Expr>,
     matches: Vec<Expr>,
     protocol: u8,
-    /// The options that have been read, except `-m`.
+    /// The options that have been read, except `-m`, which can be repeated.
     options: BTreeSet<String>,
 }
 
@@ -95,9 +95,9 @@ impl Encoder {
         Some(())
     }
 
-    /// Reads the target after `option`, which is `-j` or `-g`, and returns its expressions: a
-    /// verdict, or a target of xtables. An unknown target is taken for the name of a chain. `None`
-    /// if plugins do not write the target's options.
+    /// Returns the expressions of the target after `option`, which is `-j` or `-g`: a verdict, or a
+    /// target of xtables. Any other target is taken for the name of a chain. `None` if plugins do
+    /// not write the target's options.
     fn target<'w>(&self, option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<Vec<Expr>> {
         let target = words.next()?;
         if option == "-g" {
@@ -151,8 +151,8 @@ impl Info {
         Info { extension, bytes: vec![0; extension.size.next_multiple_of(xt::ALIGN)] }
     }
 
-    /// Writes the field at `offset`. Callers pass the offset and the size of a field, so that the
-    /// bytes are inside the structure; other bytes would be ignored.
+    /// Writes `bytes` at `offset`. Callers pass a field's offset and as many bytes as the field
+    /// has. Bytes outside the structure would be ignored.
     fn put(&mut self, offset: usize, bytes: &[u8]) {
         if let Some(field) = self.bytes.get_mut(offset..offset + bytes.len()) {
             field.copy_from_slice(bytes);
@@ -277,8 +277,9 @@ fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     }
 }
 
-/// Returns the comparison of an address with `cidr`: that of a whole address, which `compare_whole`
-/// returns, and a mask for a prefix. `None` if `cidr` is invalid or of the other family.
+/// Returns the comparison of an address with `cidr`: the comparison with the whole address, which
+/// `compare_whole` returns, and a mask if `cidr` is a shorter prefix. `None` if `cidr` is invalid
+/// or of the other family.
 fn compare_address(family: Family, cidr: &str, compare_whole: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
     let (address, prefix) = match cidr.split_once('/') {
         Some((address, prefix)) => (address, Some(decimal::<u32>(prefix)?)),

@@ -23,17 +23,17 @@ pub(super) const MAP_IPS: u32 = 1;
 /// The flag of a NAT range that has ports.
 pub(super) const PROTO_SPECIFIED: u32 = 2;
 
-/// Reads a number in the machine's byte order.
+/// Reads two bytes as a number in the machine's byte order.
 fn u16_at(bytes: &[u8], offset: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(bytes.get(offset..offset + 2)?.try_into().ok()?))
 }
 
-/// Reads a number in the machine's byte order.
+/// Reads four bytes as a number in the machine's byte order.
 fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(offset..offset + 4)?.try_into().ok()?))
 }
 
-/// Reads a number in network byte order.
+/// Reads two bytes as a number in network byte order.
 fn be16_at(bytes: &[u8], offset: usize) -> Option<u16> {
     Some(u16::from_be_bytes(bytes.get(offset..offset + 2)?.try_into().ok()?))
 }
@@ -43,7 +43,7 @@ fn port_range_at(info: &[u8], offset: usize) -> Option<(u16, u16)> {
     Some((u16_at(info, offset)?, u16_at(info, offset + 2)?))
 }
 
-/// Reads four bytes as a number in the machine's byte order.
+/// Reads `bytes`, which must be four, as a number in the machine's byte order.
 pub(super) fn number(bytes: &[u8]) -> Option<u32> {
     bytes.try_into().ok().map(u32::from_ne_bytes)
 }
@@ -226,6 +226,7 @@ pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Op
     let flags = u32_at(info, flags_at)?;
     let first_address = info.get(first_at..first_at + address_len)?;
     let last_address = info.get(last_at..last_at + address_len)?;
+    // The last port is the two bytes after the first.
     let (first_port, last_port) = (be16_at(info, first_port_at)?, be16_at(info, first_port_at + 2)?);
     let has_other_flags = flags & !(MAP_IPS | PROTO_SPECIFIED) != 0;
     if has_other_flags || flags & MAP_IPS == 0 || first_address != last_address {

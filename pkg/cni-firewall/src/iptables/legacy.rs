@@ -1,4 +1,4 @@
-//! Looks for tables of iptables-legacy and reads the output of its save program.
+//! Looks for tables of iptables-legacy, and reads the output of its save program.
 
 use std::collections::BTreeMap;
 

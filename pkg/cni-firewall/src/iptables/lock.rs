@@ -4,9 +4,9 @@
 //! Reading and then writing iptables is not one transaction, so a process that does that holds this
 //! lock: an `flock` of a file that only root can open, named after the namespace
 //! (`/run/cni/iptables-<device>-<inode>.lock`). The namespace's own file
-//! (`/proc/thread-self/ns/net`) is locked only if that file cannot be used, because every process
-//! in the namespace, of any user, can open it and hold its lock forever. [`NetnsLock::remark`] then
-//! reports that.
+//! (`/proc/thread-self/ns/net`) is locked only if the file in `/run/cni` cannot be used, because
+//! every process in the namespace, of any user, can open the namespace's file and hold its lock
+//! forever. [`NetnsLock::remark`] then reports why.
 //!
 //! The lock excludes only processes of these plugins that see the same folder. Go's plugins do not
 //! take it, and iptables-legacy has a lock of its own, which each process holds while it runs.
@@ -15,7 +15,7 @@
 //! their place in the queue. There is one for each namespace in which iptables was ever changed,
 //! usually one, until the next boot empties /run.
 //!
-//! A thread must not take the lock twice: the second call would wait for the first.
+//! A thread must not take the lock twice: the second call would wait for the first until its limit.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -35,6 +35,10 @@ use cni_linux::flock::{self, Refused};
 const NETNS: &str = "/proc/thread-self/ns/net";
 /// How often the folder is created if another process keeps removing it.
 const FOLDER_ATTEMPTS: usize = 8;
+/// The mode bits with which other users can replace a folder's files.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+/// The mode bits with which other users can open a file or change it.
+const USABLE_BY_OTHERS: u32 = 0o077;
 
 /// The lock. Dropping it releases it.
 #[derive(Debug)]
@@ -116,11 +120,11 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     loop {
         DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
         let folder_flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
-        let opened = OpenOptions::new().read(true).custom_flags(folder_flags).open(folder).and_then(|folder| {
-            require_private(&folder.metadata()?, "its folder", 0o022)?;
+        let opened = OpenOptions::new().read(true).custom_flags(folder_flags).open(folder).and_then(|opened_folder| {
+            require_private(&opened_folder.metadata()?, "its folder", WRITABLE_BY_OTHERS)?;
             // Without O_NONBLOCK, opening a FIFO of this name would wait for a writer.
             let flags = OFlag::O_RDONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
-            Ok(File::from(openat(&folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?))
+            Ok(File::from(openat(&opened_folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?))
         });
         match opened {
             // Another process removed the folder after `create`: try again.
@@ -131,7 +135,7 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
                 if !metadata.is_file() {
                     return Err(Cause::text("it is not a regular file"));
                 }
-                require_private(&metadata, "it", 0o077)?;
+                require_private(&metadata, "it", USABLE_BY_OTHERS)?;
                 return Ok(file);
             }
         }
@@ -238,7 +242,7 @@ mod tests {
 
     /// No event reports that a process waits in the kernel's queue.
     #[track_caller]
-    fn until_somebody_waits(folder: &Path) {
+    fn until_a_process_waits(folder: &Path) {
         let inode = format!(":{} ", path(folder).metadata().unwrap().ino());
         let deadline = Instant::now() + LONG;
         while !flock::read_locks().unwrap().lines().any(|line| line.contains("->") && line.contains(&inode)) {
@@ -324,7 +328,7 @@ mod tests {
             let held = acquire(folder, LONG).unwrap();
             thread::scope(|scope| {
                 let waiter = scope.spawn(|| acquire(folder, LONG).unwrap());
-                until_somebody_waits(folder);
+                until_a_process_waits(folder);
                 std::fs::remove_dir_all(folder).unwrap();
                 let other = acquire(folder, SHORT).unwrap();
                 drop(held);
@@ -360,15 +364,15 @@ mod tests {
         with_folder(|folder| {
             let _held = acquire(folder, LONG).unwrap();
             thread::scope(|scope| {
-                let (told, waiting) = mpsc::channel();
+                let (thread_sender, thread_receiver) = mpsc::channel();
                 let wait = scope.spawn(move || {
                     let machine = machine();
-                    told.send(nix::sys::pthread::pthread_self()).unwrap();
+                    thread_sender.send(nix::sys::pthread::pthread_self()).unwrap();
                     let first = NetnsLock::acquire(&machine, OnSigterm::Kill, folder, LONG).unwrap_err();
                     (first, NetnsLock::acquire(&machine, OnSigterm::Finish, folder, SHORT).unwrap_err())
                 });
-                let waiter = waiting.recv().unwrap();
-                until_somebody_waits(folder);
+                let waiter = thread_receiver.recv().unwrap();
+                until_a_process_waits(folder);
                 nix::sys::pthread::pthread_kill(waiter, nix::sys::signal::Signal::SIGTERM).unwrap();
                 let signalled = Instant::now();
                 let (first, second) = wait.join().unwrap();

@@ -123,7 +123,7 @@ pub struct Cleaned {
     /// The families and variants that may have rules to remove, but whose programs are not
     /// installed.
     pub unreached: Vec<(Family, Variant)>,
-    /// Fails with all errors of all families and variants.
+    /// The errors of all families and variants, joined; `Ok` if there was none.
     pub outcome: Result<()>,
 }
 
@@ -207,7 +207,7 @@ impl<'m> Iptables<'m> {
         match tool::chosen_program(&self.folders, self.runner, family)? {
             Some(tool) => tool::restore(self.runner, &tool, &format!("*{}\nCOMMIT\n", self.table.name())),
             None if self.variant_for_new_rules(family)?.is_some() => Ok(()),
-            None => Err(missing(family, None)),
+            None => Err(programs_not_found(family, None)),
         }
     }
 
@@ -277,8 +277,8 @@ impl<'m> Iptables<'m> {
     }
 
     /// Makes the changes of several families under one lock. All families are planned before any is
-    /// changed. If `plan` returns `None`, this ends with success and changes nothing more. If one
-    /// family has to be planned again, all families that are not changed yet are planned again.
+    /// changed. If `plan` returns `None`, the call ends with success and changes nothing more. If
+    /// one family has to be planned again, all families that are not changed yet are planned again.
     ///
     /// Returns how many of the `families`, from the first, may have been changed, also with an
     /// error.
@@ -318,9 +318,9 @@ impl<'m> Iptables<'m> {
         Cleaned { unreached, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
     }
 
-    /// Returns the program of this variant. As a restore program, prefers the chosen one if that is
-    /// of this variant, because the administrator may have replaced it by a wrapper. Fails if no
-    /// such program is installed.
+    /// Returns the program of this variant. A restore program is the chosen one if that has this
+    /// variant, because the administrator may have replaced it with a wrapper. Fails if no such
+    /// program is installed.
     fn tool(&self, family: Family, variant: Variant, kind: ProgramKind) -> Result<Tool> {
         if kind == ProgramKind::Restore
             && let Some(tool) = tool::chosen_program(&self.folders, self.runner, family)?
@@ -329,7 +329,7 @@ impl<'m> Iptables<'m> {
             return Ok(tool);
         }
         let found = tool::find_program(&self.folders, self.runner, family, variant, kind)?;
-        found.ok_or_else(|| missing(family, Some(variant)))
+        found.ok_or_else(|| programs_not_found(family, Some(variant)))
     }
 
     /// Returns a chain of iptables-nft; `None` if it does not exist.
@@ -341,8 +341,8 @@ impl<'m> Iptables<'m> {
     }
 }
 
-/// Returns the error for programs that are not installed: those of `variant`, or of both variants.
-fn missing(family: Family, variant: Option<Variant>) -> Error {
+/// Returns the error that no program of `variant` is installed, or with `None` of any variant.
+fn programs_not_found(family: Family, variant: Option<Variant>) -> Error {
     let mut name = tool::program_prefix(family).to_owned();
     if let Some(variant) = variant {
         name += &format!("-{variant}");

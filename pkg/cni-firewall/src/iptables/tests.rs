@@ -36,7 +36,7 @@ impl Rig {
     }
 
     fn folders(&self) -> Folders {
-        Folders::new(std::env::var_os("PATH")).with_locks(self.locks.path())
+        Folders::new(std::env::var_os("PATH")).with_lock_folder(self.locks.path())
     }
 
     fn iptables(&self) -> Iptables<'_> {
@@ -236,7 +236,7 @@ fn removing_over_netlink_needs_no_program() {
     in_new_netns(|| {
         restore(Variant::Nft, Family::V4, ":CNI-A - [0:0]\n-A CNI-A -j RETURN\n-A POSTROUTING -j CNI-A");
         let rig = Rig::new();
-        let folders = Folders::only([]).with_locks(rig.locks.path());
+        let folders = Folders::only([]).with_lock_folder(rig.locks.path());
         let mut iptables =
             Iptables::open_with(Table::Nat, &rig.machine, Notes::silent(), OnSigterm::Finish, folders).unwrap();
         assert_eq!(iptables.chosen_variant(Family::V4).unwrap(), None);
@@ -339,7 +339,7 @@ fn a_lock_every_user_can_hold_is_used_with_one_note() {
         let (machine, noted) = (machine(), std::rc::Rc::new(std::cell::RefCell::new(Vec::new())));
         let sink = std::rc::Rc::clone(&noted);
         let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
-        let folders = Folders::only([]).with_locks("/proc/cni");
+        let folders = Folders::only([]).with_lock_folder("/proc/cni");
         let mut iptables = Iptables::open_with(Table::Nat, &machine, notes, OnSigterm::Kill, folders).unwrap();
         for family in FAMILIES {
             iptables.change(family, Variant::Nft, |_| Ok(Edit::new())).unwrap();

@@ -4,8 +4,8 @@
 //! no process. Programs run through [`Machine::run`], without a shell, with a deadline; an error
 //! has the program's arguments, its status and its stderr.
 //!
-//! A legacy program must run only where the legacy table exists: reading the table makes the kernel
-//! create it.
+//! Callers run a program of iptables-legacy only where the legacy table exists or is to be created:
+//! reading the table makes the kernel create it.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -73,16 +73,15 @@ impl Folders {
         Folders { programs: folders.into_iter().collect(), lock_folder: LOCK_FOLDER.into() }
     }
 
-    /// Puts the lock's file into another folder. Only processes with the same folder exclude each
-    /// other.
+    /// Puts the lock's file into `folder`. Only processes with the same folder exclude each other.
     #[cfg(test)]
     #[must_use]
-    pub(crate) fn with_locks(self, folder: impl Into<PathBuf>) -> Folders {
+    pub(crate) fn with_lock_folder(self, folder: impl Into<PathBuf>) -> Folders {
         Folders { lock_folder: folder.into(), ..self }
     }
 
     /// Returns the folder of the lock's file.
-    pub(crate) fn locks(&self) -> &Path {
+    pub(crate) fn lock_folder(&self) -> &Path {
         &self.lock_folder
     }
 
@@ -153,6 +152,7 @@ fn program_name(family: Family, variant: Variant, kind: ProgramKind) -> String {
 /// contains: `xtables-nft-multi` or `xtables-legacy-multi`. A program with another name, for
 /// example a script, is run with `--version`; fails if that fails.
 fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
+    // If a link cannot be followed, its own name decides; running the program then reports why.
     let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     if name.contains("nft") {

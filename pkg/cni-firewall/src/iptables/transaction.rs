@@ -1,12 +1,12 @@
 //! Turns the additions of an [`Edit`] into a transaction of nf_tables, without a program.
 
-use super::edit::{ChainCreation, Edit};
+use super::edit::{Edit, IfExists};
 use super::{Table, encode, xt};
 use crate::nft::{BaseChain, Batch, Chain, Extension, Hook, Kind, Nft};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// Returns the base chains that iptables makes in a table, in the same order.
+/// Returns the base chains that iptables makes in a table.
 fn built_in(table: Table) -> &'static [(&'static str, BaseChain)] {
     const NAT: [(&str, BaseChain); 4] = [
         ("PREROUTING", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 }),
@@ -25,8 +25,8 @@ fn built_in(table: Table) -> &'static [(&'static str, BaseChain)] {
     }
 }
 
-/// Whether rules can be written over netlink: by a 64-bit program, on a kernel with the xtables
-/// match `comment` and, for the table nat, the target `MASQUERADE`.
+/// Whether rules can be written over netlink: this program must be a 64-bit one, and the kernel
+/// must have the xtables match `comment` and, for the table nat, the target `MASQUERADE`.
 pub(super) fn is_possible(nft: &mut Nft, table: Table, family: Family) -> Result<bool> {
     // A 32-bit program cannot know the sizes of the structures in a 64-bit kernel.
     if cfg!(target_pointer_width = "32") {
@@ -50,18 +50,17 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
     let Some(encoded) = encoded else { return Ok(None) };
     let mut batch = Batch::new();
     let nft_table = table.in_nf_tables(family);
-    let mut existing_chains = None;
+    let mut missing_base_chains = Vec::new();
     for (name, base) in built_in(table) {
         // A base chain that exists must not be in the transaction: closing the socket would then
         // wait for an RCU grace period.
         let is_used = edit.rules.iter().any(|added| added.chain == *name);
-        if !is_used || nft.find_chain(nft_table, name)?.is_some() {
-            continue;
+        if is_used && nft.find_chain(nft_table, name)?.is_none() {
+            missing_base_chains.push((name, *base));
         }
-        if existing_chains.is_none() {
-            existing_chains = Some(nft.chains(nft_table)?);
-        }
-        let existing_chains = existing_chains.as_deref().unwrap_or_default();
+    }
+    if !missing_base_chains.is_empty() {
+        let existing_chains = nft.chains(nft_table)?;
         // A base chain that iptables would not make shows that the table was made with `nft`.
         let is_foreign = |chain: &Chain| chain.base.is_some_and(|base| !built_in(table).contains(&(&chain.name, base)));
         if existing_chains.iter().any(is_foreign) {
@@ -71,10 +70,12 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
         if existing_chains.is_empty() {
             batch.ensure_table(nft_table, None);
         }
-        batch.ensure_base_chain(nft_table, name, *base, None);
     }
-    for (name, creation) in &edit.chains {
-        if *creation == ChainCreation::Replaced && nft.find_chain(nft_table, name)?.is_some() {
+    for (name, base) in missing_base_chains {
+        batch.ensure_base_chain(nft_table, name, base, None);
+    }
+    for (name, if_exists) in &edit.chains {
+        if *if_exists == IfExists::Empty && nft.find_chain(nft_table, name)?.is_some() {
             batch.flush_chain(nft_table, name);
         } else {
             batch.create_chain(nft_table, name, None);

@@ -29,7 +29,8 @@ pub enum ConditionSyntax {
 }
 
 impl ConditionSyntax {
-    /// Returns the syntax, which the first token shows; `None` if there are no conditions.
+    /// Returns the syntax, which the beginning of the first string shows; `None` if there are no
+    /// conditions.
     pub fn of(conditions: &[String]) -> Option<ConditionSyntax> {
         let first = conditions.first()?;
         Some(if first.starts_with(['-', '!']) { ConditionSyntax::Iptables } else { ConditionSyntax::Nft })
@@ -48,10 +49,10 @@ pub struct Unknown {
 /// # Errors
 /// The first token that is not in the subset. The program `nft` may still understand it.
 pub fn compile(conditions: &[String], family: Family) -> Result<Vec<Expr>, Unknown> {
-    let words: Vec<&str> = conditions.iter().flat_map(|condition| condition.split_whitespace()).collect();
-    let mut reader = Reader { words: &words };
+    let tokens: Vec<&str> = conditions.iter().flat_map(|condition| condition.split_whitespace()).collect();
+    let mut reader = Reader { tokens: &tokens };
     let mut exprs = Vec::new();
-    while !reader.words.is_empty() {
+    while !reader.tokens.is_empty() {
         exprs.extend(reader.condition(family)?);
     }
     Ok(exprs)
@@ -60,20 +61,20 @@ pub fn compile(conditions: &[String], family: Family) -> Result<Vec<Expr>, Unkno
 /// Reads conditions token by token.
 struct Reader<'w> {
     /// The tokens that have not been read.
-    words: &'w [&'w str],
+    tokens: &'w [&'w str],
 }
 
 impl<'w> Reader<'w> {
     /// Returns the next token; an empty one at the end.
     fn next(&mut self) -> &'w str {
-        let Some((word, rest)) = self.words.split_first() else { return "" };
-        self.words = rest;
-        word
+        let Some((token, rest)) = self.tokens.split_first() else { return "" };
+        self.tokens = rest;
+        token
     }
 
     /// Skips the next token if it is one of these. Returns whether it was.
     fn skip_any(&mut self, tokens: &[&str]) -> bool {
-        let is_one = self.words.first().is_some_and(|word| tokens.contains(word));
+        let is_one = self.tokens.first().is_some_and(|token| tokens.contains(token));
         if is_one {
             self.next();
         }
@@ -82,20 +83,20 @@ impl<'w> Reader<'w> {
 
     /// Returns the next token as `parse` reads it. Fails with the token if `parse` returns `None`.
     fn parsed<T>(&mut self, parse: impl Fn(&str) -> Option<T>) -> Result<T, Unknown> {
-        let word = self.next();
-        parse(word).ok_or_else(|| Unknown { token: word.to_owned() })
+        let token = self.next();
+        parse(token).ok_or_else(|| Unknown { token: token.to_owned() })
     }
 
     /// Compiles the next condition.
     fn condition(&mut self, family: Family) -> Result<Vec<Expr>, Unknown> {
         let has_meta = self.skip_any(&["meta"]);
-        let word = self.next();
-        match word {
+        let token = self.next();
+        match token {
             "iifname" => self.comparison(|reader| reader.interface(MetaKey::IIFNAME)),
             "oifname" => self.comparison(|reader| reader.interface(MetaKey::OIFNAME)),
             "mark" => self.mark(),
-            "ip" | "ip6" if !has_meta && (word == "ip") == (family == Family::V4) => {
-                let load = self.parsed(|word| match word {
+            "ip" | "ip6" if !has_meta && (token == "ip") == (family == Family::V4) => {
+                let load = self.parsed(|token| match token {
                     "saddr" => Some(expr::saddr as fn(IpAddr) -> Vec<Expr>),
                     "daddr" => Some(expr::daddr),
                     _ => None,
@@ -104,9 +105,9 @@ impl<'w> Reader<'w> {
             }
             _ => {
                 // `Protocol::by_name` ignores case, nft does not.
-                match Protocol::by_name(word) {
-                    Some(protocol) if protocol.name() == word && !has_meta => self.source_port(protocol),
-                    _ => Err(Unknown { token: word.to_owned() }),
+                match Protocol::by_name(token) {
+                    Some(protocol) if protocol.name() == token && !has_meta => self.source_port(protocol),
+                    _ => Err(Unknown { token: token.to_owned() }),
                 }
             }
         }
@@ -123,11 +124,11 @@ impl<'w> Reader<'w> {
         Ok(if is_negated { expr::not(exprs) } else { exprs })
     }
 
-    /// Compiles an interface name, in quotes or not. `eth*` means all names that begin with `eth`;
-    /// any other name is compared with the NULs that fill it up in the kernel.
+    /// Compiles an interface name, in quotes or not. `eth*` means all names that begin with `eth`.
+    /// Any other name is compared whole, with the NULs that fill it up in the kernel.
     fn interface(&mut self, key: MetaKey) -> Result<Vec<Expr>, Unknown> {
-        self.parsed(|word| {
-            let name = word.strip_prefix('"').and_then(|word| word.strip_suffix('"')).unwrap_or(word);
+        self.parsed(|token| {
+            let name = token.strip_prefix('"').and_then(|token| token.strip_suffix('"')).unwrap_or(token);
             let (beginning, is_whole) = match name.strip_suffix('*') {
                 Some(beginning) => (beginning, false),
                 None => (name, true),
@@ -146,10 +147,10 @@ impl<'w> Reader<'w> {
 
     /// Compiles an address or a prefix. `load` returns the comparison with a whole address.
     fn address(&mut self, load: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
-        self.parsed(|word| {
-            let (address, prefix) = match word.split_once('/') {
+        self.parsed(|token| {
+            let (address, prefix) = match token.split_once('/') {
                 Some((address, prefix)) => (address, Some(prefix.parse::<u8>().ok()?)),
-                None => (word, None),
+                None => (token, None),
             };
             let address: IpAddr = address.parse().ok()?;
             let bits = if address.is_ipv4() { 32 } else { 128 };
@@ -178,9 +179,9 @@ impl<'w> Reader<'w> {
 
     /// Compiles the rest of `PROTOCOL sport [==|!=] PORT`.
     fn source_port(&mut self, protocol: Protocol) -> Result<Vec<Expr>, Unknown> {
-        self.parsed(|word| if word == "sport" { Some(()) } else { None })?;
+        self.parsed(|token| if token == "sport" { Some(()) } else { None })?;
         self.comparison(|reader| {
-            let port: u16 = reader.parsed(|word| word.parse().ok())?;
+            let port: u16 = reader.parsed(|token| token.parse().ok())?;
             let mut exprs = expr::l4proto(protocol.number());
             exprs.push(Expr::Payload { base: Base::TRANSPORT, offset: 0, len: 2, to: Reg::R1 });
             exprs.push(Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: port.to_be_bytes().to_vec() });
@@ -190,10 +191,10 @@ impl<'w> Reader<'w> {
 }
 
 /// Reads a number as nft does: decimal, or hexadecimal after 0x.
-fn number(word: &str) -> Option<u32> {
-    match word.strip_prefix("0x") {
+fn number(token: &str) -> Option<u32> {
+    match token.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
-        None => word.parse().ok(),
+        None => token.parse().ok(),
     }
 }
 

@@ -26,14 +26,15 @@ use super::{ClaimedPort, Forwarding};
 /// The reaction to a host port that another container has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// Rules of a dead container are removed. If the other container is alive, the ADD fails. If
-    /// that is unknown, both rules stay and the older one usually takes precedence.
+    /// If the other container is dead, its rules are removed. If it is alive, the ADD fails. If
+    /// that is unknown, the rules of both stay, and the older ones usually take precedence.
     RefuseIfAlive,
-    /// Both rules stay, as with Go's plugin, and the older one usually takes precedence.
+    /// The rules of both stay, as with Go's plugin, and the older ones usually take precedence.
     Ignore,
 }
 
-/// Another container that has a port, as its rule describes it.
+/// Another container whose rule maps a wanted port, or leads to this container's address, as the
+/// rule describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// The container ID, or a name in parentheses if the rule does not have the ID.
@@ -66,8 +67,8 @@ impl std::fmt::Display for Holder {
 pub struct Conflicts {
     /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub held: Option<Holder>,
-    /// Whether rules of dead containers were found; they were removed with
-    /// [`ConflictAction::Displace`].
+    /// Whether rules of dead containers were found. With [`ConflictAction::Displace`] they have
+    /// been removed.
     pub found_dead: bool,
     /// Remarks for the operator, one sentence each.
     pub remarks: Vec<String>,
@@ -110,11 +111,14 @@ impl LivenessProbe {
         if leads_here && holder.network.as_deref() == Some(&wanted.attachment.network) {
             return Ok(Liveness::Dead);
         }
+        // With different conditions and another address both containers may have the port, so it
+        // does not matter whether the link exists.
         if holder.had_link
             && (leads_here || !holder.conditions_differ)
             && let Some(attachment) = holder.attachment()
         {
             return Ok(match self.find_host_link(&attachment)? {
+                // The container exists, but both may have the port.
                 Some(_) if holder.conditions_differ => Liveness::Unknown,
                 Some(_) => Liveness::Alive,
                 None => Liveness::Dead,
@@ -138,9 +142,9 @@ impl LivenessProbe {
         Ok(self.host()?.find_host_end(attachment)?.map(|link| link.name))
     }
 
-    /// Whether packets to this address can leave the host by these interfaces only: in every table
-    /// with non-default routes to it the most specific routes use these interfaces, and there is at
-    /// least one such route.
+    /// Whether packets to this address can leave the host by these interfaces only: in every
+    /// routing table that has a non-default route to the address, the most specific routes use
+    /// these interfaces. False if no table has such a route.
     fn is_routed_only_to(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
         let host = self.host()?;
         let mut link_indices = Vec::new();
@@ -183,8 +187,8 @@ impl Holder {
         Some(AttachmentId::new(network, container_id?, ifname))
     }
 
-    /// Returns the note about a dead container's rule that is removed.
-    pub(super) fn removal_note(&self, wanted: &Forwarding) -> String {
+    /// Returns the remark about a dead container's rule that is removed.
+    pub(super) fn removal_remark(&self, wanted: &Forwarding) -> String {
         let address = self.claim.container.ip();
         if wanted.is_container(address) {
             format!("{self}, which no longer exists: its rule was displaced, because {address} is now this container's")
@@ -193,13 +197,13 @@ impl Holder {
         }
     }
 
-    /// Returns the note about another container's rule for a wanted port that stays.
-    pub(super) fn port_taken_note(&self) -> String {
+    /// Returns the remark about another container's rule for a wanted port that stays.
+    pub(super) fn port_taken_remark(&self) -> String {
         format!("{self} already, and that rule may take precedence until it is removed")
     }
 
-    /// Returns the note about a rule that leads to this container's address and stays.
-    pub(super) fn unknown_owner_note(&self) -> String {
+    /// Returns the remark about a rule that leads to this container's address and stays.
+    pub(super) fn unknown_owner_remark(&self) -> String {
         format!("{self}, which may still exist: the rule was not removed, and may lead to this container")
     }
 }

@@ -27,11 +27,18 @@ const TAG_HANDLES: u8 = 0x83;
 /// Another tag of an ownership rule: a hash of the text from which `nft` wrote those rules.
 const TAG_TEXT: u8 = 0x84;
 
+/// The bytes of the network's hash in [`TAG_HASHES`].
 const NETWORK_LEN: usize = 8;
-const TEXT_LEN: usize = 16;
+/// The bytes of the alias's hash in [`TAG_HASHES`].
 const ALIAS_LEN: usize = 16;
-/// The length of the smallest set of tags: both hashes, and that a link had the alias.
-const TAGS_MIN: usize = 2 + NETWORK_LEN + ALIAS_LEN + 2;
+/// The bytes of the hash in [`TAG_TEXT`].
+const TEXT_LEN: usize = 16;
+/// The bytes of a handle in [`TAG_HANDLES`].
+const HANDLE_LEN: usize = 8;
+/// The bytes of a tag before its value: type and length.
+const TAG_HEADER_LEN: usize = 2;
+/// The length of the smallest set of tags: [`TAG_HASHES`], and [`TAG_HAD_LINK`] without a value.
+const TAGS_MIN: usize = TAG_HEADER_LEN + NETWORK_LEN + ALIAS_LEN + TAG_HEADER_LEN;
 /// The longest container ID that fits whole into the comment beside these tags. `nft` itself
 /// accepts comments of 128 bytes.
 const PLAIN_ID_MAX: usize = userdata::MAX - comment_len("") - TAGS_MIN;
@@ -79,10 +86,10 @@ impl Identity {
     /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
     /// attachment's alias now.
     pub(super) fn sign(&self, rule: Rule, host_link: LinkMark) -> Rule {
-        // Each tag has two bytes before its value. TAG_HAD_LINK is counted too; it has no value.
-        let is_alias_fitting = comment_len(&self.comment) + 2 + self.alias.len() + 2 <= userdata::MAX;
+        // The second header is that of TAG_HAD_LINK, which has no value.
+        let used_bytes = comment_len(&self.comment) + TAG_HEADER_LEN + self.alias.len() + TAG_HEADER_LEN;
         let rule = rule.with_comment(self.comment.clone());
-        let rule = if is_alias_fitting {
+        let rule = if used_bytes <= userdata::MAX {
             rule.with_tag(TAG_ALIAS, self.alias.clone())
         } else {
             rule.with_tag(TAG_HASHES, self.hashes.clone())
@@ -97,9 +104,9 @@ impl Identity {
     /// as this attachment's, written by `nft` from `text`. There are several if one cannot hold all
     /// handles.
     pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
-        // Each tag has two bytes before its value.
-        let used_bytes = comment_len(&self.comment) + 2 + self.hashes.len() + 2 + TEXT_LEN + 2;
-        let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / 8).max(1);
+        let tag_bytes = TAG_HEADER_LEN + self.hashes.len() + TAG_HEADER_LEN + TEXT_LEN + TAG_HEADER_LEN;
+        let used_bytes = comment_len(&self.comment) + tag_bytes;
+        let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / HANDLE_LEN).max(1);
         let mut rules = Vec::new();
         for handles in handles.chunks(handles_per_rule) {
             let handle_bytes: Vec<u8> = handles.iter().flat_map(|handle| handle.to_be_bytes()).collect();
@@ -110,11 +117,12 @@ impl Identity {
     }
 
     /// Whether the attachment's rules in this list are exactly those that `nft` wrote from `text`,
-    /// one for each line: all of them are there, and the attachment has no others.
+    /// one for each line, and their ownership rules.
     pub(super) fn has_rules_of_text(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
         let mut owned_handles = Vec::new();
-        for listed in rules.iter().filter(|listed| self.owner(&listed.rule) == Ownership::This) {
+        for listed in rules.iter().filter(|listed| self.ownership_of(&listed.rule) == Ownership::This) {
+            // A rule of another text, or one that was not written by `nft`.
             if listed.rule.tag(TAG_TEXT) != Some(&hash) {
                 return false;
             }
@@ -124,9 +132,9 @@ impl Identity {
         owned_handles.len() == text.lines().count() && owned_handles.iter().all(is_listed)
     }
 
-    /// Returns whether a rule belongs to this attachment, by its own comment and tags. Ownership
-    /// rules that name it are not considered.
-    pub(crate) fn owner(&self, rule: &Rule) -> Ownership {
+    /// Returns whether a rule belongs to this attachment, by the rule's comment and tags. Ownership
+    /// rules that name the rule are not considered.
+    pub(crate) fn ownership_of(&self, rule: &Rule) -> Ownership {
         if rule.comment.as_deref() != Some(&self.comment) {
             return Ownership::Other;
         }
@@ -138,10 +146,12 @@ impl Identity {
         }
     }
 
-    /// Returns the rules of a list that are this attachment's. A rule that names only the container
-    /// is, if an ownership rule of the attachment names it, or if no other does and it leads to one
-    /// of `addresses`, the attachment's known addresses, or to none. With no address known, every
-    /// such rule is, as for Go's plugin. `leads_to` returns the container address of a rule.
+    /// Returns the rules of a list that are this attachment's. `leads_to` returns the container
+    /// address of a rule, and `addresses` are the attachment's known addresses. A rule that names
+    /// only the container is this attachment's in these cases:
+    /// - An ownership rule of this attachment names the rule.
+    /// - No ownership rule names the rule, and the rule leads to one of `addresses` or to none.
+    /// - No ownership rule names the rule, and `addresses` is empty, as for Go's plugin.
     pub(super) fn own_rules<'l>(
         &self,
         rules: &'l [Listed],
@@ -150,12 +160,12 @@ impl Identity {
     ) -> Vec<&'l Listed> {
         let (mut own_handles, mut handles_of_others) = (Vec::new(), Vec::new());
         for listed in rules {
-            match self.owner(&listed.rule) {
+            match self.ownership_of(&listed.rule) {
                 Ownership::This => own_handles.extend(handles(&listed.rule)),
                 _ => handles_of_others.extend(handles(&listed.rule)),
             }
         }
-        let is_own = |listed: &&Listed| match self.owner(&listed.rule) {
+        let is_own = |listed: &&Listed| match self.ownership_of(&listed.rule) {
             Ownership::This => true,
             Ownership::Other => false,
             Ownership::Container => {
@@ -175,7 +185,8 @@ impl Identity {
     }
 
     /// Returns the rules that name only the container and are not this attachment's by
-    /// [`own_rules`](Identity::own_rules), because they lead to another address.
+    /// [`own_rules`](Identity::own_rules): they lead to another address, or an ownership rule of
+    /// another attachment names them.
     pub(super) fn rules_to_other_addresses<'l>(
         &self,
         rules: &'l [Listed],
@@ -185,27 +196,29 @@ impl Identity {
         let own_handles: Vec<u64> =
             self.own_rules(rules, addresses, leads_to).iter().map(|listed| listed.handle).collect();
         let is_other = |listed: &&Listed| {
-            self.owner(&listed.rule) == Ownership::Container && !own_handles.contains(&listed.handle)
+            self.ownership_of(&listed.rule) == Ownership::Container && !own_handles.contains(&listed.handle)
         };
         rules.iter().filter(is_other).collect()
     }
 }
 
-/// Whether a link on the host has the attachment's alias while its rules are made.
+/// Whether a link on the host has the attachment's alias while the attachment's rules are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkMark {
     Yes,
     No,
 }
 
-/// Returns the comment for a container ID: the ID, or its beginning and a hash if it is longer than
-/// `nft` and Go's plugin accept anyway.
+/// Returns the comment for a container ID: the ID, or its beginning and a hash if the ID is longer
+/// than [`PLAIN_ID_MAX`]. `nft` and Go's plugin refuse such an ID anyway.
 fn comment(container_id: &str) -> String {
+    // Beginning, `-` and hash are together shorter than the 128 bytes that `nft` accepts.
     const BEGINNING_MAX: usize = 83;
+    const HASH_DIGITS: usize = 32;
     if container_id.len() <= PLAIN_ID_MAX {
         return container_id.to_owned();
     }
-    let hash = sha512_hex(&[container_id.as_bytes()], 32);
+    let hash = sha512_hex(&[container_id.as_bytes()], HASH_DIGITS);
     // Container IDs should be ASCII. If one is not, a character must not be cut in two.
     let mut beginning = String::new();
     for character in container_id.chars() {
@@ -220,7 +233,7 @@ fn comment(container_id: &str) -> String {
 /// Returns the handles that an ownership rule names; none for any other rule.
 pub(super) fn handles(rule: &Rule) -> Vec<u64> {
     let bytes = rule.tag(TAG_HANDLES).unwrap_or_default();
-    bytes.as_chunks::<8>().0.iter().map(|chunk| u64::from_be_bytes(*chunk)).collect()
+    bytes.as_chunks::<HANDLE_LEN>().0.iter().map(|chunk| u64::from_be_bytes(*chunk)).collect()
 }
 
 /// Returns the alias in the rule's tag, if it has one.
@@ -228,13 +241,13 @@ pub(crate) fn alias(rule: &Rule) -> Option<String> {
     rule.tag(TAG_ALIAS).map(|alias| String::from_utf8_lossy(alias).into_owned())
 }
 
-/// Returns the network that the rule names; `None` for a rule without a tag, and for one with
-/// hashes.
+/// Returns the name of the rule's network; `None` for a rule without a tag, and for a rule that has
+/// only a hash of the network.
 pub(super) fn network(rule: &Rule) -> Option<String> {
     alias(rule).as_deref().and_then(AttachmentId::parse).map(|marked| marked.network)
 }
 
-/// Whether the rule names no network: it has no tag, because it was not made by these plugins.
+/// Whether the rule names no network: it has neither of the tags that name an attachment.
 pub(super) fn names_no_network(rule: &Rule) -> bool {
     rule.tag(TAG_ALIAS).is_none() && rule.tag(TAG_HASHES).is_none()
 }
@@ -279,13 +292,13 @@ mod tests {
                 assert!(userdata::encode(rule.comment.as_deref(), &rule.tags).is_some(), "{} bytes", id.len());
                 for other in &marks {
                     let expected = if one == other { Ownership::This } else { Ownership::Other };
-                    assert_eq!(Identity::new(other).owner(&rule), expected);
+                    assert_eq!(Identity::new(other).ownership_of(&rule), expected);
                 }
                 assert!(names_network(&rule, &one.network) && !names_network(&rule, "ne"));
                 assert!(had_link(&rule));
             }
             let gos = Rule::default().with_comment(comment(&id));
-            assert_eq!(Identity::new(&marks[0]).owner(&gos), Ownership::Container);
+            assert_eq!(Identity::new(&marks[0]).ownership_of(&gos), Ownership::Container);
             assert!(!names_network(&gos, "net"));
         }
     }

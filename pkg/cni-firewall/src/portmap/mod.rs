@@ -1,18 +1,19 @@
 //! Maps host ports: connections to a port of the host go to a port of a container.
 //!
 //! A [`Forwarding`] has the port mappings of one attachment. The backends [`nft`] and [`iptables`]
-//! write them as the rules that the Go plugin would write. Shared by both: `identity` names the
-//! attachment in rules of nftables, [`conflict`] decides which rules of other containers are
-//! removed, [`conditions`] compiles extra matches.
+//! write them as the rules that the Go plugin would write. For both, [`conflict`] decides which
+//! rules of other containers are removed. For nftables, `identity` names the attachment in rules,
+//! and [`conditions`] compiles extra matches.
+//!
+//! A *claim* ([`ClaimedPort`]) is what a mapping means in one family: a host port, and the address
+//! and port of the container to which its packets go.
 //!
 //! Everything works in the network namespace of the calling thread, which must be the host's. A
-//! mapping without a host address is made in both families, one with 0.0.0.0 only in IPv4.
+//! mapping without a host address applies in both families, one with 0.0.0.0 only in IPv4.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use cni::Cidr;
-
-use cni::AttachmentId;
+use cni::{AttachmentId, Cidr};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -40,11 +41,11 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Whether both mappings claim the same packets in some family, if the container has an address
-    /// in it.
+    /// Whether some packet could be sent to both mappings of a container with addresses of both
+    /// families.
     pub fn overlaps(&self, other: &Mapping) -> bool {
         // Which address the container has does not matter, only its family.
-        for container in [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])] {
+        for container in [IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)] {
             if let (Some(own_claim), Some(other_claim)) = (self.claim(container), other.claim(container))
                 && own_claim.overlaps(&other_claim)
             {
@@ -54,8 +55,8 @@ impl Mapping {
         false
     }
 
-    /// Returns the claim of this mapping for a container with this address; `None` if its host
-    /// address is of the other family.
+    /// Returns the claim of this mapping for a container with this address; `None` if the mapping's
+    /// host address is of the other family.
     pub fn claim(&self, container: IpAddr) -> Option<ClaimedPort> {
         if let Some(host_ip) = self.host_ip
             && Family::of(host_ip) != Family::of(container)
@@ -75,7 +76,8 @@ impl Mapping {
 /// container's answers come back through the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Snat {
-    /// None. Then the container cannot reach its own host port, nor the host it by 127.0.0.1.
+    /// None. Then the container cannot reach its own host port, and the host cannot reach that port
+    /// at 127.0.0.1.
     No,
     /// The connections that could not work otherwise: those from the container itself (iptables:
     /// from its whole subnet) and, in IPv4, those from 127.0.0.1.
@@ -128,12 +130,12 @@ impl Forwarding {
     /// Returns the families in which a port is mapped, each as the container's address in it and
     /// all claims of this address.
     pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
-        self.every_family().filter(|(_, claims)| !claims.is_empty())
+        self.families_with_address().filter(|(_, claims)| !claims.is_empty())
     }
 
     /// Returns the families in which the container has an address, each as this address and all its
-    /// claims. There may be none.
-    pub(crate) fn every_family(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
+    /// claims. The claims are empty in a family in which no port is mapped.
+    pub(crate) fn families_with_address(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
         self.containers.iter().map(|container| (*container, self.claims(*container)))
     }
 
@@ -142,7 +144,7 @@ impl Forwarding {
         self.families().flat_map(|(_, claims)| claims).collect()
     }
 
-    /// Returns the claims of one of the container's addresses.
+    /// Returns the claims for one of the container's addresses.
     fn claims(&self, container: Cidr) -> Vec<ClaimedPort> {
         self.mappings.iter().filter_map(|mapping| mapping.claim(container.address())).collect()
     }
@@ -158,9 +160,9 @@ impl Forwarding {
     }
 }
 
-/// Returns the remark about a mapping of the same container to another address, which Go's plugin
-/// has left.
-fn older_mapping(older: &ClaimedPort) -> String {
+/// Returns the remark about `older`, a mapping of the same container to another address, which Go's
+/// plugin has left.
+fn older_mapping_remark(older: &ClaimedPort) -> String {
     let address = older.container;
     format!(
         "{older} is mapped to {address} by older rules of this container, which may take precedence until they are \
@@ -174,7 +176,8 @@ pub struct Removal {
     /// The claims of all rules that were found, also if a removal failed. The caller must use them
     /// now: a repeated removal does not find removed rules again.
     pub claims: Vec<ClaimedPort>,
-    /// A sentence for each rule or table that was not removed without an error.
+    /// A sentence for each rule that was not removed, or table that was not searched, without that
+    /// being an error.
     pub remarks: Vec<String>,
     /// Fails with the errors of all removals that failed.
     pub outcome: Result<()>,
@@ -182,11 +185,11 @@ pub struct Removal {
 
 /// The outcome of writing the rules of a [`Forwarding`].
 #[derive(Clone, Debug)]
-pub enum EnsureOutcome<PreviousRules> {
+pub enum EnsureOutcome<Previous> {
     /// All rules are in place.
     Done {
         /// The rules that the attachment had before, for `put_back`; `None` if nothing was changed.
-        previous: Option<PreviousRules>,
+        previous: Option<Previous>,
         /// Remarks for the operator, one sentence each.
         remarks: Vec<String>,
     },

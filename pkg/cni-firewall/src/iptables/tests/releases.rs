@@ -63,7 +63,7 @@ fn lines(family: Family, table: Table) -> Vec<String> {
 fn write_over_netlink(family: Family, table: Table, lines: &[String]) {
     let rig = Rig::new();
     // No program: what is not written over netlink fails.
-    let folders = Folders::only([PathBuf::from("/nonexistent")]).with_locks(rig.locks.path());
+    let folders = Folders::only([PathBuf::from("/nonexistent")]).with_lock_folder(rig.locks.path());
     let mut iptables = Iptables::open_with(table, &rig.machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
     let plan = |_: &mut Chains<'_>| {
         let mut edit = Edit::new();

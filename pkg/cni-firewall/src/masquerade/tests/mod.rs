@@ -80,7 +80,7 @@ impl Rig {
 
     /// Returns the folders of the host's programs and of its lock, so no file is left in /run.
     fn folders(&self) -> Folders {
-        Folders::only([self.folder.path().to_owned()]).with_locks(self.folder.path().join("locks"))
+        Folders::only([self.folder.path().to_owned()]).with_lock_folder(self.folder.path().join("locks"))
     }
 
     /// Returns the path of the file with the name of each program that was started.

@@ -39,8 +39,8 @@ impl IptablesPortMap<'_> {
     }
 }
 
-/// Returns the differences in one table: missing rules, and mappings of this container that take
-/// precedence over a wanted one or were not requested.
+/// Returns the differences in one table: missing rules, older mappings of this container that take
+/// precedence over a wanted one, and mappings that were not requested.
 fn differences_in(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -60,16 +60,16 @@ fn differences_in(
     let (own, mut unmarked): (Vec<&Section>, Vec<&Section>) =
         sections.iter().partition(|section| is_own(section, wanted));
     unmarked.retain(|section| section.marker.is_none());
-    // Go's rules for another address are accepted too: Go makes the rule that marks connections to
-    // a port only once, with the first address.
+    // Unmarked sections, of Go, are accepted although they lead to another address: Go makes the
+    // rule that marks connections to a port only once, with the first address.
     let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
     for claim in claims {
-        for words in shape::forward(wanted, container, claim) {
+        for words in shape::mapping_rules(wanted, container, claim) {
             if !accepted_rules.iter().any(|rule| rule.matches(&words)) {
                 differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
             }
         }
-        if !jumps.iter().filter_map(Jump::of).any(|jump| jump.serves(claim)) {
+        if !jumps.iter().filter_map(Jump::read).any(|jump| jump.serves(claim)) {
             differences.push(format!("chain {DNAT} lacks a rule that jumps to {chain} for {claim}"));
         }
         let is_unmarked = |found: &ClaimedPort| {

@@ -14,7 +14,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::conflict::LivenessProbe;
-use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, SetMark, Snat, older_mapping};
+use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, SetMark, Snat, older_mapping_remark};
 use crate::iptables::{Chains, Edit, Iptables, Rule, Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
@@ -29,10 +29,10 @@ pub(crate) mod shape;
 mod tests;
 
 pub use conflicts::UnreadTables;
-use others::displace;
+use others::plan_displacement;
 pub use previous::PreviousRules;
 use previous::is_own;
-use removal::{delete_section, is_needed, plan_removal};
+use removal::{delete_section, plan_removal, serves_any};
 use shape::{DNAT, MASQ, SETMARK, Section};
 
 /// Host ports in the tables `nat` of the calling thread's network namespace.
@@ -58,7 +58,7 @@ impl<'m> IptablesPortMap<'m> {
         Ok(IptablesPortMap { iptables: Iptables::open(Table::Nat, machine, notes, on_sigterm)? })
     }
 
-    /// Wraps an iptables that is open already.
+    /// Uses an iptables that is open already.
     pub fn new(iptables: Iptables<'m>) -> IptablesPortMap<'m> {
         IptablesPortMap { iptables }
     }
@@ -89,7 +89,7 @@ impl<'m> IptablesPortMap<'m> {
             let found = families.iter().find(|(planned, _)| *planned == family);
             let variant = found.map_or(Variant::Nft, |(_, variant)| *variant);
             previous.remember(nat, variant, wanted)?;
-            let plan = plan(nat, wanted, container, &claims, host_link.as_deref(), &mut probe)?;
+            let plan = plan_family(nat, wanted, container, &claims, host_link.as_deref(), &mut probe)?;
             if plan.held.is_some() {
                 held = plan.held;
                 return Ok(None);
@@ -104,7 +104,7 @@ impl<'m> IptablesPortMap<'m> {
         };
         previous.truncate(changed);
         // Families may have been changed before the error, or before another attachment took one of
-        // the ports: their previous rules are put back.
+        // the ports: the previous rules of these families are put back.
         if let Some(error) = error {
             return Err(self.put_back_after(error, wanted, &previous));
         }
@@ -120,8 +120,8 @@ impl<'m> IptablesPortMap<'m> {
         Ok(EnsureOutcome::Done { previous, remarks })
     }
 
-    /// Puts the previous rules back after `error`. Returns `error`, with the error of putting back
-    /// before it if that fails too.
+    /// Puts the previous rules back after `error`. Returns `error`; if putting back fails too, the
+    /// error of that precedes `error` in the message.
     fn put_back_after(&mut self, error: Error, wanted: &Forwarding, previous: &PreviousRules) -> Error {
         match self.put_back(wanted, previous) {
             Ok(()) => error,
@@ -143,7 +143,7 @@ impl<'m> IptablesPortMap<'m> {
         previous: &mut PreviousRules,
         remarks: &mut Vec<String>,
     ) -> Result<()> {
-        for (container, claims) in wanted.every_family() {
+        for (container, claims) in wanted.families_with_address() {
             if !claims.is_empty() {
                 continue;
             }
@@ -153,7 +153,8 @@ impl<'m> IptablesPortMap<'m> {
             let (mut last_remarks, mut has_changes) = (Vec::new(), false);
             let result = self.iptables.change(family, variant, |nat| {
                 previous.remember(nat, variant, wanted)?;
-                let plan = plan(nat, wanted, container, &[], host_link, &mut probe)?;
+                // Without a claim no port can be held, so the plan is complete.
+                let plan = plan_family(nat, wanted, container, &[], host_link, &mut probe)?;
                 last_remarks = plan.remarks;
                 has_changes |= !plan.edit.is_empty();
                 Ok(plan.edit)
@@ -192,10 +193,10 @@ fn program_name(family: Family) -> &'static str {
 }
 
 /// Plans all changes for one family: the removal of dead containers' rules, the shared rules, and
-/// the container's own. `host_link` is the host's end of the attachment's link, if that has the
-/// attachment's alias. If a living container has a wanted port, the plan is not complete and must
-/// not be applied.
-fn plan(
+/// the container's own. `host_link` is the host's end of the attachment's link, if the host's end
+/// has the attachment's alias. If a living container has a wanted port, the plan is not complete
+/// and must not be applied.
+fn plan_family(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
     container: Cidr,
@@ -206,7 +207,7 @@ fn plan(
     let mut plan = Plan::default();
     let candidate_jumps = candidate_jumps(nat, wanted, claims)?;
     if wanted.policy == Policy::RefuseIfAlive {
-        displace(nat, wanted, (container, claims), &candidate_jumps, (probe, &mut plan))?;
+        plan_displacement(nat, wanted, (container, claims), &candidate_jumps, (probe, &mut plan))?;
         if plan.held.is_some() {
             return Ok(plan);
         }
@@ -222,12 +223,12 @@ fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::RuleWords)> {
     if let SetMark::Bit(bit) = &wanted.set_mark
         && wanted.snat != Snat::No
     {
-        rules.push((SETMARK, shape::set_mark(*bit)));
-        rules.push((MASQ, shape::masquerade(*bit)));
-        rules.push(("POSTROUTING", shape::masq_entry()));
+        rules.push((SETMARK, shape::set_mark_rule(*bit)));
+        rules.push((MASQ, shape::masquerade_rule(*bit)));
+        rules.push(("POSTROUTING", shape::masquerade_entry_rule()));
     }
-    rules.push(("PREROUTING", shape::entry()));
-    rules.push(("OUTPUT", shape::entry()));
+    rules.push(("PREROUTING", shape::entry_rule()));
+    rules.push(("OUTPUT", shape::entry_rule()));
     rules
 }
 
@@ -269,8 +270,8 @@ fn plan_own_rules(
 ) -> Result<()> {
     let edit = &mut plan.edit;
     let chain = shape::chain(&wanted.attachment);
-    let mut new_rules = vec![shape::marker(&wanted.attachment, host_link)];
-    new_rules.extend(claims.iter().flat_map(|claim| shape::forward(wanted, container, claim)));
+    let mut new_rules = vec![shape::marker_rule(&wanted.attachment, host_link)];
+    new_rules.extend(claims.iter().flat_map(|claim| shape::mapping_rules(wanted, container, claim)));
     let mut sections = shape::sections(nat.rules(&chain)?);
     sections.retain(|section| section.rules().next().is_some());
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
@@ -292,13 +293,14 @@ fn plan_own_rules(
     if wanted.policy == Policy::RefuseIfAlive {
         for section in others.iter().filter(|section| section.marker.is_none()) {
             let older = section.claims().filter(|older| claims.iter().any(|claim| claim.overlaps(older)));
-            plan.remarks.extend(older.map(|older| older_mapping(&older)));
+            plan.remarks.extend(older.map(|older| older_mapping_remark(&older)));
         }
     }
     let conditions = wanted.conditions(Family::of(container.address()));
     let jumps: Vec<&Rule> = candidate_jumps.iter().filter(|rule| rule.target() == Some(&chain)).collect();
+    // The jumps that stay, as indices in `jumps`.
     let mut kept_indices: Vec<usize> = Vec::new();
-    for words in shape::jumps(wanted, conditions) {
+    for words in shape::jump_rules(wanted, conditions) {
         let is_unused_match = |(index, jump): (usize, &&Rule)| jump.matches(&words) && !kept_indices.contains(&index);
         // The kernel can return conditions in another form than the configuration has, so they
         // cannot be compared: a jump with conditions is always replaced.
@@ -309,7 +311,7 @@ fn plan_own_rules(
         }
     }
     for (index, jump) in jumps.iter().enumerate() {
-        if !kept_indices.contains(&index) && !is_needed(jump, &claims_of_others) {
+        if !kept_indices.contains(&index) && !serves_any(jump, &claims_of_others) {
             edit.delete(DNAT, jump);
         }
     }

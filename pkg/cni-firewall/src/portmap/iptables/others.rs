@@ -9,17 +9,17 @@ use cni::Cidr;
 use super::super::conflict::{Liveness, LivenessProbe};
 use super::super::{ClaimedPort, Forwarding, Holder};
 use super::shape::{self, DNAT, Group, Jump, Section};
-use super::{Chains, Plan, is_needed};
+use super::{Chains, Plan, serves_any};
 use crate::iptables::Rule;
 use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// Plans the removal of dead containers' rules for the wanted ports and to this container's
-/// address. If a living container has a wanted port, stops and sets `plan.held` to that container.
-/// `candidate_jumps` are the rules of [`DNAT`] that may be for the ports. If the search for rules
-/// to the address fails, adds a remark to the plan instead of failing.
-pub(super) fn displace(
+/// Adds to `plan` the removal of dead containers' rules for the wanted ports and to this
+/// container's address. If a living container has a wanted port, stops and sets `plan.held` to that
+/// container. `candidate_jumps` are the rules of [`DNAT`] that may be for the ports. If the search
+/// for rules to the address fails, adds a remark to the plan instead of failing.
+pub(super) fn plan_displacement(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
     (container, claims): (Cidr, &[ClaimedPort]),
@@ -30,23 +30,23 @@ pub(super) fn displace(
     let own_chain = shape::chain(&wanted.attachment);
     let is_of_other_container = |chain: &str| chain.starts_with(shape::PREFIX) && chain != own_chain;
     let mut port_chains = BTreeSet::new();
-    for jump in candidate_jumps.iter().filter_map(Jump::of) {
+    for jump in candidate_jumps.iter().filter_map(Jump::read) {
         if is_of_other_container(&jump.chain) && claims.iter().any(|claim| jump.serves(claim)) {
             port_chains.insert(jump.chain);
         }
     }
     for chain in &port_chains {
-        displace_in_chain(nat, wanted, (container, claims), chain, (probe, plan))?;
+        plan_displacement_in_chain(nat, wanted, (container, claims), chain, (probe, plan))?;
         if plan.held.is_some() {
             return Ok(());
         }
     }
-    let mut displace_by_address = || -> Result<()> {
+    let mut plan_by_address = || -> Result<()> {
         for chain in nat.list_chains_for_address(DNAT, shape::PREFIX, container.address())? {
             if !is_of_other_container(&chain) || port_chains.contains(&chain) {
                 continue;
             }
-            displace_in_chain(nat, wanted, (container, claims), &chain, (probe, plan))?;
+            plan_displacement_in_chain(nat, wanted, (container, claims), &chain, (probe, plan))?;
             if plan.held.is_some() {
                 break;
             }
@@ -55,7 +55,7 @@ pub(super) fn displace(
     };
     // Rules that lead here from other ports do not keep the wanted ports from working, so the ADD
     // does not fail.
-    if let Err(error) = displace_by_address() {
+    if let Err(error) = plan_by_address() {
         plan.remarks.push(format!(
             "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
             container.address()
@@ -64,8 +64,9 @@ pub(super) fn displace(
     Ok(())
 }
 
-/// Does [`displace`] for the chain of one container. On failure the plan is unchanged.
-fn displace_in_chain(
+/// Does [`plan_displacement`] for `chain`, the chain of another container. On failure the plan is
+/// unchanged.
+fn plan_displacement_in_chain(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
     (container, claims): (Cidr, &[ClaimedPort]),
@@ -79,9 +80,9 @@ fn displace_in_chain(
     let (mut removed, mut kept): (Vec<&Rule>, Vec<&Group>) = (Vec::new(), Vec::new());
     let mut remarks = Vec::new();
     for section in &sections {
-        let kept_before = kept.len();
+        let kept_before_section = kept.len();
         for group in &section.groups {
-            let Some(holder) = other.holder(section, group, claims) else {
+            let Some(holder) = other.holder_of(section, group, claims) else {
                 kept.push(group);
                 continue;
             };
@@ -93,11 +94,11 @@ fn displace_in_chain(
                 }
                 Liveness::Alive => kept.push(group),
                 Liveness::Dead => {
-                    remarks.push(holder.removal_note(wanted));
+                    remarks.push(holder.removal_remark(wanted));
                     removed.extend(&group.rules);
                 }
                 Liveness::Unknown => {
-                    let note = if has_wanted_port { holder.port_taken_note() } else { holder.unknown_owner_note() };
+                    let note = if has_wanted_port { holder.port_taken_remark() } else { holder.unknown_owner_remark() };
                     remarks.push(note);
                     kept.push(group);
                 }
@@ -105,12 +106,12 @@ fn displace_in_chain(
         }
         // A marker is removed with the last mapping of its section. A chain that only has a marker
         // is the one that `ensure_empty_chains` creates.
-        if kept.len() == kept_before && !section.groups.is_empty() {
+        if kept.len() == kept_before_section && !section.groups.is_empty() {
             removed.extend(&section.marker);
         }
     }
     plan.remarks.append(&mut remarks);
-    // Also true for an empty chain, which does not show its owner and is not removed.
+    // Nothing is removed either from an empty chain, which does not show its owner.
     if removed.is_empty() {
         return Ok(());
     }
@@ -123,14 +124,14 @@ fn displace_in_chain(
     // A kept rule without a readable claim may need any of the jumps, so all jumps are kept.
     let kept_claims: Option<Vec<ClaimedPort>> = kept.iter().map(|group| group.claim).collect();
     if let Some(kept_claims) = kept_claims {
-        for jump in jumps.iter().filter(|jump| !is_needed(jump, &kept_claims)) {
+        for jump in jumps.iter().filter(|jump| !serves_any(jump, &kept_claims)) {
             plan.edit.delete(DNAT, jump);
         }
     }
     Ok(())
 }
 
-/// A chain of another container, and the facts by which its rules are judged.
+/// A chain of another container, and what its rules are compared with.
 struct OtherChain<'t> {
     chain: &'t str,
     /// This attachment.
@@ -149,7 +150,7 @@ impl<'t> OtherChain<'t> {
     /// this container's.
     fn new(chain: &'t str, wanted: &'t Forwarding, address: IpAddr, jumps: &'t [Rule]) -> OtherChain<'t> {
         let has_conditions = !wanted.conditions(Family::of(address)).is_empty()
-            || jumps.iter().filter_map(Jump::of).any(|jump| !jump.is_plain);
+            || jumps.iter().filter_map(Jump::read).any(|jump| !jump.is_plain);
         let jump_owner = jumps.iter().find_map(|jump| shape::read_comment(jump.comment()?));
         OtherChain { chain, attachment: &wanted.attachment, address, jump_owner, has_conditions }
     }
@@ -157,7 +158,7 @@ impl<'t> OtherChain<'t> {
     /// Returns the other container that has this mapping, if the mapping claims a wanted port or
     /// leads to this container's address. `None` for any other mapping, for one without a readable
     /// claim, and if the mapping belongs to this container.
-    fn holder(&self, section: &Section, group: &Group, claims: &[ClaimedPort]) -> Option<Holder> {
+    fn holder_of(&self, section: &Section, group: &Group, claims: &[ClaimedPort]) -> Option<Holder> {
         let claim = group.claim?;
         let leads_here = claim.container.ip() == self.address;
         if !leads_here && !claims.iter().any(|wanted| wanted.overlaps(&claim)) {

@@ -1,12 +1,12 @@
 //! Records the rules of an attachment before an ADD, and puts them back if the ADD fails.
 //!
-//! The recorded rules are compared with the present ones. Those that another process removed
-//! meanwhile come back too. Rules of other attachments in the same chain are not changed, and the
-//! shared chains keep their new rules.
+//! The recorded rules are compared with the present ones, so a recorded rule that another process
+//! removed meanwhile is put back too. Rules of other attachments in the same chain are not changed,
+//! and the shared chains keep the rules that the ADD wrote.
 
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
-use super::{IptablesPortMap, delete_section, is_needed, plan_removal};
+use super::{IptablesPortMap, delete_section, plan_removal, serves_any};
 use crate::iptables::{Chains, Edit, Rule, Variant};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -64,7 +64,7 @@ impl PreviousRules {
 
 /// Whether a section of the container's chain is this attachment's: its marker names the
 /// attachment, or it has no marker and all its mappings lead to the container's addresses, like the
-/// mappings of an earlier ADD by Go's plugin. True for an empty section.
+/// mappings of an earlier ADD by Go's plugin. True for a section without marker and mappings.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
         Some(alias) => alias == wanted.attachment.alias(),
@@ -109,7 +109,8 @@ impl FamilyRules {
     fn plan_put_back(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
         let chain = shape::chain(&wanted.attachment);
         if self.rules.is_empty() {
-            plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;
+            // The claims of the removed rules are not needed here.
+            let _claims = plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;
             return Ok(());
         }
         let sections = shape::sections(nat.rules(&chain)?);
@@ -125,7 +126,7 @@ impl FamilyRules {
         }
         let present_jumps = nat.rules_leading_to(DNAT, &chain)?;
         for jump in &present_jumps {
-            if !self.jumps.contains(jump) && !is_needed(jump, &claims_of_others) {
+            if !self.jumps.contains(jump) && !serves_any(jump, &claims_of_others) {
                 edit.delete(DNAT, jump);
             }
         }

@@ -10,7 +10,7 @@ use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
-/// A network and a container ID, as the comment of a jump names them.
+/// The network and the container ID that the comment of a jump names.
 pub(super) struct JumpOwner {
     network: String,
     container_id: String,
@@ -174,11 +174,11 @@ pub(super) fn plan_removal(
         return Ok(claims);
     }
     let kept_claims: Vec<ClaimedPort> = kept.iter().flat_map(|section| section.claims()).collect();
-    // Rules that do not show their owner are removed only with the whole chain.
-    for section in removed.iter().filter(|section| !section.is_silent()) {
+    // Rules that do not show their owner are removed only with the whole chain, above.
+    for section in removed.iter().filter(|section| section.shows_owner()) {
         delete_section(edit, chain, section, &kept_claims);
     }
-    for jump in jumps.iter().filter(|jump| !is_needed(jump, &kept_claims)) {
+    for jump in jumps.iter().filter(|jump| !serves_any(jump, &kept_claims)) {
         edit.delete(DNAT, jump);
     }
     Ok(claims)
@@ -200,8 +200,9 @@ pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, ke
     }
 }
 
-/// Whether packets for one of the claims can pass this jump of [`DNAT`].
-pub(super) fn is_needed(jump: &Rule, claims: &[ClaimedPort]) -> bool {
-    let Some(jump) = Jump::of(jump) else { return false };
+/// Whether packets for one of the claims can pass this jump of [`DNAT`]. False for a rule without a
+/// target.
+pub(super) fn serves_any(jump: &Rule, claims: &[ClaimedPort]) -> bool {
+    let Some(jump) = Jump::read(jump) else { return false };
     claims.iter().any(|claim| jump.serves(claim))
 }

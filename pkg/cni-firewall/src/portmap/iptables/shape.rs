@@ -9,14 +9,14 @@
 //! -A CNI-HOSTPORT-MASQ     -m mark --mark 0x2000/0x2000 -j MASQUERADE
 //! -A CNI-HOSTPORT-SETMARK  -m comment --comment "CNI portfwd masquerade mark" -j MARK --set-xmark 0x2000/0x2000
 //! -A CNI-HOSTPORT-DNAT     -p P -m comment --comment "dnat name: \"N\" id: \"ID\"" -m multiport --dports A,B CONDITIONS -j D
-//! -A D                     [-i LINK] -m comment --comment "cni:N/ID/IFNAME"                              these plugins alone
+//! -A D                     [-i LINK] -m comment --comment "cni:N/ID/IFNAME"                              not written by Go
 //! -A D                     -s SUBNET [-d H] -p P -m P --dport A -j CNI-HOSTPORT-SETMARK
 //! -A D                     -s 127.0.0.1/32 [-d H] -p P -m P --dport A -j CNI-HOSTPORT-SETMARK            not in IPv6
 //! -A D                     [-d H] -p P -m P --dport A -j DNAT --to-destination C:Q
 //! ```
-//! All interfaces of a container share D. The rule without a target is a marker: its comment is the
-//! alias of the attachment that has the rules after it, and LINK is the host's end of the
-//! container's link, if that had the alias when the rule was written.
+//! All interfaces of a container share D. The rule without a target is a *marker*: its comment is
+//! the alias of the attachment that has the rules after it, and LINK is the host's end of the
+//! container's link, if the host's end had the alias when the rule was written.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -28,8 +28,11 @@ use crate::iptables::Rule;
 use cni::AttachmentId;
 use cni::Cidr;
 
+/// The chain of the jumps to the containers' chains.
 pub(crate) const DNAT: &str = "CNI-HOSTPORT-DNAT";
+/// The chain that marks connections for [`MASQ`].
 pub(super) const SETMARK: &str = "CNI-HOSTPORT-SETMARK";
+/// The chain that masquerades marked connections.
 pub(super) const MASQ: &str = "CNI-HOSTPORT-MASQ";
 /// The chain in which very old releases of Go's plugin jump to those of [`snat_chain`].
 pub(super) const SNAT: &str = "CNI-HOSTPORT-SNAT";
@@ -44,7 +47,7 @@ const COMMENT_MAX: usize = 255;
 /// A rule in the words of the command line.
 pub(super) type RuleWords = Vec<String>;
 
-/// Returns a rule of these words.
+/// Returns these words as owned strings.
 fn words<const N: usize>(words: [&str; N]) -> RuleWords {
     words.map(str::to_owned).to_vec()
 }
@@ -68,12 +71,12 @@ pub(super) fn snat_chain(attachment: &AttachmentId) -> String {
 }
 
 /// Returns the rule by which PREROUTING and OUTPUT jump to [`DNAT`].
-pub(super) fn entry() -> RuleWords {
+pub(super) fn entry_rule() -> RuleWords {
     words(["-m", "addrtype", "--dst-type", "LOCAL", "-j", DNAT])
 }
 
 /// Returns the rule by which POSTROUTING jumps to [`MASQ`].
-pub(super) fn masq_entry() -> RuleWords {
+pub(super) fn masquerade_entry_rule() -> RuleWords {
     words(["-m", "comment", "--comment", "CNI portfwd requiring masquerade", "-j", MASQ])
 }
 
@@ -85,12 +88,12 @@ fn one_bit_mark(mark_bit: u8) -> String {
 }
 
 /// Returns the rule of [`MASQ`]: packets with the mark are masqueraded.
-pub(super) fn masquerade(mark_bit: u8) -> RuleWords {
+pub(super) fn masquerade_rule(mark_bit: u8) -> RuleWords {
     words(["-m", "mark", "--mark", &one_bit_mark(mark_bit), "-j", "MASQUERADE"])
 }
 
 /// Returns the rule of [`SETMARK`]: packets get the mark.
-pub(super) fn set_mark(mark_bit: u8) -> RuleWords {
+pub(super) fn set_mark_rule(mark_bit: u8) -> RuleWords {
     words([
         "-m",
         "comment",
@@ -107,8 +110,8 @@ pub(super) fn set_mark(mark_bit: u8) -> RuleWords {
 pub(crate) fn comment(attachment: &AttachmentId) -> String {
     let mut comment = format!("dnat name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
     if comment.len() > COMMENT_MAX {
-        // Go cuts the comment so that it has 256 bytes with `...` at its end. The kernel stores 255
-        // of them, and Go's CHECK compares with these.
+        // Go cuts the comment to 256 bytes, of which the last three are `...`. The kernel stores
+        // 255 of them, and Go's CHECK compares with these.
         comment = comment.chars().take(COMMENT_MAX - 2).collect::<String>() + "..";
     }
     comment
@@ -122,7 +125,7 @@ pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
 
 /// Returns a container's jumps in [`DNAT`]: for each protocol, one for every 15 ports. Like Go's,
 /// they name every mapped port, also those that are mapped in the other family only.
-pub(super) fn jumps(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords> {
+pub(super) fn jump_rules(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords> {
     let mut ports_by_protocol: BTreeMap<Protocol, Vec<u16>> = BTreeMap::new();
     for Mapping { protocol, host_port, .. } in &wanted.mappings {
         ports_by_protocol.entry(*protocol).or_default().push(*host_port);
@@ -158,7 +161,7 @@ pub(super) struct Jump {
 
 impl Jump {
     /// Reads a rule. `None` if it has no target.
-    pub(super) fn of(rule: &Rule) -> Option<Jump> {
+    pub(super) fn read(rule: &Rule) -> Option<Jump> {
         let ports = rule.value("--dports").unwrap_or_default();
         let ports = ports.split(',').map(str::parse).collect::<Result<_, _>>().unwrap_or_default();
         // The 12 words: -p P -m comment --comment C -m multiport --dports A -j D
@@ -179,7 +182,7 @@ impl Jump {
 
 /// Returns the marker: the rule that names the attachment of the rules after it. `host_link` is the
 /// host's end of the container's link, if it has the attachment's alias.
-pub(super) fn marker(attachment: &AttachmentId, host_link: Option<&str>) -> RuleWords {
+pub(super) fn marker_rule(attachment: &AttachmentId, host_link: Option<&str>) -> RuleWords {
     let mut marker = host_link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &attachment.alias()]));
     marker
@@ -187,7 +190,7 @@ pub(super) fn marker(attachment: &AttachmentId, host_link: Option<&str>) -> Rule
 
 /// Returns the rules of one mapping: those that mark connections for masquerading, then the one
 /// that translates the destination.
-pub(super) fn forward(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort) -> Vec<RuleWords> {
+pub(super) fn mapping_rules(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort) -> Vec<RuleWords> {
     let mut rules = Vec::new();
     let matches_from = |source: Option<String>| {
         let mut rule = source.map(|source| words(["-s", &source])).unwrap_or_default();
@@ -252,11 +255,11 @@ pub(super) struct Group {
     pub(super) rules: Vec<Rule>,
 }
 
-/// The rules of one attachment in a container's chain, or those without a marker that lead to one
-/// address.
+/// The rules of one attachment in a container's chain, after its marker; or the rules without a
+/// marker that lead to one address.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Section {
-    /// The rule that names the attachment; `None` for rules made by Go's plugin.
+    /// The rule that names the attachment; `None` for rules of Go's plugin.
     pub(super) marker: Option<Rule>,
     /// The mappings.
     pub(super) groups: Vec<Group>,
@@ -273,9 +276,9 @@ impl Section {
         self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
     }
 
-    /// Whether nothing in the section shows its owner: neither a marker nor an address.
-    pub(super) fn is_silent(&self) -> bool {
-        self.marker.is_none() && self.address().is_none()
+    /// Whether a marker or an address shows to which attachment the section belongs.
+    pub(super) fn shows_owner(&self) -> bool {
+        self.marker.is_some() || self.address().is_some()
     }
 
     /// Returns every rule, the marker first.

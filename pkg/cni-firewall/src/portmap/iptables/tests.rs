@@ -71,7 +71,7 @@ fn rules_without_a_mark_form_one_section_per_address() {
     let found = sections(&chain);
     let expected = [(None, vec![8080, 8082]), (None, vec![8081]), (None, vec![]), (None, vec![])];
     assert_eq!(summary(&found), expected);
-    assert_eq!(found.iter().map(Section::is_silent).collect::<Vec<_>>(), [false, false, true, true]);
+    assert_eq!(found.iter().map(Section::shows_owner).collect::<Vec<_>>(), [true, true, false, false]);
     assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
 }
 
@@ -86,7 +86,7 @@ fn unknown_rules_of_a_chain_stay_with_the_section_before_them() {
 
 #[test]
 fn a_jump_to_a_chain_covers_the_ports_it_names() {
-    let of = |line: &str| Jump::of(&rules(&[line])[0]).unwrap();
+    let of = |line: &str| Jump::read(&rules(&[line])[0]).unwrap();
     let claim = |port| ClaimedPort {
         protocol: super::super::Protocol::Tcp,
         host_ip: None,
@@ -137,7 +137,7 @@ fn forwarding() -> Forwarding {
 fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
     with_legacy(|| {
         let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
-        let folders = Folders::new(std::env::var_os("PATH")).with_locks(locks.path());
+        let folders = Folders::new(std::env::var_os("PATH")).with_lock_folder(locks.path());
         let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
         let mut backend = IptablesPortMap::new(iptables);
         let EnsureOutcome::Done { previous: Some(previous), .. } = backend.ensure(&wanted).unwrap() else {

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
-use super::shape::{self, ALL, ENTRIES, HOSTPORTS, MASQUERADING};
+use super::shape::{self, ENTRY_CHAINS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
 use super::{Identity, NftPortMap, State, identity};
 use crate::nft::Expr;
 use cni_linux::error::Result;
@@ -14,7 +14,7 @@ use cni_linux::route::Family;
 struct OwnRules<'s> {
     mappings: Vec<(ClaimedPort, &'s Vec<Expr>)>,
     masquerades: Vec<&'s Vec<Expr>>,
-    /// Whether one of the rules was made by Go's plugin.
+    /// Whether one of the rules names only the container, as those of Go's plugin do.
     by_go: bool,
 }
 
@@ -24,8 +24,8 @@ impl<'s> OwnRules<'s> {
         let mut own = OwnRules::default();
         for (chain, rules) in &state.rules {
             for listed in identity.own_rules(rules, addresses, shape::container) {
-                own.by_go |= identity.owner(&listed.rule) == identity::Ownership::Container;
-                match shape::read(&listed.rule) {
+                own.by_go |= identity.ownership_of(&listed.rule) == identity::Ownership::Container;
+                match shape::read_mapping(&listed.rule) {
                     Some((claim, _)) if *chain != MASQUERADING => own.mappings.push((claim, &listed.rule.exprs)),
                     _ => own.masquerades.push(&listed.rule.exprs),
                 }
@@ -36,7 +36,7 @@ impl<'s> OwnRules<'s> {
 
     /// Whether all masquerading rules for `snat` exist.
     fn has_masquerades(&self, container: IpAddr, snat: Snat) -> bool {
-        shape::masquerades(container, snat).iter().all(|exprs| self.masquerades.contains(&exprs))
+        shape::masquerade_rules(container, snat).iter().all(|exprs| self.masquerades.contains(&exprs))
     }
 }
 
@@ -51,6 +51,7 @@ impl NftPortMap {
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
+            // Without claims, rules of other containers for the ports are not read.
             let state = self.read_state(container, wanted, &identity, &[])?;
             let own = OwnRules::new(&state, &identity, &addresses);
             for chain in &state.missing_chains {
@@ -61,7 +62,7 @@ impl NftPortMap {
             }
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
             let is_mapping_of = |claim: &ClaimedPort, found: &ClaimedPort, exprs: &Vec<Expr>| match &conditions {
-                Some(conditions) if !own.by_go => *exprs == [conditions.clone(), shape::forward(claim)].concat(),
+                Some(conditions) if !own.by_go => *exprs == [conditions.clone(), shape::mapping_rule(claim)].concat(),
                 // Rules made by Go have no conditions: Go puts them into the base chains.
                 Some(_) => found == claim,
                 // The program `nft` wrote the rule. Its conditions may end with an address, which
@@ -95,9 +96,9 @@ impl NftPortMap {
                 }
             }
             // Go's plugin ignores `masqAll` with nftables.
-            let is_as_by_go =
+            let is_masqueraded_as_by_go =
                 own.by_go && wanted.snat == Snat::All && own.has_masquerades(container.address(), Snat::Hairpin);
-            if !own.has_masquerades(container.address(), wanted.snat) && !is_as_by_go {
+            if !own.has_masquerades(container.address(), wanted.snat) && !is_masqueraded_as_by_go {
                 differences.push(format!(
                     "nft chain {table} {MASQUERADING} lacks a masquerade rule for {}",
                     container.address()
@@ -114,9 +115,9 @@ impl State {
     fn chains_without_jump(&self, by_go: bool) -> Vec<&'static str> {
         let mut chains = Vec::new();
         if !by_go {
-            chains.extend(ENTRIES.map(|(name, _)| name));
+            chains.extend(ENTRY_CHAINS.map(|(name, _)| name));
         }
-        chains.push(ALL);
+        chains.push(HOSTPORTS_ALL);
         chains.retain(|name| {
             let lacks_rule = self.missing_rules.iter().any(|(chain, _)| chain == name);
             lacks_rule && !self.missing_chains.contains(name)

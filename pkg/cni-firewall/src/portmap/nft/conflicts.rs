@@ -3,7 +3,7 @@
 
 use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{Forwarding, Policy, conditions};
-use super::{Identity, NftPortMap, Others, retry_races, shape};
+use super::{ConflictSearch, Identity, NftPortMap, retry_races, shape};
 use crate::nft::Batch;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -11,8 +11,8 @@ use cni_linux::route::Family;
 impl NftPortMap {
     /// Returns the living holder of a wanted port, if there is one, and whether there are rules of
     /// dead containers for the ports or to the container's addresses, in both families. With
-    /// [`ConflictAction::Displace`] also removes the dead containers' rules. There are no conflicts
-    /// in a kernel without nf_tables.
+    /// [`ConflictAction::Displace`] also removes the dead containers' rules. Finds nothing on a
+    /// kernel without nf_tables, and with [`Policy::Ignore`].
     pub fn conflicts(&mut self, wanted: &Forwarding, action: ConflictAction) -> Result<Conflicts> {
         if wanted.policy == Policy::Ignore {
             return Ok(Conflicts::default());
@@ -24,8 +24,9 @@ impl NftPortMap {
         }
     }
 
-    /// Does [`conflicts`](NftPortMap::conflicts) once. Fails if another process changes a rule
-    /// between the reading and the removal.
+    /// Finds the conflicts and, with [`ConflictAction::Displace`], removes the rules of dead
+    /// containers: one attempt of [`conflicts`](NftPortMap::conflicts). Fails if another process
+    /// changes a rule between the reading and the removal.
     fn find_conflicts(
         &mut self,
         wanted: &Forwarding,
@@ -35,20 +36,21 @@ impl NftPortMap {
         let identity = Identity::new(&wanted.attachment);
         let (mut conflicts, mut batch) = (Conflicts::default(), Batch::new());
         batch.only_at(self.nft.wait_for_generation()?);
-        for (container, claims) in wanted.every_family() {
+        for (container, claims) in wanted.families_with_address() {
             let family = Family::of(container.address());
             let state = self.read_conflicting(container, &claims)?;
-            // An ADD with iptables has its conditions in the syntax of iptables, which do not
-            // compile here; they count as different from those of any rule.
+            // Conditions in the syntax of iptables do not compile here. Then the conditions of
+            // every rule count as different.
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
-            let others = Others { identity: &identity, container, claims: &claims, conditions: conditions.as_deref() };
-            let decision = others.decide(&state, wanted, probe)?;
+            let search =
+                ConflictSearch { identity: &identity, container, claims: &claims, conditions: conditions.as_deref() };
+            let decision = search.decide(&state, wanted, probe)?;
             if decision.held.is_some() {
                 return Ok(Conflicts { held: decision.held, ..conflicts });
             }
-            conflicts.found_dead |= !decision.displaced.is_empty();
+            conflicts.found_dead |= !decision.dead_rules.is_empty();
             let table = shape::table(family);
-            decision.displaced.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
+            decision.dead_rules.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
             conflicts.remarks.extend(decision.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));
         }
         if action == ConflictAction::Displace {

@@ -33,13 +33,14 @@ pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
-use others::Others;
+use others::ConflictSearch;
 use plan::{FamilyRequest, Plan};
 pub use previous::PreviousRules;
 use program::ProgramMappings;
-use shape::{ALL, CONTAINERS, ENTRIES, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
+use shape::{CONTAINER_CHAINS, ENTRY_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
 
-/// How often a change is planned, if another process changes a rule each time before it is applied.
+/// How often a change is planned if, each time, another process changes a rule before the change is
+/// applied.
 /// Of n racing changes each loses at most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
@@ -56,7 +57,7 @@ pub struct NftPortMap {
 pub enum Refusal {
     /// The kernel's error; [`Error::is_unsupported`] if it has no nf_tables, or no NAT in it.
     Kernel(Error),
-    /// Conditions that are not understood.
+    /// Conditions that neither portmap nor the program `nft` understands.
     Condition {
         /// The first token that is not understood.
         token: String,
@@ -74,9 +75,10 @@ impl From<Error> for Refusal {
 /// What the transaction of an ADD does.
 #[derive(Clone, Copy)]
 enum Stage<'w> {
-    /// Creates the shared chains, which the program `nft` needs, and displaces dead containers.
+    /// Creates the shared chains, which the program `nft` needs, and removes the rules of dead
+    /// containers.
     Prepare,
-    /// Does all that is left, after the program has written these mappings.
+    /// Also writes the attachment's rules, after the program has written these mappings.
     Whole(&'w [ProgramMappings]),
 }
 
@@ -92,9 +94,9 @@ struct State {
 }
 
 impl NftPortMap {
-    /// Opens a connection in the calling thread's network namespace. Fails with
-    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink, which has no rules to
-    /// purge either.
+    /// Opens a connection in the calling thread's network namespace. On a kernel without
+    /// netfilter's netlink, which has no rules either, fails with an error that [is
+    /// unsupported](Error::is_unsupported).
     pub fn open() -> Result<NftPortMap> {
         Ok(NftPortMap { nft: Nft::open()? })
     }
@@ -107,7 +109,7 @@ impl NftPortMap {
     /// the transaction.
     ///
     /// # Errors
-    /// [`Refusal`]
+    /// See [`Refusal`].
     pub fn ensure(
         &mut self,
         machine: &dyn Machine,
@@ -123,6 +125,7 @@ impl NftPortMap {
         }
         let outcome = self.transact(wanted, Stage::Whole(&by_program));
         if !matches!(outcome, Ok(EnsureOutcome::Done { .. })) {
+            // A failure to delete is returned instead of the outcome: rules are left behind.
             self.delete_added(&by_program)?;
         }
         Ok(outcome?)
@@ -139,8 +142,8 @@ impl NftPortMap {
         retry_races(|| self.attempt(wanted, stage, host_link, &mut probe))
     }
 
-    /// Plans and commits the transaction of a stage once. Fails with [`raced`] if another process
-    /// has changed a rule since it was read.
+    /// Plans and commits the transaction of a stage once. If another process has changed a rule
+    /// since it was read, fails with an error for which [`raced`] is true.
     fn attempt(
         &mut self,
         wanted: &Forwarding,
@@ -153,7 +156,7 @@ impl NftPortMap {
         plan.batch.only_at(self.nft.wait_for_generation()?);
         // A family in which no port is mapped is planned too: the CHECK of Go's plugin looks for
         // the chains and the masquerading in it.
-        for (container, claims) in wanted.every_family() {
+        for (container, claims) in wanted.families_with_address() {
             let request = FamilyRequest { wanted, identity: &identity, container, claims: &claims, stage, host_link };
             if let Some(holder) = self.plan_family(&request, probe, &mut plan)? {
                 return Ok(EnsureOutcome::Held(holder));
@@ -169,22 +172,26 @@ impl NftPortMap {
                 // Putting back reads the rules, so it is right in both cases.
                 let Stage::Whole(by_program) = stage else { return Err(error) };
                 let undone = [self.delete_added(by_program), self.put_back(wanted, &previous)];
-                Error::join([Err(error)].into_iter().chain(undone).filter_map(Result::err))?;
+                let undo_errors = undone.into_iter().filter_map(Result::err);
+                // `join` of at least one error always fails.
+                Error::join([error].into_iter().chain(undo_errors))?;
             }
         }
         Ok(EnsureOutcome::Done { previous: if has_changes { Some(previous) } else { None }, remarks })
     }
 
     /// Removes all rules of the attachment in both families, in one transaction, also those made by
-    /// Go's plugin. Such a rule names only the container: it is removed if it leads to one of
-    /// `addresses`, the attachment's known addresses, or if none of its family is known. Succeeds
-    /// if there is nothing to remove, or no nf_tables in the kernel.
+    /// Go's plugin. A rule of Go names only the container: it is removed if it leads to one of
+    /// `addresses`, the attachment's known addresses, or if no address of the rule's family is
+    /// known and nothing shows that the container has another attachment. Succeeds if there is
+    /// nothing to remove, or no nf_tables in the kernel.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(attachment);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
-        // A rule of the container that leads to another address shows that the container has
-        // another attachment. Then its rules in a family without a known address stay. Such rules
-        // are looked for in the families with a known address, so these come first.
+        // In a family with a known address, a rule that leads to another address shows that the
+        // container has another attachment. Then the container's rules in a family without a known
+        // address stay: they may be the other attachment's. So the families with a known address
+        // are read first.
         let (mut families, mut has_other_attachment) = (FAMILIES, false);
         families.sort_by_key(|family| !is_known(*family));
         self.purge_where(&identity.comment, families, |family, rules| {
@@ -196,8 +203,8 @@ impl NftPortMap {
     }
 
     /// Removes every rule that names `network` and none of the `valid` attachments. A rule that
-    /// names no network, made by Go's plugin, stays. The result has a remark on each of these
-    /// mappings whose container is not among the valid ones.
+    /// names no network stays, as those of Go's plugin do; if it is a mapping of a container
+    /// without a valid attachment, the result has a remark on it.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
         let mut remarks = BTreeSet::new();
@@ -206,7 +213,7 @@ impl NftPortMap {
             let mut owned_handles: Vec<u64> = Vec::new();
             for Listed { handle, rule, .. } in rules {
                 let handles = identity::handles(rule);
-                let is_valid = valid.iter().any(|identity| identity.owner(rule) == identity::Ownership::This);
+                let is_valid = valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This);
                 if identity::names_network(rule, network) && !is_valid {
                     garbage_handles.push(*handle);
                     garbage_handles.extend(&handles);
@@ -214,11 +221,11 @@ impl NftPortMap {
                 owned_handles.extend(handles);
             }
             for Listed { handle, rule, .. } in rules {
-                let is_valid = valid.iter().any(|identity| Some(&identity.comment) == rule.comment.as_ref());
+                let is_valid_container = valid.iter().any(|identity| Some(&identity.comment) == rule.comment.as_ref());
                 if !owned_handles.contains(handle)
                     && identity::names_no_network(rule)
-                    && !is_valid
-                    && let Some((claim, _)) = shape::read(rule)
+                    && !is_valid_container
+                    && let Some((claim, _)) = shape::read_mapping(rule)
                 {
                     let id = rule.comment.as_deref().unwrap_or("(unknown)");
                     remarks.insert(format!(
@@ -235,9 +242,9 @@ impl NftPortMap {
     }
 
     /// Removes those rules of containers that `select` returns, in one transaction. `select` gets
-    /// the rules of each chain whose comments contain `comment_part`. The result has the claims of
-    /// the selected rules also if the removal fails: if the kernel's answer was lost, they may be
-    /// gone.
+    /// the rules of one chain whose comments contain `comment_part`, in the order of `families`.
+    /// The result has the claims of the selected rules also if the removal fails: if the kernel's
+    /// answer was lost, the rules may be gone.
     fn purge_where(
         &mut self,
         comment_part: &str,
@@ -251,11 +258,11 @@ impl NftPortMap {
             batch.only_at(self.nft.wait_for_generation()?);
             for family in families {
                 let table = shape::table(family);
-                for chain in CONTAINERS {
+                for chain in CONTAINER_CHAINS {
                     let rules = self.nft.rules_commented(table, chain, comment_part)?;
                     for listed in select(family, &rules) {
                         batch.delete_rule(table, chain, listed.handle);
-                        claims.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
+                        claims.extend(shape::read_mapping(&listed.rule).map(|(claim, _)| claim));
                     }
                 }
             }
@@ -273,7 +280,7 @@ impl NftPortMap {
     pub fn holds(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
         let identity = Identity::new(attachment);
         for family in FAMILIES {
-            for chain in CONTAINERS {
+            for chain in CONTAINER_CHAINS {
                 let rules = match self.nft.rules_commented(shape::table(family), chain, &identity.comment) {
                     Err(error) if error.is_unsupported() => return Ok(false),
                     rules => rules?,
@@ -286,9 +293,9 @@ impl NftPortMap {
         Ok(false)
     }
 
-    /// Reads the state of one family: the shared chains and rules, and the rules of containers that
-    /// are this container's, compare with a claimed port, or contain this container's address.
-    /// Fails if a base chain exists with another type, hook or priority.
+    /// Reads the state of one family: which shared chains and rules are missing, and those rules of
+    /// containers that are this container's, compare with a claimed port, or contain this
+    /// container's address. Fails if a base chain exists with another type, hook or priority.
     fn read_state(
         &mut self,
         container: Cidr,
@@ -299,14 +306,14 @@ impl NftPortMap {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
         let mut state = State::new(family);
-        for name in [HOSTPORTS, HOSTIP_HOSTPORTS, ALL] {
+        for name in [HOSTPORTS, HOSTIP_HOSTPORTS, HOSTPORTS_ALL] {
             if self.nft.find_chain(table, name)?.is_none() {
                 state.missing_chains.push(name);
             }
         }
-        let mut base_chains = ENTRIES.to_vec();
+        let mut base_chains = ENTRY_CHAINS.to_vec();
         if wanted.snat != Snat::No {
-            base_chains.push((MASQUERADING, shape::POSTROUTING));
+            base_chains.push((MASQUERADING, shape::MASQUERADING_HOOK));
         }
         for (name, base) in base_chains {
             let Some(chain) = self.nft.find_chain(table, name)? else {
@@ -319,19 +326,23 @@ impl NftPortMap {
                 return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
             }
         }
-        for (name, _) in ENTRIES {
-            let entry = shape::entry();
+        for (name, _) in ENTRY_CHAINS {
+            let entry = shape::entry_rule();
             if state.missing_chains.contains(&name) || !contains_rule(&self.nft.rules(table, name)?, &entry) {
                 state.missing_rules.push((name, entry));
             }
         }
-        let rules_of_all = if state.missing_chains.contains(&ALL) { Vec::new() } else { self.nft.rules(table, ALL)? };
-        for rule in shape::rules_of_all() {
-            if !contains_rule(&rules_of_all, &rule) {
-                state.missing_rules.push((ALL, rule));
+        let existing_rules = if state.missing_chains.contains(&HOSTPORTS_ALL) {
+            Vec::new()
+        } else {
+            self.nft.rules(table, HOSTPORTS_ALL)?
+        };
+        for rule in shape::hostports_all_rules() {
+            if !contains_rule(&existing_rules, &rule) {
+                state.missing_rules.push((HOSTPORTS_ALL, rule));
             }
         }
-        for name in CONTAINERS {
+        for name in CONTAINER_CHAINS {
             if state.missing_chains.contains(&name) {
                 continue;
             }
@@ -346,7 +357,8 @@ impl NftPortMap {
     }
 }
 
-/// Calls `attempt` again while it fails because other processes change what it has read.
+/// Calls `attempt` again while it fails because another process has changed the rules that it read.
+/// Gives up after [`ATTEMPTS`].
 fn retry_races<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 0..ATTEMPTS {
         match attempt() {
@@ -375,8 +387,8 @@ impl State {
         if !self.missing_chains.is_empty() {
             batch.ensure_table(table, Some(shape::TABLE_COMMENT));
         }
-        let [prerouting, output] = ENTRIES;
-        let base_chains = [prerouting, output, (MASQUERADING, shape::POSTROUTING)];
+        let [prerouting, output] = ENTRY_CHAINS;
+        let base_chains = [prerouting, output, (MASQUERADING, shape::MASQUERADING_HOOK)];
         for name in &self.missing_chains {
             match base_chains.iter().find(|(base_name, _)| base_name == name) {
                 Some((_, base)) => batch.ensure_base_chain(table, name, *base, None),

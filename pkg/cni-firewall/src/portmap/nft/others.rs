@@ -13,12 +13,15 @@ use crate::nft::{Expr, Listed, Rule, mentions};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The properties of an ADD in one family that the rules of other containers are compared with.
-pub(super) struct Others<'o> {
+/// A search for rules of other containers that conflict with an ADD in one family.
+pub(super) struct ConflictSearch<'o> {
+    /// This attachment's.
     pub(super) identity: &'o Identity,
+    /// This container's address.
     pub(super) container: Cidr,
+    /// The wanted ports.
     pub(super) claims: &'o [ClaimedPort],
-    /// The compiled conditions; `None` if they cannot be compiled.
+    /// The compiled conditions of the ADD; `None` if they cannot be compiled.
     pub(super) conditions: Option<&'o [Expr]>,
 }
 
@@ -28,12 +31,12 @@ pub(super) struct HolderDecision {
     /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub(super) held: Option<Holder>,
     /// The rules of dead containers, which are to be removed: chain and handle.
-    pub(super) displaced: Vec<(&'static str, u64)>,
+    pub(super) dead_rules: Vec<(&'static str, u64)>,
     /// Remarks for the operator.
     pub(super) remarks: Vec<String>,
 }
 
-impl Others<'_> {
+impl ConflictSearch<'_> {
     /// Decides about the rules in `state`. Fails if it cannot be found out whether a container is
     /// alive.
     pub(super) fn decide(
@@ -43,23 +46,23 @@ impl Others<'_> {
         probe: &mut LivenessProbe,
     ) -> Result<HolderDecision> {
         let mut decision = HolderDecision::default();
-        // The displaced rules that lead to this container's address.
+        // The mappings of dead containers to this container's address.
         let mut stale_rules = Vec::new();
         for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain != MASQUERADING) {
-            let Some(holder) = self.holder(&listed.rule) else { continue };
+            let Some(holder) = self.holder_of(&listed.rule) else { continue };
             let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
             match probe.liveness_of(wanted, &holder)? {
                 Liveness::Alive if has_wanted_port => return Ok(HolderDecision { held: Some(holder), ..decision }),
                 Liveness::Alive => {}
                 Liveness::Dead => {
-                    decision.displaced.push((chain, listed.handle));
-                    decision.remarks.push(holder.removal_note(wanted));
+                    decision.dead_rules.push((chain, listed.handle));
+                    decision.remarks.push(holder.removal_remark(wanted));
                     if shape::container(&listed.rule) == Some(self.container.address()) {
                         stale_rules.push(&listed.rule);
                     }
                 }
-                Liveness::Unknown if has_wanted_port => decision.remarks.push(holder.port_taken_note()),
-                Liveness::Unknown => decision.remarks.push(holder.unknown_owner_note()),
+                Liveness::Unknown if has_wanted_port => decision.remarks.push(holder.port_taken_remark()),
+                Liveness::Unknown => decision.remarks.push(holder.unknown_owner_remark()),
             }
         }
         // The dead container's masquerading of this address is removed with its mappings.
@@ -67,7 +70,7 @@ impl Others<'_> {
             let Listed { handle, rule, .. } = listed;
             let is_stale = stale_rules.iter().any(|stale| stale.comment == rule.comment && stale.tags == rule.tags);
             if is_stale && shape::container(rule) == Some(self.container.address()) {
-                decision.displaced.push((chain, *handle));
+                decision.dead_rules.push((chain, *handle));
             }
         }
         Ok(decision)
@@ -75,8 +78,8 @@ impl Others<'_> {
 
     /// Returns the other container that has this mapping, if the mapping claims a wanted port or
     /// leads to this container's address. `None` if it does neither, or is this container's.
-    fn holder(&self, rule: &Rule) -> Option<Holder> {
-        let (claim, condition_count) = shape::read(rule)?;
+    fn holder_of(&self, rule: &Rule) -> Option<Holder> {
+        let (claim, condition_count) = shape::read_mapping(rule)?;
         let leads_here = claim.container.ip() == self.container.address();
         if !leads_here && !self.claims.iter().any(|wanted| wanted.overlaps(&claim)) {
             return None;
@@ -109,7 +112,7 @@ impl State {
                 continue;
             }
             for listed in identity.rules_to_other_addresses(rules, addresses, shape::container) {
-                mappings.extend(shape::read(&listed.rule).map(|(claim, _)| claim));
+                mappings.extend(shape::read_mapping(&listed.rule).map(|(claim, _)| claim));
             }
         }
         mappings
@@ -121,8 +124,8 @@ impl State {
         for searched_chain in [HOSTIP_HOSTPORTS, HOSTPORTS] {
             for (chain, listed) in self.all_rules() {
                 if chain == searched_chain
-                    && identity.owner(&listed.rule) != identity::Ownership::Other
-                    && let Some((found, _)) = shape::read(&listed.rule)
+                    && identity.ownership_of(&listed.rule) != identity::Ownership::Other
+                    && let Some((found, _)) = shape::read_mapping(&listed.rule)
                     && found.overlaps(claim)
                 {
                     return Some(found);

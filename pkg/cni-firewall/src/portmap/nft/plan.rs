@@ -4,9 +4,9 @@ use cni::Cidr;
 
 use super::super::conflict::LivenessProbe;
 use super::super::identity::LinkMark;
-use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping};
+use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
 use super::shape::{self, HOSTPORTS, MASQUERADING};
-use super::{Identity, NftPortMap, Others, PreviousRules, ProgramMappings, Stage, State};
+use super::{ConflictSearch, Identity, NftPortMap, PreviousRules, ProgramMappings, Stage, State};
 use crate::nft::{Batch, Expr, Rule};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -48,19 +48,19 @@ impl NftPortMap {
         let state = self.read_state(container, wanted, identity, claims)?;
         state.add_missing(&mut plan.batch);
         if wanted.policy == Policy::RefuseIfAlive {
-            let others = Others { identity, container, claims, conditions: conditions.as_deref() };
-            let decision = others.decide(&state, wanted, probe)?;
+            let search = ConflictSearch { identity, container, claims, conditions: conditions.as_deref() };
+            let decision = search.decide(&state, wanted, probe)?;
             if decision.held.is_some() {
                 return Ok(decision.held);
             }
-            decision.displaced.iter().for_each(|(chain, handle)| plan.batch.delete_rule(table, chain, *handle));
+            decision.dead_rules.iter().for_each(|(chain, handle)| plan.batch.delete_rule(table, chain, *handle));
             plan.remarks.extend(decision.remarks);
         }
         let Stage::Whole(by_program) = stage else { return Ok(None) };
         if wanted.policy == Policy::RefuseIfAlive {
             for older in state.mappings_to_other_addresses(identity, &wanted.addresses()) {
                 if claims.iter().any(|claim| claim.overlaps(&older)) {
-                    plan.remarks.push(older_mapping(&older));
+                    plan.remarks.push(older_mapping_remark(&older));
                 }
             }
         }
@@ -71,10 +71,12 @@ impl NftPortMap {
 }
 
 impl Plan {
-    /// Adds the attachment's own rules of one family, chain by chain: where the existing ones
-    /// differ, they are deleted and the new ones appended. `conditions` are the compiled
-    /// conditions; `None` if the program has written the mappings, as `by_program` describes. Then
-    /// only the rules before those are deleted, and ownership rules are appended.
+    /// Adds the attachment's own rules of one family, chain by chain: if the existing ones differ,
+    /// they are deleted and the new ones appended. `conditions` are the compiled conditions; `None`
+    /// if the program has written the mappings, as `by_program` describes. Then only the
+    /// attachment's earlier rules are deleted, and ownership rules are appended.
+    ///
+    /// A chain that does not exist is not in `state`; its new rules are appended.
     fn add_own_rules(
         &mut self,
         request: &FamilyRequest<'_>,
@@ -86,10 +88,11 @@ impl Plan {
         let table = shape::table(state.family);
         let mut mapping_rules = Vec::new();
         if let Some(conditions) = conditions {
-            mapping_rules.extend(claims.iter().map(|claim| [conditions, &shape::forward(claim)].concat()));
+            mapping_rules.extend(claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()));
         }
+        // The rules to append, by chain.
         let mut new_rules: Vec<(&str, Vec<Vec<Expr>>)> =
-            vec![(HOSTPORTS, mapping_rules), (MASQUERADING, shape::masquerades(container.address(), wanted.snat))];
+            vec![(HOSTPORTS, mapping_rules), (MASQUERADING, shape::masquerade_rules(container.address(), wanted.snat))];
         for (chain, rules) in &state.rules {
             let mut own = identity.own_rules(rules, &wanted.addresses(), shape::container);
             let by_program = if *chain == HOSTPORTS { by_program } else { None };
@@ -103,6 +106,7 @@ impl Plan {
             let chain_rules = new_rules.iter().find(|(name, _)| name == chain);
             let wanted_exprs = chain_rules.map_or(&[][..], |(_, exprs)| exprs);
             if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_exprs) {
+                // All rules of the chain are in place.
                 new_rules.retain(|(name, _)| name != chain);
                 continue;
             }

@@ -1,7 +1,7 @@
 //! Records the rules of an attachment before an ADD, and puts them back if the ADD fails.
 
 use super::super::Forwarding;
-use super::shape::{self, CONTAINERS};
+use super::shape::{self, CONTAINER_CHAINS};
 use super::{Identity, NftPortMap, retry_races};
 use crate::nft::{Batch, Listed, mentions};
 use cni_linux::error::{Cause, Error, Result};
@@ -40,17 +40,18 @@ impl NftPortMap {
     /// removes those that it added, in one transaction.
     ///
     /// # Errors
-    /// Also, when all other rules have been put back, if a rule with an anonymous set could not be:
-    /// only the program `nft` can write such a rule.
+    /// - The rules cannot be read or written.
+    /// - A removed rule used an anonymous set. Only the program `nft` can write such a rule. All
+    ///   other rules have been put back.
     pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         let identity = Identity::new(&wanted.attachment);
         let lost_count = retry_races(|| {
             let (mut batch, mut lost_count) = (Batch::new(), 0);
             batch.only_at(self.nft.wait_for_generation()?);
-            for (container, _) in wanted.every_family() {
+            for (container, _) in wanted.families_with_address() {
                 let family = Family::of(container.address());
                 let table = shape::table(family);
-                for chain in CONTAINERS {
+                for chain in CONTAINER_CHAINS {
                     let recorded = previous.rules_of(family, chain);
                     let rules = self.nft.rules_commented(table, chain, &identity.comment)?;
                     let own = identity.own_rules(&rules, &wanted.addresses(), shape::container);

@@ -3,9 +3,9 @@
 //!
 //! `nft -f -` adds the rules of such a family after those that the attachment has; a transaction
 //! then removes the latter. `nft` writes no tags, so until that transaction the rules look like
-//! Go's. It adds ownership rules, which have no effect: their tags have the handles of the rules
-//! and a hash of the text. From the hash the next ADD knows whether it would write the same rules
-//! again.
+//! Go's. The transaction adds *ownership rules*, which match nothing: their tags have the handles
+//! of the rules and a hash of the text. From the hash the next ADD knows whether it would write the
+//! same rules again.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -24,13 +24,13 @@ use cni_linux::route::Family;
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Returns the path of the program, in PATH or the system's folders; `None` if it is not installed.
-pub(super) fn find() -> Option<PathBuf> {
+fn find_nft() -> Option<PathBuf> {
     program::find(&program::folders(std::env::var_os("PATH")), "nft")
 }
 
 /// Returns the text from which `nft` adds the mappings of one family, a line for each: `add rule ip
 /// cni_hostport hostports CONDITIONS tcp dport 8080 dnat to 10.0.0.2:80 comment "ID"`.
-pub(super) fn text(family: Family, conditions: &[String], claims: &[ClaimedPort], comment: &str) -> String {
+fn text(family: Family, conditions: &[String], claims: &[ClaimedPort], comment: &str) -> String {
     let (table, ip) = (shape::table(family), if family == Family::V4 { "ip" } else { "ip6" });
     let mut text = String::new();
     for claim in claims {
@@ -55,8 +55,8 @@ pub(super) struct ProgramMappings {
     /// The first token of the conditions that is not compiled here, for errors.
     token: String,
     program: PathBuf,
-    /// The handles of the rules that the program has added. `None` if it did not run, because an
-    /// earlier ADD had the same text and its rules are all there.
+    /// The handles of the rules that the program has added; empty before it runs. `None` if it need
+    /// not run, because an earlier ADD had the same text and all rules of that ADD exist.
     added_handles: Option<Vec<u64>>,
 }
 
@@ -70,7 +70,7 @@ impl ProgramMappings {
             let conditions = wanted.conditions(family);
             let Err(unknown) = conditions::compile(conditions, family) else { continue };
             let token = unknown.token;
-            let Some(program) = find() else {
+            let Some(program) = find_nft() else {
                 let why = "portmap itself compiles only a part of nft's language, and the program nft, which knows all \
                            of it, is not installed";
                 return Err(Refusal::Condition { token, why: why.to_owned() });
@@ -139,7 +139,7 @@ impl NftPortMap {
     }
 
     /// Runs the program for one family, unless its rules are in place already, and records the
-    /// handles of the added rules. These are found by comparing the rules before and after it.
+    /// handles of the added rules: those of this container that exist only after the run.
     fn add_family(
         &mut self,
         machine: &dyn Machine,
@@ -162,7 +162,7 @@ impl NftPortMap {
                 Some(address) => mappings.claims.iter().any(|claim| claim.container.ip() == address),
                 None => true,
             };
-            if is_new && leads_here && identity.owner(&listed.rule) == identity::Ownership::Container {
+            if is_new && leads_here && identity.ownership_of(&listed.rule) == identity::Ownership::Container {
                 added_handles.push(listed.handle);
             }
         }
@@ -170,7 +170,7 @@ impl NftPortMap {
         Ok(())
     }
 
-    /// Deletes the rules that the program has added.
+    /// Deletes the rules that the program has added. A rule that is gone already is not an error.
     pub(super) fn delete_added(&mut self, all: &[ProgramMappings]) -> Result<()> {
         for mappings in all {
             for handle in mappings.added_handles.iter().flatten() {

@@ -23,20 +23,23 @@ use super::super::{ClaimedPort, Protocol, Snat};
 use cni_linux::route::Family;
 
 pub(super) const TABLE_COMMENT: &str = "CNI portmap plugin";
+/// The chain of the mappings.
 pub(super) const HOSTPORTS: &str = "hostports";
+/// The chain in which older releases of Go put mappings with a host address.
 pub(super) const HOSTIP_HOSTPORTS: &str = "hostip_hostports";
 /// The chain to which the base chains jump, and which jumps to the other two.
-pub(super) const ALL: &str = "hostports_all";
+pub(super) const HOSTPORTS_ALL: &str = "hostports_all";
 pub(super) const MASQUERADING: &str = "masquerading";
 
 const PREROUTING: (&str, BaseChain) =
     ("prerouting", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 });
 const OUTPUT: (&str, BaseChain) = ("output", BaseChain { kind: Kind::Nat, hook: Hook::Output, priority: -100 });
-/// The base chains that jump to [`ALL`].
-pub(super) const ENTRIES: [(&str, BaseChain); 2] = [PREROUTING, OUTPUT];
-pub(super) const POSTROUTING: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
+/// The base chains that jump to [`HOSTPORTS_ALL`].
+pub(super) const ENTRY_CHAINS: [(&str, BaseChain); 2] = [PREROUTING, OUTPUT];
+/// The type, hook and priority of [`MASQUERADING`].
+pub(super) const MASQUERADING_HOOK: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
 /// Every chain that can have rules of containers.
-pub(crate) const CONTAINERS: [&str; 3] = [HOSTPORTS, HOSTIP_HOSTPORTS, MASQUERADING];
+pub(crate) const CONTAINER_CHAINS: [&str; 3] = [HOSTPORTS, HOSTIP_HOSTPORTS, MASQUERADING];
 
 /// Returns the table of host ports in this family.
 pub(crate) fn table(family: Family) -> Table<'static> {
@@ -47,15 +50,15 @@ pub(crate) fn table(family: Family) -> Table<'static> {
     Table { family, name: "cni_hostport" }
 }
 
-/// Returns the rule by which the base chains [`ENTRIES`] jump to [`ALL`].
-pub(super) fn entry() -> Vec<Expr> {
+/// Returns the rule by which the [`ENTRY_CHAINS`] jump to [`HOSTPORTS_ALL`].
+pub(super) fn entry_rule() -> Vec<Expr> {
     let mut exprs = expr::fib_daddr_local();
-    exprs.push(jump(ALL));
+    exprs.push(jump(HOSTPORTS_ALL));
     exprs
 }
 
-/// Returns the rules of the chain [`ALL`].
-pub(super) fn rules_of_all() -> [Vec<Expr>; 2] {
+/// Returns the rules of the chain [`HOSTPORTS_ALL`].
+pub(super) fn hostports_all_rules() -> [Vec<Expr>; 2] {
     [vec![jump(HOSTIP_HOSTPORTS)], vec![jump(HOSTPORTS)]]
 }
 
@@ -65,7 +68,7 @@ fn jump(chain: &str) -> Expr {
 }
 
 /// Returns the rule of a mapping, without the conditions that come before it.
-pub(super) fn forward(claim: &ClaimedPort) -> Vec<Expr> {
+pub(super) fn mapping_rule(claim: &ClaimedPort) -> Vec<Expr> {
     let mut exprs = claim.host_ip.map(expr::daddr).unwrap_or_default();
     exprs.extend(expr::l4proto(claim.protocol.number()));
     exprs.extend(expr::dport(claim.host_port));
@@ -74,7 +77,7 @@ pub(super) fn forward(claim: &ClaimedPort) -> Vec<Expr> {
 }
 
 /// Returns the rules of [`MASQUERADING`] for one container.
-pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
+pub(super) fn masquerade_rules(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
     let masquerade_from = |source: Vec<Expr>| {
         let mut exprs = source;
         exprs.extend(expr::daddr(container));
@@ -101,18 +104,21 @@ pub(super) fn masquerades(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
 
 /// Reads the rule of a mapping: its claim, and how many of its expressions, from the first, are
 /// conditions. `None` for any other rule.
-pub(crate) fn read(rule: &Rule) -> Option<(ClaimedPort, usize)> {
-    // A mapping ends with: [destination address,] protocol, destination port, two loads, DNAT. It
-    // is read from the end; each position is where the part before begins or ends.
+pub(crate) fn read_mapping(rule: &Rule) -> Option<(ClaimedPort, usize)> {
+    // A mapping ends with: [destination address,] protocol, destination port, two loads, DNAT. The
+    // parts are read from the end: each `_at` is the position of a part's first expression.
     let exprs = rule.exprs.as_slice();
     let dnat_at = exprs.iter().rposition(|expr| matches!(expr, Expr::Dnat { .. }))?;
     let container = dnat_destination(exprs, dnat_at)?;
-    let (port_bytes, port_at) = compared_before(exprs, dnat_at.checked_sub(2)?)?;
+    let first_load_at = dnat_at.checked_sub(2)?;
+    let (port_bytes, port_at) = compared_before(exprs, first_load_at)?;
+    // The destination port in the header of TCP, UDP or SCTP.
     let Expr::Payload { base: Base::TRANSPORT, offset: 2, len: 2, .. } = exprs.get(port_at)? else { return None };
     let host_port = u16::from_be_bytes(port_bytes.try_into().ok()?);
     let (protocol_bytes, protocol_at) = compared_before(exprs, port_at)?;
     let protocol = match (exprs.get(protocol_at)?, protocol_bytes) {
-        // `tcp dport`, and `ip protocol tcp`, `ip6 nexthdr tcp` of older releases of Go.
+        // `tcp dport`, and `ip protocol tcp` (offset 9) or `ip6 nexthdr tcp` (6) of older releases
+        // of Go.
         (Expr::Meta { key: MetaKey::L4PROTO, .. }, [number])
         | (Expr::Payload { base: Base::NETWORK, offset: 9 | 6, len: 1, .. }, [number]) => Protocol::by_number(*number)?,
         _ => return None,
@@ -127,9 +133,9 @@ pub(crate) fn read(rule: &Rule) -> Option<(ClaimedPort, usize)> {
     Some((ClaimedPort { protocol, host_ip, host_port, container }, condition_count))
 }
 
-/// Whether a rule, in the bytes that the kernel sends, compares something with one of the claimed
-/// host ports. Every such rule has an attribute `NFTA_DATA_VALUE` (number 1) with two bytes, and
-/// attributes begin at multiples of four.
+/// Whether a rule, in the bytes that the kernel sends, may compare something with one of the
+/// claimed host ports. Every rule that does has an attribute `NFTA_DATA_VALUE` (number 1) with two
+/// bytes, and attributes begin at multiples of four.
 pub(super) fn names_port(rule: &[u8], claims: &[ClaimedPort]) -> bool {
     // The header of the attribute: its length of 4 + 2, and its number.
     let [length, number] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
@@ -145,7 +151,7 @@ pub(super) fn names_port(rule: &[u8], claims: &[ClaimedPort]) -> bool {
     false
 }
 
-/// Returns an address as rules contain it.
+/// Returns an address as the kernel's rules contain it.
 pub(super) fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -185,10 +191,10 @@ fn compared_before(exprs: &[Expr], end: usize) -> Option<(&[u8], usize)> {
     }
 }
 
-/// Returns the address of the container that a rule is about: the destination of a mapping, or the
-/// compared destination of a masquerading. `None` for any other rule.
+/// Returns the address of the container that a rule is about: where a mapping leads, or which
+/// destination a masquerade rule compares. `None` for any other rule.
 pub(super) fn container(rule: &Rule) -> Option<IpAddr> {
-    if let Some((claim, _)) = read(rule) {
+    if let Some((claim, _)) = read_mapping(rule) {
         return Some(claim.container.ip());
     }
     match rule.exprs.as_slice() {
@@ -225,9 +231,9 @@ mod tests {
                 let family = Family::of(container.ip());
                 let mut exprs = conditions::compile(&[conditions.to_owned()], family).unwrap();
                 let before = exprs.len();
-                exprs.extend(forward(&claim));
+                exprs.extend(mapping_rule(&claim));
                 let rule = Rule::new(exprs);
-                assert_eq!(read(&rule), Some((claim, before)), "{conditions}");
+                assert_eq!(read_mapping(&rule), Some((claim, before)), "{conditions}");
                 assert_eq!(super::container(&rule), Some(container.ip()));
             }
         }
@@ -238,21 +244,21 @@ mod tests {
         for address in ["10.0.0.2", "fd00::2"] {
             let address: IpAddr = address.parse().unwrap();
             let rules: Vec<_> =
-                [Snat::Hairpin, Snat::All].into_iter().flat_map(|snat| masquerades(address, snat)).collect();
+                [Snat::Hairpin, Snat::All].into_iter().flat_map(|snat| masquerade_rules(address, snat)).collect();
             assert_eq!(rules.len(), if address.is_ipv4() { 3 } else { 2 });
             for exprs in rules {
                 assert_eq!(container(&Rule::new(exprs)), Some(address));
             }
         }
-        assert_eq!(masquerades("10.0.0.2".parse().unwrap(), Snat::No), Vec::<Vec<Expr>>::new());
+        assert_eq!(masquerade_rules("10.0.0.2".parse().unwrap(), Snat::No), Vec::<Vec<Expr>>::new());
     }
 
     #[test]
     fn any_other_rule_is_not_a_mapping() {
-        assert_eq!(read(&Rule::new(entry())), None);
-        assert_eq!(container(&Rule::new(entry())), None);
-        assert_eq!(read(&Rule::default()), None);
-        let mut exprs = forward(&ClaimedPort {
+        assert_eq!(read_mapping(&Rule::new(entry_rule())), None);
+        assert_eq!(container(&Rule::new(entry_rule())), None);
+        assert_eq!(read_mapping(&Rule::default()), None);
+        let mut exprs = mapping_rule(&ClaimedPort {
             protocol: Protocol::Tcp,
             host_ip: None,
             host_port: 1,
@@ -260,7 +266,7 @@ mod tests {
         });
         while !exprs.is_empty() {
             exprs.remove(0);
-            assert_eq!(read(&Rule::new(exprs.clone())), None, "{exprs:?}");
+            assert_eq!(read_mapping(&Rule::new(exprs.clone())), None, "{exprs:?}");
         }
     }
 }
