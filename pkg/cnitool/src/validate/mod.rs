@@ -1,5 +1,5 @@
-//! The commands `validate`, which reports all problems of network files, and `networks`, which does
-//! so for every configured network. Each problem has its path in the JSON, its line and its column.
+//! validate: reports all problems of network files. networks: does so for every configured network.
+//! Each problem has its path in the JSON, its line and its column.
 //!
 //! A plugin's keys are checked by the plugin's own code ([`rules`]), so this crate has no second
 //! list of keys. For plugins of other projects only the keys of the list are checked. If no error
@@ -46,7 +46,7 @@ pub(crate) struct Networks {
     names: Vec<String>,
 }
 
-/// What a problem means for the network.
+/// The effect of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Severity {
     /// An ADD fails.
@@ -106,7 +106,7 @@ struct CheckedFile {
 /// Runs `validate`: checks the files and writes their problems.
 ///
 /// # Errors
-/// A file cannot be read, or stdout cannot be written.
+/// Code 5 if a file cannot be read or stdout cannot be written.
 pub(crate) fn run(
     args: &Validate,
     shared: &Shared,
@@ -123,7 +123,8 @@ pub(crate) fn run(
 /// Runs `networks`: lists the configured networks and their problems.
 ///
 /// # Errors
-/// The folder cannot be read, a requested network is not configured, or stdout cannot be written.
+/// - Code 5 if the folder cannot be read or stdout cannot be written.
+/// - Code 7 if a requested network is not configured.
 pub(crate) fn networks(
     args: &Networks,
     shared: &Shared,
@@ -133,7 +134,8 @@ pub(crate) fn networks(
     list(&args.names, shared, call, streams).map_err(|error| failed("networks", error, shared.format()))
 }
 
-/// Writes a row for each configured network that is in `requested`, or for all if that is empty.
+/// Writes a row for each configured network that is in `requested`, or for all if that is empty,
+/// and below the table their problems.
 fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let folder = shared.conf_folder(&Variables(&call.environment));
     let mut files = node::by_precedence(folder.files()?);
@@ -145,8 +147,9 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
     }
     files.retain(|file| requested.is_empty() || file.name.as_ref().is_some_and(|name| requested.contains(name)));
     let mut rows = vec![["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec()];
-    let (mut checked_files, mut used_names, mut networks, mut exit) =
-        (Vec::new(), Vec::<String>::new(), Vec::new(), Exit::Done);
+    let (mut checked_files, mut networks, mut exit) = (Vec::new(), Vec::new(), Exit::Done);
+    // The names of the networks whose first valid file has been seen. Runtimes use only that one.
+    let mut used_names: Vec<String> = Vec::new();
     for ConfFile { path, name, list } in files {
         let checked = check_file(&path, Some((shared, call)), streams).unwrap_or_else(|error| CheckedFile {
             path: path.clone(),
@@ -170,7 +173,7 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
             true => "never used: another file defines this network".to_owned(),
             false => summary(&checked.problems),
         };
-        // Errors in a file that runtimes never read harm no container.
+        // Errors in a file that runtimes never use harm no container.
         if !is_shadowed && !is_sound(&checked.problems) {
             exit = Exit::Failed;
         }
@@ -201,12 +204,12 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
 
 /// Returns `ok`, or the numbers of errors and warnings, such as `1 error, 2 warnings`.
 fn summary(problems: &[Problem]) -> String {
-    let count_of = |severity: Severity| {
+    let count_text = |severity: Severity| {
         let count = problems.iter().filter(|problem| problem.severity == severity).count();
         let plural = if count == 1 { "" } else { "s" };
         (count > 0).then(|| format!("{count} {}{plural}", severity.as_str()))
     };
-    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(count_of).collect();
+    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(count_text).collect();
     if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
 }
 
@@ -290,22 +293,23 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
             if let Some(name) = document.get("name").and_then(Value::as_str) {
                 name.clone_into(&mut network);
             }
-            let outcome = document::add_plugins_of_folder(&mut document, path);
+            let loaded = document::add_plugins_of_folder(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
-            // This problem is reported only if nothing else is wrong, because it mostly repeats an
-            // error found above.
+            // That a runtime cannot load the file is reported only if nothing else is wrong,
+            // because it mostly repeats an error found above.
             if is_sound(&problems)
-                && let Err(problem) = outcome
+                && let Err(problem) = loaded
             {
                 problems.push(problem);
             }
             if let Some((shared, call)) = host {
-                problems.extend(host::check(&document, path, &problems, shared, call, &streams.notes));
+                problems.extend(host::check(&document, &problems, shared, call, &streams.notes));
             }
         }
     }
     problems.sort_by_key(|problem| position::find(&text, &problem.path));
+    // Two checks may find the same problem.
     problems.dedup();
     Ok(CheckedFile { path: path.to_owned(), text, network, problems })
 }
