@@ -325,18 +325,22 @@ mod tests {
         let folder = node.folder.path().join("net.d");
         std::os::unix::fs::symlink("nowhere", folder.join("50-x.conflist")).unwrap();
         std::fs::File::create(folder.join("60-y.conflist")).unwrap().set_len(5 << 30).unwrap();
-        let said = node.say("networks");
-        assert_eq!((said.exit, said.stderr.as_str()), (Exit::Failed, ""));
-        assert!(said.stdout.lines().any(|line| line.starts_with("net ") && line.ends_with("ok")), "{}", said.stdout);
+        let outcome = node.call("networks");
+        assert_eq!((outcome.exit, outcome.stderr.as_str()), (Exit::Failed, ""));
+        assert!(
+            outcome.stdout.lines().any(|line| line.starts_with("net ") && line.ends_with("ok")),
+            "{}",
+            outcome.stdout
+        );
         for problem in [
             "50-x.conflist:1:1: error: failed to read ",
             "50-x.conflist: No such file",
             "60-y.conflist:1:1: error: failed to read ",
             "60-y.conflist: it is longer than 16 MiB",
         ] {
-            assert!(said.stdout.contains(problem), "{problem}: {}", said.stdout);
+            assert!(outcome.stdout.contains(problem), "{problem}: {}", outcome.stdout);
         }
-        let networks = node.say("networks --json").json()["networks"].clone();
+        let networks = node.call("networks --json").json()["networks"].clone();
         let column = |key: &str| networks.as_array().unwrap().iter().map(|one| one[key].clone()).collect::<Vec<_>>();
         assert_eq!(column("network"), [serde_json::Value::Null, serde_json::Value::Null, "net".into()]);
         assert_eq!(column("loads"), [false, false, true]);
