@@ -106,8 +106,8 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
     }
 }
 
-/// Reports the base chains of nf_tables that drop packets of the bridges. Returns whether `nft`
-/// could list the chains.
+/// Reports the base chains of nf_tables that drop packets of the bridges. Returns `false` if `nft`
+/// could not list the chains.
 fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
     let chains = stdout_of(context, "nft", &["-j", "list", "chains"]);
     let Some(chains) = chains.and_then(|text| serde_json::from_str::<Value>(&text).ok()) else { return false };
@@ -142,8 +142,8 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
 const LEGACY_TABLES: [(&str, &str); 2] =
     [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")];
 
-/// Reports the chains FORWARD of iptables-legacy that drop packets of the bridges. Returns whether
-/// all existing tables filter could be listed.
+/// Reports the chains FORWARD of iptables-legacy that drop packets of the bridges. Returns `false`
+/// if an existing table `filter` could not be listed.
 fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
     let mut is_complete = true;
     for (program, names_file) in LEGACY_TABLES {

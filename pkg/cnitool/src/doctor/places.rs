@@ -61,14 +61,7 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
                         check_once(&path, &mut outcome);
                     }
                     Err(error) => {
-                        let what = format!("network {}: {error}", list.name());
-                        if !outcome.findings.iter().any(|one| one.what == what) {
-                            let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
-                            outcome.add_problem(
-                                what,
-                                format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy())),
-                            );
-                        }
+                        add_missing_plugin(context, &kind, format!("network {}: {error}", list.name()), &mut outcome);
                     }
                 }
             }
@@ -86,6 +79,15 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
         check_once(&folder.join(network), &mut outcome);
     }
     outcome.with_summary("all plugins exist, and only root can change them, the networks and the result cache")
+}
+
+/// Reports once that the plugin `kind` is not installed, with the command that installs it.
+fn add_missing_plugin(context: &Context<'_, '_>, kind: &str, what: String, outcome: &mut CheckOutcome) {
+    if outcome.findings.iter().any(|finding| finding.what == what) {
+        return;
+    }
+    let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
+    outcome.add_problem(what, format!("install -m 755 {} {}", quoted(kind), quoted(&folder.to_string_lossy())));
 }
 
 /// Checks that only root can change a file or folder. Another user with write access could make

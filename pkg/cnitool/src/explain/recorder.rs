@@ -71,6 +71,7 @@ impl Log {
 
 impl Drop for Log {
     fn drop(&mut self) {
+        // The log does not matter any more, and nothing can be done about an error here.
         let _ = fs::remove_file(&self.path);
     }
 }

@@ -15,8 +15,8 @@ use cni_ipam::Reservation;
 use cni_linux::{Link, LinkKind, Netlink};
 use libcni::NetworkList;
 use libcni::cache::Entry;
-use plugin_dhcp::leases::{Lease, list};
-use plugin_tuning::{Saved, saved};
+use plugin_dhcp::leases::{self, Lease};
+use plugin_tuning::Saved;
 
 use crate::Call;
 use crate::cli::{Shared, Variables};
@@ -83,7 +83,7 @@ impl Snapshot {
         }
         let mut leases = Vec::new();
         for socket in sockets(&networks) {
-            leases.extend(list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
+            leases.extend(leases::list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
         }
         let rules = list_container_rules(call.machine, notes)?;
         let cached = listing.entries;
@@ -153,7 +153,7 @@ fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, E
     confs.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
     let mut backups: Vec<Saved> = Vec::new();
     for conf in confs {
-        for backup in saved(&conf, notes)? {
+        for backup in plugin_tuning::saved(&conf, notes)? {
             if !backups.iter().any(|known| known.path == backup.path) {
                 backups.push(backup);
             }

@@ -182,9 +182,8 @@ impl<'a, 'm> IpamContext<'a, 'm> {
     /// Returns the pool of a network, the configured one if there are several.
     ///
     /// # Errors
-    /// - The name is invalid.
     /// - Code 5 if a folder cannot be read.
-    /// - Code 7 if the network has neither reservations nor host-local.
+    /// - Code 7 if the name is invalid, or the network has neither reservations nor host-local.
     fn pool_of(&self, network: &str) -> Result<NetworkPool, Error> {
         ident::check_network_name(network)?;
         let all = self.list_pools()?;
@@ -204,13 +203,16 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         })
     }
 
-    /// Returns the pool of a configured network, or `None` if it does not use host-local.
+    /// Returns the pool of a configured network, or `None` if it does not use host-local. If
+    /// several plugins of the network use host-local, the first one counts.
     fn find_configured_pool(&self, list: &NetworkList) -> Option<NetworkPool> {
         // If the runtime sets the ranges (`ipRanges`), they are only known from the arguments of an
-        // attachment. The last one in the cache is taken; without one, they remain unknown.
+        // attachment. The last one in the cache is taken; without one, or if the cache cannot be
+        // read, the ranges remain unknown.
         let cached = self.shared.cache().list(list.name()).unwrap_or_default().entries;
         let args = cached.last().map(|entry| &entry.attachment.capability_args);
         for plugin in list.plugins() {
+            // `cnitool networks` reports a configuration with an error.
             let Ok(conf) = list.request(plugin, args).and_then(NetConf::parse) else { continue };
             if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
                 continue;

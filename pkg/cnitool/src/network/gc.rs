@@ -44,6 +44,7 @@ impl VerbRun<'_, '_> {
     /// Runs `cnitool gc`.
     ///
     /// # Errors
+    /// - As `configuration`.
     /// - Code 103 if, without `--all`, everything or something that may be in use would be removed.
     /// - Code 5 if the result cache cannot be read.
     /// - The errors of the plugins' DEL and GC, as one error.
@@ -64,6 +65,8 @@ impl VerbRun<'_, '_> {
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
+        // The text is printed before anything is removed, so that it is complete even if the
+        // removal fails.
         if self.command.shared.format() == Format::Text {
             write(streams, &plan.text())?;
         }

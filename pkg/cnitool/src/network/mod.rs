@@ -55,6 +55,7 @@ impl VerbRun<'_, '_> {
     /// Attaches a namespace and prints the result.
     ///
     /// # Errors
+    /// - As [`configuration`](VerbRun::configuration).
     /// - Code 4 if the namespace does not exist, or a variable is malformed.
     /// - The error of ADD.
     /// - Code 5 if the result cannot be printed. The namespace remains attached then.
@@ -72,7 +73,9 @@ impl VerbRun<'_, '_> {
     /// Checks an attachment.
     ///
     /// # Errors
-    /// Code 4 for a malformed variable; else the error of CHECK.
+    /// - As [`configuration`](VerbRun::configuration).
+    /// - Code 4 if a variable is malformed.
+    /// - The error of CHECK.
     fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
         let mut attachment = self.attachment()?;
@@ -94,8 +97,8 @@ impl VerbRun<'_, '_> {
     /// Detaches a namespace, even if it does not exist any more.
     ///
     /// # Errors
-    /// - Code 4 for a malformed variable.
-    /// - The network is neither configured nor in the result cache.
+    /// - Code 4 if a variable is malformed.
+    /// - As [`configuration`](VerbRun::configuration), if the cache has no configuration either.
     /// - The error of DEL.
     fn del(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut attachment = self.attachment()?;
@@ -112,7 +115,8 @@ impl VerbRun<'_, '_> {
     /// Runs STATUS of the plugins.
     ///
     /// # Errors
-    /// The error of STATUS.
+    /// - As [`configuration`](VerbRun::configuration).
+    /// - The error of STATUS.
     fn status(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
         self.runtime.status(&list)?;
@@ -133,7 +137,7 @@ impl VerbRun<'_, '_> {
     /// Returns the network's configuration from the networks' folder.
     ///
     /// # Errors
-    /// The network is not configured, or its file is invalid.
+    /// Code 7 if the network is not configured; the error in its file if that is invalid.
     fn configuration(&self) -> Result<NetworkList, Error> {
         self.conf_folder.find(&self.command.network, &self.runtime.notes).map_err(|error| match error.details() {
             "" => error.with_details("'cnitool networks' lists the configured networks"),

@@ -13,8 +13,8 @@ impl VerbRun<'_, '_> {
     /// `--json` only the error is.
     ///
     /// # Errors
-    /// All of these, as one error:
-    /// - A plugin is missing, or fails to report its versions.
+    /// As `configuration`. Otherwise all of these, as one error:
+    /// - Code 4 if a plugin is missing, 6 if its answer cannot be decoded, or the plugin's error.
     /// - Code 1 if a plugin does not support the network's version.
     pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;

@@ -85,7 +85,8 @@ fn path_before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
     path
 }
 
-/// Extends `path` to the smallest part of the document without which `error` disappears or changes.
+/// Extends `path` to the smallest part of the document without which `error`, which `check` finds
+/// in the whole document, disappears or changes.
 fn find_cause(
     document: &Value,
     kept: &[&str],
