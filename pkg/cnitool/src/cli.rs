@@ -13,6 +13,7 @@ use cni::{Code, Error};
 use libcni::cache::DEFAULT_DIR;
 use libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
 
+use crate::network::NetworkVerb;
 use crate::report::Format;
 use crate::{Call, Exit, Streams, doctor, explain, generate, help, inspect, ipam, network, rules, validate};
 
@@ -22,10 +23,10 @@ pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
 /// The default folder of the plugins.
 pub(crate) const DEFAULT_PLUGIN_DIR: &str = "/opt/cni/bin";
 
-/// Why a call did not succeed.
+/// Why a call ended without the result of a verb.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The arguments are invalid, or ask for help. The error has the text.
+    /// The arguments are invalid, or request the help. clap's error has the text of both.
     Parser(Box<clap::Error>),
     /// The arguments are invalid, for a reason that the parser does not check.
     Usage { verb: &'static str, msg: String },
@@ -33,7 +34,8 @@ pub(crate) enum Failure {
     Failed { doing: String, error: Error, format: Format },
 }
 
-/// Returns the failure of a verb. `doing` names it, and `format` says how the error is printed.
+/// Returns the failure of a verb. `doing` is the verb, with its network if it has one (`add net`).
+/// The error is printed in this format.
 pub(crate) fn failed(doing: impl Into<String>, error: Error, format: Format) -> Failure {
     Failure::Failed { doing: doing.into(), error, format }
 }
@@ -115,14 +117,14 @@ pub(crate) struct Shared {
 }
 
 /// The layout of the help, which is the same for -h and --help.
-const TEMPLATE: &str = "{about}\n\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
+const HELP_TEMPLATE: &str = "{about}\n\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
 
-/// Returns the parser.
+/// Returns the parser, in which every verb has the same layout of the help.
 pub(crate) fn command() -> clap::Command {
-    fn arranged(command: clap::Command) -> clap::Command {
-        command.help_template(TEMPLATE).mut_subcommands(arranged)
+    fn with_template(command: clap::Command) -> clap::Command {
+        command.help_template(HELP_TEMPLATE).mut_subcommands(with_template)
     }
-    arranged(Cli::command())
+    with_template(Cli::command())
 }
 
 /// Parses the arguments and runs the verb.
@@ -133,12 +135,12 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser)?;
     let done = |()| Exit::Done;
     match verb {
-        Verb::Add(args) => network::run(args.command("add", shared)?, call, streams).map(done),
-        Verb::Check(args) => network::run(args.command("check", shared)?, call, streams).map(done),
+        Verb::Add(args) => network::run(args.command(NetworkVerb::Add, shared)?, call, streams).map(done),
+        Verb::Check(args) => network::run(args.command(NetworkVerb::Check, shared)?, call, streams).map(done),
         Verb::Del(args) => network::run(args.command(shared)?, call, streams).map(done),
         Verb::Gc(args) => network::run(args.command(shared), call, streams).map(done),
-        Verb::Status(args) => network::run(args.command("status", shared), call, streams).map(done),
-        Verb::Version(args) => network::run(args.command("version", shared), call, streams).map(done),
+        Verb::Status(args) => network::run(args.command(NetworkVerb::Status, shared), call, streams).map(done),
+        Verb::Version(args) => network::run(args.command(NetworkVerb::Version, shared), call, streams).map(done),
         Verb::Networks(args) => validate::networks(&args, &shared, call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),
@@ -181,7 +183,9 @@ impl Shared {
         Cache::new(self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref()))
     }
 }
-/// The environment variables. An empty variable counts as absent.
+
+/// The environment variables. An empty variable counts as absent, and of duplicates the last one
+/// counts.
 #[derive(Clone, Copy)]
 pub(crate) struct Variables<'a>(pub(crate) &'a [(OsString, OsString)]);
 

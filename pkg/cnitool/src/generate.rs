@@ -27,6 +27,9 @@ pub(crate) struct ManArgs {
 }
 
 /// Prints the completions for a shell.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
 pub(crate) fn completions(args: &Completions, streams: &mut Streams<'_>) -> Result<(), Failure> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut cli::command(), "cnitool", &mut script);
@@ -34,17 +37,20 @@ pub(crate) fn completions(args: &Completions, streams: &mut Streams<'_>) -> Resu
 }
 
 /// Writes `cnitool.1` and a page for each verb.
+///
+/// # Errors
+/// Code 5 if the folder or a page cannot be written.
 pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
     fs::create_dir_all(&args.dir)
-        .and_then(|()| clap_mangen::generate_to(described(cli::command()), &args.dir))
+        .and_then(|()| clap_mangen::generate_to(with_descriptions(cli::command()), &args.dir))
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", args.dir.display()), error))
         .map_err(|error| failed("man", error, Format::Text))
 }
 
 /// Sets the description of each verb's man page: the short text and the text that `--help` prints
 /// below it.
-fn described(command: Command) -> Command {
+fn with_descriptions(command: Command) -> Command {
     let texts = [command.get_about(), command.get_before_help()].into_iter().flatten();
     let description = texts.map(ToString::to_string).collect::<Vec<_>>().join("\n\n");
-    command.long_about(description).mut_subcommands(described)
+    command.long_about(description).mut_subcommands(with_descriptions)
 }

@@ -60,33 +60,33 @@ pub struct Call<'m> {
 
 /// Where output goes, as values.
 pub struct Streams<'a> {
-    /// Results.
+    /// The stream for results.
     pub stdout: &'a mut dyn Write,
-    /// Everything else, by lines.
+    /// The receiver of all other lines, which writes them to stderr.
     pub notes: Notes,
-    /// Whether stdout is for eyes.
+    /// Whether stdout gets colours.
     pub stdout_style: ColorMode,
-    /// Whether stderr is.
+    /// Whether stderr gets colours.
     pub stderr_style: ColorMode,
 }
 
-/// Whether a stream gets colours.
+/// The colours of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ColorMode {
-    /// Nothing but text: a file, a pipe, NO_COLOR.
+    /// It gets only text, for example because it is a file or NO_COLOR is set.
     Plain,
-    /// A terminal.
+    /// It gets colours, because it is a terminal.
     Coloured,
 }
 
 /// How a call ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// 0: done.
+    /// 0: the verb succeeded and found nothing wrong.
     Done,
-    /// 1: it failed, and why was reported; or it looked for something wrong, and found it.
+    /// 1: the verb failed and reported why, or it found something wrong.
     Failed,
-    /// 2: it was called in a way that makes no sense.
+    /// 2: the arguments are invalid.
     Usage,
 }
 
@@ -100,10 +100,10 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Runs the tool.
+/// Runs the tool, and reports why the call failed if it does.
 pub fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Exit {
     match cli::run(call, streams) {
         Ok(exit) => exit,
-        Err(failure) => report::failure(&failure, streams),
+        Err(failure) => report::print_failure(&failure, streams),
     }
 }

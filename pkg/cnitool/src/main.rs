@@ -22,6 +22,7 @@ fn main() -> ExitCode {
     let call = Call {
         args: std::env::args_os().skip(1).collect(),
         environment: std::env::vars_os().collect(),
+        // If the working directory was deleted, relative paths count from `/`.
         folder: std::env::current_dir().unwrap_or_default(),
         machine: &machine,
     };
@@ -29,8 +30,8 @@ fn main() -> ExitCode {
     cnitool::run(&call, &mut Streams { stdout: &mut io::stdout(), notes, stdout_style, stderr_style }).into()
 }
 
-/// Returns whether a stream gets colours: if it is a terminal that supports them and NO_COLOR is
-/// not set (<https://no-color.org>).
+/// Returns [`ColorMode::Coloured`] for a terminal that supports colours, unless NO_COLOR is set
+/// (<https://no-color.org>).
 fn style(stream: &impl IsTerminal) -> ColorMode {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");

@@ -2,7 +2,7 @@
 //! aliases of the host's links.
 //!
 //! Every runtime that uses Go's libcni stores its attachments in the same result cache as cnitool.
-//! So an attachment is rarely missing there, but that does not prove that its container is gone.
+//! So an attachment is rarely missing there. But a missing one may still have its container.
 
 use std::collections::BTreeMap;
 
@@ -14,8 +14,7 @@ use libcni::{ConfFile, ConfFolder, NetworkList};
 use crate::target::NetnsPresence;
 
 /// Returns the valid configured networks, sorted by name. If several files have the same network,
-/// the one counts that the runtimes choose: files with a list come first, then the order of the
-/// file names.
+/// the one counts that the runtimes choose (see [`by_precedence`]).
 ///
 /// # Errors
 /// Code 5 if the folder cannot be read.
@@ -32,20 +31,22 @@ pub(crate) fn networks(folder: &ConfFolder) -> Result<Vec<NetworkList>, Error> {
     Ok(chosen)
 }
 
-/// Sorts the files of a folder in the order in which runtimes search them for a network.
+/// Sorts the files of a folder, which are in the order of their names, in the order in which
+/// runtimes search them for a network: files with a list come first, then the order of the names.
 pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
+    // The sort is stable, and `false` comes before `true`.
     files.sort_by_key(|file| file.path.extension().is_none_or(|extension| extension != "conflist"));
     files
 }
 
-/// Whether an attachment is in use.
+/// The knowledge about whether an attachment is in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Liveness {
-    /// Yes, with the reason.
+    /// It is or may be in use, for this reason.
     InUse(String),
-    /// No, with the reason.
+    /// Its container is gone, for this reason.
     Over(String),
-    /// Not known, with the reason.
+    /// Nothing is known about the attachment, for this reason.
     Unknown(String),
 }
 
@@ -71,28 +72,29 @@ impl Liveness {
 /// use.
 pub(crate) struct LivenessSources<'a> {
     /// The entries of the result cache.
-    pub(crate) remembered: &'a [Entry],
-    /// The aliases of the host's links that name attachments, each with the link's name.
-    pub(crate) marks: &'a BTreeMap<String, String>,
+    pub(crate) cached: &'a [Entry],
+    /// The names of the host's links whose aliases name attachments, by the alias.
+    pub(crate) links_by_alias: &'a BTreeMap<String, String>,
     pub(crate) machine: &'a dyn Machine,
 }
 
 impl LivenessSources<'_> {
     /// Returns whether an attachment of the container `id` to `network` is in use. Without
-    /// `ifname`, any interface of the container counts.
+    /// `ifname`, any interface of the container counts. If it is not certain that the namespace is
+    /// gone, the attachment counts as in use.
     pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
         let mut netns_gone = None;
-        for entry in self.remembered.iter().filter(|entry| entry.network == network) {
+        for entry in self.cached.iter().filter(|entry| entry.network == network) {
             let attachment = &entry.attachment;
             if attachment.container_id != id || ifname.is_some_and(|name| name != attachment.ifname) {
                 continue;
             }
-            match NetnsPresence::of(&attachment.netns, self.machine) {
-                NetnsPresence::There => return Liveness::InUse(format!("its namespace {} exists", attachment.netns)),
+            match NetnsPresence::at(&attachment.netns, self.machine) {
+                NetnsPresence::Exists => return Liveness::InUse(format!("its namespace {} exists", attachment.netns)),
                 NetnsPresence::Unknown(why) => {
                     return Liveness::InUse(format!("whether its namespace exists is unknown: {why}"));
                 }
-                NetnsPresence::Other(why) => {
+                NetnsPresence::OtherFile(why) => {
                     return Liveness::InUse(format!(
                         "whether its namespace {} exists is unknown: {why}",
                         attachment.netns
@@ -105,13 +107,13 @@ impl LivenessSources<'_> {
         }
         // The host's end of a link disappears with the container's end, so if it exists, the
         // container exists too.
-        let marked = self.marks.iter().find(|(alias, _)| {
-            cni::AttachmentId::parse(alias).is_some_and(|parsed| match ifname {
-                Some(ifname) => cni::AttachmentId::new(network, id, ifname).is_on(Some(alias)),
-                None => parsed.network == network && parsed.container_id.as_deref() == Some(id),
+        let host_link = self.links_by_alias.iter().find(|(alias, _)| {
+            cni::AttachmentId::parse(alias).is_some_and(|parsed| {
+                let ifname = ifname.unwrap_or(&parsed.ifname);
+                cni::AttachmentId::new(network, id, ifname).is_on(Some(alias))
             })
         });
-        match (marked, netns_gone) {
+        match (host_link, netns_gone) {
             (Some((_, link)), _) => {
                 Liveness::InUse(format!("link {link} on the host has the alias of this attachment"))
             }
@@ -121,23 +123,23 @@ impl LivenessSources<'_> {
     }
 }
 
-/// Returns the aliases that name attachments, each with the link's name, of all links in the
-/// namespace of this process. bandwidth's ifbs are left out, because they remain when the container
+/// Returns the names of the links in the namespace of this process whose aliases name attachments,
+/// by the attachment's alias. bandwidth's ifbs are left out, because they remain when the container
 /// disappears.
 ///
 /// # Errors
-/// Those of the kernel.
-pub(crate) fn marks() -> Result<BTreeMap<String, String>, Error> {
+/// The kernel's error if the links cannot be listed.
+pub(crate) fn list_links_by_alias() -> Result<BTreeMap<String, String>, Error> {
     let links = cni_linux::Netlink::open()?.list_links()?;
-    let marked = |link: cni_linux::Link| {
-        let alias = mark_in(&link.alias?);
-        cni::AttachmentId::parse(&alias).map(|_| (alias, link.name))
+    let with_alias = |link: cni_linux::Link| {
+        let alias = attachment_alias_in(&link.alias?);
+        cni::AttachmentId::parse(&alias).is_some().then_some((alias, link.name))
     };
-    Ok(links.into_iter().filter(|link| !link.is_ifb()).filter_map(marked).collect())
+    Ok(links.into_iter().filter(|link| !link.is_ifb()).filter_map(with_alias).collect())
 }
 
 /// Returns the attachment's alias in a link's alias. bridge gives `cni-port:<attachment's alias> …`
 /// to a port that another plugin created; any other alias is returned as it is.
-pub(crate) fn mark_in(alias: &str) -> String {
+pub(crate) fn attachment_alias_in(alias: &str) -> String {
     alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(alias).to_owned()
 }

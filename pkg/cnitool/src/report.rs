@@ -26,23 +26,30 @@ pub(crate) enum Format {
 
 /// Writes text for people to stdout. Control characters are escaped, because a container may give
 /// its interfaces names that would change the terminal's state.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
 pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
     let text = escape_control(text, streams.stdout_style);
     write_raw(streams, &text)
 }
 
-/// Escapes control characters and characters that change the writing direction. Leaves newlines
-/// and, if `style` has colours, the escape sequences of [`paint`].
+/// Escapes control characters, and the invisible characters that change the writing direction or
+/// end a line or paragraph. Leaves newlines and, if `style` has colours, the escape sequences of
+/// [`paint`].
 fn escape_control(text: &str, style: ColorMode) -> String {
     let mut escaped = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(next) = rest.chars().next() {
-        let colour = COLOURS.iter().find(|colour| style == ColorMode::Coloured && rest.starts_with(**colour));
-        let length = colour.map_or(next.len_utf8(), |colour| colour.len());
+        let sequence =
+            PAINT_SEQUENCES.iter().find(|sequence| style == ColorMode::Coloured && rest.starts_with(**sequence));
+        let length = sequence.map_or(next.len_utf8(), |sequence| sequence.len());
         let (current, later) = rest.split_at(length);
-        let changes_direction =
-            matches!(next, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        if colour.is_none() && next != '\n' && (next.is_control() || changes_direction) {
+        let is_direction_mark =
+            matches!(next, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        let is_line_separator = matches!(next, '\u{2028}' | '\u{2029}');
+        let is_harmful = next.is_control() || is_direction_mark || is_line_separator;
+        if sequence.is_none() && next != '\n' && is_harmful {
             escaped.extend(next.escape_default());
         } else {
             escaped.push_str(current);
@@ -53,6 +60,9 @@ fn escape_control(text: &str, style: ColorMode) -> String {
 }
 
 /// Writes a text to stdout without escaping it.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
 pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
     streams
         .stdout
@@ -62,11 +72,14 @@ pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Err
 }
 
 /// Writes a JSON document to stdout.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
 pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(), Error> {
     write_raw(streams, &format!("{value:#}\n"))
 }
 
-/// The kind of a line, which decides its colour.
+/// The highlighting of a line, with its meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Colour {
     /// Something is wrong.
@@ -77,19 +90,28 @@ pub(crate) enum Colour {
     Bold,
 }
 
-/// The escape sequences of [`paint`].
-const COLOURS: [&str; 4] = ["\x1b[31m", "\x1b[33m", "\x1b[1m", "\x1b[0m"];
+/// The escape sequence that ends a colour.
+const RESET: &str = "\x1b[0m";
+
+/// The escape sequences that [`paint`] writes.
+const PAINT_SEQUENCES: [&str; 4] = [Colour::Red.sequence(), Colour::Yellow.sequence(), Colour::Bold.sequence(), RESET];
+
+impl Colour {
+    /// Returns the escape sequence that begins the colour.
+    const fn sequence(self) -> &'static str {
+        match self {
+            Colour::Red => "\x1b[31m",
+            Colour::Yellow => "\x1b[33m",
+            Colour::Bold => "\x1b[1m",
+        }
+    }
+}
 
 /// Returns a text with the escape sequences of a colour, if `style` has colours.
 pub(crate) fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
-    let code = match colour {
-        Colour::Red => 31,
-        Colour::Yellow => 33,
-        Colour::Bold => 1,
-    };
     match style {
         ColorMode::Plain => text.to_owned(),
-        ColorMode::Coloured => format!("\x1b[{code}m{text}\x1b[0m"),
+        ColorMode::Coloured => format!("{}{text}{RESET}", colour.sequence()),
     }
 }
 
@@ -106,16 +128,16 @@ pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
 }
 
 /// Prints the reason why a call failed, and returns the exit code.
-pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
+pub(crate) fn print_failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
     match failure {
-        Failure::Parser(error) => parser(error, streams),
+        Failure::Parser(error) => print_parser_error(error, streams),
         Failure::Usage { verb, msg } => {
             streams.notes.note(format_args!("error: {msg}\n\nFor more information, try 'cnitool {verb} --help'."));
             Exit::Usage
         }
         Failure::Failed { error, format: Format::Json, .. } => {
-            if let Err(unwritten) = write_json(streams, &error_json(error)) {
-                streams.notes.note(format_args!("cnitool: {error} ({unwritten})"));
+            if let Err(write_error) = write_json(streams, &error_json(error)) {
+                streams.notes.note(format_args!("cnitool: {error} ({write_error})"));
             }
             Exit::Failed
         }
@@ -130,7 +152,8 @@ pub(crate) fn failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
 }
 
 /// Prints the parser's help to stdout, or its usage error to stderr, and returns the exit code.
-fn parser(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
+/// clap returns the help as an error too.
+fn print_parser_error(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
     let rendered = error.render();
     let text = |style| if style == ColorMode::Coloured { rendered.ansi().to_string() } else { rendered.to_string() };
     if error.use_stderr() {

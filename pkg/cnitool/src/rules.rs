@@ -48,17 +48,17 @@ struct Restore {
 }
 
 /// The outcome for one attachment.
-enum Outcome {
+enum AttachmentOutcome {
     /// It is not in use, for this reason.
     Skipped(String),
     /// Its rules could not be compared.
     Failed(Error),
     /// The type of each plugin, and the outcome for its rules.
-    Plugins(Vec<(String, Rule)>),
+    Plugins(Vec<(String, PluginOutcome)>),
 }
 
 /// The outcome for the rules of one plugin.
-enum Rule {
+enum PluginOutcome {
     /// No rule was missing.
     Complete,
     /// These rules are missing.
@@ -71,15 +71,15 @@ enum Rule {
     NotExamined,
 }
 
-impl Rule {
+impl PluginOutcome {
     /// Returns the outcome as one word, and sentences with the reasons.
     fn describe(&self) -> (&'static str, Vec<String>) {
         match self {
-            Rule::Complete => ("complete", Vec::new()),
-            Rule::Missing(missing) => ("missing", missing.clone()),
-            Rule::Restored(missing) => ("restored", missing.clone()),
-            Rule::Failed(error) => ("failed", vec![error.to_string()]),
-            Rule::NotExamined => ("not examined", vec!["a plugin of another project".into()]),
+            PluginOutcome::Complete => ("complete", Vec::new()),
+            PluginOutcome::Missing(missing) => ("missing", missing.clone()),
+            PluginOutcome::Restored(missing) => ("restored", missing.clone()),
+            PluginOutcome::Failed(error) => ("failed", vec![error.to_string()]),
+            PluginOutcome::NotExamined => ("not examined", vec!["a plugin of another project".into()]),
         }
     }
 }
@@ -90,7 +90,11 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
     restore(args, shared, call, streams).map_err(|error| failed("rules restore", error, shared.format()))
 }
 
-/// Restores the rules of all attachments in the result cache and prints the outcome of each.
+/// Restores the rules of the selected attachments in the result cache and prints the outcome of
+/// each. Returns [`Exit::Failed`] if one failed, or rules are still missing in a dry run.
+///
+/// # Errors
+/// Code 5 if the result cache cannot be read or stdout cannot be written.
 fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
     let cache = shared.cache();
     let Listing { entries, problems } = match &args.network {
@@ -99,16 +103,19 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
     };
     let mode = if args.dry_run { RestoreMode::Report } else { RestoreMode::Write };
     let attempt = |entry: Entry| {
-        let outcome = restore_attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(Outcome::Failed);
+        let outcome =
+            restore_attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(AttachmentOutcome::Failed);
         (entry, outcome)
     };
-    let all: Vec<(Entry, Outcome)> = entries.into_iter().map(attempt).collect();
-    let has_failed = |(_, outcome): &(Entry, Outcome)| match outcome {
-        Outcome::Skipped(_) => false,
-        Outcome::Failed(_) => true,
-        Outcome::Plugins(rules) => rules.iter().any(|(_, rule)| matches!(rule, Rule::Failed(_) | Rule::Missing(_))),
+    let all: Vec<(Entry, AttachmentOutcome)> = entries.into_iter().map(attempt).collect();
+    let is_incomplete = |(_, outcome): &(Entry, AttachmentOutcome)| match outcome {
+        AttachmentOutcome::Skipped(_) => false,
+        AttachmentOutcome::Failed(_) => true,
+        AttachmentOutcome::Plugins(plugins) => {
+            plugins.iter().any(|(_, plugin)| matches!(plugin, PluginOutcome::Failed(_) | PluginOutcome::Missing(_)))
+        }
     };
-    let exit = if all.iter().any(has_failed) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
+    let exit = if all.iter().any(is_incomplete) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
     match shared.format() {
         Format::Json => write_json(streams, &as_json(&all, &problems, mode))?,
         Format::Text => {
@@ -121,15 +128,20 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
 }
 
 /// Restores, or with `RestoreMode::Report` only examines, the rules of one attachment.
+///
+/// # Errors
+/// - The kernel's error if the namespace cannot be looked into.
+/// - The configuration or the result in `entry` is invalid.
+/// - The result cache cannot be read after rules were written. They are removed again then.
 fn restore_attachment(
     entry: &Entry,
     cache: &Cache,
     mode: RestoreMode,
     call: &Call<'_>,
     notes: &Notes,
-) -> Result<Outcome> {
-    if let Some(why) = absent(entry, call)? {
-        return Ok(Outcome::Skipped(why));
+) -> Result<AttachmentOutcome> {
+    if let Some(why) = why_not_in_use(entry, call)? {
+        return Ok(AttachmentOutcome::Skipped(why));
     }
     let list = entry.list()?;
     let environment = environment(entry);
@@ -146,28 +158,31 @@ fn restore_attachment(
         })
     });
     let calls = calls.collect::<Result<Vec<_>>>()?;
-    let (mut rules, mut written) = (Vec::new(), Vec::new());
+    // Each rollback removes the rules of one plugin again, unless it is committed.
+    let (mut outcomes, mut rollbacks) = (Vec::new(), Vec::new());
     for (plugin, call) in list.plugins().iter().zip(&calls) {
-        let rule = match plugins::find(plugin.kind()).map(|plugin| plugin.restore_rules(call, mode)) {
-            None => Rule::NotExamined,
+        let outcome = match plugins::find(plugin.kind()).map(|plugin| plugin.restore_rules(call, mode)) {
+            None => PluginOutcome::NotExamined,
+            // The plugin has no rules.
             Some(Ok(None)) => continue,
-            Some(Ok(Some(restored))) if restored.missing.is_empty() => Rule::Complete,
+            Some(Ok(Some(restored))) if restored.missing.is_empty() => PluginOutcome::Complete,
             Some(Ok(Some(restored))) if mode == RestoreMode::Write => {
-                written.push(restored.rollback);
-                Rule::Restored(restored.missing)
+                rollbacks.push(restored.rollback);
+                PluginOutcome::Restored(restored.missing)
             }
-            Some(Ok(Some(restored))) => Rule::Missing(restored.missing),
-            Some(Err(error)) => Rule::Failed(error),
+            Some(Ok(Some(restored))) => PluginOutcome::Missing(restored.missing),
+            Some(Err(error)) => PluginOutcome::Failed(error),
         };
-        rules.push((plugin.kind().to_owned(), rule));
+        outcomes.push((plugin.kind().to_owned(), outcome));
     }
     // If the attachment was deleted during the call, DEL may have run before the rules were
-    // written. So dropping `written` removes them again.
-    if !written.is_empty() && (cache.find(&entry.id())?.is_none() || absent(entry, call)?.is_some()) {
-        return Ok(Outcome::Skipped("it was detached during the call; its rules have been removed again".to_owned()));
+    // written. So the return without a commit removes them again.
+    if !rollbacks.is_empty() && (cache.find(&entry.id())?.is_none() || why_not_in_use(entry, call)?.is_some()) {
+        let why = "it was detached during the call; its rules have been removed again".to_owned();
+        return Ok(AttachmentOutcome::Skipped(why));
     }
-    written.into_iter().for_each(Rollback::commit);
-    Ok(Outcome::Plugins(rules))
+    rollbacks.into_iter().for_each(Rollback::commit);
+    Ok(AttachmentOutcome::Plugins(outcomes))
 }
 
 /// Returns why the attachment is not in use, or `None` if it is. The rules of an attachment that is
@@ -175,13 +190,14 @@ fn restore_attachment(
 /// result was not created by the attachment's ADD.
 ///
 /// # Errors
-/// Those of the kernel; the result cannot be decoded.
-fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
+/// The kernel's error if the namespace or its links cannot be read; code 6 if the result cannot be
+/// decoded.
+fn why_not_in_use(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
-    match NetnsPresence::of(netns, call.machine) {
-        NetnsPresence::There => {}
+    match NetnsPresence::at(netns, call.machine) {
+        NetnsPresence::Exists => {}
         NetnsPresence::Gone(why) => return Ok(Some(format!("its namespace {netns} is gone: {why}"))),
-        NetnsPresence::Other(why) | NetnsPresence::Unknown(why) => {
+        NetnsPresence::OtherFile(why) | NetnsPresence::Unknown(why) => {
             return Ok(Some(format!("its namespace {netns} cannot be entered: {why}")));
         }
     }
@@ -196,7 +212,8 @@ fn absent(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     Ok(Some(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}")))
 }
 
-/// Returns the CNI variables of the attachment's ADD, with CHECK as the verb.
+/// Returns the CNI variables of the attachment's ADD. The verb is CHECK, because the plugins
+/// compare the rules as CHECK does.
 fn environment(entry: &Entry) -> Environment {
     let attachment = &entry.attachment;
     let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
@@ -213,35 +230,37 @@ fn environment(entry: &Entry) -> Environment {
 }
 
 /// Returns the report for people.
-fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
+fn as_text(all: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> String {
     let (mut text, mut lacking, mut skipped) = (String::new(), 0, 0);
     for (entry, outcome) in all {
         let key = entry.id();
         let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
         text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &name));
         let lines = match outcome {
-            Outcome::Skipped(why) => {
+            AttachmentOutcome::Skipped(why) => {
                 skipped += 1;
                 vec![("", "skipped", vec![why.clone()])]
             }
-            Outcome::Failed(error) => vec![("", "failed", vec![error.to_string()])],
-            Outcome::Plugins(rules) => {
-                lacking +=
-                    usize::from(rules.iter().any(|(_, rule)| !matches!(rule, Rule::Complete | Rule::NotExamined)));
+            AttachmentOutcome::Failed(error) => vec![("", "failed", vec![error.to_string()])],
+            AttachmentOutcome::Plugins(outcomes) => {
+                let is_whole =
+                    |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Complete | PluginOutcome::NotExamined);
+                lacking += usize::from(!outcomes.iter().all(|(_, outcome)| is_whole(outcome)));
                 let mut lines = Vec::new();
-                for (plugin, rule) in rules {
-                    let (word, sentences) = rule.describe();
+                for (plugin, outcome) in outcomes {
+                    let (word, sentences) = outcome.describe();
                     lines.push((plugin.as_str(), word, sentences));
                 }
                 lines
             }
         };
+        // `plugin` is empty in a line about the whole attachment.
         for (plugin, word, sentences) in lines {
-            let has_failed = ["missing", "failed"].contains(&word);
+            let is_problem = ["missing", "failed"].contains(&word);
             let end = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
             let plugin = if plugin.is_empty() { String::new() } else { format!("{plugin:<12} ") };
-            let line = format!("{} {plugin}{word}{end}", if has_failed { '!' } else { ' ' });
-            text += &if has_failed { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+            let line = format!("{} {plugin}{word}{end}", if is_problem { '!' } else { ' ' });
+            text += &if is_problem { paint(streams.stdout_style, Colour::Red, &line) } else { line };
             text.push('\n');
         }
     }
@@ -250,18 +269,18 @@ fn as_text(all: &[(Entry, Outcome)], streams: &Streams<'_>) -> String {
 }
 
 /// Returns the report for `--json`.
-fn as_json(all: &[(Entry, Outcome)], problems: &[String], mode: RestoreMode) -> Value {
-    let rule = |(plugin, rule): &(String, Rule)| {
-        let (outcome, why) = rule.describe();
-        json!({"type": plugin, "outcome": outcome, "why": why})
+fn as_json(all: &[(Entry, AttachmentOutcome)], problems: &[String], mode: RestoreMode) -> Value {
+    let plugin_json = |(kind, outcome): &(String, PluginOutcome)| {
+        let (word, why) = outcome.describe();
+        json!({"type": kind, "outcome": word, "why": why})
     };
-    let attachment = |(entry, outcome): &(Entry, Outcome)| {
+    let attachment = |(entry, outcome): &(Entry, AttachmentOutcome)| {
         let key = entry.id();
         let mut value = json!({"network": key.network, "containerID": key.container_id, "ifname": key.ifname});
         match outcome {
-            Outcome::Skipped(why) => value["skipped"] = why.as_str().into(),
-            Outcome::Failed(error) => value["error"] = error_json(error),
-            Outcome::Plugins(rules) => value["plugins"] = rules.iter().map(rule).collect(),
+            AttachmentOutcome::Skipped(why) => value["skipped"] = why.as_str().into(),
+            AttachmentOutcome::Failed(error) => value["error"] = error_json(error),
+            AttachmentOutcome::Plugins(outcomes) => value["plugins"] = outcomes.iter().map(plugin_json).collect(),
         }
         value
     };

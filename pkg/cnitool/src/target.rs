@@ -9,43 +9,44 @@ use std::path::{Component, Path, PathBuf};
 use cni::hash::sha512_hex;
 use cni::machine::Machine;
 
-/// Whether there is a namespace at a path.
+/// The presence of a namespace at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum NetnsPresence {
-    /// Yes.
-    There,
-    /// No, with the reason.
+    /// The namespace exists.
+    Exists,
+    /// There is no file at the path, for this reason.
     Gone(String),
-    /// The path is something else, which the text describes. After a namespace was unmounted, an
-    /// empty file remains. But an existing namespace also looks like this in a mount namespace that
-    /// does not have its mount, so this does not prove that the namespace is gone.
-    Other(String),
-    /// Not known, with the reason.
+    /// There is a file at the path that is not a namespace, for this reason. After a namespace was
+    /// unmounted, an empty file remains. But an existing namespace also looks like this in a mount
+    /// namespace that does not have its mount, so this does not prove that the namespace is gone.
+    OtherFile(String),
+    /// It cannot be found out, for this reason.
     Unknown(String),
 }
 
 impl NetnsPresence {
-    /// Checks the path of a namespace.
-    pub(crate) fn of(netns: &str, machine: &dyn Machine) -> NetnsPresence {
+    /// Checks whether there is a namespace at the path `netns`.
+    pub(crate) fn at(netns: &str, machine: &dyn Machine) -> NetnsPresence {
         if netns.is_empty() {
             return NetnsPresence::Unknown("no path was recorded".to_owned());
         }
-        match machine.is_own_netns(Path::new(netns)) {
-            Ok(_) => NetnsPresence::There,
-            Err(error) => match error.kind() {
-                ErrorKind::NotFound => NetnsPresence::Gone("it does not exist".to_owned()),
-                ErrorKind::NotADirectory => NetnsPresence::Gone(error.to_string()),
-                ErrorKind::InvalidInput => {
-                    NetnsPresence::Other(format!("the file there is not a network namespace: {error}"))
-                }
-                _ => NetnsPresence::Unknown(error.to_string()),
-            },
+        // `is_own_netns` fails unless the path is a namespace. Which of both answers it gives does
+        // not matter here.
+        let Err(error) = machine.is_own_netns(Path::new(netns)) else { return NetnsPresence::Exists };
+        match error.kind() {
+            ErrorKind::NotFound => NetnsPresence::Gone("it does not exist".to_owned()),
+            ErrorKind::NotADirectory => NetnsPresence::Gone(error.to_string()),
+            // The error of `is_own_netns` for a file that is not a network namespace.
+            ErrorKind::InvalidInput => {
+                NetnsPresence::OtherFile(format!("the file there is not a network namespace: {error}"))
+            }
+            _ => NetnsPresence::Unknown(error.to_string()),
         }
     }
 }
 
-/// Returns a path as an absolute one, relative to `folder` and lexically as in Go: symbolic links
-/// are not followed.
+/// Makes a path absolute: a relative one counts from `folder`. Works lexically as Go does, so
+/// symbolic links are not followed.
 pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
     let mut clean = PathBuf::from("/");
     for component in folder.join(path).components() {

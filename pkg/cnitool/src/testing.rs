@@ -1,4 +1,5 @@
-//! A node of values: plugins that only answer, namespaces that are a list of paths.
+//! Simulates a node for tests: plugins that only return prepared answers, and namespaces that are
+//! paths in a set.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,18 +15,21 @@ use cni::rollback::Notes;
 
 use crate::{Call, ColorMode, Exit, Streams, run};
 
-/// "plugin VERB", the variables, the configuration.
+/// A call of a plugin: its name, such as `a ADD`, its environment and its configuration.
 pub(crate) type PluginCall = (String, BTreeMap<String, String>, serde_json::Value);
 
+/// A [`Machine`] that runs no programs.
 #[derive(Default)]
-struct Values {
+struct SimulatedMachine {
     namespaces: BTreeSet<String>,
+    /// The exit status and stdout by the name of a call. Other calls succeed.
     answers: BTreeMap<String, (i32, String)>,
-    asked: RefCell<Vec<PluginCall>>,
-    logged: BTreeMap<String, String>,
+    calls: RefCell<Vec<PluginCall>>,
+    /// The line that is written to the log by the name of a call.
+    log_lines: BTreeMap<String, String>,
 }
 
-impl Machine for Values {
+impl Machine for SimulatedMachine {
     fn is_own_netns(&self, path: &Path) -> io::Result<bool> {
         match path.to_str() {
             Some("/secret") => Err(io::ErrorKind::PermissionDenied.into()),
@@ -44,18 +48,18 @@ impl Machine for Values {
         let env = child.env.iter().flatten();
         let env: BTreeMap<String, String> =
             env.map(|(key, value)| (key.to_str().unwrap().to_owned(), value.to_str().unwrap().to_owned())).collect();
-        let call = format!("{} {}", child.program.file_name().unwrap().to_str().unwrap(), env["CNI_COMMAND"]);
-        let usual = match env["CNI_COMMAND"].as_str() {
+        let name = format!("{} {}", child.program.file_name().unwrap().to_str().unwrap(), env["CNI_COMMAND"]);
+        let default_answer = match env["CNI_COMMAND"].as_str() {
             "ADD" => r#"{"cniVersion":"1.1.0","ips":[{"address":"10.0.0.2/24"}]}"#,
             "VERSION" => r#"{"cniVersion":"1.1.0","supportedVersions":["1.0.0","1.1.0"]}"#,
             _ => "",
         };
-        let (status, stdout) = self.answers.get(&call).cloned().unwrap_or((0, usual.to_owned()));
-        if let (Some(line), Some(path)) = (self.logged.get(&call), env.get("CNI_LOG_FILE")) {
+        let (status, stdout) = self.answers.get(&name).cloned().unwrap_or((0, default_answer.to_owned()));
+        if let (Some(line), Some(path)) = (self.log_lines.get(&name), env.get("CNI_LOG_FILE")) {
             let mut file = fs::OpenOptions::new().append(true).open(path).unwrap();
             writeln!(file, "2026-11-21T02:16:03.018Z {line}").unwrap();
         }
-        self.asked.borrow_mut().push((call, env, serde_json::from_slice(child.stdin).unwrap()));
+        self.calls.borrow_mut().push((name, env, serde_json::from_slice(child.stdin).unwrap()));
         Ok(Output { status: End::Status(status), stdout: stdout.into_bytes(), stderr: Vec::new() })
     }
 }
@@ -64,13 +68,14 @@ impl Machine for Values {
 /// `/run/netns/x`.
 pub(crate) struct Node {
     pub(crate) folder: tempfile::TempDir,
-    /// Where the operator is: `/run/netns`.
-    pub(crate) here: &'static str,
-    values: Values,
+    /// The working folder of the tool, at first `/run/netns`.
+    pub(crate) working_folder: &'static str,
+    machine: SimulatedMachine,
+    /// The environment of the tool. Of duplicates the last one counts.
     variables: Vec<(String, String)>,
 }
 
-/// What a call of the tool left.
+/// The outcome of a call of the tool.
 pub(crate) struct CallOutcome {
     pub(crate) exit: Exit,
     pub(crate) stdout: String,
@@ -78,12 +83,14 @@ pub(crate) struct CallOutcome {
 }
 
 impl CallOutcome {
+    /// Parses stdout.
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {:?}", self.stdout))
     }
 }
 
 impl Node {
+    /// Creates the node.
     pub(crate) fn new() -> Node {
         let folder = tempfile::tempdir().unwrap();
         for plugin in ["bin/a", "bin/b"] {
@@ -94,58 +101,58 @@ impl Node {
         }
         let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
         let variables = vec![("CNI_PATH".to_owned(), path("bin")), ("NETCONFPATH".to_owned(), path("net.d"))];
-        let mut node = Node { folder, here: "/run/netns", values: Values::default(), variables };
+        let mut node = Node { folder, working_folder: "/run/netns", machine: SimulatedMachine::default(), variables };
         let plugins = r#"[{"type":"a","capabilities":{"mac":true}},{"type":"b"}]"#;
         node.configure(&format!(r#"{{"cniVersion":"1.1.0","name":"net","plugins":{plugins}}}"#));
-        node.namespace("/run/netns/x");
+        node.add_namespace("/run/netns/x");
         node
     }
 
-    /// The text of the network's file.
+    /// Writes `text` to the network's file.
     pub(crate) fn configure(&self, text: &str) {
         let folder = self.folder.path().join("net.d");
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join("net.conflist"), text).unwrap();
     }
 
-    pub(crate) fn namespace(&mut self, path: &str) {
-        self.values.namespaces.insert(path.to_owned());
+    pub(crate) fn add_namespace(&mut self, path: &str) {
+        self.machine.namespaces.insert(path.to_owned());
     }
 
-    pub(crate) fn no_namespace(&mut self, path: &str) {
-        self.values.namespaces.remove(path);
+    pub(crate) fn remove_namespace(&mut self, path: &str) {
+        self.machine.namespaces.remove(path);
     }
 
-    pub(crate) fn variable(&mut self, key: &str, value: &str) {
+    pub(crate) fn set_variable(&mut self, key: &str, value: &str) {
         self.variables.push((key.to_owned(), value.to_owned()));
     }
 
-    /// `call` ("a ADD") fails with this code.
-    pub(crate) fn fail(&mut self, call: &str, code: u32) {
-        let error = format!(r#"{{"code":{code},"msg":"{call} went wrong","details":"d"}}"#);
-        self.values.answers.insert(call.to_owned(), (1, error));
+    /// Makes the plugin call `name`, such as `a ADD`, fail with this code.
+    pub(crate) fn fail(&mut self, name: &str, code: u32) {
+        let error = format!(r#"{{"code":{code},"msg":"{name} went wrong","details":"d"}}"#);
+        self.machine.answers.insert(name.to_owned(), (1, error));
     }
 
-    /// `call` ("a ADD") writes this line if it is asked for a log.
-    pub(crate) fn log(&mut self, call: &str, line: &str) {
-        self.values.logged.insert(call.to_owned(), line.to_owned());
+    /// Makes the plugin call `name` write this line if its environment names a log.
+    pub(crate) fn log(&mut self, name: &str, line: &str) {
+        self.machine.log_lines.insert(name.to_owned(), line.to_owned());
     }
 
-    /// Runs the tool; its arguments are separated by blanks.
-    pub(crate) fn say(&self, args: &str) -> CallOutcome {
-        self.say_args(&args.split_whitespace().collect::<Vec<_>>())
+    /// Runs the tool with arguments that are separated by blanks.
+    pub(crate) fn call(&self, args: &str) -> CallOutcome {
+        self.call_with(&args.split_whitespace().collect::<Vec<_>>())
     }
 
-    /// The same, where an argument is empty or has blanks in it.
-    pub(crate) fn say_args(&self, args: &[&str]) -> CallOutcome {
+    /// Runs the tool with arguments that may be empty or contain blanks.
+    pub(crate) fn call_with(&self, args: &[&str]) -> CallOutcome {
         // First, because the last argument may lack its value.
         let cache = format!("--cache-dir={}", self.folder.path().join("cache").display());
         let args = [cache].into_iter().chain(args.iter().map(|arg| (*arg).to_owned()));
         let call = Call {
             args: args.map(Into::into).collect(),
             environment: self.variables.iter().map(|(key, value)| (key.into(), value.into())).collect(),
-            folder: self.here.into(),
-            machine: &self.values,
+            folder: self.working_folder.into(),
+            machine: &self.machine,
         };
         let lines = Rc::new(RefCell::new(String::new()));
         let sink = Rc::clone(&lines);
@@ -157,21 +164,22 @@ impl Node {
         CallOutcome { exit, stdout: String::from_utf8(stdout).unwrap(), stderr }
     }
 
-    /// The same, which must succeed.
+    /// Runs the tool, which must succeed, and returns its stdout.
     #[track_caller]
-    pub(crate) fn done(&self, args: &str) -> String {
-        let said = self.say(args);
-        assert_eq!(said.exit, Exit::Done, "{}", said.stderr);
-        said.stdout
+    pub(crate) fn call_ok(&self, args: &str) -> String {
+        let outcome = self.call(args);
+        assert_eq!(outcome.exit, Exit::Done, "{}", outcome.stderr);
+        outcome.stdout
     }
 
-    /// What was asked since the last time.
-    pub(crate) fn asked(&self) -> Vec<PluginCall> {
-        self.values.asked.take()
+    /// Returns the calls of plugins since the last time.
+    pub(crate) fn take_calls(&self) -> Vec<PluginCall> {
+        self.machine.calls.take()
     }
 
-    pub(crate) fn calls(&self) -> String {
-        let calls: Vec<String> = self.asked().into_iter().map(|(call, ..)| call).collect();
+    /// Returns the names of the calls of plugins since the last time.
+    pub(crate) fn take_call_names(&self) -> String {
+        let calls: Vec<String> = self.take_calls().into_iter().map(|(call, ..)| call).collect();
         calls.join(", ")
     }
 }

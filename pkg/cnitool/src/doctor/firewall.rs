@@ -5,7 +5,7 @@
 //! `iptables-legacy-save`.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use cni::machine::{Child, Exit, OnSigterm};
@@ -18,7 +18,7 @@ use crate::inspect::result_of;
 
 /// Runs a program and returns its stdout. Returns `None` if it is not installed or fails.
 fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
-    let program = find(context, program)?;
+    let program = find_program(context, program)?;
     let child = Child {
         program,
         args: args.iter().map(Into::into).collect(),
@@ -35,7 +35,7 @@ fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<
 }
 
 /// Returns the path of a program in PATH or in the system's folders, or `None`.
-fn find(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
+fn find_program(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
     let path = crate::cli::Variables(&context.call.environment).find_os("PATH").unwrap_or_default();
     let system = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
     let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).chain(system);
@@ -67,7 +67,7 @@ impl BridgeNames {
                 attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
             })
         };
-        let results = context.snapshot.remembered.iter().filter(is_on_bridge).filter_map(result_of);
+        let results = context.snapshot.cached.iter().filter(is_on_bridge).filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
             let (cidr, address) = (ip.address.network(), ip.address.address());
             [format!("{address}"), format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 }), format!("{cidr}")]
@@ -81,37 +81,38 @@ impl BridgeNames {
     }
 }
 
-/// Checks that no chain's policy drops packets of containers. A chain is harmless if a rule of
-/// its table mentions the bridge or an address of its containers.
+/// Checks that no chain's policy drops packets of containers. It is assumed that a rule that
+/// mentions the bridge, or an address of its containers, accepts their packets.
 pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("policy");
     let bridges: Vec<BridgeNames> =
         context.snapshot.bridges().into_iter().map(|bridge| BridgeNames::of(context, bridge)).collect();
     if bridges.is_empty() {
-        return outcome.ok_summary("no bridge has containers");
+        return outcome.with_summary("no bridge has containers");
     }
-    let mut missing_programs = Vec::new();
+    let mut unusable_programs = Vec::new();
     if !check_nft_policies(context, &bridges, &mut outcome) {
-        missing_programs.push("nft");
+        unusable_programs.push("nft");
     }
     if !check_legacy_policies(context, &bridges, &mut outcome) {
-        missing_programs.push("iptables-legacy-save");
+        unusable_programs.push("iptables-legacy-save");
     }
-    match missing_programs.is_empty() {
-        true => outcome.ok_summary("no policy drops packets of containers"),
-        false => outcome.ok_summary(format!(
+    match unusable_programs.is_empty() {
+        true => outcome.with_summary("no policy drops packets of containers"),
+        false => outcome.with_summary(format!(
             "not checked completely: {} is not installed or does not work",
-            missing_programs.join(", ")
+            unusable_programs.join(", ")
         )),
     }
 }
 
 /// Reports the base chains of nf_tables that drop packets of the bridges. Returns `false` if `nft`
-/// cannot list the chains.
+/// could not list the chains.
 fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
     let chains = stdout_of(context, "nft", &["-j", "list", "chains"]);
     let Some(chains) = chains.and_then(|text| serde_json::from_str::<Value>(&text).ok()) else { return false };
     for DroppingChain { family, table, chain } in dropping_chains(&chains) {
+        // If the table cannot be listed, its policy is reported.
         let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
         for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
             let what = format!(
@@ -119,29 +120,34 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
                  its containers cannot reach other networks"
             );
             if ![&family, &table, &chain, bridge].into_iter().all(|word| is_plain(word)) {
-                outcome.problem_without_command(what, ACCEPT);
+                outcome.add_problem_with_advice(what, ACCEPT_ADVICE);
                 continue;
             }
             let insert = |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
             // A chain that iptables created gets a rule by iptables, which lists and saves only
             // rules that it can express.
             let command = match (family.as_str(), chain.as_str()) {
-                ("ip", "FORWARD") => by_iptables("iptables", bridge),
-                ("ip6", "FORWARD") => by_iptables("ip6tables", bridge),
+                ("ip", "FORWARD") => iptables_commands("iptables", bridge),
+                ("ip6", "FORWARD") => iptables_commands("ip6tables", bridge),
                 _ => format!("{} && {}", insert("iif"), insert("oif")),
             };
-            outcome.problem(what, command);
+            outcome.add_problem(what, command);
         }
     }
     true
 }
 
+/// The programs of iptables, each with the file that names the tables of its legacy variant. The
+/// file does not exist if the variant's kernel modules are not loaded.
+const LEGACY_TABLES: [(&str, &str); 2] =
+    [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")];
+
 /// Reports the chains FORWARD of iptables-legacy that drop packets of the bridges. Returns `false`
-/// if a table filter exists that cannot be listed.
+/// if an existing table `filter` could not be listed.
 fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
     let mut is_complete = true;
-    for (program, names) in [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")] {
-        if !fs::read_to_string(names).unwrap_or_default().lines().any(|table| table == "filter") {
+    for (program, names_file) in LEGACY_TABLES {
+        if !fs::read_to_string(names_file).unwrap_or_default().lines().any(|table| table == "filter") {
             continue;
         }
         let Some(rules) = stdout_of(context, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
@@ -155,8 +161,8 @@ fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], out
                      containers cannot reach other networks"
                 );
                 match is_plain(bridge) {
-                    true => outcome.problem(what, by_iptables(&format!("{program}-legacy"), bridge)),
-                    false => outcome.problem_without_command(what, ACCEPT),
+                    true => outcome.add_problem(what, iptables_commands(&format!("{program}-legacy"), bridge)),
+                    false => outcome.add_problem_with_advice(what, ACCEPT_ADVICE),
                 }
             }
         }
@@ -165,7 +171,7 @@ fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], out
 }
 
 /// The advice if a name cannot be part of a command.
-const ACCEPT: &str = "add rules that accept packets that enter or leave through this bridge";
+const ACCEPT_ADVICE: &str = "add rules that accept packets that enter or leave through this bridge";
 
 /// Whether a name has no special meaning for the shell, nft (`;`, `*`) and iptables (`+`), so that
 /// it can be part of a command.
@@ -174,8 +180,8 @@ fn is_plain(name: &str) -> bool {
     name.bytes().all(plain) && name.bytes().next().is_some_and(|first| first.is_ascii_alphabetic())
 }
 
-/// Returns the commands that accept packets of a bridge.
-fn by_iptables(program: &str, bridge: &str) -> String {
+/// Returns the commands by which `program` accepts packets from and to a bridge.
+fn iptables_commands(program: &str, bridge: &str) -> String {
     format!("{program} -I FORWARD -i {bridge} -j ACCEPT && {program} -I FORWARD -o {bridge} -j ACCEPT")
 }
 
@@ -200,24 +206,24 @@ fn dropping_chains(chains: &Value) -> Vec<DroppingChain> {
     dropping
 }
 
-/// Checks whether frames between containers of one bridge pass iptables (br_netfilter), which
-/// Kubernetes needs, and which is a problem if a policy drops them.
+/// Checks whether frames between containers of one bridge pass iptables (br_netfilter). Kubernetes
+/// needs that. It is only a problem if a policy drops the frames.
 pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("br_netfilter");
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
     let drops = !policy(context).findings.is_empty();
     match value.as_deref() {
         None => outcome
-            .ok_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
+            .with_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
         Some("1") if drops => {
             let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above also drops packets between containers of one bridge";
-            outcome.problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
+            outcome.add_problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
             outcome
         }
         Some("1") => {
-            outcome.ok_summary("frames between containers of one bridge pass iptables, which Kubernetes needs")
+            outcome.with_summary("frames between containers of one bridge pass iptables, which Kubernetes needs")
         }
-        Some(_) => outcome.ok_summary("frames between containers of one bridge do not pass iptables"),
+        Some(_) => outcome.with_summary("frames between containers of one bridge do not pass iptables"),
     }
 }
 
@@ -226,29 +232,29 @@ pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
 pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("iptables");
     let mut variants = Vec::new();
-    for program in ["iptables", "ip6tables"] {
-        let names = format!("/proc/net/{}_names", if program == "iptables" { "ip_tables" } else { "ip6_tables" });
-        let legacy_tables = fs::read_to_string(Path::new(&names)).unwrap_or_default();
-        let rules = |variant: &str| -> usize {
+    for (program, names_file) in LEGACY_TABLES {
+        let legacy_tables = fs::read_to_string(names_file).unwrap_or_default();
+        // A variant that is not installed counts as one without rules.
+        let count_rules = |variant: &str| -> usize {
             let rules = stdout_of(context, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
             rules.lines().filter(|line| line.starts_with("-A ")).count()
         };
         // If no legacy tables exist, iptables-legacy is not run, because it would load its kernel
         // modules.
-        let legacy = if legacy_tables.trim().is_empty() { 0 } else { rules("legacy") };
-        let nft = rules("nft");
+        let legacy = if legacy_tables.trim().is_empty() { 0 } else { count_rules("legacy") };
+        let nft = count_rules("nft");
         if legacy > 0 && nft > 0 {
             let what = format!(
                 "{program}-legacy has {legacy} rules and {program}-nft has {nft}: each shows only its own rules, but packets pass both"
             );
             // A command would be dangerous: an emptied chain keeps its policy, which may drop
             // everything, and it is not known which rules are still needed.
-            let words = format!(
+            let advice = format!(
                 "use one variant only: configure the program that created the fewer rules to use the other variant, and remove \
                  its old rules; before you empty a chain of {program}-legacy, set its policy to ACCEPT ({program}-legacy -S \
                  shows it), or the node may become unreachable"
             );
-            outcome.problem_without_command(what, words);
+            outcome.add_problem_with_advice(what, advice);
         }
         if legacy > 0 {
             variants.push(format!("{program}-legacy"));
@@ -258,8 +264,8 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
         }
     }
     match variants.is_empty() {
-        true => outcome.ok_summary("iptables has no rules in either variant"),
-        false => outcome.ok_summary(format!("only {} has rules", variants.join(" and "))),
+        true => outcome.with_summary("iptables has no rules in either variant"),
+        false => outcome.with_summary(format!("only {} has rules", variants.join(" and "))),
     }
 }
 
@@ -270,23 +276,24 @@ pub(super) fn conntrack() -> CheckOutcome {
     judge_conntrack(count.zip(number("net/netfilter/nf_conntrack_max")))
 }
 
-/// Judges the number of tracked connections and their limit, of which 0 means none. `None` is a
-/// kernel without connection tracking.
+/// Judges the number of tracked connections and their limit. A limit of 0 means that there is none.
+/// `None` stands for a kernel without connection tracking.
 fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("conntrack");
     match count_and_limit {
-        Some((count, 0)) => outcome.ok_summary(format!("{count} connections, no limit")),
+        Some((count, 0)) => outcome.with_summary(format!("{count} connections, no limit")),
         Some((count, max)) => {
             let percent = count.saturating_mul(100) / max;
             if percent >= 80 {
                 let what = format!(
                     "{count} of {max} possible connections are tracked ({percent}%): beyond the limit, packets of new connections are dropped"
                 );
-                outcome.problem(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
+                outcome
+                    .add_problem(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
             }
-            outcome.ok_summary(format!("{count} of {max} connections ({percent}%)"))
+            outcome.with_summary(format!("{count} of {max} connections ({percent}%)"))
         }
-        None => outcome.ok_summary("not in use"),
+        None => outcome.with_summary("not in use"),
     }
 }
 

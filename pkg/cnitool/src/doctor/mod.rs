@@ -1,5 +1,5 @@
-//! doctor: finds what on this node keeps networks from working, or will soon, and prints the
-//! command that fixes it.
+//! doctor: finds problems that keep this node's networks from working, or will do so soon, and
+//! prints the command that fixes each.
 //!
 //! The checks change nothing. They report only what is wrong on this node now, and what they could
 //! not check.
@@ -8,9 +8,7 @@ mod firewall;
 mod places;
 mod traffic;
 
-use cni::AttachmentId;
 use cni::Error;
-use cni::json::Json;
 use cni::rollback::Notes;
 use libcni::cache::Entry;
 use libcni::{NetworkList, Runtime};
@@ -18,7 +16,7 @@ use serde_json::json;
 
 use crate::cli::{Failure, Shared, Variables, failed};
 use crate::inspect::orphans::{self, quoted};
-use crate::inspect::{Attached, Fact, Snapshot, Verdict, bridges_of};
+use crate::inspect::{Attached, Fact, Snapshot, Verdict, all_plugins, bridges_of, is_true};
 use crate::node;
 use crate::report::{Colour, Format, paint, write, write_json};
 use crate::target::NetnsPresence;
@@ -33,37 +31,38 @@ pub(crate) struct Finding {
     fix: Fix,
 }
 
-/// The repair.
+/// The repair of a problem.
 #[derive(PartialEq, Eq)]
 pub(crate) enum Fix {
     /// A command.
     Command(String),
     /// Advice in words, if no command is right for every node.
-    Words(String),
+    Advice(String),
 }
 
 /// The outcome of one check.
 pub(crate) struct CheckOutcome {
     check: &'static str,
     findings: Vec<Finding>,
-    /// The text if there are no findings: what is in order, or why the check was not possible.
-    well: String,
+    /// The text that is printed if there are no findings: what is in order, or why the check was
+    /// not possible.
+    summary: String,
 }
 
 impl CheckOutcome {
     /// Returns the outcome of a check without findings.
     fn new(check: &'static str) -> CheckOutcome {
-        CheckOutcome { check, findings: Vec::new(), well: String::new() }
+        CheckOutcome { check, findings: Vec::new(), summary: String::new() }
     }
 
     /// Adds a finding with the command that fixes it.
-    fn problem(&mut self, what: impl Into<String>, command: impl Into<String>) {
+    fn add_problem(&mut self, what: impl Into<String>, command: impl Into<String>) {
         self.push(what.into(), Fix::Command(command.into()));
     }
 
     /// Adds a finding with advice in words, if no command is safe.
-    fn problem_without_command(&mut self, what: impl Into<String>, words: impl Into<String>) {
-        self.push(what.into(), Fix::Words(words.into()));
+    fn add_problem_with_advice(&mut self, what: impl Into<String>, advice: impl Into<String>) {
+        self.push(what.into(), Fix::Advice(advice.into()));
     }
 
     /// Adds a finding.
@@ -71,9 +70,9 @@ impl CheckOutcome {
         self.findings.push(Finding { check: self.check, what, fix });
     }
 
-    /// Sets the text for the case that there are no findings.
-    fn ok_summary(mut self, well: impl Into<String>) -> CheckOutcome {
-        self.well = well.into();
+    /// Sets the text that is printed if there are no findings.
+    fn with_summary(mut self, summary: impl Into<String>) -> CheckOutcome {
+        self.summary = summary.into();
         self
     }
 }
@@ -93,7 +92,12 @@ pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -
     doctor(shared, call, streams).map_err(|error| failed("doctor", error, shared.format()))
 }
 
-/// Runs all checks and prints their outcomes. Fails with exit code 1 if there are findings.
+/// Runs all checks and prints their outcomes. Returns [`Exit::Failed`] if there are findings.
+///
+/// # Errors
+/// - As [`Snapshot::take`].
+/// - The kernel's error if a check cannot list links, routes or packet filter rules.
+/// - Code 5 if a folder cannot be read or stdout cannot be written.
 fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let conf_folder = shared.conf_folder(&Variables(&call.environment));
     let context = Context {
@@ -110,7 +114,7 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         places::status(&context),
         places::addresses(&context)?,
         traffic::forwarding(&context),
-        traffic::links(&context)?,
+        traffic::links(&context),
         traffic::mtu(&context)?,
         traffic::rp_filter(&context)?,
         firewall::policy(&context),
@@ -118,7 +122,7 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         firewall::variants(&context),
         firewall::conntrack(),
         attachments(&context),
-        left_over(&context)?,
+        left_over(&context),
     ];
     let count = outcomes.iter().map(|outcome| outcome.findings.len()).sum::<usize>();
     match shared.format() {
@@ -126,31 +130,32 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
             let as_json = |finding: &Finding| {
                 let (command, advice) = match &finding.fix {
                     Fix::Command(command) => (Some(command), None),
-                    Fix::Words(words) => (None, Some(words)),
+                    Fix::Advice(advice) => (None, Some(advice)),
                 };
                 json!({"check": finding.check, "what": finding.what, "command": command, "advice": advice})
             };
             let findings: Vec<_> = outcomes.iter().flat_map(|outcome| &outcome.findings).map(as_json).collect();
             let well = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
-            let well: Vec<_> = well.map(|outcome| json!({"check": outcome.check, "what": outcome.well})).collect();
+            let well: Vec<_> = well.map(|outcome| json!({"check": outcome.check, "what": outcome.summary})).collect();
             write_json(streams, &json!({"findings": findings, "well": well}))?;
         }
-        Format::Text => write(streams, &text(&outcomes, count, streams))?,
+        Format::Text => write(streams, &as_text(&outcomes, count, streams))?,
     }
     Ok(if count == 0 { Exit::Done } else { Exit::Failed })
 }
 
-/// Returns the report for people: the checks without findings, then the findings.
-fn text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
+/// Returns the report for people: the checks without findings, then the findings, of which there
+/// are `count`.
+fn as_text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
     let mut text = String::new();
     for outcome in outcomes.iter().filter(|outcome| outcome.findings.is_empty()) {
-        text += &format!("  {:<14} {}\n", outcome.check, outcome.well);
+        text += &format!("  {:<14} {}\n", outcome.check, outcome.summary);
     }
     for finding in outcomes.iter().flat_map(|outcome| &outcome.findings) {
         let line = format!("! {:<14} {}", finding.check, finding.what);
         let fix = match &finding.fix {
             Fix::Command(command) => format!("fix: {command}"),
-            Fix::Words(words) => format!("what to do: {words}"),
+            Fix::Advice(advice) => format!("what to do: {advice}"),
         };
         text += &format!("{}\n                 {fix}\n", paint(streams.stdout_style, Colour::Red, &line));
     }
@@ -163,11 +168,11 @@ fn text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> Strin
 }
 
 /// Checks that each container has what its result and its configuration say, as `inspect` does.
-/// `left_over` reports the attachments of containers that do not exist any more.
+/// Only existing containers are checked: `left_over` reports the attachments of the others.
 fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("attachments");
-    for entry in &context.snapshot.remembered {
-        if NetnsPresence::of(&entry.attachment.netns, context.call.machine) != NetnsPresence::There {
+    for entry in &context.snapshot.cached {
+        if NetnsPresence::at(&entry.attachment.netns, context.call.machine) != NetnsPresence::Exists {
             continue;
         }
         let attached = Attached::inspect(&context.snapshot, entry, context.call);
@@ -175,54 +180,51 @@ fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
         if differing.is_empty() {
             continue;
         }
-        let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.what, fact.text)).collect();
+        let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.kind, fact.text)).collect();
         let what = format!("{}: {}", attached.name, texts.join("; "));
         match differing.iter().all(|fact| fact.is_rule()) {
-            true => outcome.problem(what, format!("cnitool rules restore {}", quoted(&attached.network))),
-            false => outcome.problem_without_command(what, RECREATE),
+            true => outcome.add_problem(what, format!("cnitool rules restore {}", quoted(&attached.network))),
+            false => outcome.add_problem_with_advice(what, RECREATE_ADVICE),
         }
     }
-    outcome.ok_summary("every container has what its result and its configuration say")
+    outcome.with_summary("every container has what its result and its configuration say")
 }
 
 /// The advice for what only an ADD creates.
-const RECREATE: &str = "delete the container and create it again: only its ADD creates this";
+const RECREATE_ADVICE: &str = "delete the container and create it again: only its ADD creates this";
 
 /// Reports the leftovers that `inspect` finds.
-fn left_over(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("left over");
-    for orphan in orphans::find(&context.snapshot, context.call)? {
-        outcome.problem(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
+    for orphan in orphans::list(&context.snapshot, context.call) {
+        outcome.add_problem(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
     }
-    Ok(outcome.ok_summary("every link, rule, reservation, backup, lease and cache entry has its container"))
+    outcome.with_summary("every link, rule, reservation, backup, lease and cache entry has its container")
 }
 
 impl Context<'_, '_> {
     /// Whether an existing container was attached with one of these keys set to true: in the
     /// configuration of its ADD in the result cache, or in that of a network whose bridge has
     /// containers.
-    fn is_in_use(&self, keys: &[&str]) -> bool {
-        let has_key = |config: &[u8]| {
-            let config = Json::parse(config).ok();
-            let Some(Json::Array(plugins)) = config.as_ref().and_then(|config| config.get("plugins")) else {
-                return false;
-            };
-            plugins.iter().any(|plugin| keys.iter().any(|key| plugin.get(key) == Some(&Json::Bool(true))))
-        };
+    fn has_container_with(&self, keys: &[&str]) -> bool {
+        let sets_a_key =
+            |config: &[u8]| all_plugins(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
         let (attached, bridges) = (self.snapshot.attached(), self.snapshot.bridges());
-        let exists = |entry: &&Entry| {
-            let is_entry = |attachment: &AttachmentId| {
-                attachment.network == entry.network && entry.attachment.container_id == attachment.container_id
-            };
-            attached.iter().any(|(attachment, _)| is_entry(attachment))
+        let has_host_end = |entry: &&Entry| {
+            attached.iter().any(|(attachment, _)| {
+                attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
+            })
         };
         let has_containers =
             |list: &&NetworkList| bridges_of(list).iter().any(|name| bridges.iter().any(|bridge| bridge.name == *name));
-        self.snapshot.remembered.iter().filter(exists).any(|entry| has_key(&entry.config))
-            || self.snapshot.networks.iter().filter(has_containers).any(|list| has_key(list.raw()))
+        self.snapshot.cached.iter().filter(has_host_end).any(|entry| sets_a_key(&entry.config))
+            || self.snapshot.networks.iter().filter(has_containers).any(|list| sets_a_key(list.raw()))
     }
 
     /// Returns the files of the networks' folder in the order in which runtimes search them.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
     fn conf_files(&self) -> Result<Vec<libcni::ConfFile>, Error> {
         Ok(node::by_precedence(self.shared.conf_folder(&Variables(&self.call.environment)).files()?))
     }

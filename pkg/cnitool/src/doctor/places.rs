@@ -10,27 +10,30 @@ use libcni::cache::DEFAULT_DIR;
 
 use super::{CheckOutcome, Context};
 use crate::inspect::orphans::quoted;
+use crate::ipam::{IpamContext, NEARLY_FULL_PERCENT, StoreLocation, used_percent};
 
 /// Checks that the configurations are valid and that no two files have the same network.
+///
+/// # Errors
+/// Code 5 if the networks' folder cannot be read.
 pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("networks");
     let mut names: Vec<String> = Vec::new();
     for file in context.conf_files()? {
         let path = quoted(&file.path.to_string_lossy());
         match file.list {
-            Err(error) => outcome.problem(error.to_string(), format!("cnitool validate {path}")),
+            Err(error) => outcome.add_problem(error.to_string(), format!("cnitool validate {path}")),
             Ok(list) if names.iter().any(|name| name == list.name()) => {
                 let what = format!("{path} is never used: another file defines network {:?} too", list.name());
-                outcome.problem(what, format!("mv {path} {path}.unused"));
+                outcome.add_problem(what, format!("mv {path} {path}.unused"));
             }
             Ok(list) => names.push(list.name().to_owned()),
         }
     }
-    let well = match names.is_empty() {
+    Ok(outcome.with_summary(match names.is_empty() {
         true => format!("none is configured in {}", context.conf_dir.display()),
         false => format!("{} in {}", names.join(", "), context.conf_dir.display()),
-    };
-    Ok(outcome.ok_summary(well))
+    }))
 }
 
 /// Checks that the plugins exist, and that only root can change what runs as root.
@@ -47,10 +50,9 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
     check_once(&context.conf_dir, &mut outcome);
     for list in &context.snapshot.networks {
         for plugin in list.plugins() {
-            let mut kinds = vec![plugin.kind().to_owned()];
             let conf = list.request(plugin, None).and_then(cni::config::NetConf::parse);
-            kinds.extend(conf.ok().map(|conf| conf.ipam_type().to_owned()).filter(|kind| !kind.is_empty()));
-            for kind in kinds {
+            let ipam = conf.map(|conf| conf.ipam_type().to_owned()).unwrap_or_default();
+            for kind in [plugin.kind().to_owned(), ipam].into_iter().filter(|kind| !kind.is_empty()) {
                 match find_plugin(&kind, &context.runtime.plugin_folders) {
                     Ok(path) => {
                         if let Some(folder) = path.parent() {
@@ -59,45 +61,51 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
                         check_once(&path, &mut outcome);
                     }
                     Err(error) => {
-                        let what = format!("network {}: {error}", list.name());
-                        if !outcome.findings.iter().any(|one| one.what == what) {
-                            let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
-                            outcome.problem(
-                                what,
-                                format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy())),
-                            );
-                        }
+                        add_missing_plugin(context, &kind, format!("network {}: {error}", list.name()), &mut outcome);
                     }
                 }
             }
         }
     }
+    // `networks` reports that the folder cannot be read.
     for file in context.conf_files().unwrap_or_default() {
         check_once(&file.path, &mut outcome);
     }
+    // The result cache, and the folder of the socket of dhcp's daemon.
     for path in [DEFAULT_DIR, "/var/lib/cni/results", "/run/cni"] {
         check_once(Path::new(path), &mut outcome);
     }
     for (network, folder, _) in &context.snapshot.reservations {
         check_once(&folder.join(network), &mut outcome);
     }
-    outcome.ok_summary("all plugins exist, and only root can change them, the networks and the result cache")
+    outcome.with_summary("all plugins exist, and only root can change them, the networks and the result cache")
 }
 
-/// Checks that only root can change a file or folder. Another user who can could make root run a
-/// program, or release addresses of containers.
+/// Reports once that the plugin `kind` is not installed, with the command that installs it.
+fn add_missing_plugin(context: &Context<'_, '_>, kind: &str, what: String, outcome: &mut CheckOutcome) {
+    if outcome.findings.iter().any(|finding| finding.what == what) {
+        return;
+    }
+    let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
+    outcome.add_problem(what, format!("install -m 755 {} {}", quoted(kind), quoted(&folder.to_string_lossy())));
+}
+
+/// Checks that only root can change a file or folder. Another user with write access could make
+/// root run a program, or release addresses of containers.
 fn check_owner(path: &Path, outcome: &mut CheckOutcome) {
+    const GROUP_WRITE: u32 = 0o020;
+    const OTHERS_WRITE: u32 = 0o002;
     // A missing folder is created when it is needed, or another check reports it.
     let Ok(metadata) = fs::metadata(path) else { return };
     let path = quoted(&path.to_string_lossy());
     let mode = metadata.mode() & 0o7777;
-    if mode & 0o022 != 0 {
-        let who = if mode & 0o002 != 0 { "every user" } else { "its group" };
-        outcome.problem(format!("{path} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {path}"));
+    if mode & (GROUP_WRITE | OTHERS_WRITE) != 0 {
+        let who = if mode & OTHERS_WRITE != 0 { "every user" } else { "its group" };
+        outcome.add_problem(format!("{path} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {path}"));
     }
     // In a user namespace, the user who runs cnitool is root.
     if metadata.uid() != 0 && metadata.uid() != own_uid() {
-        outcome.problem(
+        outcome.add_problem(
             format!("{path} belongs to user {} and not to root", metadata.uid()),
             format!("chown root {path}"),
         );
@@ -110,7 +118,7 @@ fn own_uid() -> u32 {
 }
 
 /// The advice if the daemon of dhcp does not answer.
-const DAEMON: &str = "start the daemon with `systemctl enable --now cni-dhcp.socket` or `dhcp daemon`; restart a running \
+const DAEMON_ADVICE: &str = "start the daemon with `systemctl enable --now cni-dhcp.socket` or `dhcp daemon`; restart a running \
                       daemon that does not answer";
 
 /// Checks that each network's plugins can handle an ADD, with their STATUS.
@@ -124,39 +132,41 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
         }
         if let Err(error) = context.runtime.status(list) {
             let what = format!("network {}: {error}", list.name());
+            // STATUS has the same code for every defect, so only the text shows that it is about
+            // dhcp's daemon.
             match what.contains("DHCP daemon") {
-                true => outcome.problem_without_command(what, DAEMON),
-                false => outcome.problem(what, format!("cnitool status {}", quoted(list.name()))),
+                true => outcome.add_problem_with_advice(what, DAEMON_ADVICE),
+                false => outcome.add_problem(what, format!("cnitool status {}", quoted(list.name()))),
             }
         }
     }
-    outcome.ok_summary("every network's plugins report that they can handle an ADD")
+    outcome.with_summary("every network's plugins report that they can handle an ADD")
 }
 
-/// Checks that the ranges are less than 90 % full, and that the disk has space for a reservation.
-/// STATUS succeeds even if the ranges or the disk are full.
+/// Checks that the ranges are not nearly full, that the disk has space for a reservation, and that
+/// all files of reservations are usual. STATUS succeeds even if the ranges or the disk are full.
 ///
 /// # Errors
-/// A folder cannot be read.
+/// Code 5 if a folder cannot be read.
 pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("addresses");
-    let location = crate::ipam::StoreLocation::default();
-    let ipam = crate::ipam::IpamContext::new(context.shared, context.call, &location, &context.notes);
-    let mut fullest = 0;
+    let location = StoreLocation::default();
+    let ipam = IpamContext::new(context.shared, context.call, &location, &context.notes);
+    let mut fullest_percent = 0;
     for (network, usage) in ipam.usage()? {
         for set in usage {
-            let percent = set.used.saturating_mul(100).checked_div(set.total).unwrap_or(100);
-            fullest = fullest.max(percent);
-            if percent >= 90 {
+            let percent = used_percent(&set);
+            fullest_percent = fullest_percent.max(percent);
+            if percent >= NEARLY_FULL_PERCENT {
                 let what =
                     format!("network {network}: {} of {} addresses of {} are used", set.used, set.total, set.set);
-                outcome.problem(what, format!("cnitool ipam gc {} --dry-run", quoted(&network)));
+                outcome.add_problem(what, format!("cnitool ipam gc {} --dry-run", quoted(&network)));
             }
         }
     }
     for (network, folder, shortage) in ipam.shortages()? {
         let folder = quoted(&folder.to_string_lossy());
-        outcome.problem(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
+        outcome.add_problem(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
     }
     for (network, file, what) in &context.snapshot.unusual {
         let advice = format!(
@@ -164,7 +174,7 @@ pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
             quoted(network)
         );
         outcome
-            .problem_without_command(format!("network {network}: {}: {what}", quoted(&file.to_string_lossy())), advice);
+            .add_problem_with_advice(format!("network {network}: {}: {what}", quoted(&file.to_string_lossy())), advice);
     }
-    Ok(outcome.ok_summary(format!("no range is more than {fullest}% full")))
+    Ok(outcome.with_summary(format!("no range is more than {fullest_percent}% full")))
 }

@@ -14,13 +14,14 @@ use crate::inspect::result_of;
 /// Checks that the host forwards packets, if a configured network needs it.
 pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("forwarding");
-    if !context.is_in_use(&["isGateway", "isDefaultGateway", "ipMasq"]) {
-        return outcome.ok_summary("no network needs forwarding; the plugins switch it on when a network does");
+    if !context.has_container_with(&["isGateway", "isDefaultGateway", "ipMasq"]) {
+        return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
     let mut require = |name: String| {
+        // A sysctl that cannot be read does not exist, for example because IPv6 is disabled.
         if sysctl::read(&name).is_ok_and(|value| value == "0") {
             let dotted = dotted(&name);
-            outcome.problem(
+            outcome.add_problem(
                 format!("{dotted} is 0: containers reach their bridge, but no other network"),
                 format!("sysctl -w {}=1", quoted(&dotted)),
             );
@@ -30,12 +31,12 @@ pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     for bridge in context.snapshot.bridges() {
         require(format!("net/ipv4/conf/{}/forwarding", bridge.name));
     }
-    let results = context.snapshot.remembered.iter().filter_map(result_of);
+    let results = context.snapshot.cached.iter().filter_map(result_of);
     let has_ipv6 = results.flat_map(|result| result.ips).any(|ip| !ip.address.is_ipv4());
     if has_ipv6 {
         require("net/ipv6/conf/all/forwarding".to_owned());
     }
-    outcome.ok_summary("the host forwards packets of containers")
+    outcome.with_summary("the host forwards packets of containers")
 }
 
 /// Returns the name of a sysctl as sysctl(8) writes it, with `.` and `/` swapped.
@@ -48,74 +49,73 @@ fn dotted(name: &str) -> String {
     swapped.collect()
 }
 
-/// Checks that the bridges, the host's ends of attachments and other ports of the bridges are up.
-///
-/// # Errors
-/// Those of the kernel.
-pub(super) fn links(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+/// Checks that the bridges, both ends of each attachment's link, and the other ports of the bridges
+/// are up.
+pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("links");
     let bridges = context.snapshot.bridges();
     for bridge in bridges.iter().filter(|bridge| !bridge.up) {
         let what = format!("bridge {} is down: its containers cannot communicate", bridge.name);
-        outcome.problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
+        outcome.add_problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
     let attached = context.snapshot.attached();
     for (attachment, link) in &attached {
         let AttachmentId { network, container_id, ifname } = attachment;
         let name = format!("{} ({network} {container_id} {ifname})", link.name);
         if !link.up {
-            outcome.problem(format!("host link {name} is down"), format!("ip link set dev {} up", quoted(&link.name)));
-        } else if link.oper_state == OperState::Down && is_container_end_up(context, attachment) == Some(false) {
+            outcome
+                .add_problem(format!("host link {name} is down"), format!("ip link set dev {} up", quoted(&link.name)));
+        } else if link.oper_state == OperState::Down
+            && container_end(context, attachment).is_some_and(|container_end| !container_end.up)
+        {
             let what = format!("host link {name} has no carrier: the container's end is down");
             let netns = netns_of(context, attachment).unwrap_or_default();
             let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(ifname));
-            outcome.problem(what, command);
+            outcome.add_problem(what, command);
         }
     }
-    // Ports whose attachments are not known.
     for bridge in bridges {
-        let is_unknown_port = |link: &&Link| {
+        // The ports of known attachments have been checked above.
+        let is_other_port = |link: &&Link| {
             link.master == Some(bridge.index) && !attached.iter().any(|(_, known)| known.index == link.index)
         };
-        for link in context.snapshot.links.iter().filter(is_unknown_port).filter(|link| !link.up) {
+        for link in context.snapshot.links.iter().filter(is_other_port).filter(|link| !link.up) {
             let what = format!("{}, a port of {}, is down", link.name, bridge.name);
-            outcome.problem(what, format!("ip link set dev {} up", quoted(&link.name)));
+            outcome.add_problem(what, format!("ip link set dev {} up", quoted(&link.name)));
         }
     }
-    Ok(outcome.ok_summary(match attached.len() {
+    outcome.with_summary(match attached.len() {
         1 => "1 host link, up".to_owned(),
         count => format!("{count} host links, all up"),
-    }))
+    })
 }
 
-/// Returns the path of an attachment's namespace in the result cache, or `None`.
+/// Returns the path of an attachment's namespace in the result cache, or `None` if the cache does
+/// not have it.
 fn netns_of(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<String> {
-    let entry = context.snapshot.remembered.iter().find(|entry| entry.id() == *attachment)?;
+    let entry = context.snapshot.cached.iter().find(|entry| entry.id() == *attachment)?;
     Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
 }
 
-/// Returns the link of an attachment in the container, or `None` if it cannot be found.
+/// Returns the link of an attachment in the container, or `None` if it does not exist or its
+/// namespace cannot be entered.
 fn container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<Link> {
     let netns = Netns::open(Path::new(&netns_of(context, attachment)?)).ok()?;
     Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
-}
-
-/// Whether the link of an attachment in the container is up. Returns `None` if it cannot be found.
-fn is_container_end_up(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<bool> {
-    container_end(context, attachment).map(|link| link.up)
 }
 
 /// Checks that both ends of each attachment's link have the same MTU, and that the MTUs of the
 /// bridge and of the host's uplink are not smaller.
 ///
 /// # Errors
-/// Those of the kernel.
+/// The kernel's error if the routes cannot be listed.
 pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("mtu");
     let uplink = uplink(&context.snapshot.links)?;
-    // The bridges and networks with a problem, each of which is reported once.
-    let mut reported: Vec<String> = Vec::new();
-    for (attachment, link) in &context.snapshot.attached() {
+    // Many containers share a bridge and a network, whose problem is reported only once.
+    let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
+    let attached = context.snapshot.attached();
+    for (attachment, link) in &attached {
         let Some(inner) = container_end(context, attachment) else { continue };
         let AttachmentId { network, container_id, ifname } = attachment;
         if inner.mtu != link.mtu {
@@ -124,35 +124,43 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
                  larger packets are lost",
                 inner.mtu, link.name, link.mtu
             );
-            outcome.problem(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inner.mtu));
+            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inner.mtu));
         }
         let bridge = context.snapshot.links.iter().find(|other| Some(other.index) == link.master);
-        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu && !reported.contains(&bridge.name)) {
-            reported.push(bridge.name.clone());
+        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu)
+            && !reported_bridges.contains(&bridge.name.as_str())
+        {
+            reported_bridges.push(&bridge.name);
             let what = format!(
                 "bridge {} has the MTU {}, but its port {} has {}: larger packets are lost",
                 bridge.name, bridge.mtu, link.name, link.mtu
             );
-            outcome.problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
+            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
         }
         if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inner.mtu)
-            && !reported.contains(network)
+            && !reported_networks.contains(&network.as_str())
         {
-            reported.push(network.clone());
+            reported_networks.push(network);
             let what = format!(
                 "network {network}: containers have the MTU {}, but {}, the interface of the default route, has {}: packets that must \
                  not be fragmented are lost where ICMP is filtered; set \"mtu\": {} in the network for new containers",
                 inner.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
             let netns = netns_of(context, attachment).unwrap_or_default();
-            let set = format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
-            outcome.problem(what, format!("{set} && ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu));
+            let set_inner =
+                format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
+            let set_outer = format!("ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu);
+            outcome.add_problem(what, format!("{set_inner} && {set_outer}"));
         }
     }
-    Ok(outcome.ok_summary("the MTUs of both ends, the bridges and the uplink fit together"))
+    Ok(outcome.with_summary("the MTUs of both ends, the bridges and the uplink fit together"))
 }
 
-/// Returns the interface of the default route, IPv4 before IPv6, or `None`.
+/// Returns the interface of the best default route, of IPv4 or, if it has none, of IPv6. Returns
+/// `None` if the host has no default route.
+///
+/// # Errors
+/// The kernel's error if the routes cannot be listed.
 fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
     let netlink = Netlink::open()?;
     for family in [Family::V4, Family::V6] {
@@ -166,31 +174,41 @@ fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
     Ok(None)
 }
 
+/// The strict mode of the sysctl rp_filter.
+const STRICT_RP_FILTER: u8 = 1;
+
+/// The loose mode of the sysctl rp_filter.
+const LOOSE_RP_FILTER: u8 = 2;
+
 /// Checks that the strict reverse path filter does not drop packets of containers. It drops a
 /// packet if the route back to its source uses another interface than the one on which it arrived.
 ///
 /// # Errors
-/// Those of the kernel.
+/// The kernel's error if netlink cannot be used.
 pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("rp_filter");
     let (netlink, attached) = (Netlink::open()?, context.snapshot.attached());
     for bridge in context.snapshot.bridges() {
+        // A value that cannot be read counts as 0, the mode without a filter.
         let read = |name: &str| -> u8 {
             let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
             value.ok().and_then(|value| value.parse().ok()).unwrap_or_default()
         };
-        // The larger value counts; 1 is the strict mode.
-        if read("all").max(read(&bridge.name)) != 1 {
+        // The larger value is in force.
+        if read("all").max(read(&bridge.name)) != STRICT_RP_FILTER {
             continue;
         }
-        for entry in &context.snapshot.remembered {
+        for entry in &context.snapshot.cached {
             let Some(result) = result_of(entry) else { continue };
             let is_on_bridge = attached.iter().any(|(attachment, link)| {
                 attachment.network == entry.network
                     && attachment.container_id == entry.attachment.container_id
                     && link.master == Some(bridge.index)
             });
-            for ip in result.ips.iter().filter(|ip| is_on_bridge && ip.address.is_ipv4()) {
+            if !is_on_bridge {
+                continue;
+            }
+            for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();
                 if netlink.outgoing_interface(address).ok() != Some(bridge.index) {
                     let what = format!(
@@ -198,16 +216,16 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
                          drops packets that it sends to the host or through it",
                         entry.network, bridge.name
                     );
-                    // 2, the loose mode, is larger than any value of `all` but 2.
-                    outcome.problem(
-                        what,
-                        format!("sysctl -w {}=2", quoted(&dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name)))),
-                    );
+                    // The loose mode is in force whatever `all` is, because it is the largest
+                    // value.
+                    let name = dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name));
+                    outcome.add_problem(what, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
                     break;
                 }
             }
         }
     }
+    // Each bridge is reported for one container only: all have the same fix.
     outcome.findings.dedup_by(|one, other| one.fix == other.fix);
-    Ok(outcome.ok_summary("packets of all containers arrive on the interface of the route back"))
+    Ok(outcome.with_summary("packets of all containers arrive on the interface of the route back"))
 }

@@ -1,5 +1,5 @@
-//! The command `explain`: runs a verb of a network and prints what each plugin did, how long it
-//! took, and the request that failed.
+//! explain: runs a verb of a network and prints the steps of each plugin, how long they took, and
+//! the request that failed.
 //!
 //! The verb does the same as without `explain`, but `CNI_LOG=debug` makes the plugins write a log,
 //! to a file that only this call uses. The lines that are added while a plugin runs are its steps.
@@ -12,10 +12,11 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
 use crate::cli::{Failure, Shared, failed};
+use crate::network::NetworkVerb;
 use crate::report::{Colour, Format, error_json, paint, write, write_json, write_raw};
 use crate::{Call, Exit, Streams, network};
 
-use recorder::{Log, PluginRun, Recorder};
+use recorder::{Log, PluginError, PluginRun, Recorder};
 use steps::Step;
 
 /// The arguments of `explain`.
@@ -43,15 +44,18 @@ enum Verb {
 /// Runs the verb and prints its plugins, their steps and its result.
 ///
 /// # Errors
-/// The error of the verb; the log cannot be created; stdout cannot be written.
+/// - [`Failure::Usage`] if the verb's arguments are invalid.
+/// - Code 5 if the log cannot be created or stdout cannot be written.
+/// - The verb's error. With `--json` it is in the printed document instead, and [`Exit::Failed`] is
+///   returned.
 pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let format = shared.format();
     let command = match args.verb {
-        Verb::Add(args) => args.command("add", shared)?,
-        Verb::Check(args) => args.command("check", shared)?,
+        Verb::Add(args) => args.command(NetworkVerb::Add, shared)?,
+        Verb::Check(args) => args.command(NetworkVerb::Check, shared)?,
         Verb::Del(args) => args.command(shared)?,
         Verb::Gc(args) => args.command(shared),
-        Verb::Status(args) => args.command("status", shared),
+        Verb::Status(args) => args.command(NetworkVerb::Status, shared),
     };
     let subject = format!("explain {}", command.subject());
     let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;
@@ -62,6 +66,7 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         folder: call.folder.clone(),
         machine: &recorder,
     };
+    // The verb's result follows the steps, so it is kept until they are printed.
     let mut result = Vec::new();
     let outcome = {
         let stdout = &mut result;
@@ -74,71 +79,76 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         Format::Text => {
             let text: String = runs.iter().map(|run| run_as_text(run, streams)).collect();
             let written = write(streams, &text).and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
+            // Of two errors, the verb's is reported.
             outcome?;
             written.map_err(|error| failed(subject, error, format))?;
             Ok(Exit::Done)
         }
         Format::Json => {
-            let error = match &outcome {
-                Ok(()) => Value::Null,
-                Err(Failure::Failed { error, .. }) => error_json(error),
-                Err(_) => return outcome.map(|()| Exit::Done),
+            let (error, exit) = match outcome {
+                Ok(()) => (Value::Null, Exit::Done),
+                Err(Failure::Failed { error, .. }) => (error_json(&error), Exit::Failed),
+                Err(failure) => return Err(failure),
             };
+            // A verb that failed, or one without a result, has printed nothing: `null`.
             let result: Value = serde_json::from_slice(&result).unwrap_or_default();
             let calls: Vec<Value> = runs.iter().map(run_as_json).collect();
             write_json(streams, &json!({"calls": calls, "result": result, "error": error}))
                 .map_err(|error| failed(subject, error, format))?;
-            Ok(if outcome.is_ok() { Exit::Done } else { Exit::Failed })
+            Ok(exit)
         }
     }
 }
+
+/// The indentation of lines below a step, which begins after its sign and duration.
+const INDENT: &str = "               ";
 
 /// Returns the text about a plugin: a line with its duration and outcome, a line for each step, and
 /// the request below the step that made it fail.
 fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
     let style = streams.stdout_style;
-    let steps = steps::read(run);
+    let steps = steps::steps_of(run);
     let outcome = match &run.error {
         None => "done".to_owned(),
-        Some((Some(code), _)) => format!("failed with code {code}"),
-        Some((None, _)) => "failed".to_owned(),
+        Some(PluginError { code: Some(code), .. }) => format!("failed with code {code}"),
+        Some(PluginError { code: None, .. }) => "failed".to_owned(),
     };
     let head = format!("{} {}, {:.1} ms: {outcome}", run.plugin, run.verb, run.ms);
     let mut text = format!("{}\n", paint(style, Colour::Bold, &head));
     if steps.is_empty() {
-        text += "               this program writes no log\n";
+        text += &format!("{INDENT}this program writes no log\n");
     }
     for step in &steps {
-        let sign = if step.failed { '!' } else { ' ' };
+        let sign = if step.is_cause { '!' } else { ' ' };
         let ms = step.ms.map(|ms| format!("{ms:.3}")).unwrap_or_default();
         let delegate = if step.program == run.plugin { String::new() } else { format!("  {}: ", step.program) };
-        let end = step.end.as_ref().map(|end| format!(": {end}")).unwrap_or_default();
-        let line = format!("{sign} {ms:>10}  {delegate}{}{end}", step.what);
-        text += &if step.failed { paint(style, Colour::Red, &line) } else { line };
+        let error = step.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
+        let line = format!("{sign} {ms:>10}  {delegate}{}{error}", step.what);
+        text += &if step.is_cause { paint(style, Colour::Red, &line) } else { line };
         text.push('\n');
-        if step.failed {
-            for (name, value) in [("said", &step.said), ("request", &step.request)] {
+        if step.is_cause {
+            for (name, value) in [("said", &step.stderr), ("request", &step.request)] {
                 let value = value.as_deref().unwrap_or_default();
-                text.extend(value.lines().map(|line| format!("               {name}: {line}\n")));
+                text.extend(value.lines().map(|line| format!("{INDENT}{name}: {line}\n")));
             }
         }
     }
-    if run.error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.failed) {
-        text += "               none of these steps failed: the plugin itself returned the error\n";
+    if run.error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.is_cause) {
+        text += &format!("{INDENT}none of these steps made the plugin fail: the error is its own\n");
     }
     text
 }
 
-/// Returns the same as JSON.
+/// Returns a plugin's outcome and its steps for `--json`.
 fn run_as_json(run: &PluginRun) -> Value {
     let step = |step: &Step| {
         json!({
             "program": step.program,
             "step": step.what,
             "ms": step.ms,
-            "end": step.end,
-            "failed": step.failed,
-            "said": step.said,
+            "end": step.error,
+            "failed": step.is_cause,
+            "said": step.stderr,
             "request": step.request,
         })
     };
@@ -146,8 +156,8 @@ fn run_as_json(run: &PluginRun) -> Value {
         "plugin": run.plugin,
         "verb": run.verb,
         "ms": run.ms,
-        "error": run.error.as_ref().map(|(code, msg)| json!({"code": code, "msg": msg})),
-        "steps": steps::read(run).iter().map(step).collect::<Vec<_>>(),
+        "error": run.error.as_ref().map(|PluginError { code, msg }| json!({"code": code, "msg": msg})),
+        "steps": steps::steps_of(run).iter().map(step).collect::<Vec<_>>(),
     })
 }
 

@@ -11,7 +11,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::{Code, Error};
 
-/// How many names are tried for the log, in case another process has just used one.
+/// How many more names are tried for the log if a file has the first one.
 const MAX_TRIES: u32 = 16;
 
 /// A temporary file for the plugins' log, which only this user can read. It is removed when the
@@ -45,17 +45,18 @@ impl Log {
     /// Returns the environment for the plugins: `inherited`, with the variables that make them
     /// write this log.
     pub(super) fn environment(&self, inherited: &[(OsString, OsString)]) -> Vec<(OsString, OsString)> {
-        let own = [("CNI_LOG", "debug".into()), ("CNI_LOG_FILE", self.path.clone().into_os_string())];
-        let others = inherited.iter().filter(|(key, _)| !own.iter().any(|(name, _)| key == name)).cloned();
-        others.chain(own.iter().map(|(key, value)| ((*key).into(), value.clone()))).collect()
+        let added = [("CNI_LOG", "debug".into()), ("CNI_LOG_FILE", self.path.clone().into_os_string())];
+        let others = inherited.iter().filter(|(key, _)| !added.iter().any(|(name, _)| key == name)).cloned();
+        others.chain(added.iter().map(|(key, value)| ((*key).into(), value.clone()))).collect()
     }
 
-    /// Returns the length of the log in bytes.
+    /// Returns the length of the log in bytes, or 0 if it is not known.
     fn len(&self) -> u64 {
         self.file.metadata().map(|metadata| metadata.len()).unwrap_or_default()
     }
 
-    /// Returns the text of the log from the offset `begin` on.
+    /// Returns the text of the log from the offset `begin` on. If the log cannot be read, returns
+    /// an empty text, because the verb must not fail for lack of a log.
     fn text_from(&self, begin: u64) -> String {
         let read = || -> io::Result<Vec<u8>> {
             let mut bytes = Vec::new();
@@ -70,6 +71,7 @@ impl Log {
 
 impl Drop for Log {
     fn drop(&mut self) {
+        // The log does not matter any more, and nothing can be done about an error here.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -81,10 +83,18 @@ pub(super) struct PluginRun {
     pub(super) verb: String,
     /// How long it ran, in milliseconds.
     pub(super) ms: f64,
-    /// Its error, or `None` if it succeeded: the code, if it reported one, and the message.
-    pub(super) error: Option<(Option<u64>, String)>,
+    /// Its error, or `None` if it succeeded.
+    pub(super) error: Option<PluginError>,
     /// The lines that were added to the log while it ran.
     pub(super) log: String,
+}
+
+/// The error of a plugin.
+#[derive(Debug)]
+pub(super) struct PluginError {
+    /// The code, or `None` if the plugin did not report one.
+    pub(super) code: Option<u64>,
+    pub(super) msg: String,
 }
 
 /// A [`Machine`] that runs everything on another one and records the plugins that it runs.
@@ -136,16 +146,16 @@ impl Machine for Recorder<'_> {
     }
 }
 
-/// Returns the code and message of a plugin that failed, or `None` if it succeeded. A plugin that
-/// was killed or could not be started has no code.
-fn error_of(output: &Result<Output, RunError>) -> Option<(Option<u64>, String)> {
+/// Returns the error of a plugin that failed, or `None` if it succeeded. A plugin that was killed
+/// or could not be started has no code.
+fn error_of(output: &Result<Output, RunError>) -> Option<PluginError> {
     match output {
         Ok(output) if output.status == Exit::Status(0) => None,
         Ok(output) => {
             let answer: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
             let msg = answer["msg"].as_str().map_or_else(|| output.status.to_string(), str::to_owned);
-            Some((answer["code"].as_u64(), msg))
+            Some(PluginError { code: answer["code"].as_u64(), msg })
         }
-        Err(error) => Some((None, error.to_string())),
+        Err(error) => Some(PluginError { code: None, msg: error.to_string() }),
     }
 }

@@ -6,41 +6,41 @@
 
 use cni::steps::fields;
 
-use super::recorder::PluginRun;
+use super::recorder::{PluginError, PluginRun};
 
 /// A step of a plugin: a request to the kernel, a file, a program, a delegate.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Step {
-    /// The name of the plugin or delegate that did it.
+    /// The name of the plugin or delegate whose step it is.
     pub(super) program: String,
-    /// What it did.
+    /// A description, such as `netlink NewLink br0`.
     pub(super) what: String,
-    /// How long it took, in milliseconds.
+    /// The duration in milliseconds.
     pub(super) ms: Option<f64>,
     /// Its error or exit status, or `None` if it succeeded.
-    pub(super) end: Option<String>,
-    /// What a program that failed wrote to stderr.
-    pub(super) said: Option<String>,
+    pub(super) error: Option<String>,
+    /// The stderr of a program that failed.
+    pub(super) stderr: Option<String>,
     /// The request that the kernel refused.
     pub(super) request: Option<String>,
     /// Whether it is a whole run of a delegate, with all of its steps.
-    is_call: bool,
+    is_whole_run: bool,
     /// Whether it made the plugin fail.
-    pub(super) failed: bool,
+    pub(super) is_cause: bool,
 }
 
 /// Returns the plugin's steps in the order in which they ended.
-pub(super) fn read(run: &PluginRun) -> Vec<Step> {
+pub(super) fn steps_of(run: &PluginRun) -> Vec<Step> {
     let mut steps: Vec<Step> = run.log.lines().filter_map(parse_line).collect();
-    // The last line is about the plugin as a whole, which `run` already has.
+    // The last line is about the plugin's whole run, whose outcome is already in `run`.
     if steps.last().is_some_and(|step| step.program == run.plugin && step.what.starts_with(&run.verb)) {
         steps.pop();
     }
-    if let Some((code, message)) = &run.error
-        && let Some(position) = find_failed_step(&steps, *code, message)
+    if let Some(error) = &run.error
+        && let Some(position) = find_cause(&steps, error)
         && let Some(step) = steps.get_mut(position)
     {
-        step.failed = true;
+        step.is_cause = true;
     }
     steps
 }
@@ -57,36 +57,39 @@ fn parse_line(line: &str) -> Option<Step> {
     };
     let ms = take("ms").and_then(|ms| ms.parse().ok());
     if let Some(what) = take("step") {
-        let end = take("error").or_else(|| take("end").filter(|end| end != "exit status 0"));
-        let (said, request) = (take("said"), take("request"));
-        return Some(Step { program, what, ms, end, said, request, ..Step::default() });
+        let error = take("error").or_else(|| take("end").filter(|end| end != "exit status 0"));
+        let (stderr, request) = (take("said"), take("request"));
+        return Some(Step { program, what, ms, error, stderr, request, ..Step::default() });
     }
     if let Some(what) = take("rollback") {
-        return Some(Step { program, what: format!("rollback: {what}"), ..Step::default() });
+        return Some(Step { program, what: format!("{ROLLBACK_PREFIX}{what}"), ..Step::default() });
     }
+    // The line about the whole run of a plugin or delegate.
     let (verb, code) = (take("verb")?, take("code")?);
     let code = if code == "0" { String::new() } else { format!(", code {code}") };
     let what = format!("{verb} in all{code}");
-    Some(Step { program, what, ms, end: take("error"), is_call: true, ..Step::default() })
+    Some(Step { program, what, ms, error: take("error"), is_whole_run: true, ..Step::default() })
 }
 
-/// Returns the position of the step that made the plugin fail with `code` and `message`, or `None`
-/// if no step did. Steps of the rollback do not count. The first of these rules that finds one
-/// decides:
-/// 1. the last step whose error is in the message;
-/// 2. the last run of a delegate whose error is in the message;
+/// The beginning of the description of a rollback's step.
+const ROLLBACK_PREFIX: &str = "rollback: ";
+
+/// Returns the position of the step that made the plugin fail with `error`, or `None` if no step
+/// did. Steps of the rollback do not count. The first of these rules that finds one decides:
+/// 1. the last step whose error is in the plugin's message;
+/// 2. the last run of a delegate whose error is in the plugin's message;
 /// 3. the last program that failed or, for a code of the kernel (100 and above), the last refused
 ///    request.
-fn find_failed_step(steps: &[Step], code: Option<u64>, message: &str) -> Option<usize> {
-    let rollback_begin = steps.iter().position(|step| step.what.starts_with("rollback: ")).unwrap_or(steps.len());
+fn find_cause(steps: &[Step], error: &PluginError) -> Option<usize> {
+    let rollback_begin = steps.iter().position(|step| step.what.starts_with(ROLLBACK_PREFIX)).unwrap_or(steps.len());
     let last_failed = |condition: &dyn Fn(&Step) -> bool| {
-        steps.iter().take(rollback_begin).rposition(|step| step.end.is_some() && condition(step))
+        steps.iter().take(rollback_begin).rposition(|step| step.error.is_some() && condition(step))
     };
-    let is_in_message = |step: &Step| step.end.as_deref().is_some_and(|end| message.contains(end));
-    let is_kernel_error = code.is_some_and(|code| code >= 100);
-    last_failed(&|step| !step.is_call && is_in_message(step))
-        .or_else(|| last_failed(&|step| step.is_call && is_in_message(step)))
-        .or_else(|| last_failed(&|step| step.said.is_some() || (is_kernel_error && step.request.is_some())))
+    let is_in_message = |step: &Step| step.error.as_deref().is_some_and(|text| error.msg.contains(text));
+    let is_kernel_error = error.code.is_some_and(|code| code >= 100);
+    last_failed(&|step| !step.is_whole_run && is_in_message(step))
+        .or_else(|| last_failed(&|step| step.is_whole_run && is_in_message(step)))
+        .or_else(|| last_failed(&|step| step.stderr.is_some() || (is_kernel_error && step.request.is_some())))
 }
 
 #[cfg(test)]
@@ -110,7 +113,7 @@ mod tests {
             plugin: "bridge".to_owned(),
             verb: "ADD".to_owned(),
             ms: 21.0,
-            error: error.map(|(code, msg)| (code, msg.to_owned())),
+            error: error.map(|(code, msg)| PluginError { code, msg: msg.to_owned() }),
             log: LOG.to_owned(),
         }
     }
@@ -118,10 +121,10 @@ mod tests {
     #[test]
     fn a_log_becomes_steps_and_the_one_that_failed_is_found() {
         let failing = |error| {
-            let steps = read(&ran(error));
-            steps.into_iter().filter(|step| step.failed).map(|step| step.what).collect::<Vec<_>>()
+            let steps = steps_of(&ran(error));
+            steps.into_iter().filter(|step| step.is_cause).map(|step| step.what).collect::<Vec<_>>()
         };
-        let what: Vec<_> = read(&ran(None)).into_iter().map(|step| (step.program, step.what, step.end)).collect();
+        let what: Vec<_> = steps_of(&ran(None)).into_iter().map(|step| (step.program, step.what, step.error)).collect();
         let host_local = what.iter().filter(|(program, ..)| program == "host-local").count();
         assert_eq!((what.len(), host_local), (7, 2), "{what:#?}");
         assert_eq!(what[3].2, None, "a program that succeeds has nothing to say");
@@ -136,11 +139,11 @@ T info cni-host-local pid=8 plugin=host-local verb=ADD network=n container=c ifn
 T debug cni-bridge pid=7 step=\"run /bin/host-local\" ms=2.000 end=\"exit status 1\" said=\"{}\" request=\"{}\"
 "
         .to_owned();
-        let marked = |ran: &PluginRun| read(ran).into_iter().find(|step| step.failed).map(|step| step.what);
-        assert_eq!(marked(&by_delegate).as_deref(), Some("ADD in all, code 11"));
+        let cause = |run: &PluginRun| steps_of(run).into_iter().find(|step| step.is_cause).map(|step| step.what);
+        assert_eq!(cause(&by_delegate).as_deref(), Some("ADD in all, code 11"));
         // A plugin that writes no log.
         by_delegate.log = by_delegate.log.lines().skip(1).collect();
-        assert_eq!(marked(&by_delegate).as_deref(), Some("run /bin/host-local"));
+        assert_eq!(cause(&by_delegate).as_deref(), Some("run /bin/host-local"));
         let link = "failed to find br0: No such device (os error 19)";
         assert_eq!(failing(Some((Some(100), link))), ["netlink GetLink br0"]);
     }

@@ -6,18 +6,30 @@ use std::time::Duration;
 use cni::AttachmentId;
 use cni::json::Json;
 use cni::result::{AddResult, Interface};
-use cni::version::Version;
+use cni_firewall::container_rules::Purpose;
 use cni_linux::route::Family;
 use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
 use libcni::cache::Entry;
 
 use super::Fact;
-use super::snapshot::{Snapshot, plugins_of};
+use super::snapshot::{Snapshot, all_plugins, decode_result, has_go_name, is_true, plugins_of};
 use crate::Call;
 use crate::target::NetnsPresence;
 
+/// The kinds of facts that are about packet filter rules. The texts are part of the output.
+pub(super) const RULE_KINDS: [&str; 4] = [MASQUERADE_KIND, HOST_PORT_KIND, SPOOF_CHECK_KIND, FIREWALL_KIND];
+
+const MASQUERADE_KIND: &str = "masquerade";
+const HOST_PORT_KIND: &str = "host port";
+const SPOOF_CHECK_KIND: &str = "macspoofchk";
+const FIREWALL_KIND: &str = "firewall";
+
+/// The scope of an address that is valid everywhere (`RT_SCOPE_UNIVERSE`).
+const GLOBAL_SCOPE: u8 = 0;
+
 /// An attachment in the result cache, with the facts that were found.
 pub(crate) struct Attached {
+    /// The network, container ID and interface for people.
     pub(crate) name: String,
     pub(crate) network: String,
     pub(crate) container_id: String,
@@ -32,7 +44,7 @@ impl Attached {
         let attachment = entry.id();
         let netns = entry.attachment.netns.clone();
         let mut facts = Vec::new();
-        let result = match result(entry) {
+        let result = match decode_result(entry) {
             Ok(result) => result,
             Err(why) => {
                 facts.push(Fact::differs("result", why));
@@ -40,8 +52,8 @@ impl Attached {
             }
         };
         add_host_facts(snapshot, &attachment, &result, &mut facts);
-        match NetnsPresence::of(&netns, call.machine) {
-            NetnsPresence::There => {
+        match NetnsPresence::at(&netns, call.machine) {
+            NetnsPresence::Exists => {
                 facts.push(Fact::fine("namespace", netns.clone()));
                 let outcome = add_container_facts(&netns, &attachment.ifname, &result, &mut facts)
                     .and_then(|()| add_device_fact(&netns, entry, &mut facts));
@@ -49,9 +61,10 @@ impl Attached {
                     facts.push(Fact::differs("namespace", why.to_string()));
                 }
             }
-            // `orphans` reports the entry as a leftover, and `doctor` does not report its facts.
+            // Fine, because `orphans` reports the entry as a leftover.
             NetnsPresence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
-            NetnsPresence::Other(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
+            NetnsPresence::OtherFile(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
+            // Fine, because nothing could be compared.
             NetnsPresence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
         }
         add_rule_facts(snapshot, &attachment, entry, &mut facts);
@@ -69,40 +82,35 @@ impl Attached {
     }
 }
 
-/// Decodes the result in a cache entry. The error says why that is not possible.
-fn result(entry: &Entry) -> Result<AddResult, String> {
-    let Some(raw) = &entry.result else { return Err("the result cache has no result of this attachment".to_owned()) };
-    let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
-    AddResult::decode(&json, Version::NEWEST).map_err(|error| error.to_string())
-}
-
 /// Adds the links on the host: those whose alias names the attachment, and those in the result.
 fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
-    let marked = snapshot.marked.iter().filter(|(other, _)| other.alias() == attachment.alias()).map(|(_, link)| link);
-    let in_result = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+    let aliased =
+        snapshot.aliased_links.iter().filter(|(other, _)| other.alias() == attachment.alias()).map(|(_, link)| link);
     // The indexes of the links that have been added.
     let mut added: Vec<u32> = Vec::new();
-    for link in marked {
+    for link in aliased {
         added.push(link.index);
         facts.push(Fact::fine("host link", describe(link, &snapshot.links)));
     }
-    for (other, ifb) in &snapshot.ifbs {
-        let belongs = match other {
-            Some(other) => other.alias() == attachment.alias(),
+    // An interface of the result without a sandbox is on the host.
+    let on_host: Vec<&Interface> = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty()).collect();
+    for (owner, ifb) in &snapshot.ifbs {
+        let belongs = match owner {
+            Some(owner) => owner.alias() == attachment.alias(),
             // An ifb of the Go plugin has no alias, but is in the result.
-            None => result.interfaces.iter().any(|listed| listed.sandbox.is_empty() && listed.name == ifb.name),
+            None => on_host.iter().any(|listed| listed.name == ifb.name),
         };
         if belongs {
             added.push(ifb.index);
             facts.push(Fact::fine("bandwidth", describe(ifb, &snapshot.links)));
         }
     }
-    for interface in in_result {
+    for interface in on_host {
         match snapshot.links.iter().find(|link| link.name == interface.name) {
             Some(link) if added.contains(&link.index) => {}
             Some(link) => {
-                let what = if link.is_bridge() { "bridge" } else { "host link" };
-                facts.push(Fact::fine(what, describe(link, &snapshot.links)));
+                let kind = if link.is_bridge() { "bridge" } else { "host link" };
+                facts.push(Fact::fine(kind, describe(link, &snapshot.links)));
             }
             None => {
                 let text = format!("{} is in the result, but not on the host", interface.name);
@@ -112,8 +120,7 @@ fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
     }
 }
 
-/// Returns a text about a link's properties. `all` has the links among which its master is looked
-/// up.
+/// Returns a text about a link's properties. The master is only named if it is in `all`.
 fn describe(link: &Link, all: &[Link]) -> String {
     let mut text = format!("{} ({}, index {}), mtu {}", link.name, link.kind, link.index, link.mtu);
     if let Some(mac) = link.mac {
@@ -144,14 +151,16 @@ fn describe(link: &Link, all: &[Link]) -> String {
     text
 }
 
-/// Adds the interfaces, addresses and routes in the container's namespace, compared with the
+/// Adds the interfaces, addresses and routes in the container's namespace `path`, compared with the
 /// result.
+///
+/// # Errors
+/// The kernel's error if the namespace cannot be entered or read.
 fn add_container_facts(path: &str, ifname: &str, result: &AddResult, facts: &mut Vec<Fact>) -> cni_linux::Result<()> {
     let netlink = Netlink::open()?.open_in(&Netns::open(Path::new(path))?)?;
     let links = netlink.list_links()?;
-    let inside: Vec<(usize, &Interface)> =
-        result.interfaces.iter().enumerate().filter(|(_, interface)| !interface.sandbox.is_empty()).collect();
-    for (_, interface) in &inside {
+    let inside: Vec<&Interface> = result.interfaces.iter().filter(|interface| !interface.sandbox.is_empty()).collect();
+    for interface in &inside {
         let Some(link) = links.iter().find(|link| link.name == interface.name) else {
             let text = format!("{} is in the result, but not in the namespace", interface.name);
             facts.push(Fact::differs("interface", text));
@@ -168,7 +177,8 @@ fn add_container_facts(path: &str, ifname: &str, result: &AddResult, facts: &mut
             facts.push(Fact::differs("interface", text));
         }
     }
-    if !inside.iter().any(|(_, interface)| interface.name == ifname)
+    // A result need not list CNI_IFNAME.
+    if !inside.iter().any(|interface| interface.name == ifname)
         && let Some(link) = links.iter().find(|link| link.name == ifname)
     {
         facts.push(Fact::fine("interface", describe(link, &[])));
@@ -177,8 +187,11 @@ fn add_container_facts(path: &str, ifname: &str, result: &AddResult, facts: &mut
     add_route_facts(&netlink, ifname, &links, result, facts)
 }
 
-/// Adds the device that host-device has moved into the namespace. Its alias is its name on the
-/// host.
+/// Adds the device that host-device has moved into the namespace `path`. Its alias is its name on
+/// the host.
+///
+/// # Errors
+/// The kernel's error if the namespace cannot be entered or read.
 fn add_device_fact(path: &str, entry: &Entry, facts: &mut Vec<Fact>) -> cni_linux::Result<()> {
     if plugins_of(&entry.config, "host-device").is_empty() {
         return Ok(());
@@ -191,7 +204,11 @@ fn add_device_fact(path: &str, entry: &Entry, facts: &mut Vec<Fact>) -> cni_linu
     Ok(())
 }
 
-/// Adds the addresses of the result, and the other global addresses of CNI_IFNAME.
+/// Adds the addresses of the result, and the other global addresses of CNI_IFNAME. `netlink` and
+/// `links` are those of the container's namespace.
+///
+/// # Errors
+/// The kernel's error if the addresses cannot be listed.
 fn add_address_facts(
     netlink: &Netlink,
     ifname: &str,
@@ -202,7 +219,9 @@ fn add_address_facts(
     let existing: Vec<Addr> = netlink.list_all_addresses()?;
     let index = |name: &str| links.iter().find(|link| link.name == name).map(|link| link.index);
     for ip in &result.ips {
-        let name = ip.interface.and_then(|at| result.interfaces.get(at)).map_or(ifname, |one| one.name.as_str());
+        // The address names its interface by its position in the result.
+        let interface = ip.interface.and_then(|position| result.interfaces.get(position));
+        let name = interface.map_or(ifname, |interface| interface.name.as_str());
         match existing.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index(name)) {
             Some(addr) if addr.dad_failed => {
                 facts.push(Fact::differs(
@@ -219,7 +238,7 @@ fn add_address_facts(
             }
         }
     }
-    for addr in existing.iter().filter(|addr| addr.scope == 0 && Some(addr.index) == index(ifname)) {
+    for addr in existing.iter().filter(|addr| addr.scope == GLOBAL_SCOPE && Some(addr.index) == index(ifname)) {
         if !result.ips.iter().any(|ip| ip.address == addr.cidr) {
             facts.push(Fact::fine("address", format!("{} on {ifname}, not in the result", addr.cidr)));
         }
@@ -228,6 +247,10 @@ fn add_address_facts(
 }
 
 /// Adds the routes of the result or, if it has none, the container's routes with a gateway.
+/// `netlink` and `links` are those of the container's namespace.
+///
+/// # Errors
+/// The kernel's error if the routes cannot be listed.
 fn add_route_facts(
     netlink: &Netlink,
     ifname: &str,
@@ -239,6 +262,7 @@ fn add_route_facts(
     existing.extend(netlink.list_all_routes(Family::V6)?);
     let name = |index: u32| links.iter().find(|link| link.index == index).map_or("?", |link| link.name.as_str());
     for route in &result.routes {
+        // A route without a gateway gets the one of the first address of its family.
         let gw = route.gw.or_else(|| {
             let has_family = |ip: &&cni::result::IpConfig| ip.address.is_ipv4() == route.dst.is_ipv4();
             result.ips.iter().find(has_family).and_then(|ip| ip.gateway)
@@ -266,7 +290,8 @@ fn add_route_facts(
     Ok(())
 }
 
-/// Returns the number of a route's table, which is the main table by default.
+/// Returns the number of a route's table in the result. Without one, or with 0, it is the main
+/// table.
 fn table_id(table: Option<u32>) -> u32 {
     table.filter(|table| *table != 0).unwrap_or(cni_linux::route::MAIN_TABLE)
 }
@@ -274,35 +299,36 @@ fn table_id(table: Option<u32>) -> u32 {
 /// Adds the attachment's packet filter rules, and reports those that the configuration of its ADD
 /// needs and that do not exist.
 fn add_rule_facts(snapshot: &Snapshot, attachment: &AttachmentId, entry: &Entry, facts: &mut Vec<Fact>) {
-    let mut found = Vec::new();
+    let mut existing: Vec<Purpose> = Vec::new();
     for rule in snapshot.rules.iter().filter(|rule| rule.owner.matches(attachment)) {
-        found.push(rule.purpose.to_string());
-        let what = match rule.purpose {
-            cni_firewall::container_rules::Purpose::Masquerade => "masquerade",
-            cni_firewall::container_rules::Purpose::PortMap => "host port",
-            cni_firewall::container_rules::Purpose::SpoofCheck => "macspoofchk",
-            cni_firewall::container_rules::Purpose::Forward => "firewall",
-        };
-        facts.push(Fact::fine(what, format!("{}  [{}]", rule.text, rule.place)));
+        existing.push(rule.purpose);
+        facts.push(Fact::fine(rule_kind(rule.purpose), format!("{}  [{}]", rule.text, rule.place)));
     }
-    let Ok(config) = Json::parse(&entry.config) else { return };
-    let plugins = match config.get("plugins") {
-        Some(Json::Array(plugins)) => plugins.as_slice(),
-        _ => &[],
-    };
-    let is_on = |plugin: &Json, key: &str| plugin.get(key) == Some(&Json::Bool(true));
-    let kind = |plugin: &Json| plugin.get("type").and_then(Json::as_str).unwrap_or_default().to_owned();
+    let plugins = all_plugins(&entry.config);
+    let sets = |key: &str| plugins.iter().any(|plugin| is_true(plugin, key));
+    let uses = |kind: &str| plugins.iter().any(|plugin| plugin.get("type").and_then(Json::as_str) == Some(kind));
     let mappings = entry.attachment.capability_args.get_exact("portMappings").map(|raw| raw.get().trim().to_owned());
     let has_mappings = mappings.is_some_and(|text| !matches!(text.as_str(), "null" | "[]"));
-    for (what, purpose, is_expected) in [
-        ("masquerade", "masquerade", plugins.iter().any(|plugin| is_on(plugin, "ipMasq"))),
-        ("macspoofchk", "macspoofchk", plugins.iter().any(|plugin| is_on(plugin, "macspoofchk"))),
-        ("firewall", "firewall", plugins.iter().any(|plugin| kind(plugin) == "firewall")),
-        ("host port", "portmap", has_mappings && plugins.iter().any(|plugin| kind(plugin) == "portmap")),
+    for (purpose, is_needed) in [
+        (Purpose::Masquerade, sets("ipMasq")),
+        (Purpose::SpoofCheck, sets("macspoofchk")),
+        (Purpose::Forward, uses("firewall")),
+        (Purpose::PortMap, has_mappings && uses("portmap")),
     ] {
-        if is_expected && !found.iter().any(|other| other == purpose) {
-            facts.push(Fact::differs(what, "the attachment has no such rule, although its configuration needs one"));
+        if is_needed && !existing.contains(&purpose) {
+            let text = "the attachment has no such rule, although its configuration needs one";
+            facts.push(Fact::differs(rule_kind(purpose), text));
         }
+    }
+}
+
+/// Returns the kind of a fact about a rule with this purpose.
+fn rule_kind(purpose: Purpose) -> &'static str {
+    match purpose {
+        Purpose::Masquerade => MASQUERADE_KIND,
+        Purpose::PortMap => HOST_PORT_KIND,
+        Purpose::SpoofCheck => SPOOF_CHECK_KIND,
+        Purpose::Forward => FIREWALL_KIND,
     }
 }
 
@@ -313,7 +339,7 @@ fn add_reservation_facts(snapshot: &Snapshot, attachment: &AttachmentId, result:
     for (network, folder, reservations) in &snapshot.reservations {
         for reservation in reservations {
             let is_of_container = *network == attachment.network && reservation.id == attachment.container_id;
-            // A very old reservation has no interface.
+            // Reservations of old releases of host-local have no interface.
             let is_of_interface = reservation.ifname.as_ref().is_none_or(|name| *name == attachment.ifname);
             if is_of_container && is_of_interface {
                 reserved.push(reservation.address);
@@ -354,17 +380,13 @@ fn add_lease_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut V
 
 /// Adds tuning's backup of the attachment.
 fn add_backup_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut Vec<Fact>) {
-    for saved in &snapshot.saved {
-        let owner = saved.owner.as_ref().map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
-        let file = saved.path.file_name().unwrap_or_default().to_string_lossy();
-        let belongs = match owner {
-            Some(owner) => owner == *attachment,
-            // A backup of the Go plugin names no network, only container and interface in its file
-            // name.
-            None => file == format!("{}_{}.json", attachment.container_id, attachment.ifname),
+    for backup in &snapshot.backups {
+        let belongs = match &backup.owner {
+            Some((network, id, ifname)) => AttachmentId::new(network, id, ifname) == *attachment,
+            None => has_go_name(backup, attachment),
         };
         if belongs {
-            let text = format!("{}  [{}]", saved.settings.join(", "), saved.path.display());
+            let text = format!("{}  [{}]", backup.settings.join(", "), backup.path.display());
             facts.push(Fact::fine("saved", text));
         }
     }

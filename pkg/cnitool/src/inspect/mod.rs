@@ -18,7 +18,7 @@ use crate::{Call, Exit, Streams};
 
 pub(crate) use attachment::Attached;
 pub(crate) use orphans::Orphan;
-pub(crate) use snapshot::{Snapshot, bridges_of, result_of};
+pub(crate) use snapshot::{Snapshot, all_plugins, bridges_of, is_true, result_of};
 
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]
@@ -32,34 +32,34 @@ pub(crate) struct Inspect {
 /// A fact about an attachment, and whether it is as expected.
 pub(crate) struct Fact {
     /// The kind of fact, which is the first column: `address`, `route`, …
-    pub(crate) what: &'static str,
+    pub(crate) kind: &'static str,
     pub(crate) text: String,
     pub(crate) verdict: Verdict,
 }
 
-/// Whether a fact is as the attachment's result says.
+/// The comparison of a fact with the attachment's result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Yes, or the result does not mention it.
+    /// The fact is as in the result, or the result does not mention it.
     Fine,
-    /// No.
+    /// The fact differs from the result.
     Differs,
 }
 
 impl Fact {
     /// Returns a fact that is as expected.
-    pub(crate) fn fine(what: &'static str, text: impl Into<String>) -> Fact {
-        Fact { what, text: text.into(), verdict: Verdict::Fine }
+    pub(crate) fn fine(kind: &'static str, text: impl Into<String>) -> Fact {
+        Fact { kind, text: text.into(), verdict: Verdict::Fine }
     }
 
     /// Returns a fact that is not as expected.
-    pub(crate) fn differs(what: &'static str, text: impl Into<String>) -> Fact {
-        Fact { what, text: text.into(), verdict: Verdict::Differs }
+    pub(crate) fn differs(kind: &'static str, text: impl Into<String>) -> Fact {
+        Fact { kind, text: text.into(), verdict: Verdict::Differs }
     }
 
     /// Whether the fact is about a packet filter rule, which `cnitool rules restore` writes again.
     pub(crate) fn is_rule(&self) -> bool {
-        ["masquerade", "host port", "macspoofchk", "firewall"].contains(&self.what)
+        attachment::RULE_KINDS.contains(&self.kind)
     }
 }
 
@@ -73,32 +73,33 @@ pub(crate) fn run(
     inspect(args, shared, call, streams).map_err(|error| failed("inspect", error, shared.format()))
 }
 
-/// Prints the attachments and leftovers that the arguments select. Fails with exit code 1 if
+/// Prints the attachments and leftovers that the arguments select. Returns [`Exit::Failed`] if
 /// something differs or is left over.
+///
+/// # Errors
+/// - As [`Snapshot::take`].
+/// - Code 3 if a network is named of which nothing is found.
+/// - Code 5 if stdout cannot be written.
 fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let snapshot = Snapshot::take(shared, call, &streams.notes)?;
-    let is_selected = |network: &str, container: Option<&str>| {
-        let is_network = match &args.network {
-            Some(selected) => selected == network,
-            None => true,
-        };
-        let is_container = match &args.container {
-            Some(beginning) => container.is_some_and(|id| id.starts_with(beginning.as_str())),
-            None => true,
-        };
+    // An object whose network or container is not known is only selected if the arguments name
+    // none.
+    let is_selected = |network: Option<&str>, container: Option<&str>| {
+        let is_network = args.network.is_none() || network == args.network.as_deref();
+        let is_container = args
+            .container
+            .as_ref()
+            .is_none_or(|beginning| container.is_some_and(|id| id.starts_with(beginning.as_str())));
         is_network && is_container
     };
     let attached: Vec<Attached> = snapshot
-        .remembered
+        .cached
         .iter()
-        .filter(|entry| is_selected(&entry.network, Some(&entry.attachment.container_id)))
+        .filter(|entry| is_selected(Some(&entry.network), Some(&entry.attachment.container_id)))
         .map(|entry| Attached::inspect(&snapshot, entry, call))
         .collect();
-    let mut orphans = orphans::find(&snapshot, call)?;
-    orphans.retain(|orphan| {
-        let selects_all = args.network.is_none() && args.container.is_none();
-        selects_all || is_selected(orphan.network.as_deref().unwrap_or_default(), orphan.container.as_deref())
-    });
+    let mut orphans = orphans::list(&snapshot, call);
+    orphans.retain(|orphan| is_selected(orphan.network.as_deref(), orphan.container.as_deref()));
     if attached.is_empty() && orphans.is_empty() && args.network.is_some() {
         let of_container = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
         let network = args.network.as_deref().unwrap_or_default();
@@ -123,7 +124,7 @@ fn as_text(attached: &[Attached], orphans: &[Orphan], streams: &Streams<'_>) -> 
         text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &one.name));
         for fact in &one.facts {
             let sign = if fact.verdict == Verdict::Fine { ' ' } else { '!' };
-            let line = format!("{sign} {:<12} {}", fact.what, fact.text);
+            let line = format!("{sign} {:<12} {}", fact.kind, fact.text);
             text += &match fact.verdict {
                 Verdict::Fine => line,
                 Verdict::Differs => paint(streams.stdout_style, Colour::Red, &line),
@@ -149,7 +150,7 @@ fn as_text(attached: &[Attached], orphans: &[Orphan], streams: &Streams<'_>) -> 
 
 /// Returns the report for `--json`.
 fn as_json(attached: &[Attached], orphans: &[Orphan]) -> Value {
-    let fact = |fact: &Fact| json!({"what": fact.what, "text": fact.text, "ok": fact.verdict == Verdict::Fine});
+    let fact = |fact: &Fact| json!({"what": fact.kind, "text": fact.text, "ok": fact.verdict == Verdict::Fine});
     let attachment = |one: &Attached| {
         json!({
             "network": one.network,

@@ -1,22 +1,22 @@
 //! Finds leftovers: links, devices, rules, reservations, backups, leases and cache entries of
 //! containers that do not exist any more.
 //!
-//! An object is a leftover if the result cache does not have its attachment and no link of the host
-//! has the attachment's alias. During an ADD its objects look the same for a moment. So nothing is
-//! removed here; only the command is printed.
+//! In general, an object is a leftover if the result cache does not have its attachment and no link
+//! of the host has the attachment's alias. During an ADD its objects look the same for a moment. So
+//! nothing is removed here; only the command is printed.
 
 use std::path::Path;
 
 use cni::AttachmentId;
-use cni::Error;
 use cni::json::Json;
+use cni_firewall::container_rules::RuleOwner;
 use cni_linux::{Link, LinkKind};
 use libcni::NetworkList;
 use libcni::cache::Entry;
 use plugin_dhcp::leases::Lease;
 use serde_json::{Value, json};
 
-use super::snapshot::{Snapshot, plugins_of};
+use super::snapshot::{Snapshot, has_go_name, plugins_of};
 use crate::Call;
 use crate::node::{Liveness, LivenessSources};
 use crate::target::NetnsPresence;
@@ -52,16 +52,17 @@ impl Orphan {
 }
 
 /// Returns all leftovers. One command often removes several of them; each is listed.
-pub(crate) fn find(snapshot: &Snapshot, call: &Call<'_>) -> Result<Vec<Orphan>, Error> {
+pub(crate) fn list(snapshot: &Snapshot, call: &Call<'_>) -> Vec<Orphan> {
     let mut orphans = Vec::new();
-    find_cache_entries(snapshot, call, &mut orphans);
-    find_links(snapshot, &mut orphans);
-    find_devices(snapshot, &mut orphans);
-    find_rules(snapshot, &mut orphans);
-    find_reservations(snapshot, call, &mut orphans);
-    find_backups(snapshot, &mut orphans);
-    find_leases(snapshot, &mut orphans);
-    Ok(orphans)
+    add_cache_entries(snapshot, call, &mut orphans);
+    add_links(snapshot, &mut orphans);
+    add_ifbs_without_alias(snapshot, &mut orphans);
+    add_returned_devices(snapshot, &mut orphans);
+    add_rules(snapshot, &mut orphans);
+    add_reservations(snapshot, call, &mut orphans);
+    add_backups(snapshot, &mut orphans);
+    add_leases(snapshot, &mut orphans);
+    orphans
 }
 
 /// Returns the command `cnitool del` for an attachment, or `None` if its network is not configured,
@@ -84,22 +85,23 @@ fn is_plain_byte(byte: u8) -> bool {
 /// are printed as octal numbers in `$'…'`, which bash and zsh understand, so that they do not reach
 /// the terminal.
 pub(crate) fn quoted(word: &str) -> String {
+    let is_printable = |byte: u8| byte == b' ' || byte.is_ascii_graphic();
     if !word.is_empty() && word.bytes().all(is_plain_byte) {
         word.to_owned()
-    } else if !word.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic()) {
+    } else if word.bytes().all(is_printable) {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    } else {
         let escape =
             |byte: u8| if is_plain_byte(byte) { char::from(byte).to_string() } else { format!("\\{byte:03o}") };
         format!("$'{}'", word.bytes().map(escape).collect::<String>())
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
     }
 }
 
-/// Finds cache entries whose namespace does not exist any more.
-fn find_cache_entries(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
-    for entry in &snapshot.remembered {
+/// Adds the cache entries whose namespace does not exist any more.
+fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+    for entry in &snapshot.cached {
         let netns = &entry.attachment.netns;
-        let NetnsPresence::Gone(why) = NetnsPresence::of(netns, call.machine) else { continue };
+        let NetnsPresence::Gone(why) = NetnsPresence::at(netns, call.machine) else { continue };
         let attachment = entry.id();
         // `cnitool del` works even without the network's file: it uses the configuration in the
         // entry.
@@ -116,16 +118,13 @@ fn find_cache_entries(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Or
     }
 }
 
-/// Finds links and ifbs whose alias names an attachment that the result cache does not have.
-fn find_links(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+/// Adds the links and ifbs whose alias names an attachment that the result cache does not have.
+fn add_links(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     let ifbs = snapshot.ifbs.iter().filter_map(|(attachment, ifb)| Some((attachment.as_ref()?, ifb)));
-    for (attachment, link) in snapshot.marked.iter().map(|(attachment, link)| (attachment, link)).chain(ifbs) {
-        let is_cached = snapshot.remembered.iter().any(|entry| entry.id().alias() == attachment.alias());
-        // The alias of a long container ID has its hash instead, and so has the alias of the entry.
-        let is_cached_by_hash = link.alias.as_deref().is_some_and(|alias| {
-            snapshot.remembered.iter().any(|entry| entry.id().is_on(Some(&crate::node::mark_in(alias))))
-        });
-        if is_cached || is_cached_by_hash {
+    for (attachment, link) in snapshot.aliased_links.iter().map(|(attachment, link)| (attachment, link)).chain(ifbs) {
+        // The aliases are compared, because a link's alias may have only the hash of a long
+        // container ID.
+        if snapshot.cached.iter().any(|entry| entry.id().alias() == attachment.alias()) {
             continue;
         }
         let command =
@@ -144,30 +143,35 @@ fn find_links(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     }
 }
 
-/// Finds ifbs without an alias, which the Go plugin or a killed ADD has created, and devices of
-/// host-device that the kernel has moved back to the host because the container's namespace was
-/// deleted.
-fn find_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
-    let mut push = |kind, what, why: &str, command| {
-        let (network, container) = (None, None);
-        orphans.push(Orphan { kind, what, network, container, why: why.to_owned(), command });
-    };
+/// Adds the ifbs without an alias, which the Go plugin or a killed ADD has created, whose names are
+/// not those of an attachment in the result cache.
+fn add_ifbs_without_alias(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     for (_, ifb) in snapshot.ifbs.iter().filter(|(attachment, _)| attachment.is_none()) {
         let names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
-        if !snapshot.remembered.iter().any(|entry| names(entry).contains(&ifb.name)) {
-            let (what, command) =
-                (format!("{}, without an alias", ifb.name), format!("ip link delete dev {}", ifb.name));
-            push("link", what, "the result cache has no container whose bandwidth it could limit", command);
+        if !snapshot.cached.iter().any(|entry| names(entry).contains(&ifb.name)) {
+            orphans.push(Orphan {
+                kind: "link",
+                what: format!("{}, without an alias", ifb.name),
+                network: None,
+                container: None,
+                why: "the result cache has no container whose bandwidth it could limit".to_owned(),
+                command: format!("ip link delete dev {}", ifb.name),
+            });
         }
     }
+}
+
+/// Adds the devices of host-device that the kernel has moved back to the host because the
+/// container's namespace was deleted.
+fn add_returned_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     let configured = snapshot.networks.iter().map(NetworkList::raw);
-    let confs = configured.chain(snapshot.remembered.iter().map(|entry| entry.config.as_slice()));
+    let confs = configured.chain(snapshot.cached.iter().map(|entry| entry.config.as_slice()));
     let host_device_plugins: Vec<Json> = confs.flat_map(|config| plugins_of(config, "host-device")).collect();
     // If a configuration selects its device by an address, or the runtime selects it, its name is
     // not known, so it can be any device.
-    let is_selected = |link: &Link, name: &str| {
+    let may_be_configured = |link: &Link, original_name: &str| {
         host_device_plugins.iter().any(|plugin| match plugin.get("device").and_then(Json::as_str) {
-            Some(device) => device == name,
+            Some(device) => device == original_name,
             None => link.kind == LinkKind::Device,
         })
     };
@@ -176,7 +180,7 @@ fn find_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
         let Some(name) = link.alias.as_deref().filter(|name| cni::ident::check_interface_name(name).is_ok()) else {
             continue;
         };
-        if is_selected(link, name) {
+        if may_be_configured(link, name) {
             let (current, original) = (quoted(&link.name), quoted(name));
             let command = match link.name == name {
                 true => format!("ip link set dev {current} alias ''"),
@@ -185,39 +189,40 @@ fn find_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
                 }
             };
             let why = "host-device moved it into a container, whose namespace was deleted; the kernel moved it back";
-            push("device", format!("{}, original name {name}", link.name), why, command);
+            orphans.push(Orphan {
+                kind: "device",
+                what: format!("{}, original name {name}", link.name),
+                network: None,
+                container: None,
+                why: why.to_owned(),
+                command,
+            });
         }
     }
 }
 
-/// Finds packet filter rules of attachments that neither the result cache nor a link's alias has.
-fn find_rules(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+/// Adds the packet filter rules of attachments that are neither in the result cache nor named by a
+/// link's alias.
+fn add_rules(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     for rule in &snapshot.rules {
-        let cached = snapshot.remembered.iter().map(Entry::id);
-        let by_alias = snapshot.marked.iter().map(|(attachment, _)| attachment.clone());
+        let cached = snapshot.cached.iter().map(Entry::id);
+        let by_alias = snapshot.aliased_links.iter().map(|(attachment, _)| attachment.clone());
         if cached.chain(by_alias).any(|attachment| rule.owner.matches(&attachment)) {
             continue;
         }
         let owner = &rule.owner;
-        let attachment = match (&owner.network, &owner.container) {
-            (Some(network), Some(id)) => {
-                let attachment = AttachmentId::new(network, id, owner.ifname.as_deref().unwrap_or("eth0"));
-                // A truncated comment of a rule does not identify an attachment.
-                if owner.matches(&attachment) { Some(attachment) } else { None }
-            }
-            _ => None,
-        };
+        let attachment = attachment_of_owner(owner);
         let del = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment));
-        let command = del.or_else(|| rule.removal.clone());
-        let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
-        // `cnitool del` needs the network's configuration.
-        let command = command.unwrap_or_else(|| match &attachment {
+        let command = del.or_else(|| rule.removal.clone()).unwrap_or_else(|| match &attachment {
+            // `del_command` returns none if the network is not configured, which `cnitool del`
+            // needs.
             Some(AttachmentId { network, container_id, ifname }) => {
                 let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
                 format!("configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going")
             }
             None => format!("see 'iptables-save -t nat', chain of {}", rule.place),
         });
+        let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
         orphans.push(Orphan {
             kind: "rule",
             what: format!("{} of {}: {}  [{}]", rule.purpose, names.join(" "), rule.text, rule.place),
@@ -229,18 +234,28 @@ fn find_rules(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     }
 }
 
-/// Finds reservations of containers of which nothing is known.
-fn find_reservations(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
-    let marks = snapshot.marked.iter().map(|(attachment, link)| (attachment.alias(), link.name.clone())).collect();
-    let sources = LivenessSources { remembered: &snapshot.remembered, marks: &marks, machine: call.machine };
+/// Returns an attachment that a rule's owner names, or `None` if the rule names too little. If the
+/// rule names no interface, the attachment has the usual one.
+fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
+    let (network, container) = (owner.network.as_ref()?, owner.container.as_ref()?);
+    let attachment = AttachmentId::new(network, container, owner.ifname.as_deref().unwrap_or("eth0"));
+    // A truncated comment of a rule does not identify an attachment.
+    owner.matches(&attachment).then_some(attachment)
+}
+
+/// Adds the reservations of containers of which nothing is known.
+fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+    let aliased_links = snapshot.aliased_links.iter();
+    let links_by_alias = &aliased_links.map(|(attachment, link)| (attachment.alias(), link.name.clone())).collect();
+    let sources = LivenessSources { cached: &snapshot.cached, links_by_alias, machine: call.machine };
     for (network, folder, reservations) in &snapshot.reservations {
         for reservation in reservations {
-            // `find_cache_entries` reports a cached attachment whose namespace is gone.
+            // `add_cache_entries` reports a cached attachment whose namespace is gone.
             let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
             let Liveness::Unknown(why) = liveness else { continue };
             // cnitool finds the default folder, and the folder of a configured network, by itself.
             let is_found = folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || snapshot.is_configured(network);
-            let data_dir =
+            let data_dir_option =
                 if is_found { String::new() } else { format!(" --data-dir {}", quoted(&folder.to_string_lossy())) };
             orphans.push(Orphan {
                 kind: "reservation",
@@ -248,17 +263,17 @@ fn find_reservations(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orp
                 network: Some(network.clone()),
                 container: Some(reservation.id.clone()),
                 why,
-                command: format!("cnitool ipam release {} {}{data_dir}", quoted(network), reservation.address),
+                command: format!("cnitool ipam release {} {}{data_dir_option}", quoted(network), reservation.address),
             });
         }
     }
 }
 
-/// Finds tuning's backups of attachments that are not known.
-fn find_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
-    for saved in &snapshot.saved {
-        let rm_command = || format!("rm {}", quoted(&saved.path.to_string_lossy()));
-        let (network, container, command) = match &saved.owner {
+/// Adds tuning's backups of attachments that are not known.
+fn add_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+    for backup in &snapshot.backups {
+        let rm_command = || format!("rm {}", quoted(&backup.path.to_string_lossy()));
+        let (network, container, command) = match &backup.owner {
             Some((network, id, ifname)) => {
                 let attachment = AttachmentId::new(network, id, ifname);
                 if snapshot.is_known(&attachment) {
@@ -267,14 +282,8 @@ fn find_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
                 let command = del_command(snapshot, &attachment).unwrap_or_else(rm_command);
                 (Some(network.clone()), Some(id.clone()), command)
             }
-            // A backup of the Go plugin names no network, only container and interface in its file
-            // name.
             None => {
-                let file = saved.path.file_name().unwrap_or_default().to_string_lossy();
-                let has_this_name = |entry: &Entry| {
-                    file == format!("{}_{}.json", entry.attachment.container_id, entry.attachment.ifname)
-                };
-                if snapshot.remembered.iter().any(has_this_name) {
+                if snapshot.cached.iter().any(|entry| has_go_name(backup, &entry.id())) {
                     continue;
                 }
                 (None, None, rm_command())
@@ -282,7 +291,7 @@ fn find_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
         };
         orphans.push(Orphan {
             kind: "backup",
-            what: format!("{}: {}", saved.path.display(), saved.settings.join(", ")),
+            what: format!("{}: {}", backup.path.display(), backup.settings.join(", ")),
             network,
             container,
             why: "the result cache does not have its attachment".to_owned(),
@@ -291,15 +300,15 @@ fn find_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     }
 }
 
-/// Finds leases of dhcp's daemons whose attachments are not known.
-fn find_leases(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+/// Adds the leases of dhcp's daemons whose attachments are not known.
+fn add_leases(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     for (socket, lease) in &snapshot.leases {
         let Lease { network, container_id, ifname, address, .. } = lease;
         let attachment = AttachmentId::new(network, container_id, ifname);
         if snapshot.is_known(&attachment) {
             continue;
         }
-        // If the network is not configured, DEL of the plugin dhcp makes the daemon release the
+        // For a network that is not configured: DEL of the plugin dhcp makes the daemon release the
         // lease.
         let plugin_command = || {
             let ipam = json!({"type": "dhcp", "daemonSocketPath": socket});

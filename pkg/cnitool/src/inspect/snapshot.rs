@@ -15,8 +15,8 @@ use cni_ipam::Reservation;
 use cni_linux::{Link, LinkKind, Netlink};
 use libcni::NetworkList;
 use libcni::cache::Entry;
-use plugin_dhcp::leases::{Lease, list};
-use plugin_tuning::{Saved, saved};
+use plugin_dhcp::leases::{self, Lease};
+use plugin_tuning::Saved;
 
 use crate::Call;
 use crate::cli::{Shared, Variables};
@@ -28,18 +28,18 @@ pub(crate) struct Snapshot {
     /// The configured networks.
     pub(crate) networks: Vec<NetworkList>,
     /// The entries of the result cache.
-    pub(crate) remembered: Vec<Entry>,
+    pub(crate) cached: Vec<Entry>,
     /// The links in the namespace of this process, which is the host's.
     pub(crate) links: Vec<Link>,
     /// The links whose alias names an attachment, without ifbs. They disappear with the container.
-    pub(crate) marked: Vec<(AttachmentId, Link)>,
+    pub(crate) aliased_links: Vec<(AttachmentId, Link)>,
     /// bandwidth's ifbs, which remain when the container disappears. Those of the Go plugin have no
     /// alias.
     pub(crate) ifbs: Vec<(Option<AttachmentId>, Link)>,
     /// The packet filter rules of containers.
     pub(crate) rules: Vec<ContainerRule>,
     /// tuning's backups.
-    pub(crate) saved: Vec<Saved>,
+    pub(crate) backups: Vec<Saved>,
     /// The reservations of each network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
     /// The files with an address as their name that are not usual reservations: the network, the
@@ -53,48 +53,51 @@ impl Snapshot {
     /// Reads the state of this node. Problems with single files are written to `notes`.
     ///
     /// # Errors
-    /// Something cannot be read as a whole: the network configurations, the links, a folder.
+    /// - Code 5 if the folder of the networks, of the result cache, of reservations, of leases or
+    ///   of backups cannot be read.
+    /// - Code 11 if the lock of reservations is held for too long.
+    /// - The kernel's error if the links or the packet filter rules cannot be listed.
     pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
         let networks = node::networks(&shared.conf_folder(&Variables(&call.environment)))?;
         let listing = shared.cache().list_all()?;
         listing.problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
         let (ifbs, others): (Vec<&Link>, Vec<&Link>) = links.iter().partition(|link| link.is_ifb());
-        let marked = others.into_iter().filter_map(|link| Some((attachment_of(link)?, link.clone()))).collect();
+        let aliased_links = others.into_iter().filter_map(|link| Some((attachment_of(link)?, link.clone()))).collect();
+        // Other programs use ifbs too, under other names.
         let ifbs = ifbs.into_iter().filter(|ifb| AttachmentId::is_ifb_name(&ifb.name));
         let ifbs = ifbs.map(|ifb| (attachment_of(ifb), ifb.clone())).collect();
         let location = StoreLocation::default();
         let ipam = IpamContext::new(shared, call, &location, notes);
         let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
-        for addresses in ipam.all()? {
-            let (listed, unusual_files) = match ipam.lock(&addresses)? {
+        for pool in ipam.list_pools()? {
+            let (listed, unusual_files) = match ipam.lock(&pool)? {
                 Some(mut locked) => ipam.note_unread(locked.list()?),
-                None => Default::default(),
+                None => (Vec::new(), Vec::new()),
             };
-            let folder = addresses.data_dir.clone();
-            let file = |address: IpAddr| folder.join(&addresses.network).join(address.to_string());
+            let file = |address: IpAddr| pool.data_dir.join(&pool.network).join(address.to_string());
             for (address, what) in unusual_files {
-                unusual.push((addresses.network.clone(), file(address), what));
+                unusual.push((pool.network.clone(), file(address), what));
             }
-            reservations.push((addresses.network, folder, listed));
+            reservations.push((pool.network, pool.data_dir, listed));
         }
         let mut leases = Vec::new();
         for socket in sockets(&networks) {
-            leases.extend(list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
+            leases.extend(leases::list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
         }
         let rules = list_container_rules(call.machine, notes)?;
-        let remembered = listing.entries;
-        let saved = read_backups(&networks, notes)?;
-        Ok(Snapshot { networks, remembered, links, marked, ifbs, rules, saved, reservations, unusual, leases })
+        let cached = listing.entries;
+        let backups = read_backups(&networks, notes)?;
+        Ok(Snapshot { networks, cached, links, aliased_links, ifbs, rules, backups, reservations, unusual, leases })
     }
 
     /// Returns the known attachments with their host ends. An end is found by its alias or, if the
     /// Go plugin created it, by its name and MAC in the cached result. The name alone may belong to
-    /// another link by now.
+    /// another link by now. Attachments without a host end are left out.
     pub(crate) fn attached(&self) -> Vec<(AttachmentId, &Link)> {
         let mut attached: Vec<(AttachmentId, &Link)> =
-            self.marked.iter().map(|(attachment, link)| (attachment.clone(), link)).collect();
-        for entry in &self.remembered {
+            self.aliased_links.iter().map(|(attachment, link)| (attachment.clone(), link)).collect();
+        for entry in &self.cached {
             let attachment = entry.id();
             if attached.iter().any(|(known, _)| *known == attachment) {
                 continue;
@@ -129,13 +132,16 @@ impl Snapshot {
 
     /// Whether the result cache has the attachment, or a link of the host has its alias.
     pub(crate) fn is_known(&self, attachment: &AttachmentId) -> bool {
-        self.remembered.iter().any(|entry| entry.id() == *attachment)
-            || self.marked.iter().any(|(known, _)| known == attachment)
+        self.cached.iter().any(|entry| entry.id() == *attachment)
+            || self.aliased_links.iter().any(|(known, _)| known == attachment)
     }
 }
 
 /// Returns tuning's backups in the folders that the networks configure, and in the default folder,
 /// because its network may have been removed from the configuration.
+///
+/// # Errors
+/// Code 5 if a folder or a file cannot be read; 6 if a configuration's `dataDir` has a wrong type.
 fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, Error> {
     let mut confs: Vec<NetConf> = Vec::new();
     for list in networks {
@@ -143,10 +149,11 @@ fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, E
             confs.extend(list.request(plugin, None).and_then(NetConf::parse));
         }
     }
+    // Without `dataDir`, this configuration selects the default folder.
     confs.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
     let mut backups: Vec<Saved> = Vec::new();
     for conf in confs {
-        for backup in saved(&conf, notes)? {
+        for backup in plugin_tuning::saved(&conf, notes)? {
             if !backups.iter().any(|known| known.path == backup.path) {
                 backups.push(backup);
             }
@@ -162,32 +169,58 @@ pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
     let confs = plugins.filter_map(|plugin| list.request(plugin, None).and_then(NetConf::parse).ok());
     let name = |conf: NetConf| {
         let named = conf.json().get("bridge").and_then(Json::as_str).unwrap_or_default().to_owned();
-        if named.is_empty() { "cni0".to_owned() } else { named }
+        if named.is_empty() { plugin_bridge::DEFAULT_BRIDGE.to_owned() } else { named }
     };
     confs.map(name).collect()
 }
 
+/// Returns the objects of all plugins in a configuration, or none if it has no list or is invalid.
+pub(crate) fn all_plugins(config: &[u8]) -> Vec<Json> {
+    match Json::parse(config).ok().as_ref().and_then(|config| config.get("plugins")) {
+        Some(Json::Array(plugins)) => plugins.clone(),
+        _ => Vec::new(),
+    }
+}
+
 /// Returns the objects of all plugins of this type in a configuration.
 pub(crate) fn plugins_of(config: &[u8], kind: &str) -> Vec<Json> {
-    let plugins = Json::parse(config).ok().and_then(|config| match config.get("plugins") {
-        Some(Json::Array(plugins)) => Some(plugins.clone()),
-        _ => None,
-    });
     let has_kind = |plugin: &Json| plugin.get("type").and_then(Json::as_str) == Some(kind);
-    plugins.unwrap_or_default().into_iter().filter(has_kind).collect()
+    all_plugins(config).into_iter().filter(has_kind).collect()
+}
+
+/// Whether a plugin's object has `key` with the value true.
+pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
+    plugin.get(key) == Some(&Json::Bool(true))
+}
+
+/// Decodes the result in a cache entry.
+///
+/// # Errors
+/// The reason why that is not possible.
+pub(crate) fn decode_result(entry: &Entry) -> Result<AddResult, String> {
+    let Some(raw) = &entry.result else { return Err("the result cache has no result of this attachment".to_owned()) };
+    let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
+    AddResult::decode(&json, Version::NEWEST).map_err(|error| error.to_string())
 }
 
 /// Returns the result in a cache entry, or `None` if there is none or it cannot be decoded.
 pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
-    let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
-    AddResult::decode(&json, Version::NEWEST).ok()
+    decode_result(entry).ok()
+}
+
+/// Whether a backup without an owner has the file name that the Go plugin gives to the backup of an
+/// attachment. The name has only the container ID and the interface.
+pub(crate) fn has_go_name(backup: &Saved, attachment: &AttachmentId) -> bool {
+    let file = backup.path.file_name().unwrap_or_default().to_string_lossy();
+    backup.owner.is_none() && file == format!("{}_{}.json", attachment.container_id, attachment.ifname)
 }
 
 /// Returns the attachment that a link's alias names, or `None`. If the alias has the hash of a long
 /// container ID, the attachment's container ID is that hash, with its `#`.
 fn attachment_of(link: &Link) -> Option<AttachmentId> {
-    let marked = AttachmentId::parse(&node::mark_in(link.alias.as_deref()?))?;
-    let alias = node::mark_in(link.alias.as_deref()?);
-    let hashed = alias.split('/').nth(1).unwrap_or_default().to_owned();
-    Some(AttachmentId::new(marked.network, marked.container_id.unwrap_or(hashed), marked.ifname))
+    let alias = node::attachment_alias_in(link.alias.as_deref()?);
+    let parsed = AttachmentId::parse(&alias)?;
+    // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.
+    let hash = alias.split('/').nth(1).unwrap_or_default().to_owned();
+    Some(AttachmentId::new(parsed.network, parsed.container_id.unwrap_or(hash), parsed.ifname))
 }

@@ -30,20 +30,21 @@ impl IpamContext<'_, '_> {
     /// Prints the leases, of one network if the arguments name one.
     ///
     /// # Errors
-    /// The leases of a daemon cannot be read.
+    /// Code 5 if the networks' folder cannot be read; the error about a daemon's leases that cannot
+    /// be read.
     pub(super) fn dhcp(&self, args: &Dhcp, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut found: Vec<Lease> = Vec::new();
-        for socket in self.sockets(args)? {
+        for socket in self.selected_sockets(args)? {
             found.extend(leases::list(&socket)?);
         }
         found.retain(|lease| args.network.as_ref().is_none_or(|network| *network == lease.network));
         match self.shared.format() {
-            Format::Json => write_json(streams, &json!({"leases": found.iter().map(document).collect::<Vec<_>>()})),
+            Format::Json => write_json(streams, &json!({"leases": found.iter().map(as_json).collect::<Vec<_>>()})),
             Format::Text if found.is_empty() => write(streams, "No lease is recorded.\n"),
             Format::Text => {
                 let header =
                     ["NETWORK", "CONTAINER", "IFNAME", "ADDRESS", "SERVER", "T1", "T2", "EXPIRY", "LAST ERROR"];
-                let rows = found.iter().map(row);
+                let rows = found.iter().map(as_row);
                 let rows: Vec<Vec<String>> = [header.map(str::to_owned).to_vec()].into_iter().chain(rows).collect();
                 let mut lines = table(&rows);
                 for (line, lease) in lines.iter_mut().skip(1).zip(&found) {
@@ -56,8 +57,9 @@ impl IpamContext<'_, '_> {
         }
     }
 
-    /// Returns the sockets of the daemons whose leases are listed.
-    fn sockets(&self, args: &Dhcp) -> Result<Vec<PathBuf>, Error> {
+    /// Returns the sockets of the daemons whose leases are listed: the one in the arguments, or
+    /// those of all networks.
+    fn selected_sockets(&self, args: &Dhcp) -> Result<Vec<PathBuf>, Error> {
         match &args.socket {
             Some(socket) => Ok(vec![socket.clone()]),
             None => Ok(sockets(&node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))?)),
@@ -70,7 +72,7 @@ pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
     let mut sockets = vec![leases::default_socket()];
     for list in networks {
         let requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, None));
-        // `cnitool networks` reports errors in configurations.
+        // A configuration with an error is skipped; `cnitool networks` reports the error.
         sockets.extend(requests.filter_map(|request| leases::socket(&NetConf::parse(request).ok()?).ok()?));
     }
     sockets.sort();
@@ -79,8 +81,9 @@ pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
 }
 
 /// Returns a lease for `--json`.
-fn document(lease: &Lease) -> Value {
-    let seconds = |time: fn(&Times) -> Option<Duration>| lease.times.as_ref().and_then(time).map(|left| left.as_secs());
+fn as_json(lease: &Lease) -> Value {
+    let seconds =
+        |select: fn(&Times) -> Option<Duration>| lease.times.as_ref().and_then(select).map(|left| left.as_secs());
     json!({
         "network": lease.network,
         "containerID": lease.container_id,
@@ -96,10 +99,10 @@ fn document(lease: &Lease) -> Value {
 }
 
 /// Returns a lease as a row of the table.
-fn row(lease: &Lease) -> Vec<String> {
-    let time = |time: fn(&Times) -> Option<Duration>| match &lease.times {
+fn as_row(lease: &Lease) -> Vec<String> {
+    let time_text = |select: fn(&Times) -> Option<Duration>| match &lease.times {
         None => "?".to_owned(),
-        Some(times) => match time(times) {
+        Some(times) => match select(times) {
             None => "never".to_owned(),
             Some(Duration::ZERO) => "over".to_owned(),
             Some(left) => format!("in {} s", left.as_secs()),
@@ -111,9 +114,9 @@ fn row(lease: &Lease) -> Vec<String> {
         lease.ifname.clone(),
         lease.address.to_string(),
         lease.server.to_string(),
-        time(|times| times.t1),
-        time(|times| times.t2),
-        time(|times| times.expiry),
+        time_text(|times| times.t1),
+        time_text(|times| times.t2),
+        time_text(|times| times.expiry),
         lease.error.clone().unwrap_or_default(),
     ]
 }

@@ -10,7 +10,7 @@ use cni::Error;
 use cni_ipam::{Listed, Reservation};
 use serde_json::{Value, json};
 
-use super::{CheckedReservation, IpamContext, owner, seconds};
+use super::{CheckedReservation, IpamContext, age_in_seconds, escaped_owner};
 use crate::Streams;
 use crate::node::Liveness;
 use crate::report::{Colour, Format, paint, write, write_json};
@@ -45,19 +45,22 @@ impl IpamContext<'_, '_> {
     /// Removes the reservations that are not in use, and prints the decision about each.
     ///
     /// # Errors
-    /// Those of the store and of the result cache; a file cannot be read.
+    /// - Code 5 if the store or the result cache cannot be read, or a reservation cannot be
+    ///   removed. If single reservations cannot be read, the others are still removed.
+    /// - Code 11 if the lock is held for too long.
+    /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let addresses = self.one(&args.network)?;
-        let Some(mut locked) = self.lock(&addresses)? else { return self.gc_report(args, &[], streams) };
+        let pool = self.pool_of(&args.network)?;
+        let Some(mut locked) = self.lock(&pool)? else { return self.print_decisions(args, &[], streams) };
         let Listed { reservations, unread, .. } = locked.list()?;
-        let unread = Error::join(unread.into_iter().map(|(_, error)| error)).err();
-        let judged = self.judge_all(&addresses.network, reservations)?;
+        let unread_error = Error::join(unread.into_iter().map(|(_, error)| error)).err();
+        let judged = self.judge_all(&pool.network, reservations)?;
         let mut decisions: Vec<Decision> = judged.into_iter().map(|checked| decide(args, checked)).collect();
-        // The text is printed before anything is removed, so that it is complete even if that
-        // fails. The JSON document reports what was removed.
+        // The text is printed before anything is removed, so that it is complete even if the
+        // removal fails. The JSON document reports what was removed.
         let is_text = self.shared.format() == Format::Text;
         if is_text {
-            self.gc_report(args, &decisions, streams)?;
+            self.print_decisions(args, &decisions, streams)?;
         }
         if !args.dry_run {
             let to_remove = decisions.iter().filter(|decision| decision.removes);
@@ -68,45 +71,43 @@ impl IpamContext<'_, '_> {
             }
         }
         if !is_text {
-            self.gc_report(args, &decisions, streams)?;
+            self.print_decisions(args, &decisions, streams)?;
         }
-        unread.map_or(Ok(()), Err)
+        unread_error.map_or(Ok(()), Err)
     }
 
-    /// Prints the decisions.
-    fn gc_report(&self, args: &Collect, decisions: &[Decision], streams: &mut Streams<'_>) -> Result<(), Error> {
-        let removed = decisions.iter().filter(|decision| decision.removes).count();
+    /// Prints whether and why each reservation is removed.
+    fn print_decisions(&self, args: &Collect, decisions: &[Decision], streams: &mut Streams<'_>) -> Result<(), Error> {
+        let (removed, kept): (Vec<&Decision>, Vec<&Decision>) = decisions.iter().partition(|decision| decision.removes);
         if self.shared.format() == Format::Json {
-            let row = |decision: &Decision| -> Value {
+            let row = |decision: &&Decision| -> Value {
                 let Reservation { address, id, ifname, .. } = &decision.reservation;
                 json!({"address": address, "containerID": id, "ifname": ifname, "reason": decision.why})
             };
-            let rows = |removes: bool| -> Vec<Value> {
-                decisions.iter().filter(|decision| decision.removes == removes).map(row).collect()
-            };
-            let report =
-                json!({"network": args.network, "changed": !args.dry_run, "removed": rows(true), "kept": rows(false)});
+            let removed: Vec<Value> = removed.iter().map(row).collect();
+            let kept: Vec<Value> = kept.iter().map(row).collect();
+            let report = json!({"network": args.network, "changed": !args.dry_run, "removed": removed, "kept": kept});
             return write_json(streams, &report);
         }
         let mut text = String::new();
         for Decision { reservation, removes, why } in decisions {
             let verb = if *removes { "remove" } else { "keep" };
-            let (id, ifname) = owner(reservation);
+            let (id, ifname) = escaped_owner(reservation);
             let line = format!("{verb:<6}  {}  {}  ({why})", reservation.address, format!("{id} {ifname}").trim());
             text += &if *removes { paint(streams.stdout_style, Colour::Red, &line) } else { line };
             text.push('\n');
         }
-        let count = decisions.len();
+        let (removed_count, count) = (removed.len(), decisions.len());
         text += &match args.dry_run {
-            true => format!("{removed} of {count} would be removed. Nothing was changed.\n"),
-            false => format!("{removed} of {count} are removed.\n"),
+            true => format!("{removed_count} of {count} would be removed. Nothing was changed.\n"),
+            false => format!("{removed_count} of {count} are removed.\n"),
         };
         write(streams, &text)
     }
 }
 
-/// Changes the decisions about reservations that should be removed, but are not in `removed`,
-/// because they changed meanwhile. Returns their addresses.
+/// Marks reservations as kept that should be removed, but are not in `removed`, because they
+/// changed meanwhile. Returns their addresses.
 fn keep_changed(decisions: &mut [Decision], removed: &[IpAddr]) -> Vec<IpAddr> {
     let mut kept = Vec::new();
     for decision in decisions {
@@ -128,7 +129,7 @@ fn decide(args: &Collect, CheckedReservation { reservation, liveness }: CheckedR
     let (removes, why) = match liveness {
         Liveness::InUse(why) => (false, why),
         Liveness::Over(why) => (true, why),
-        Liveness::Unknown(why) => match seconds(reservation.since) {
+        Liveness::Unknown(why) => match age_in_seconds(reservation.since) {
             _ if !args.unknown => (false, format!("{why}; --unknown removes it")),
             Some(age) if age >= args.min_age => (true, why),
             Some(age) => (false, format!("{why}, but it is only {age} s old: its ADD may still be running")),

@@ -2,82 +2,108 @@
 //! so it is fast on a busy node.
 
 use cni::Error;
+use cni_ipam::store::Usage;
 use serde_json::{Value, json};
 
-use super::IpamContext;
+use super::{IpamContext, NEARLY_FULL_PERCENT, NetworkPool, used_percent};
 use crate::Streams;
 use crate::report::{Colour, Format, paint, table, write, write_json};
+
+/// How full the ranges of one network are.
+struct NetworkUsage {
+    pool: NetworkPool,
+    /// The folder of the network's reservations.
+    folder: String,
+    /// The number of reservations in the folder.
+    reservation_count: usize,
+    /// The usage of each range set; empty if the ranges are not known.
+    sets: Vec<Usage>,
+}
 
 impl IpamContext<'_, '_> {
     /// Prints a line for each range set.
     ///
     /// # Errors
-    /// A folder cannot be read.
+    /// Code 5 if a folder cannot be read.
     pub(super) fn list(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let header = ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"];
-        let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
         let mut networks = Vec::new();
-        let (mut notes, mut full) = (Vec::new(), Vec::new());
-        for addresses in self.all()? {
-            let store = self.store(&addresses);
-            let folder = store.path().display().to_string();
-            let count = store.count()?;
-            let usage = match &addresses.ranges {
+        for pool in self.list_pools()? {
+            let store = self.store(&pool);
+            let sets = match &pool.ranges {
                 Ok(ranges) => store.usage(ranges)?,
-                Err(why) => {
-                    notes.push(format!("{}: {why}", addresses.network));
-                    Vec::new()
-                }
+                Err(_) => Vec::new(),
             };
-            let unknown = "?".to_owned();
-            if usage.is_empty() {
-                rows.push(vec![
-                    addresses.network.clone(),
-                    unknown.clone(),
-                    count.to_string(),
-                    unknown.clone(),
-                    unknown,
-                    folder.clone(),
-                ]);
-            }
-            for set in &usage {
-                let percent = (set.used.saturating_mul(100)).checked_div(set.total).unwrap_or(100);
-                if percent >= 90 {
-                    full.push(rows.len());
-                }
-                let cells = [set.used.to_string(), set.total.to_string(), format!("{percent}%"), folder.clone()];
-                rows.push([addresses.network.clone(), set.set.clone()].into_iter().chain(cells).collect());
-            }
-            let inside: u128 = usage.iter().map(|set| set.used).sum();
-            let outside = (count as u128).saturating_sub(inside);
-            if !usage.is_empty() && outside > 0 {
-                notes.push(format!(
-                    "{}: {outside} reserved addresses are outside of the configured ranges",
-                    addresses.network
-                ));
-            }
-            let sets = usage.iter().map(|set| json!({"ranges": set.set, "used": set.used, "total": set.total}));
-            networks.push(json!({
-                "network": addresses.network,
-                "folder": folder,
-                "configured": addresses.configured,
-                "rangesUnknown": addresses.ranges.as_ref().err(),
-                "ranges": sets.collect::<Vec<_>>(),
-                "reservations": count,
-                "outsideOfRanges": if usage.is_empty() { Value::Null } else { json!(outside) },
-            }));
+            let folder = store.path().display().to_string();
+            networks.push(NetworkUsage { folder, reservation_count: store.count()?, sets, pool });
         }
         match self.shared.format() {
-            Format::Json => write_json(streams, &json!({"networks": networks})),
-            Format::Text if rows.len() == 1 => write(streams, "No network has reservations or uses host-local.\n"),
+            Format::Json => {
+                let networks: Vec<Value> = networks.iter().map(as_json).collect();
+                write_json(streams, &json!({"networks": networks}))
+            }
+            Format::Text if networks.is_empty() => write(streams, "No network has reservations or uses host-local.\n"),
             Format::Text => {
-                let mut lines = table(&rows);
-                for row in full {
-                    lines[row] = paint(streams.stdout_style, Colour::Yellow, &lines[row]);
-                }
-                let notes: String = notes.iter().map(|note| format!("{note}\n")).collect();
-                write(streams, &format!("{}\n{notes}", lines.join("\n")))
+                let text = as_text(&networks, streams);
+                write(streams, &text)
             }
         }
     }
+}
+
+impl NetworkUsage {
+    /// Returns the number of reservations outside of all ranges, or `None` if the ranges are not
+    /// known.
+    fn count_outside(&self) -> Option<u128> {
+        let inside: u128 = self.sets.iter().map(|set| set.used).sum();
+        (!self.sets.is_empty()).then(|| (self.reservation_count as u128).saturating_sub(inside))
+    }
+}
+
+/// Returns the table, in which nearly full ranges have a colour, with the notes below it.
+fn as_text(networks: &[NetworkUsage], streams: &Streams<'_>) -> String {
+    let header = ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"];
+    let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
+    // The positions in `rows`.
+    let mut nearly_full = Vec::new();
+    let mut notes = String::new();
+    for usage in networks {
+        let NetworkUsage { pool: NetworkPool { network, ranges, .. }, folder, reservation_count, sets } = usage;
+        if let Err(why) = ranges {
+            notes += &format!("{network}: {why}\n");
+        }
+        if sets.is_empty() {
+            let count = reservation_count.to_string();
+            rows.push([network, "?", &count, "?", "?", folder].map(str::to_owned).to_vec());
+        }
+        for set in sets {
+            let percent = used_percent(set);
+            if percent >= NEARLY_FULL_PERCENT {
+                nearly_full.push(rows.len());
+            }
+            let (used, total) = (set.used.to_string(), set.total.to_string());
+            rows.push(vec![network.clone(), set.set.clone(), used, total, format!("{percent}%"), folder.clone()]);
+        }
+        if let Some(outside) = usage.count_outside().filter(|outside| *outside > 0) {
+            notes += &format!("{network}: {outside} reserved addresses are outside of the configured ranges\n");
+        }
+    }
+    let mut lines = table(&rows);
+    for row in nearly_full {
+        lines[row] = paint(streams.stdout_style, Colour::Yellow, &lines[row]);
+    }
+    format!("{}\n{notes}", lines.join("\n"))
+}
+
+/// Returns the usage of a network for `--json`.
+fn as_json(usage: &NetworkUsage) -> Value {
+    let set = |set: &Usage| json!({"ranges": set.set, "used": set.used, "total": set.total});
+    json!({
+        "network": usage.pool.network,
+        "folder": usage.folder,
+        "configured": usage.pool.is_configured,
+        "rangesUnknown": usage.pool.ranges.as_ref().err(),
+        "ranges": usage.sets.iter().map(set).collect::<Vec<_>>(),
+        "reservations": usage.reservation_count,
+        "outsideOfRanges": usage.count_outside(),
+    })
 }

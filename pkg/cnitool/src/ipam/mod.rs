@@ -1,7 +1,7 @@
 //! ipam: shows and releases the reservations of host-local, and shows the leases of dhcp.
 //!
-//! Everything that changes or reads single reservations holds the store's lock, as the plugins do.
-//! So it sees no unfinished change, and a running plugin waits no longer than for another plugin.
+//! Verbs that read or change single reservations hold the store's lock, as the plugins do. So they
+//! see no unfinished change, and a running plugin waits no longer than for another plugin.
 
 mod dhcp;
 mod gc;
@@ -9,7 +9,6 @@ mod list;
 mod release;
 mod show;
 
-use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -21,7 +20,6 @@ use cni::{Error, ident};
 use cni_ipam::store::{DEFAULT_DATA_DIR, Usage, networks};
 use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Reservation, Store};
 use libcni::NetworkList;
-use libcni::cache::Entry;
 use plugin_host_local::Pool;
 
 use crate::cli::{Failure, Shared, Variables, failed};
@@ -65,20 +63,28 @@ pub(crate) struct StoreLocation {
     data_dir: Option<PathBuf>,
 }
 
+/// The percentage of used addresses from which on a range counts as nearly full.
+pub(crate) const NEARLY_FULL_PERCENT: u128 = 90;
+
+/// Returns the percentage of a range set's addresses that are used.
+pub(crate) fn used_percent(usage: &Usage) -> u128 {
+    usage.used.saturating_mul(100).checked_div(usage.total).unwrap_or(100)
+}
+
 /// Runs `cnitool ipam`.
 pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let context = IpamContext::new(shared, call, &args.location, &streams.notes);
-    let (doing, outcome) = match &args.verb {
+    let (verb, outcome) = match &args.verb {
         Verb::List => ("ipam list", context.list(streams)),
         Verb::Show(args) => ("ipam show", context.show(args, streams)),
         Verb::Gc(args) => ("ipam gc", context.gc(args, streams)),
         Verb::Release(args) => ("ipam release", context.release(args, streams)),
         Verb::Dhcp(args) => ("ipam dhcp", context.dhcp(args, streams)),
     };
-    outcome.map(|()| Exit::Done).map_err(|error| failed(doing, error, shared.format()))
+    outcome.map(|()| Exit::Done).map_err(|error| failed(verb, error, shared.format()))
 }
 
-/// What all verbs of `ipam` need: the options, and where the reservations are.
+/// The input of all verbs of `ipam`: the options, and the location of the reservations.
 pub(crate) struct IpamContext<'a, 'm> {
     shared: &'a Shared,
     call: &'a Call<'m>,
@@ -86,15 +92,15 @@ pub(crate) struct IpamContext<'a, 'm> {
     notes: Notes,
 }
 
-/// The store and the ranges of one network.
-pub(crate) struct Addresses {
+/// The location of one network's reservations, and its ranges.
+pub(crate) struct NetworkPool {
     pub(crate) network: String,
     pub(crate) data_dir: PathBuf,
     lock_timeout: Duration,
     /// The ranges, or the reason why they are not known.
     ranges: Result<RangeSets, String>,
-    /// Whether a configured network uses this folder.
-    configured: bool,
+    /// Whether the network is configured with this `data_dir`.
+    is_configured: bool,
 }
 
 impl<'a, 'm> IpamContext<'a, 'm> {
@@ -108,48 +114,50 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         IpamContext { shared, call, data_dir: location.data_dir.as_deref(), notes: notes.clone() }
     }
 
-    /// Returns all networks that have reservations or host-local in their configuration, sorted by
-    /// name.
+    /// Returns the pools of all networks that have reservations or host-local in their
+    /// configuration, sorted by the network's name. After a change of `dataDir`, a network has a
+    /// pool for each folder.
     ///
     /// # Errors
-    /// A folder cannot be read.
-    pub(crate) fn all(&self) -> Result<Vec<Addresses>, Error> {
-        let mut found = Vec::new();
+    /// Code 5 if a folder cannot be read.
+    pub(crate) fn list_pools(&self) -> Result<Vec<NetworkPool>, Error> {
+        let mut pools = Vec::new();
         for list in node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))? {
-            found.extend(self.of_list(&list));
+            pools.extend(self.find_configured_pool(&list));
         }
         let mut folders: Vec<PathBuf> = match self.data_dir {
             Some(dir) => vec![dir.to_owned()],
-            None => found.iter().map(|addresses| addresses.data_dir.clone()).chain([DEFAULT_DATA_DIR.into()]).collect(),
+            None => pools.iter().map(|pool| pool.data_dir.clone()).chain([DEFAULT_DATA_DIR.into()]).collect(),
         };
         folders.sort();
         folders.dedup();
         for data_dir in folders {
             for network in networks(&data_dir)? {
-                if found.iter().all(|known| known.network != network || known.data_dir != data_dir) {
-                    found.push(Addresses {
+                if pools.iter().all(|known| known.network != network || known.data_dir != data_dir) {
+                    pools.push(NetworkPool {
                         network,
                         data_dir: data_dir.clone(),
                         lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
                         ranges: Err("no configured network of this name uses host-local here".to_owned()),
-                        configured: false,
+                        is_configured: false,
                     });
                 }
             }
         }
-        found.sort_by(|a, b| (&a.network, &a.data_dir).cmp(&(&b.network, &b.data_dir)));
-        Ok(found)
+        pools.sort_by(|a, b| (&a.network, &a.data_dir).cmp(&(&b.network, &b.data_dir)));
+        Ok(pools)
     }
 
-    /// Returns how full the ranges of each network are whose ranges are known.
+    /// Returns how full the ranges of each network are. Leaves out networks whose ranges are not
+    /// known.
     ///
     /// # Errors
-    /// A folder cannot be read.
+    /// Code 5 if a folder cannot be read.
     pub(crate) fn usage(&self) -> Result<Vec<(String, Vec<Usage>)>, Error> {
         let mut all = Vec::new();
-        for addresses in self.all()? {
-            if let Ok(ranges) = &addresses.ranges {
-                all.push((addresses.network.clone(), self.store(&addresses).usage(ranges)?));
+        for pool in self.list_pools()? {
+            if let Ok(ranges) = &pool.ranges {
+                all.push((pool.network.clone(), self.store(&pool).usage(ranges)?));
             }
         }
         Ok(all)
@@ -159,29 +167,31 @@ impl<'a, 'm> IpamContext<'a, 'm> {
     /// folder and the error.
     ///
     /// # Errors
-    /// A folder cannot be read.
+    /// Code 5 if a folder cannot be read.
     pub(crate) fn shortages(&self) -> Result<Vec<(String, PathBuf, Error)>, Error> {
         let mut all = Vec::new();
-        for addresses in self.all()?.into_iter().filter(|addresses| addresses.configured) {
-            // STATUS reports a folder that cannot be written at all.
-            if let Ok(Some(shortage)) = self.store(&addresses).check_writable() {
-                all.push((addresses.network, addresses.data_dir, shortage));
+        for pool in self.list_pools()?.into_iter().filter(|pool| pool.is_configured) {
+            // The plugin's STATUS reports a folder that cannot be written for another reason.
+            if let Ok(Some(shortage)) = self.store(&pool).check_writable() {
+                all.push((pool.network, pool.data_dir, shortage));
             }
         }
         Ok(all)
     }
 
-    /// Returns one network.
+    /// Returns the pool of a network, the configured one if there are several.
     ///
     /// # Errors
-    /// Code 7 if it has neither reservations nor host-local.
-    fn one(&self, network: &str) -> Result<Addresses, Error> {
+    /// - Code 5 if a folder cannot be read.
+    /// - Code 7 if the name is invalid, or the network has neither reservations nor host-local.
+    fn pool_of(&self, network: &str) -> Result<NetworkPool, Error> {
         ident::check_network_name(network)?;
-        let all = self.all()?;
-        let names: Vec<String> = all.iter().map(|addresses| addresses.network.clone()).collect();
-        let mut found: Vec<Addresses> = all.into_iter().filter(|addresses| addresses.network == network).collect();
-        // A folder that remained after a change of `dataDir` comes after the configured one.
-        found.sort_by_key(|addresses| !addresses.configured);
+        let all = self.list_pools()?;
+        let names: Vec<String> = all.iter().map(|pool| pool.network.clone()).collect();
+        let mut found: Vec<NetworkPool> = all.into_iter().filter(|pool| pool.network == network).collect();
+        // `false` comes before `true`: a folder that remained after a change of `dataDir` comes
+        // after the configured one.
+        found.sort_by_key(|pool| !pool.is_configured);
         found.into_iter().next().ok_or_else(|| {
             let error = Error::config(format!("network {network:?} has no reservations and does not use host-local"));
             error.with_details(match names.is_empty() {
@@ -193,66 +203,54 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         })
     }
 
-    /// Returns the store and the ranges of a configured network, or `None` if it does not use
-    /// host-local.
-    fn of_list(&self, list: &NetworkList) -> Option<Addresses> {
+    /// Returns the pool of a configured network, or `None` if it does not use host-local. If
+    /// several plugins of the network use host-local, the first one counts.
+    fn find_configured_pool(&self, list: &NetworkList) -> Option<NetworkPool> {
+        // If the runtime sets the ranges (`ipRanges`), they are only known from the arguments of an
+        // attachment. The last one in the cache is taken; without one, or if the cache cannot be
+        // read, the ranges remain unknown.
+        let cached = self.shared.cache().list(list.name()).unwrap_or_default().entries;
+        let args = cached.last().map(|entry| &entry.attachment.capability_args);
         for plugin in list.plugins() {
-            // Ranges of the runtime (`ipRanges`) are only known from the arguments of an
-            // attachment.
-            let remembered = self.remembered(list.name()).unwrap_or_default();
-            let args = remembered.last().map(|entry| &entry.attachment.capability_args);
-            let conf = list.request(plugin, args).and_then(NetConf::parse);
-            let Ok(conf) = conf else { continue };
+            // `cnitool networks` reports a configuration with an error.
+            let Ok(conf) = list.request(plugin, args).and_then(NetConf::parse) else { continue };
             if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
                 continue;
             }
-            let pool = Pool::read(&conf, &Notes::silent());
-            let data_dir = |pool: Option<&Pool>| match self.data_dir {
-                Some(dir) => dir.to_owned(),
-                None => pool.map_or_else(|| DEFAULT_DATA_DIR.into(), |pool| pool.data_dir.clone()),
+            let (configured_dir, lock_timeout, ranges) = match Pool::read(&conf, &Notes::silent()) {
+                Ok(Pool { data_dir, lock_timeout, ranges, .. }) => {
+                    (data_dir, lock_timeout, ranges.ok_or_else(|| "the runtime sets its ranges".to_owned()))
+                }
+                Err(error) => (DEFAULT_DATA_DIR.into(), cni_ipam::lock::DEFAULT_LIMIT, Err(error.to_string())),
             };
-            return Some(match pool {
-                Ok(pool) => Addresses {
-                    network: list.name().to_owned(),
-                    data_dir: data_dir(Some(&pool)),
-                    lock_timeout: pool.lock_timeout,
-                    ranges: pool.ranges.ok_or_else(|| "the runtime sets its ranges".to_owned()),
-                    configured: true,
-                },
-                Err(error) => Addresses {
-                    network: list.name().to_owned(),
-                    data_dir: data_dir(None),
-                    lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
-                    ranges: Err(error.to_string()),
-                    configured: true,
-                },
+            return Some(NetworkPool {
+                network: list.name().to_owned(),
+                data_dir: self.data_dir.map_or(configured_dir, Path::to_owned),
+                lock_timeout,
+                ranges,
+                is_configured: true,
             });
         }
         None
     }
 
-    /// Returns the entries of a network in the result cache.
-    fn remembered(&self, network: &str) -> Result<Vec<Entry>, Error> {
-        Ok(self.shared.cache().list(network)?.entries)
-    }
-
-    /// Opens the store of a network.
-    fn store(&self, addresses: &Addresses) -> Store {
+    /// Opens the store of a pool.
+    fn store(&self, pool: &NetworkPool) -> Store {
         // These options release no reservations of an earlier boot: only the operator decides here.
         let options = Options::new(self.notes.clone(), Host::read(Path::new("/")));
-        Store::open(&addresses.data_dir, &addresses.network, options)
+        Store::open(&pool.data_dir, &pool.network, options)
     }
 
-    /// Locks the store of a network. Returns `None` if its folder does not exist.
+    /// Locks the store of a pool. Returns `None` if its folder does not exist.
     ///
     /// # Errors
-    /// Code 11 if the lock is held for too long; code 5.
-    pub(crate) fn lock(&self, addresses: &Addresses) -> Result<Option<Locked>, Error> {
-        self.store(addresses).lock_existing(addresses.lock_timeout, self.call.machine)
+    /// Code 11 if the lock is held for too long, 5 if the folder or the lock file cannot be opened.
+    pub(crate) fn lock(&self, pool: &NetworkPool) -> Result<Option<Locked>, Error> {
+        self.store(pool).lock_existing(pool.lock_timeout, self.call.machine)
     }
 
-    /// Returns the reservations, and the unusual files with a description. Writes a note for each
-    /// file that could not be read.
+    /// Returns the listed reservations, and for each unusual file its address and a description.
+    /// Writes a note for each file that could not be read.
     pub(crate) fn note_unread(&self, listed: Listed) -> (Vec<Reservation>, Vec<(IpAddr, String)>) {
         for (_, error) in &listed.unread {
             self.notes.note(error);
@@ -263,14 +261,20 @@ impl<'a, 'm> IpamContext<'a, 'm> {
     /// Returns the reservations, each with whether it is in use.
     ///
     /// # Errors
-    /// The result cache or the host's links cannot be read.
+    /// Code 5 if the result cache cannot be read; the kernel's error if the host's links cannot be
+    /// listed.
     fn judge_all(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<CheckedReservation>, Error> {
         let listing = self.shared.cache().list(network)?;
         for problem in &listing.problems {
             self.notes.note(format_args!("ignored: {problem}"));
         }
-        let marks = node::marks()?;
-        Ok(judge(network, reservations, &listing.entries, &marks, self.call))
+        let links_by_alias = &node::list_links_by_alias()?;
+        let sources = LivenessSources { cached: &listing.entries, links_by_alias, machine: self.call.machine };
+        let judge = |reservation: Reservation| {
+            let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
+            CheckedReservation { reservation, liveness }
+        };
+        Ok(reservations.into_iter().map(judge).collect())
     }
 }
 
@@ -280,40 +284,30 @@ struct CheckedReservation {
     liveness: Liveness,
 }
 
-/// Decides for each reservation whether it is in use.
-fn judge(
-    network: &str,
-    reservations: Vec<Reservation>,
-    remembered: &[Entry],
-    marks: &BTreeMap<String, String>,
-    call: &Call<'_>,
-) -> Vec<CheckedReservation> {
-    let sources = LivenessSources { remembered, marks, machine: call.machine };
-    let judge = |reservation: Reservation| {
-        let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
-        CheckedReservation { reservation, liveness }
-    };
-    reservations.into_iter().map(judge).collect()
-}
-
-/// Formats the time since `since` in one unit, such as `3 d`; `?` if it is not known.
-fn age(since: Option<SystemTime>) -> String {
-    let Some(age) = seconds(since) else { return "?".to_owned() };
-    match age {
-        0..120 => format!("{age} s"),
-        120..7200 => format!("{} min", age / 60),
-        7200..172_800 => format!("{} h", age / 3600),
-        _ => format!("{} d", age / 86_400),
+/// Returns the time since `since` in one unit, such as `3 d`, or `?` if `since` is not known. A
+/// unit is used from two of it on.
+fn age_text(since: Option<SystemTime>) -> String {
+    const MINUTE: u64 = 60;
+    const HOUR: u64 = 60 * MINUTE;
+    const DAY: u64 = 24 * HOUR;
+    match age_in_seconds(since) {
+        None => "?".to_owned(),
+        Some(age) if age < 2 * MINUTE => format!("{age} s"),
+        Some(age) if age < 2 * HOUR => format!("{} min", age / MINUTE),
+        Some(age) if age < 2 * DAY => format!("{} h", age / HOUR),
+        Some(age) => format!("{} d", age / DAY),
     }
 }
 
-/// Returns the seconds since `since`.
-fn seconds(since: Option<SystemTime>) -> Option<u64> {
+/// Returns the seconds since `since`, 0 for a time in the future, or `None` if `since` is not
+/// known.
+fn age_in_seconds(since: Option<SystemTime>) -> Option<u64> {
     Some(SystemTime::now().duration_since(since?).unwrap_or_default().as_secs())
 }
 
 /// Returns the container ID and the interface of a reservation, with control characters escaped.
-fn owner(reservation: &Reservation) -> (String, String) {
-    let shown = |text: &str| text.escape_debug().to_string();
-    (shown(&reservation.id), reservation.ifname.as_deref().map(shown).unwrap_or_default())
+/// The interface is empty if the reservation has none.
+fn escaped_owner(reservation: &Reservation) -> (String, String) {
+    let escaped = |text: &str| text.escape_debug().to_string();
+    (escaped(&reservation.id), reservation.ifname.as_deref().map(escaped).unwrap_or_default())
 }

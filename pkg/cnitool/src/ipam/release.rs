@@ -35,28 +35,34 @@ impl IpamContext<'_, '_> {
     /// Releases the selected reservations and prints them.
     ///
     /// # Errors
-    /// Code 3 if there are none; 103 if one is in use and `--force` is missing; those of the store.
+    /// - Code 3 if no reservation is selected.
+    /// - Code 103 if one is in use and `--force` is missing. Nothing is released then.
+    /// - Code 5 if a reservation cannot be read or removed. If one cannot be read, the others are
+    ///   released.
+    /// - Code 11 if the lock is held for too long.
     pub(super) fn release(&self, args: &Release, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let addresses = self.one(&args.network)?;
+        let pool = self.pool_of(&args.network)?;
         let none_error = || {
             let msg = match (&args.address, &args.container_id) {
                 (Some(address), _) => format!("{address} is not reserved"),
                 (None, id) => format!("container {} has no reservation", id.as_deref().unwrap_or_default()),
             };
-            let folder = self.store(&addresses).path().display().to_string();
+            let folder = self.store(&pool).path().display().to_string();
             Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(folder)
         };
-        let Some(mut locked) = self.lock(&addresses)? else { return Err(none_error()) };
+        let Some(mut locked) = self.lock(&pool)? else { return Err(none_error()) };
         let Listed { reservations: mut chosen, unread, .. } = locked.list()?;
         chosen.retain(|reservation| is_selected(args, reservation));
         // A file that cannot be read may be a reservation of the container.
         let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|wanted| wanted == *address));
-        let unread = Error::join(unread.map(|(_, error)| error)).err();
+        let unread_error = Error::join(unread.map(|(_, error)| error)).err();
         if chosen.is_empty() {
-            return Err(unread.unwrap_or_else(none_error));
+            return Err(unread_error.unwrap_or_else(none_error));
         }
-        for checked in self.judge_all(&addresses.network, chosen.clone())? {
-            if let (Liveness::InUse(why), false) = (&checked.liveness, args.force) {
+        for checked in self.judge_all(&pool.network, chosen.clone())? {
+            if let Liveness::InUse(why) = &checked.liveness
+                && !args.force
+            {
                 let msg = format!("{} is in use: {why}", checked.reservation);
                 let details =
                     "detach the container with 'cnitool del' or its runtime, or release the address with --force";
@@ -64,23 +70,23 @@ impl IpamContext<'_, '_> {
             }
         }
         let removed = locked.release_chosen(&chosen)?;
+        // A chosen reservation that has changed meanwhile is not removed.
+        chosen.retain(|reservation| removed.contains(&reservation.address));
         match self.shared.format() {
             Format::Json => {
                 let row = |reservation: &Reservation| {
                     let Reservation { address, id, ifname, .. } = reservation;
                     json!({"address": address, "containerID": id, "ifname": ifname})
                 };
-                let rows: Vec<_> =
-                    chosen.iter().filter(|reservation| removed.contains(&reservation.address)).map(row).collect();
+                let rows: Vec<_> = chosen.iter().map(row).collect();
                 write_json(streams, &json!({"network": args.network, "removed": rows}))?;
             }
             Format::Text => {
-                let released = chosen.iter().filter(|reservation| removed.contains(&reservation.address));
-                let lines: String = released.map(|reservation| format!("released: {reservation}\n")).collect();
+                let lines: String = chosen.iter().map(|reservation| format!("released: {reservation}\n")).collect();
                 write(streams, &lines)?;
             }
         }
-        unread.map_or(Ok(()), Err)
+        unread_error.map_or(Ok(()), Err)
     }
 }
 
@@ -91,6 +97,7 @@ fn is_selected(args: &Release, reservation: &Reservation) -> bool {
         (None, Some(id)) => {
             reservation.id == *id && args.ifname.as_ref().is_none_or(|name| reservation.ifname.as_ref() == Some(name))
         }
+        // The parser requires one of both.
         (None, None) => false,
     }
 }

@@ -4,7 +4,7 @@ use clap::Args;
 use cni::Error;
 use serde_json::json;
 
-use super::{CheckedReservation, IpamContext, age, owner, seconds};
+use super::{CheckedReservation, IpamContext, age_in_seconds, age_text, escaped_owner};
 use crate::Streams;
 use crate::node::Liveness;
 use crate::report::{Colour, Format, paint, table, write, write_json};
@@ -20,19 +20,22 @@ impl IpamContext<'_, '_> {
     /// Prints the reservations of a network, each with its age and whether it is in use.
     ///
     /// # Errors
-    /// Those of the store and of the result cache.
+    /// - Code 5 if the store or the result cache cannot be read.
+    /// - Code 11 if the lock is held for too long.
+    /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let addresses = self.one(&args.network)?;
-        let (reservations, unusual) = match self.lock(&addresses)? {
+        let pool = self.pool_of(&args.network)?;
+        let (reservations, unusual) = match self.lock(&pool)? {
             Some(mut locked) => self.note_unread(locked.list()?),
-            None => Default::default(),
+            None => (Vec::new(), Vec::new()),
         };
-        let judged = self.judge_all(&addresses.network, reservations)?;
-        let is_outside = |checked: &CheckedReservation| match &addresses.ranges {
+        let judged = self.judge_all(&pool.network, reservations)?;
+        let is_outside = |checked: &CheckedReservation| match &pool.ranges {
             Ok(ranges) => !ranges.sets().iter().any(|set| set.find(checked.reservation.address).is_some()),
+            // The ranges are not known.
             Err(_) => false,
         };
-        let folder = self.store(&addresses).path().display().to_string();
+        let folder = self.store(&pool).path().display().to_string();
         match self.shared.format() {
             Format::Json => {
                 let row = |checked: &CheckedReservation| {
@@ -40,28 +43,31 @@ impl IpamContext<'_, '_> {
                         "address": checked.reservation.address,
                         "containerID": checked.reservation.id,
                         "ifname": checked.reservation.ifname,
-                        "ageSeconds": seconds(checked.reservation.since),
+                        "ageSeconds": age_in_seconds(checked.reservation.since),
                         "state": checked.liveness.word(),
                         "reason": checked.liveness.why(),
                         "outsideOfRanges": is_outside(checked),
                     })
                 };
                 let rows: Vec<_> = judged.iter().map(row).collect();
-                let odd: Vec<_> =
+                let files: Vec<_> =
                     unusual.iter().map(|(address, what)| json!({"address": address, "what": what})).collect();
                 write_json(
                     streams,
-                    &json!({"network": addresses.network, "folder": folder, "reservations": rows, "unusual": odd}),
+                    &json!({"network": pool.network, "folder": folder, "reservations": rows, "unusual": files}),
                 )
             }
             Format::Text if judged.is_empty() && unusual.is_empty() => {
                 write(streams, &format!("Nothing is reserved in {folder}.\n"))
             }
             Format::Text => {
-                let lines = as_lines(&judged, is_outside, streams);
-                let unusual = unusual.iter().map(|(address, what)| format!("{address}: {what}"));
-                let unusual = unusual.map(|line| paint(streams.stdout_style, Colour::Yellow, &line));
-                write(streams, &format!("{}\n", lines.into_iter().chain(unusual).collect::<Vec<_>>().join("\n")))
+                let mut lines = as_lines(&judged, is_outside, streams);
+                lines.extend(
+                    unusual.iter().map(|(address, what)| {
+                        paint(streams.stdout_style, Colour::Yellow, &format!("{address}: {what}"))
+                    }),
+                );
+                write(streams, &format!("{}\n", lines.join("\n")))
             }
         }
     }
@@ -76,14 +82,14 @@ fn as_lines(
     let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
     let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
     for checked in judged {
-        let (id, ifname) = owner(&checked.reservation);
+        let (id, ifname) = escaped_owner(&checked.reservation);
         let mut why = checked.liveness.why().to_owned();
         if is_outside(checked) {
             why += "; outside of the network's ranges";
         }
         let address = checked.reservation.address.to_string();
         let state = checked.liveness.word().to_owned();
-        rows.push(vec![address, id, ifname, age(checked.reservation.since), state, why]);
+        rows.push(vec![address, id, ifname, age_text(checked.reservation.since), state, why]);
     }
     let mut lines = table(&rows);
     for (line, checked) in lines.iter_mut().skip(1).zip(judged) {

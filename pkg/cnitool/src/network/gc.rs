@@ -12,12 +12,12 @@ use libcni::NetworkList;
 use libcni::cache::Entry;
 use serde_json::{Value, json};
 
-use super::Network;
+use super::VerbRun;
 use crate::Streams;
 use crate::report::{Format, REFUSED, write, write_json};
 use crate::target::NetnsPresence;
 
-/// What a gc keeps and removes.
+/// The attachments that a gc keeps and removes.
 struct Plan<'a> {
     network: &'a str,
     /// The attachments in the result cache.
@@ -40,14 +40,16 @@ struct CheckedAttachment {
     why: String,
 }
 
-impl Network<'_, '_> {
+impl VerbRun<'_, '_> {
     /// Runs `cnitool gc`.
     ///
     /// # Errors
-    /// Code 103 if everything, or something that may be in use, would be removed and `--all` is
-    /// missing; those of the plugins.
+    /// - As `configuration`.
+    /// - Code 103 if, without `--all`, everything or something that may be in use would be removed.
+    /// - Code 5 if the result cache cannot be read.
+    /// - The errors of the plugins' DEL and GC, as one error.
     pub(super) fn gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let list = self.list()?;
+        let list = self.configuration()?;
         let plan = self.plan(&list)?;
         if plan.removes && plan.removes_everything() && !self.command.all {
             let msg =
@@ -63,6 +65,8 @@ impl Network<'_, '_> {
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
+        // The text is printed before anything is removed, so that it is complete even if the
+        // removal fails.
         if self.command.shared.format() == Format::Text {
             write(streams, &plan.text())?;
         }
@@ -75,10 +79,13 @@ impl Network<'_, '_> {
         }
     }
 
-    /// Decides what gc keeps and removes.
+    /// Decides which attachments gc keeps and removes.
+    ///
+    /// # Errors
+    /// Code 5 if the result cache cannot be read.
     fn plan(&self, list: &NetworkList) -> Result<Plan<'_>, Error> {
         let runs_plugins = list.version()? >= Version::V1_1_0;
-        // With no valid attachments, all entries of the network are stale.
+        // If no attachment is valid, all entries of the network are stale: so this returns all.
         let cached = self.runtime.stale(list, &ValidAttachments::default())?;
         let unreadable = cached.problems;
         let checked: Vec<CheckedAttachment> = cached.entries.into_iter().map(|entry| self.check_entry(entry)).collect();
@@ -97,11 +104,11 @@ impl Network<'_, '_> {
         let (keeps, why) = if self.command.keep.iter().any(is_named) {
             (true, "named with --keep".to_owned())
         } else {
-            match NetnsPresence::of(&attachment.netns, self.call.machine) {
-                NetnsPresence::There => (true, format!("{} exists", attachment.netns)),
+            match NetnsPresence::at(&attachment.netns, self.call.machine) {
+                NetnsPresence::Exists => (true, format!("{} exists", attachment.netns)),
                 NetnsPresence::Gone(why) => (false, format!("{}: {why}", attachment.netns)),
                 // If it is not certain that the namespace is gone, the attachment is kept.
-                NetnsPresence::Other(why) => (true, format!("{}: {why}", attachment.netns)),
+                NetnsPresence::OtherFile(why) => (true, format!("{}: {why}", attachment.netns)),
                 NetnsPresence::Unknown(why) => (true, format!("whether its namespace exists is unknown: {why}")),
             }
         };
@@ -110,7 +117,7 @@ impl Network<'_, '_> {
 }
 
 impl Plan<'_> {
-    /// Whether no attachment is valid, and there is something to remove.
+    /// Whether no attachment is kept, and there may be something to remove.
     fn removes_everything(&self) -> bool {
         self.valid.iter().next().is_none() && (self.runs_plugins || !self.checked.is_empty())
     }

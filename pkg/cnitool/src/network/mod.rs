@@ -1,8 +1,9 @@
 //! The verbs of a network: add, check, del, gc, status, version.
 //!
 //! cnitool itself decides which container ID a namespace gets, and which attachments are valid for
-//! `gc`. CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD unless they are given again,
-//! because a DEL with fewer arguments than its ADD could leave objects behind.
+//! `gc`. CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD, which are in the result cache,
+//! unless they are given again, because a DEL with fewer arguments than its ADD could leave objects
+//! behind.
 
 mod gc;
 mod options;
@@ -18,95 +19,126 @@ use crate::report::{Format, write_json, write_raw};
 use crate::target::{NetnsPresence, absolute, container_id};
 use crate::{Call, Streams};
 
-pub(crate) use options::{Attach, Collect, Command, Detach, Named};
+pub(crate) use options::{Attach, Collect, Command, Detach, Named, NetworkVerb};
 
-/// One verb of a network, with what it needs.
-struct Network<'a, 'm> {
+/// One run of a verb, with what it needs.
+struct VerbRun<'a, 'm> {
     command: &'a Command,
     call: &'a Call<'m>,
     runtime: Runtime<'m>,
     conf_folder: ConfFolder,
 }
 
-/// Runs one of the verbs.
+/// Runs the verb of `command`.
+///
+/// # Errors
+/// [`Failure::Failed`] with the verb's error.
 pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<(), Failure> {
-    let network = Network {
+    let verb_run = VerbRun {
         command: &command,
         call,
         runtime: command.shared.runtime(call, &streams.notes),
         conf_folder: command.shared.conf_folder(&Variables(&call.environment)),
     };
     let outcome = match command.verb {
-        "add" => network.add(streams),
-        "check" => network.check(streams),
-        "del" => network.del(streams),
-        "gc" => network.gc(streams),
-        "status" => network.status(streams),
-        _ => network.version(streams),
+        NetworkVerb::Add => verb_run.add(streams),
+        NetworkVerb::Check => verb_run.check(streams),
+        NetworkVerb::Del => verb_run.del(streams),
+        NetworkVerb::Gc => verb_run.gc(streams),
+        NetworkVerb::Status => verb_run.status(streams),
+        NetworkVerb::Version => verb_run.version(streams),
     };
     outcome.map_err(|error| failed(command.subject(), error, command.shared.format()))
 }
 
-impl Network<'_, '_> {
+impl VerbRun<'_, '_> {
     /// Attaches a namespace and prints the result.
+    ///
+    /// # Errors
+    /// - As [`configuration`](VerbRun::configuration).
+    /// - Code 4 if the namespace does not exist, or a variable is malformed.
+    /// - The error of ADD.
+    /// - Code 5 if the result cannot be printed. The namespace remains attached then.
     fn add(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let list = self.list()?;
+        let list = self.configuration()?;
         let mut attachment = self.attachment()?;
         self.refuse_absent_netns(&attachment)?;
-        self.fill_in(&mut attachment, None)?;
+        // An ADD takes no arguments from an earlier ADD in the cache.
+        self.complete(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
         write_raw(streams, &format!("{}\n", result.get()))
             .map_err(|error| error.with_details("the ADD itself succeeded: 'cnitool del' detaches the container"))
     }
 
     /// Checks an attachment.
+    ///
+    /// # Errors
+    /// - As [`configuration`](VerbRun::configuration).
+    /// - Code 4 if a variable is malformed.
+    /// - The error of CHECK.
     fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let list = self.list()?;
+        let list = self.configuration()?;
         let mut attachment = self.attachment()?;
-        // An unreadable cache entry is reported by CHECK itself.
-        let cached = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
-        self.fill_in(&mut attachment, cached.as_ref())?;
+        let found = self.runtime.cache.find(&attachment.id(&self.command.network));
+        let is_absent = matches!(found, Ok(None));
+        // CHECK reads the entry again, and fails if it cannot be read.
+        let cached = found.ok().flatten();
+        self.complete(&mut attachment, cached.as_ref())?;
         let checked = self.runtime.check(&list, &attachment);
-        checked.map_err(|error| match cached {
-            None if error.details().is_empty() => error.with_details(
+        checked.map_err(|error| match is_absent && error.details().is_empty() {
+            true => error.with_details(
                 "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)",
             ),
-            _ => error,
+            false => error,
         })?;
-        self.done(streams)
+        self.print_success(streams)
     }
 
     /// Detaches a namespace, even if it does not exist any more.
+    ///
+    /// # Errors
+    /// - Code 4 if a variable is malformed.
+    /// - As [`configuration`](VerbRun::configuration), if the cache has no configuration either.
+    /// - The error of DEL.
     fn del(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut attachment = self.attachment()?;
+        // DEL must succeed even if the cache entry cannot be read. From version 0.4.0 of the
+        // configuration on, DEL reads the entry again, and notes that it cannot.
         let cached = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
-        self.fill_in(&mut attachment, cached.as_ref())?;
-        let list = self.list().or_else(|error| self.cached_list(cached.as_ref(), error))?;
+        self.complete(&mut attachment, cached.as_ref())?;
+        let list = self.configuration().or_else(|error| self.cached_configuration(cached.as_ref(), error))?;
         let on_error = if self.command.keep_going { OnError::GoOn } else { OnError::Stop };
         self.runtime.del(&list, &attachment, on_error)?;
-        self.done(streams)
+        self.print_success(streams)
     }
 
     /// Runs STATUS of the plugins.
+    ///
+    /// # Errors
+    /// - As [`configuration`](VerbRun::configuration).
+    /// - The error of STATUS.
     fn status(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let list = self.list()?;
+        let list = self.configuration()?;
         self.runtime.status(&list)?;
-        self.done(streams)
+        self.print_success(streams)
     }
 
     /// Reports the success of a verb without a result: prints nothing, or with `--json` a document.
-    fn done(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+    fn print_success(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         match self.command.shared.format() {
             Format::Text => Ok(()),
             Format::Json => {
-                let json = json!({"verb": self.command.verb, "network": self.command.network, "ok": true});
+                let json = json!({"verb": self.command.verb.as_str(), "network": self.command.network, "ok": true});
                 write_json(streams, &json)
             }
         }
     }
 
-    /// Returns the network's configuration.
-    fn list(&self) -> Result<NetworkList, Error> {
+    /// Returns the network's configuration from the networks' folder.
+    ///
+    /// # Errors
+    /// Code 7 if the network is not configured; the error in its file if that is invalid.
+    fn configuration(&self) -> Result<NetworkList, Error> {
         self.conf_folder.find(&self.command.network, &self.runtime.notes).map_err(|error| match error.details() {
             "" => error.with_details("'cnitool networks' lists the configured networks"),
             _ => error,
@@ -114,11 +146,11 @@ impl Network<'_, '_> {
     }
 
     /// Returns the configuration at the time of the ADD, which is in the cache entry, for a network
-    /// that is not configured any more.
+    /// that is not configured any more. `error` is the reason why it has no other configuration.
     ///
     /// # Errors
-    /// `error` if the entry has no usable configuration.
-    fn cached_list(&self, entry: Option<&Entry>, error: Error) -> Result<NetworkList, Error> {
+    /// `error` if there is no entry with a configuration of this network.
+    fn cached_configuration(&self, entry: Option<&Entry>, error: Error) -> Result<NetworkList, Error> {
         match entry.map(|entry| NetworkList::parse(&entry.config)) {
             Some(Ok(list)) if list.name() == self.command.network => {
                 self.runtime.notes.note(format_args!("{error}: the configuration at the time of ADD is used"));
@@ -128,9 +160,13 @@ impl Network<'_, '_> {
         }
     }
 
-    /// Returns the attachment without CNI_ARGS and CAP_ARGS.
+    /// Returns the attachment that the arguments select, without CNI_ARGS and CAP_ARGS.
+    ///
+    /// # Errors
+    /// Code 4 if the path of the namespace or CNI_IFNAME is not valid UTF-8.
     fn attachment(&self) -> Result<Attachment, Error> {
         let netns = match &self.command.netns {
+            // Then the arguments have the container ID.
             None => String::new(),
             Some(path) => match absolute(path.as_ref(), &self.call.folder).into_os_string().into_string() {
                 Ok(path) => path,
@@ -153,12 +189,12 @@ impl Network<'_, '_> {
     /// ADD in the cache entry. Adds the namespace of the entry if none was given.
     ///
     /// # Errors
-    /// Code 4 for malformed variables.
-    fn fill_in(&self, attachment: &mut Attachment, cached: Option<&Entry>) -> Result<(), Error> {
+    /// Code 4 if a variable is malformed.
+    fn complete(&self, attachment: &mut Attachment, cached: Option<&Entry>) -> Result<(), Error> {
         let variables = Variables(&self.call.environment);
         let cached = cached.map(|entry| &entry.attachment);
         attachment.args = match variables.find("CNI_ARGS")? {
-            Some(text) => cni_args(&text)?,
+            Some(text) => parse_cni_args(&text)?,
             None => cached.map(|attachment| attachment.args.clone()).unwrap_or_default(),
         };
         attachment.capability_args = match variables.find("CAP_ARGS")? {
@@ -172,22 +208,22 @@ impl Network<'_, '_> {
         Ok(())
     }
 
-    /// Refuses a path without a namespace before any plugin runs. Suggests /run/netns/blue for the
-    /// common mistake `cnitool add net blue`.
+    /// Fails if there is certainly no namespace at the attachment's path, before any plugin runs.
+    /// Suggests /run/netns/blue for the common mistake `cnitool add net blue`.
     ///
     /// # Errors
-    /// Code 4.
+    /// Code 4 if the path does not exist or is not a namespace.
     fn refuse_absent_netns(&self, attachment: &Attachment) -> Result<(), Error> {
-        let why = match NetnsPresence::of(&attachment.netns, self.call.machine) {
-            NetnsPresence::Gone(why) | NetnsPresence::Other(why) => why,
-            NetnsPresence::There | NetnsPresence::Unknown(_) => return Ok(()),
+        let why = match NetnsPresence::at(&attachment.netns, self.call.machine) {
+            NetnsPresence::Gone(why) | NetnsPresence::OtherFile(why) => why,
+            NetnsPresence::Exists | NetnsPresence::Unknown(_) => return Ok(()),
         };
         let msg = format!("{} is not a network namespace: {why} (CNI_NETNS)", attachment.netns);
         let error = Error::new(Code::INVALID_ENVIRONMENT, msg);
-        let typed = self.command.netns.as_deref().unwrap_or_default().to_string_lossy();
-        let named = format!("/run/netns/{typed}");
-        if !typed.contains('/') && NetnsPresence::of(&named, self.call.machine) == NetnsPresence::There {
-            return Err(error.with_details(format!("a path is expected; did you mean {named}?")));
+        let argument = self.command.netns.as_deref().unwrap_or_default().to_string_lossy();
+        let suggestion = format!("/run/netns/{argument}");
+        if !argument.contains('/') && NetnsPresence::at(&suggestion, self.call.machine) == NetnsPresence::Exists {
+            return Err(error.with_details(format!("a path is expected; did you mean {suggestion}?")));
         }
         Err(error.with_details("'ip netns add NAME' creates one at /run/netns/NAME"))
     }
@@ -197,8 +233,8 @@ impl Network<'_, '_> {
 /// the end is allowed.
 ///
 /// # Errors
-/// Code 4 for a malformed pair.
-fn cni_args(text: &str) -> Result<Vec<(String, String)>, Error> {
+/// Code 4 if a pair is malformed.
+fn parse_cni_args(text: &str) -> Result<Vec<(String, String)>, Error> {
     let pair = |piece: &str| match piece.split_once('=') {
         Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("invalid CNI_ARGS pair {piece:?}"))),

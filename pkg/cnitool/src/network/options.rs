@@ -6,11 +6,37 @@ use clap::Args;
 
 use crate::cli::{Failure, Shared};
 
+/// A verb of a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NetworkVerb {
+    Add,
+    Check,
+    Del,
+    Gc,
+    Status,
+    Version,
+}
+
+impl NetworkVerb {
+    /// Returns the verb as in the arguments.
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            NetworkVerb::Add => "add",
+            NetworkVerb::Check => "check",
+            NetworkVerb::Del => "del",
+            NetworkVerb::Gc => "gc",
+            NetworkVerb::Status => "status",
+            NetworkVerb::Version => "version",
+        }
+    }
+}
+
 /// A verb of a network with its arguments.
 #[derive(Debug)]
 pub(crate) struct Command {
-    pub(super) verb: &'static str,
+    pub(super) verb: NetworkVerb,
     pub(super) network: String,
+    /// The path of the namespace as in the arguments, which may be relative.
     pub(super) netns: Option<OsString>,
     pub(super) ifname: Option<String>,
     pub(super) container_id: Option<String>,
@@ -53,7 +79,7 @@ pub(crate) struct Detach {
     keep_going: bool,
 }
 
-/// The arguments that say which interface and which container it is about.
+/// The arguments that select the interface and the container.
 #[derive(Debug, Args)]
 pub(crate) struct Interface {
     /// The interface's name in the namespace [default: CNI_IFNAME or eth0]
@@ -96,11 +122,11 @@ pub(crate) struct Named {
 impl Command {
     /// Returns the verb and the network's name, for error messages.
     pub(crate) fn subject(&self) -> String {
-        format!("{} {}", self.verb, self.network)
+        format!("{} {}", self.verb.as_str(), self.network)
     }
 
     /// Returns a command with default options.
-    fn new(verb: &'static str, network: String, shared: Shared) -> Command {
+    fn new(verb: NetworkVerb, network: String, shared: Shared) -> Command {
         Command {
             verb,
             network,
@@ -117,32 +143,33 @@ impl Command {
 }
 
 impl Attach {
-    /// Converts the arguments to the command `verb`: `add` or `check`.
+    /// Converts the arguments to the command `verb`, which is `Add` or `Check`.
     ///
     /// # Errors
-    /// The path is empty.
-    pub(crate) fn command(self, verb: &'static str, shared: Shared) -> Result<Command, Failure> {
+    /// [`Failure::Usage`] if the path is empty.
+    pub(crate) fn command(self, verb: NetworkVerb, shared: Shared) -> Result<Command, Failure> {
         let Attach { network, netns, interface: Interface { ifname, container_id } } = self;
         if netns.is_empty() {
-            return Err(Failure::Usage { verb, msg: "the path of a network namespace is expected".to_owned() });
+            let msg = "the path of a network namespace is expected".to_owned();
+            return Err(Failure::Usage { verb: verb.as_str(), msg });
         }
         Ok(Command { netns: Some(netns), ifname, container_id, ..Command::new(verb, network, shared) })
     }
 }
 
 impl Detach {
-    /// Converts the arguments to the command `del`.
+    /// Converts the arguments to the command `del`. An empty path counts as absent.
     ///
     /// # Errors
-    /// Neither a path nor a container ID is given.
+    /// [`Failure::Usage`] if neither a path nor a container ID is given.
     pub(crate) fn command(self, shared: Shared) -> Result<Command, Failure> {
         let Detach { network, netns, interface: Interface { ifname, container_id }, keep_going } = self;
         let netns = netns.filter(|path| !path.is_empty());
         if netns.is_none() && container_id.is_none() {
             let msg = "the path of the network namespace or --container-id is expected".to_owned();
-            return Err(Failure::Usage { verb: "del", msg });
+            return Err(Failure::Usage { verb: NetworkVerb::Del.as_str(), msg });
         }
-        Ok(Command { netns, ifname, container_id, keep_going, ..Command::new("del", network, shared) })
+        Ok(Command { netns, ifname, container_id, keep_going, ..Command::new(NetworkVerb::Del, network, shared) })
     }
 }
 
@@ -150,13 +177,13 @@ impl Collect {
     /// Converts the arguments to the command `gc`.
     pub(crate) fn command(self, shared: Shared) -> Command {
         let Collect { network, netns: _, keep, all, dry_run } = self;
-        Command { keep, all, dry_run, ..Command::new("gc", network, shared) }
+        Command { keep, all, dry_run, ..Command::new(NetworkVerb::Gc, network, shared) }
     }
 }
 
 impl Named {
-    /// Converts the arguments to the command `verb`: `status` or `version`.
-    pub(crate) fn command(self, verb: &'static str, shared: Shared) -> Command {
+    /// Converts the arguments to the command `verb`, which is `Status` or `Version`.
+    pub(crate) fn command(self, verb: NetworkVerb, shared: Shared) -> Command {
         Command::new(verb, self.network, shared)
     }
 }

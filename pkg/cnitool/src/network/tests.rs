@@ -1,4 +1,4 @@
-//! The tool from its arguments to its output, on values.
+//! Tests the verbs of a network on a simulated node.
 
 use crate::Exit;
 use crate::target::container_id;
@@ -8,25 +8,25 @@ use crate::testing::Node;
 fn add_prints_the_result_and_derives_the_id_from_the_path() {
     let node = Node::new();
     let expected = "{\"cniVersion\":\"1.1.0\",\"ips\":[{\"address\":\"10.0.0.2/24\"}]}\n";
-    assert_eq!(node.done("add net ../netns//x"), expected);
-    let asked = node.asked();
-    let env = &asked[0].1;
+    assert_eq!(node.call_ok("add net ../netns//x"), expected);
+    let calls = node.take_calls();
+    let env = &calls[0].1;
     assert_eq!((env["CNI_NETNS"].as_str(), env["CNI_IFNAME"].as_str()), ("/run/netns/x", "eth0"));
     assert_eq!(env["CNI_CONTAINERID"], container_id("/run/netns/x"));
-    assert_eq!(node.done("check net x"), "");
-    assert_eq!(node.done("del net x"), "");
-    assert_eq!(node.calls(), "a CHECK, b CHECK, b DEL, a DEL");
+    assert_eq!(node.call_ok("check net x"), "");
+    assert_eq!(node.call_ok("del net x"), "");
+    assert_eq!(node.take_call_names(), "a CHECK, b CHECK, b DEL, a DEL");
 }
 
 #[test]
 fn the_ifname_is_the_option_then_the_variable_then_eth0() {
     let mut node = Node::new();
-    node.variable("CNI_IFNAME", "net7");
-    node.done("add net x");
-    node.done("add -i net8 net x");
-    node.done("add net x --ifname=net9 --container-id c1");
+    node.set_variable("CNI_IFNAME", "net7");
+    node.call_ok("add net x");
+    node.call_ok("add -i net8 net x");
+    node.call_ok("add net x --ifname=net9 --container-id c1");
     let ids: Vec<_> = node
-        .asked()
+        .take_calls()
         .into_iter()
         .map(|(_, env, _)| (env["CNI_IFNAME"].clone(), env["CNI_CONTAINERID"].clone()))
         .collect();
@@ -38,14 +38,14 @@ fn the_ifname_is_the_option_then_the_variable_then_eth0() {
 #[test]
 fn plugin_arguments_come_from_the_environment_then_the_cache() {
     let mut node = Node::new();
-    node.variable("CNI_ARGS", "K=v;L=a=b;");
-    node.variable("CAP_ARGS", r#"{"mac":"00:11:22:33:44:55","other":1}"#);
-    node.done("add net x");
-    node.variable("CNI_ARGS", "");
-    node.variable("CAP_ARGS", "");
-    node.done("check net x");
-    node.done("del net x");
-    for (call, env, conf) in node.asked() {
+    node.set_variable("CNI_ARGS", "K=v;L=a=b;");
+    node.set_variable("CAP_ARGS", r#"{"mac":"00:11:22:33:44:55","other":1}"#);
+    node.call_ok("add net x");
+    node.set_variable("CNI_ARGS", "");
+    node.set_variable("CAP_ARGS", "");
+    node.call_ok("check net x");
+    node.call_ok("del net x");
+    for (call, env, conf) in node.take_calls() {
         assert_eq!(env["CNI_ARGS"], "K=v;L=a=b", "{call}");
         let runtime_config = &conf["runtimeConfig"];
         assert_eq!(call.starts_with('a'), runtime_config == &serde_json::json!({"mac": "00:11:22:33:44:55"}), "{call}");
@@ -61,13 +61,13 @@ fn malformed_variables_are_named() {
         ("CAP_ARGS", "[]", "failed to read CAP_ARGS: it is not a JSON object"),
     ] {
         let mut node = Node::new();
-        node.variable(key, value);
-        let said = node.say("add net x --json");
+        node.set_variable(key, value);
+        let outcome = node.call("add net x --json");
         assert_eq!(
-            (said.exit, said.json()["code"].as_u64(), said.json()["msg"].as_str()),
+            (outcome.exit, outcome.json()["code"].as_u64(), outcome.json()["msg"].as_str()),
             (Exit::Failed, Some(4), Some(expected))
         );
-        assert_eq!(node.calls(), "");
+        assert_eq!(node.take_call_names(), "");
     }
 }
 
@@ -75,92 +75,92 @@ fn malformed_variables_are_named() {
 fn an_error_is_text_on_stderr_or_json_on_stdout() {
     let mut node = Node::new();
     node.fail("b ADD", 11);
-    let said = node.say("add net x");
-    assert_eq!((said.exit, said.stdout.as_str()), (Exit::Failed, ""));
+    let outcome = node.call("add net x");
+    assert_eq!((outcome.exit, outcome.stdout.as_str()), (Exit::Failed, ""));
     assert_eq!(
-        said.stderr,
+        outcome.stderr,
         "cnitool: add net: plugin type=\"b\" failed (add): b ADD went wrong\n    d\n    CNI error code 11: try again later\n"
     );
-    assert_eq!(node.calls(), "a ADD, b ADD, b DEL, a DEL");
-    let said = node.say("--json add net x");
+    assert_eq!(node.take_call_names(), "a ADD, b ADD, b DEL, a DEL");
+    let outcome = node.call("--json add net x");
     let expected = serde_json::json!({"cniVersion": "1.1.0", "code": 11, "msg": "plugin type=\"b\" failed (add): b ADD went wrong", "details": "d"});
-    assert_eq!((said.json(), said.stderr.as_str()), (expected, ""));
+    assert_eq!((outcome.json(), outcome.stderr.as_str()), (expected, ""));
 }
 
 #[test]
 fn a_name_given_for_a_path_is_recognised() {
     let mut node = Node::new();
-    node.here = "/tmp";
-    let said = node.say("add net x");
+    node.working_folder = "/tmp";
+    let outcome = node.call("add net x");
     let expected = "cnitool: add net: /tmp/x is not a network namespace: it does not exist (CNI_NETNS)\n    a path is expected; did you mean /run/netns/x?\n";
-    assert!(said.stderr.starts_with(expected), "{}", said.stderr);
+    assert!(outcome.stderr.starts_with(expected), "{}", outcome.stderr);
     for elsewhere in ["add net y", "add net ./x"] {
-        let said = node.say(elsewhere);
-        assert!(said.exit == Exit::Failed && !said.stderr.contains("did you mean"), "{}", said.stderr);
+        let outcome = node.call(elsewhere);
+        assert!(outcome.exit == Exit::Failed && !outcome.stderr.contains("did you mean"), "{}", outcome.stderr);
     }
-    assert_eq!(node.calls(), "");
+    assert_eq!(node.take_call_names(), "");
 }
 
 #[test]
 fn del_works_without_the_namespace_and_the_networks_file() {
     let mut node = Node::new();
-    node.done("add net x");
-    node.done("add net x --container-id c1");
-    node.no_namespace("/run/netns/x");
-    node.done("del net x");
-    node.asked();
+    node.call_ok("add net x");
+    node.call_ok("add net x --container-id c1");
+    node.remove_namespace("/run/netns/x");
+    node.call_ok("del net x");
+    node.take_calls();
     node.configure(r#"{"name":"other","plugins":[{"type":"a"}]}"#);
-    let said = node.say("del net --container-id c1");
-    assert_eq!(said.exit, Exit::Done, "{}", said.stderr);
-    assert!(said.stderr.contains("the configuration at the time of ADD is used"), "{}", said.stderr);
-    let asked = node.asked();
-    assert_eq!((asked.len(), asked[0].1["CNI_NETNS"].as_str()), (2, "/run/netns/x"));
-    let said = node.say("del net --container-id c1");
-    assert!(said.stderr.contains("no net configuration with name \"net\" in "), "{}", said.stderr);
+    let outcome = node.call("del net --container-id c1");
+    assert_eq!(outcome.exit, Exit::Done, "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("the configuration at the time of ADD is used"), "{}", outcome.stderr);
+    let calls = node.take_calls();
+    assert_eq!((calls.len(), calls[0].1["CNI_NETNS"].as_str()), (2, "/run/netns/x"));
+    let outcome = node.call("del net --container-id c1");
+    assert!(outcome.stderr.contains("no net configuration with name \"net\" in "), "{}", outcome.stderr);
 }
 
 #[test]
 fn del_stops_at_the_first_error_unless_it_is_to_keep_going() {
     let mut node = Node::new();
-    node.done("add net x");
+    node.call_ok("add net x");
     node.fail("b DEL", 5);
-    node.asked();
-    assert_eq!(node.say("del net x").exit, Exit::Failed);
-    assert_eq!(node.calls(), "b DEL");
-    assert_eq!(node.say("del net x --keep-going").exit, Exit::Failed);
-    assert_eq!(node.calls(), "b DEL, a DEL");
+    node.take_calls();
+    assert_eq!(node.call("del net x").exit, Exit::Failed);
+    assert_eq!(node.take_call_names(), "b DEL");
+    assert_eq!(node.call("del net x --keep-going").exit, Exit::Failed);
+    assert_eq!(node.take_call_names(), "b DEL, a DEL");
 }
 
 #[test]
 fn gc_keeps_what_has_a_namespace_or_is_named() {
     let mut node = Node::new();
     for path in ["/run/netns/y", "/run/netns/z"] {
-        node.namespace(path);
+        node.add_namespace(path);
     }
     for name in ["x", "y", "z"] {
-        node.done(&format!("add net {name} --container-id {name}"));
+        node.call_ok(&format!("add net {name} --container-id {name}"));
     }
-    node.no_namespace("/run/netns/y");
-    node.no_namespace("/run/netns/z");
-    node.asked();
-    let dry = node.done("gc net --keep z/eth0 --keep far/eth1 --dry-run");
+    node.remove_namespace("/run/netns/y");
+    node.remove_namespace("/run/netns/z");
+    node.take_calls();
+    let dry = node.call_ok("gc net --keep z/eth0 --keep far/eth1 --dry-run");
     assert!(dry.contains("remove  y/eth0  (/run/netns/y: it does not exist)\n"), "{dry}");
     assert!(dry.contains("keep    z/eth0  (named with --keep)\n") && dry.contains("keep    far/eth1  (named"), "{dry}");
     assert!(dry.contains("keep    x/eth0  (/run/netns/x exists)\n") && dry.contains("Nothing was changed."), "{dry}");
-    assert_eq!(node.calls(), "");
+    assert_eq!(node.take_call_names(), "");
 
-    let text = node.done("gc net --keep z/eth0 --keep far/eth1");
+    let text = node.call_ok("gc net --keep z/eth0 --keep far/eth1");
     assert!(text.contains("remove  y/eth0"), "{text}");
-    let asked = node.asked();
-    let calls: Vec<_> = asked.iter().map(|(call, env, _)| format!("{call} {}", env["CNI_CONTAINERID"])).collect();
-    assert_eq!(calls, ["b DEL y", "a DEL y", "a GC ", "b GC "]);
-    let valid = asked[2].2["cni.dev/valid-attachments"].to_string();
+    let calls = node.take_calls();
+    let names: Vec<_> = calls.iter().map(|(call, env, _)| format!("{call} {}", env["CNI_CONTAINERID"])).collect();
+    assert_eq!(names, ["b DEL y", "a DEL y", "a GC ", "b GC "]);
+    let valid = calls[2].2["cni.dev/valid-attachments"].to_string();
     assert_eq!(
         valid,
         r#"[{"containerID":"far","ifname":"eth1"},{"containerID":"x","ifname":"eth0"},{"containerID":"z","ifname":"eth0"}]"#
     );
 
-    let json = node.say("gc net --dry-run --json").json();
+    let json = node.call("gc net --dry-run --json").json();
     assert_eq!((json["changed"].as_bool(), json["removed"][0]["containerID"].as_str()), (Some(false), Some("z")));
 }
 
@@ -168,99 +168,103 @@ fn gc_keeps_what_has_a_namespace_or_is_named() {
 fn gc_removes_everything_only_if_requested() {
     let mut node = Node::new();
     let refused = |node: &Node| {
-        let said = node.say("gc net");
-        assert_eq!(said.exit, Exit::Failed);
-        assert!(said.stderr.contains("no attachment of this network is known to be in use"), "{}", said.stderr);
-        assert!(said.stderr.contains("--all") && said.stderr.contains("103: refused by cnitool"), "{}", said.stderr);
-        assert_eq!(node.calls(), "");
+        let outcome = node.call("gc net");
+        assert_eq!(outcome.exit, Exit::Failed);
+        assert!(outcome.stderr.contains("no attachment of this network is known to be in use"), "{}", outcome.stderr);
+        assert!(
+            outcome.stderr.contains("--all") && outcome.stderr.contains("103: refused by cnitool"),
+            "{}",
+            outcome.stderr
+        );
+        assert_eq!(node.take_call_names(), "");
     };
-    refused(&node); // nothing is remembered: the plugins would take everything for stale
+    refused(&node); // The cache has no attachment, so the plugins would remove everything.
     node.configure(r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"},{"type":"b"}]}"#);
-    assert!(node.done("gc net").contains("are not called: its CNI version has no GC"));
+    assert!(node.call_ok("gc net").contains("are not called: its CNI version has no GC"));
     node.configure(r#"{"cniVersion":"1.1.0","name":"net","plugins":[{"type":"a"},{"type":"b"}]}"#);
-    node.done("add net x");
-    node.no_namespace("/run/netns/x");
-    node.asked();
+    node.call_ok("add net x");
+    node.remove_namespace("/run/netns/x");
+    node.take_calls();
     refused(&node);
-    node.done("gc net --dry-run");
-    assert_eq!(node.calls(), "");
-    node.done("gc net --all");
-    assert_eq!(node.calls(), "b DEL, a DEL, a GC, b GC");
+    node.call_ok("gc net --dry-run");
+    assert_eq!(node.take_call_names(), "");
+    node.call_ok("gc net --all");
+    assert_eq!(node.take_call_names(), "b DEL, a DEL, a GC, b GC");
 }
 
 #[test]
 fn gc_removes_nothing_beside_an_unreadable_file_without_all() {
     let node = Node::new();
-    node.done("add net x --container-id c");
+    node.call_ok("add net x --container-id c");
     let results = node.folder.path().join("cache/results");
     std::fs::write(results.join("net-empty-eth0"), "").unwrap();
     std::fs::write(results.join("net-old-eth0"), r#"{"cniVersion":"0.4.0","dns":{}}"#).unwrap();
-    node.asked();
-    let said = node.say("gc net");
-    assert!(said.exit == Exit::Failed && said.stderr.contains("103: refused by cnitool"), "{}", said.stderr);
+    node.take_calls();
+    let outcome = node.call("gc net");
+    assert!(outcome.exit == Exit::Failed && outcome.stderr.contains("103: refused by cnitool"), "{}", outcome.stderr);
     for file in ["net-empty-eth0", "net-old-eth0"] {
-        assert!(said.stderr.contains(&format!("/{file}: ")), "{}", said.stderr);
-        let dry = node.done("gc net --dry-run");
+        assert!(outcome.stderr.contains(&format!("/{file}: ")), "{}", outcome.stderr);
+        let dry = node.call_ok("gc net --dry-run");
         assert!(dry.contains(&format!("unknown {}: ", results.join(file).display())), "{dry}");
     }
-    let json = node.say("gc net --dry-run --json").json();
+    let json = node.call("gc net --dry-run --json").json();
     assert_eq!(json["unreadable"].as_array().map(Vec::len), Some(2), "{json}");
-    assert_eq!(node.calls(), "");
-    node.done("gc net --all --keep old/eth0");
-    assert_eq!(node.calls(), "a GC, b GC");
+    assert_eq!(node.take_call_names(), "");
+    node.call_ok("gc net --all --keep old/eth0");
+    assert_eq!(node.take_call_names(), "a GC, b GC");
     node.configure(r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"}]}"#);
     assert!(
-        node.done("gc net").contains("are not called: its CNI version has no GC"),
-        "no plugin is asked to remove what is not remembered"
+        node.call_ok("gc net").contains("are not called: its CNI version has no GC"),
+        "no plugin is called to remove attachments that are not in the cache"
     );
 }
 
 #[test]
 fn gc_keeps_what_it_cannot_judge_and_lets_disable_gc_rule() {
     let node = Node::new();
-    node.done("add net /secret --container-id c");
-    node.asked();
-    let text = node.done("gc net");
+    node.call_ok("add net /secret --container-id c");
+    node.take_calls();
+    let text = node.call_ok("gc net");
     assert!(text.contains("keep    c/eth0  (whether its namespace exists is unknown"), "{text}");
-    let said = node.say("add net /plain/file");
+    let outcome = node.call("add net /plain/file");
     assert!(
-        said.exit == Exit::Failed && said.stderr.contains("/plain/file is not a network namespace"),
+        outcome.exit == Exit::Failed && outcome.stderr.contains("/plain/file is not a network namespace"),
         "{}",
-        said.stderr
+        outcome.stderr
     );
-    assert_eq!(node.calls(), "a GC, b GC");
+    assert_eq!(node.take_call_names(), "a GC, b GC");
     node.configure(r#"{"cniVersion":"1.1.0","name":"net","disableGC":true,"plugins":[{"type":"a"}]}"#);
-    let said = node.say("gc net");
-    assert!(said.exit == Exit::Done && said.stderr.contains("disableGC"), "{}", said.stderr);
-    assert_eq!(node.calls(), "");
+    let outcome = node.call("gc net");
+    assert!(outcome.exit == Exit::Done && outcome.stderr.contains("disableGC"), "{}", outcome.stderr);
+    assert_eq!(node.take_call_names(), "");
 }
 
 #[test]
 fn status_needs_no_namespace_and_keeps_the_code() {
     let mut node = Node::new();
-    assert_eq!(node.done("status net"), "");
-    assert_eq!(node.done("status net /run/netns/ignored"), "");
-    assert_eq!(node.say("status net --json").json()["ok"], true);
+    assert_eq!(node.call_ok("status net"), "");
+    assert_eq!(node.call_ok("status net /run/netns/ignored"), "");
+    assert_eq!(node.call("status net --json").json()["ok"], true);
     node.fail("a STATUS", 50);
-    let said = node.say("status net --json");
-    assert_eq!((said.exit, said.json()["code"].as_u64()), (Exit::Failed, Some(50)));
+    let outcome = node.call("status net --json");
+    assert_eq!((outcome.exit, outcome.json()["code"].as_u64()), (Exit::Failed, Some(50)));
 }
 
 #[test]
 fn version_lists_the_plugins_and_fails_if_one_does_not_fit() {
     let node = Node::new();
-    let text = node.done("version net");
+    let text = node.call_ok("version net");
     let path = node.folder.path().join("bin/a");
     assert!(text.starts_with("network net uses CNI version 1.1.0\n"), "{text}");
     assert!(text.contains(&format!("a  {}  1.0.0 1.1.0\n", path.display())), "{text}");
-    let json = node.say("version net --json").json();
+    let json = node.call("version net --json").json();
     assert_eq!((json["plugins"][1]["type"].as_str(), json["capabilities"][0].as_str()), (Some("b"), Some("mac")));
     node.configure(r#"{"cniVersion":"0.4.0","name":"net","plugins":[{"type":"a"},{"type":"absent"}]}"#);
-    let said = node.say("version net");
-    assert_eq!(said.exit, Exit::Failed);
-    assert!(said.stdout.contains("absent  not found  -\n"), "{}", said.stdout);
+    let outcome = node.call("version net");
+    assert_eq!(outcome.exit, Exit::Failed);
+    assert!(outcome.stdout.contains("absent  not found  -\n"), "{}", outcome.stdout);
     let expected = "plugin a does not support config version \"0.4.0\"; failed to find plugin \"absent\"";
-    assert!(said.stderr.contains(expected), "{}", said.stderr);
+    assert!(outcome.stderr.contains(expected), "{}", outcome.stderr);
 }
 
 #[test]
@@ -282,60 +286,60 @@ fn calls_that_make_no_sense_are_refused_before_anything_runs() {
         ("add net x --timeout 0", "0 is not in 1..=86400"),
         ("add net x --ifname", "a value is required for '--ifname <NAME>'"),
     ] {
-        let said = node.say(args);
-        assert_eq!((said.exit, said.stdout.as_str()), (Exit::Usage, ""), "{args}");
-        assert!(said.stderr.contains(expected) && said.stderr.contains("--help'"), "{args}: {}", said.stderr);
+        let outcome = node.call(args);
+        assert_eq!((outcome.exit, outcome.stdout.as_str()), (Exit::Usage, ""), "{args}");
+        assert!(outcome.stderr.contains(expected) && outcome.stderr.contains("--help'"), "{args}: {}", outcome.stderr);
     }
-    assert_eq!(node.calls(), "");
+    assert_eq!(node.take_call_names(), "");
 }
 
 #[test]
 fn an_empty_path_is_none() {
     let node = Node::new();
     for args in [&["add", "net", ""][..], &["check", "net", ""], &["del", "net", ""]] {
-        let said = node.say_args(args);
-        assert_eq!((said.exit, said.stdout.as_str()), (Exit::Usage, ""), "{args:?}");
-        assert!(said.stderr.contains("the path of") && said.stderr.contains("--help'"), "{}", said.stderr);
+        let outcome = node.call_with(args);
+        assert_eq!((outcome.exit, outcome.stdout.as_str()), (Exit::Usage, ""), "{args:?}");
+        assert!(outcome.stderr.contains("the path of") && outcome.stderr.contains("--help'"), "{}", outcome.stderr);
     }
-    assert_eq!(node.say_args(&["del", "net", "", "--container-id", "c"]).exit, Exit::Done);
+    assert_eq!(node.call_with(&["del", "net", "", "--container-id", "c"]).exit, Exit::Done);
 }
 
 #[test]
 fn help_is_a_result_and_names_every_verb_and_option() {
     let node = Node::new();
-    let overview = node.done("--help");
-    assert_eq!(node.done("help"), overview);
+    let overview = node.call_ok("--help");
+    assert_eq!(node.call_ok("help"), overview);
     for verb in ["add", "check", "del", "gc", "status", "version"] {
         assert!(overview.contains(&format!("\n  {verb} ")), "{verb}");
-        let text = node.done(&format!("{verb} --help"));
+        let text = node.call_ok(&format!("{verb} --help"));
         assert!(text.contains("Exit codes: 0") && text.contains("Example"), "{text}");
         assert!(text.contains(&format!("Usage: cnitool {verb} ")) && text.contains("Environment: "), "{text}");
-        assert_eq!(node.done(&format!("help {verb}")), text);
-        assert_eq!(node.done(&format!("{verb} -h")), text);
+        assert_eq!(node.call_ok(&format!("help {verb}")), text);
+        assert_eq!(node.call_ok(&format!("{verb} -h")), text);
         assert!(text.lines().chain(overview.lines()).all(|line| line.len() <= 100), "{text}");
     }
     for option in ["--conf-dir", "--cache-dir", "--timeout", "--json", "CNI_PATH", "NETCONFPATH", "CAP_ARGS"] {
         assert!(overview.contains(option), "{option}");
     }
-    assert_eq!(node.done("--version"), format!("cnitool {}\n", cni::release::release()));
+    assert_eq!(node.call_ok("--version"), format!("cnitool {}\n", cni::release::release()));
 }
 
 #[test]
 fn completions_and_man_pages_know_every_verb() {
     let node = Node::new();
     for shell in ["bash", "zsh", "fish"] {
-        let script = node.done(&format!("completions {shell}"));
+        let script = node.call_ok(&format!("completions {shell}"));
         for word in ["add", "check", "--keep-going", "conf-dir"] {
             assert!(script.contains(word.trim_start_matches("--")), "{shell}: {word}");
         }
     }
-    assert_eq!(node.say("completions cobol").exit, Exit::Usage);
+    assert_eq!(node.call("completions cobol").exit, Exit::Usage);
     let dir = node.folder.path().join("man/man1");
-    node.done(&format!("man {}", dir.display()));
+    node.call_ok(&format!("man {}", dir.display()));
     let page = std::fs::read_to_string(dir.join("cnitool-gc.1")).unwrap();
     for words in ["dry\\-run", "get a full DEL", "cnitool gc mynet"] {
         assert!(page.starts_with(".ie") && page.contains(words), "{words}: {page}");
     }
     assert!(dir.join("cnitool.1").exists() && !dir.join("cnitool-help.1").exists());
-    assert_eq!(node.say(&format!("man {}/cnitool.1", dir.display())).exit, Exit::Failed);
+    assert_eq!(node.call(&format!("man {}/cnitool.1", dir.display())).exit, Exit::Failed);
 }

@@ -4,22 +4,27 @@ use cni::delegate::find_plugin;
 use cni::{Code, Error};
 use serde_json::json;
 
-use super::Network;
+use super::VerbRun;
 use crate::Streams;
 use crate::report::{Format, write, write_json};
 
-impl Network<'_, '_> {
-    /// Runs `cnitool version`.
+impl VerbRun<'_, '_> {
+    /// Runs `cnitool version`. With an error the list of the plugins is still printed, but with
+    /// `--json` only the error is.
     ///
     /// # Errors
-    /// After the list is printed: a plugin is missing or does not support the network's version.
+    /// As `configuration`. Otherwise all of these, as one error:
+    /// - Code 4 if a plugin is missing, 6 if its answer cannot be decoded, or the plugin's error.
+    /// - Code 1 if a plugin does not support the network's version.
     pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let list = self.list()?;
+        let list = self.configuration()?;
+        // A configuration without a version has the first one.
         let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };
         let mut problems = Vec::new();
         let mut rows = Vec::new();
         for plugin in list.plugins() {
             let kind = plugin.kind();
+            // `supported_versions` looks for the plugin too, and returns the error.
             let path = find_plugin(kind, &self.runtime.plugin_folders).ok();
             let versions = self.runtime.supported_versions(kind).unwrap_or_else(|error| {
                 problems.push(error);

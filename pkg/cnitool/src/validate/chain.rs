@@ -21,7 +21,7 @@ const VETH_MTU: std::ops::RangeInclusive<i64> = 68..=65535;
 /// The smallest MTU of an interface with IPv6, in bytes.
 const MIN_IPV6_MTU: i64 = 1280;
 
-/// What the plugins before the current one in the list do.
+/// The effects of the plugins before the current one in the list.
 #[derive(Default)]
 struct Earlier {
     /// The path of the first bridge plugin, and the name of its bridge.
@@ -35,7 +35,7 @@ struct Earlier {
 }
 
 /// A plugin of the list.
-struct Entry<'a> {
+struct ListedPlugin<'a> {
     /// The path of its object, such as `plugins[0]`; empty in a file without a list.
     path: &'a str,
     /// Its `type`.
@@ -43,7 +43,7 @@ struct Entry<'a> {
     /// The type of its IPAM plugin; empty without one.
     ipam: &'a str,
     /// Its object in the list.
-    plugin: &'a Value,
+    object: &'a Value,
     /// The configuration that it would get on stdin.
     request: Value,
 }
@@ -57,26 +57,26 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         None => vec![(String::new(), document)],
     };
     let (mut problems, mut earlier) = (Vec::new(), Earlier::default());
-    for (index, (path, plugin)) in plugins.iter().enumerate() {
-        let Some(request) = request(document, plugin) else { continue };
-        let text = |value: &'_ Value| value.as_str().map(str::to_owned).unwrap_or_default();
-        let (kind, ipam) = (text(&plugin["type"]), text(&plugin["ipam"]["type"]));
-        let entry = Entry { path, kind: &kind, ipam: &ipam, plugin, request };
-        let version = version(document);
+    let version = version(document);
+    for (index, (path, object)) in plugins.iter().enumerate() {
+        let Some(request) = request(document, object) else { continue };
+        let kind = object["type"].as_str().unwrap_or_default();
+        let ipam = object["ipam"]["type"].as_str().unwrap_or_default();
+        let listed = ListedPlugin { path, kind, ipam, object, request };
         if index == 0 {
-            problems.extend(entry.check_as_first());
+            problems.extend(listed.check_as_first());
         } else {
-            problems.extend(entry.check_interface_exists(&earlier));
+            problems.extend(listed.check_interface_exists(&earlier));
         }
-        problems.extend(entry.check_ipam(&earlier));
+        problems.extend(listed.check_ipam(&earlier));
         if kind == "bridge" {
-            problems.extend(entry.check_second_bridge(&earlier, version));
+            problems.extend(listed.check_second_bridge(&earlier, version));
         }
-        if let Some(reader) = plugins::find(&kind).filter(|reader| reader.role() == Role::Interface) {
-            problems.extend(entry.check_layer3(reader, &earlier, version));
+        if let Some(plugin) = plugins::find(kind).filter(|plugin| plugin.role() == Role::Interface) {
+            problems.extend(listed.check_layer3(plugin, &earlier, version));
         }
-        problems.extend(entry.check_tuned_mtu(&earlier));
-        entry.add_effects_to(&mut earlier);
+        problems.extend(listed.check_tuned_mtu(&earlier));
+        listed.add_effects_to(&mut earlier);
     }
     problems
 }
@@ -90,7 +90,7 @@ fn version(document: &Value) -> Option<Version> {
     NetworkList::parse(list.to_string().as_bytes()).and_then(|list| list.version()).ok()
 }
 
-impl Entry<'_> {
+impl ListedPlugin<'_> {
     /// Returns the plugin's role, or `None` for a plugin of another project.
     fn role(&self) -> Option<Role> {
         plugins::role(self.kind)
@@ -116,7 +116,7 @@ impl Entry<'_> {
 
     /// Reports the list's first plugin if it needs the result of an earlier one.
     fn check_as_first(&self) -> Option<Problem> {
-        if self.role() != Some(Role::Chained) || !self.plugin["prevResult"].is_null() {
+        if self.role() != Some(Role::Chained) || !self.object["prevResult"].is_null() {
             return None;
         }
         let what = format!(
@@ -151,7 +151,11 @@ impl Entry<'_> {
         if plugins::role(self.ipam).is_some_and(|role| role != Role::Ipam) {
             problems.push(self.error("ipam.type", format!("{} is not an IPAM plugin", self.ipam)));
         }
-        let Some(pool) = self.pool().filter(|_| self.plugin["ipam"]["reuse"] != json!(true)) else { return problems };
+        if self.object["ipam"]["reuse"] == json!(true) {
+            // ADD returns the address that the earlier plugin has reserved, instead of failing.
+            return problems;
+        }
+        let Some(pool) = self.pool() else { return problems };
         let Some(own_ranges) = &pool.ranges else { return problems };
         for (path, other) in &earlier.pools {
             let Some(other_ranges) = &other.ranges else { continue };
@@ -160,6 +164,8 @@ impl Entry<'_> {
                     "{path} reserves addresses from the same ranges, of which an attachment can have only one: ADD {outcome}"
                 )
             };
+            // The earlier plugin reserves an address from each of its sets. If all addresses of a
+            // set are also in the own ranges, the reserved one is.
             let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(own_ranges, range));
             if other.data_dir == pool.data_dir && other_ranges.sets().iter().any(is_covered) {
                 problems.push(self.error("ipam", what("fails")));
@@ -191,101 +197,114 @@ impl Entry<'_> {
 
     /// Returns the name of the bridge that the plugin bridge uses.
     fn bridge(&self) -> String {
-        match self.plugin["bridge"].as_str() {
+        match self.object["bridge"].as_str() {
             None | Some("") => plugin_bridge::DEFAULT_BRIDGE.to_owned(),
             Some(name) => name.to_owned(),
         }
     }
 
     /// Checks the keys about addresses, routes and gateways of a plugin that creates an interface.
-    /// `reader` is that plugin.
-    fn check_layer3(&self, reader: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
-        let mut problems = Vec::new();
+    /// `plugin` is this plugin's code.
+    fn check_layer3(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         if self.ipam.is_empty() {
-            let is_set = |value: &Value| value.as_object().is_some_and(|keys| !keys.is_empty());
-            if is_set(&self.plugin["ipam"]) {
-                let what = "ipam.type is missing: the other keys of ipam are ignored, and containers get no address";
-                problems.push(self.warning("ipam", what));
-            }
-            for key in ["isGateway", "isDefaultGateway", "ipMasq"] {
-                if self.plugin[key] == json!(true) {
-                    problems.push(self.warning(key, "has no effect without ipam.type"));
-                }
-            }
-            if let Some(version) = version.filter(|version| *version < Version::V0_3_0) {
-                let what = format!("a result of version {version} needs an address, and ipam.type is missing");
-                problems.push(Problem::error("cniVersion", what));
-            }
-            return problems;
+            return self.check_without_ipam(version);
         }
         if self.ipam != "host-local" {
-            return problems;
+            return Vec::new();
         }
-        // If an earlier plugin may have added addresses, they may reach every gateway: so they are
-        // assumed to be in networks that contain everything.
-        let mut earlier_addresses: Vec<Cidr> = Vec::new();
         if earlier.may_add_addresses {
-            earlier_addresses
-                .extend(["0.0.0.0", "::"].iter().filter_map(|zero| zero.parse().ok().map(Cidr::default_route)));
+            // The earlier addresses may reach every gateway: so they are assumed to be in networks
+            // that contain everything. `mtu` is not checked, because it does not change the
+            // interface that an earlier plugin has created.
+            let zeros = ["0.0.0.0", "::"].iter().filter_map(|zero| zero.parse().ok());
+            let earlier_addresses: Vec<Cidr> = zeros.map(Cidr::default_route).collect();
+            return self.check_routes(plugin, &earlier_addresses);
         }
-        problems.extend(self.check_routes(reader, &earlier_addresses));
-        if earlier.may_add_addresses {
-            return problems;
-        }
+        let mut problems = self.check_routes(plugin, &[]);
         let sets = self.pool().and_then(|pool| pool.ranges);
         let has_ipv6 = sets.is_some_and(|sets| sets.sets().iter().any(|set| !set.is_ipv4()));
-        if let Some(mtu) = self.plugin["mtu"].as_i64().filter(|mtu| has_ipv6 && (68..MIN_IPV6_MTU).contains(mtu)) {
+        // The plugin itself refuses smaller MTUs; 0 is the kernel's default.
+        let only_for_ipv4 = *VETH_MTU.start()..MIN_IPV6_MTU;
+        if let Some(mtu) = self.object["mtu"].as_i64().filter(|mtu| has_ipv6 && only_for_ipv4.contains(mtu)) {
             problems.push(self.error("mtu", format!("IPv6 needs an MTU of at least {MIN_IPV6_MTU}, not {mtu}")));
         }
         problems
     }
 
-    /// Reports routes and gateways that no address of the ranges can reach. `reader`, the plugin
-    /// itself, decides: it gets an example of a host-local result for each range.
-    fn check_routes(&self, reader: &dyn Plugin, earlier_addresses: &[Cidr]) -> Vec<Problem> {
-        const NO_RANGES: &str = "no ranges in the configuration";
+    /// Checks the keys about addresses of a plugin that creates an interface and has no IPAM
+    /// plugin.
+    fn check_without_ipam(&self, version: Option<Version>) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        if self.object["ipam"].as_object().is_some_and(|keys| !keys.is_empty()) {
+            let what = "ipam.type is missing: the other keys of ipam are ignored, and containers get no address";
+            problems.push(self.warning("ipam", what));
+        }
+        for key in ["isGateway", "isDefaultGateway", "ipMasq"] {
+            if self.object[key] == json!(true) {
+                problems.push(self.warning(key, "has no effect without ipam.type"));
+            }
+        }
+        if let Some(version) = version.filter(|version| *version < Version::V0_3_0) {
+            let what = format!("a result of version {version} needs an address, and ipam.type is missing");
+            problems.push(Problem::error("cniVersion", what));
+        }
+        problems
+    }
+
+    /// Reports routes and gateways that an address of the ranges cannot reach: as errors if no
+    /// address can, else as warnings. `plugin`, this plugin's code, decides: it gets an example of
+    /// a host-local result for each range.
+    fn check_routes(&self, plugin: &dyn Plugin, earlier_addresses: &[Cidr]) -> Vec<Problem> {
         // The error for each example, or `None` if the plugin accepts it.
-        let errors = |value: &Value| -> Vec<Option<String>> {
-            let results = NetConf::parse(value.to_string()).and_then(|conf| {
+        let errors_of_examples = |request: &Value| -> Vec<Option<String>> {
+            let outcome = NetConf::parse(request.to_string()).and_then(|conf| {
                 let is_host_local = conf.ipam_type() == "host-local";
-                let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
-                reader.examine_answers(&conf, &results, earlier_addresses)
+                let examples = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
+                plugin.examine_answers(&conf, &examples, earlier_addresses)
             });
-            match results {
-                Ok(results) if results.is_empty() => vec![Some(NO_RANGES.to_owned())],
-                Ok(results) => results.into_iter().map(|error| error.map(|error| error.to_string())).collect(),
+            match outcome {
+                // `locate` removes keys on trial. Without the ranges there is no example that could
+                // fail, so this must not look as if the ranges were the cause of an error.
+                Ok(errors) if errors.is_empty() => vec![Some("no ranges in the configuration".to_owned())],
+                Ok(errors) => errors.into_iter().map(|error| error.map(|error| error.to_string())).collect(),
                 Err(error) => vec![Some(error.to_string())],
             }
         };
         // An error that one of the two plugins finds in its own keys has been reported already.
         let has_examples = NetConf::parse(self.request.to_string()).and_then(|conf| {
-            reader.examine(&conf)?;
+            plugin.examine(&conf)?;
             Ok(!plugin_host_local::possible_results(&conf)?.is_empty())
         });
         if !has_examples.unwrap_or(false) {
             return Vec::new();
         }
-        let runtime_has_ranges = self.plugin["capabilities"]["ipRanges"] == json!(true);
-        let fails_always = !runtime_has_ranges && errors(&self.request).iter().all(Option::is_some);
-        let check = |value: &Value| errors(value).into_iter().flatten().next().map_or(Ok(()), Err);
+        let runtime_sets_ranges = self.object["capabilities"]["ipRanges"] == json!(true);
+        let always_fails = !runtime_sets_ranges && errors_of_examples(&self.request).iter().all(Option::is_some);
+        let check = |request: &Value| errors_of_examples(request).into_iter().flatten().next().map_or(Ok(()), Err);
         let found = locate::errors(&self.request, &["cniVersion", "name", "type"], &check);
         let problem = |(path, what): (String, String)| {
-            if fails_always { self.error(&path, what) } else { self.warning(&path, what) }
+            if always_fails { self.error(&path, what) } else { self.warning(&path, what) }
         };
         found.into_iter().map(problem).collect()
     }
 
-    /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have.
+    /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have. tuning
+    /// itself refuses a value that is not a positive `i32`, and ignores 0.
     fn check_tuned_mtu(&self, earlier: &Earlier) -> Option<Problem> {
-        let mtu = self.plugin["mtu"].as_i64().filter(|mtu| *mtu != 0 && !VETH_MTU.contains(mtu))?;
-        let is_tuned = self.kind == "tuning" && earlier.bridge.is_some() && i32::try_from(mtu).is_ok_and(|mtu| mtu > 0);
+        if self.kind != "tuning" || earlier.bridge.is_none() {
+            return None;
+        }
+        let mtu = self.object["mtu"].as_i64()?;
+        if VETH_MTU.contains(&mtu) || !(1..=i64::from(i32::MAX)).contains(&mtu) {
+            return None;
+        }
         let (least, most) = (VETH_MTU.start(), VETH_MTU.end());
         let what = format!("the interface of bridge can have an MTU from {least} to {most}, not {mtu}");
-        is_tuned.then(|| self.error("mtu", what))
+        Some(self.error("mtu", what))
     }
 
-    /// Returns the ranges that host-local would reserve an address from, or `None` if the plugin
-    /// does not use host-local.
+    /// Returns the folder and the ranges in which host-local would reserve addresses, or `None` if
+    /// the plugin does not use host-local or the configuration of host-local is invalid.
     fn pool(&self) -> Option<Pool> {
         if self.kind != "host-local" && self.ipam != "host-local" {
             return None;
@@ -294,7 +313,8 @@ impl Entry<'_> {
         Pool::read(&conf, &Notes::silent()).ok()
     }
 
-    /// Adds to `earlier` what this plugin does.
+    /// Adds the effects of this plugin to `earlier`. A plugin of another project, which has no
+    /// known role, may have all effects.
     fn add_effects_to(self, earlier: &mut Earlier) {
         if let Some(pool) = self.pool() {
             earlier.pools.push((self.path.to_owned(), pool));
@@ -307,10 +327,15 @@ impl Entry<'_> {
     }
 }
 
-/// Whether an address is in both `a` and `b`.
+/// Whether a range of `a` and a range of `b` have a common address.
 fn overlap(a: &RangeSets, b: &RangeSets) -> bool {
-    let have_common_address = |one: &Range, other: &Range| one.contains(other.first()) || other.contains(one.first());
     ranges(a).any(|one| ranges(b).any(|other| have_common_address(one, other)))
+}
+
+/// Whether two ranges have a common address. Then one of them contains the first address of the
+/// other.
+pub(super) fn have_common_address(one: &Range, other: &Range) -> bool {
+    one.contains(other.first()) || other.contains(one.first())
 }
 
 /// Whether one of the ranges of `sets` contains the whole `range`.

@@ -30,23 +30,25 @@ const USUAL_SPELLING: [&str; 14] = [
 /// How the keys of an object are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ObjectKind {
-    /// Keys that differ only in case are equal, as in Go's structures.
+    /// Keys that differ only in case are the same key, as in Go's structures.
     Structure,
-    /// Keys with equal bytes are equal, as in Go's maps. Also for objects that are unknown here.
+    /// Keys are only the same if their bytes are, as in Go's maps. Also for objects that are
+    /// unknown here.
     Map,
-    /// The same, and tuning refuses duplicates.
+    /// As `Map`, but duplicates are errors, because tuning refuses them.
     Sysctls,
 }
 
-/// The endings of the files that a runtime reads.
+/// The endings of the names of the files that a runtime reads.
 const ENDINGS: [&str; 3] = ["conflist", "conf", "json"];
 
 /// Returns the document in `text`, with the keys of structures in their usual spelling. Adds a
 /// problem for each duplicate key.
 ///
 /// # Errors
-/// The text is not JSON. The problem has the position.
+/// A problem with the position if the text is not JSON.
 pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Problem> {
+    // Only the errors of serde_json have a position, and only `Json` keeps duplicate keys.
     if let Err(error) = serde_json::from_str::<Value>(text) {
         let position = format!("@{}:{}", error.line(), error.column());
         return Err(Problem::error(position, format!("not JSON: {error}")));
@@ -56,10 +58,11 @@ pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Pro
 }
 
 /// Reads the file at `path` as a runtime does, and adds to `document` the plugins that the list
-/// gets from the folder that is named after the network.
+/// gets from the folder that is named after the network. Does nothing for a file that a runtime
+/// ignores because of the ending of its name.
 ///
 /// # Errors
-/// A runtime cannot read the file, which also depends on the ending of its name.
+/// A problem if a runtime cannot load the file.
 pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result<(), Problem> {
     if !path.extension().is_some_and(|ending| ENDINGS.iter().any(|known| ending == *known)) {
         return Ok(());
@@ -73,9 +76,11 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
         }
         Err(error) => return Err(Problem::error("", error.to_string())),
     };
-    let inlined = document["plugins"].as_array().map_or(0, Vec::len);
-    if is_list && list.plugins().len() > inlined {
-        let added = list.plugins().iter().skip(inlined).filter_map(|plugin| {
+    let inlined_count = document["plugins"].as_array().map_or(0, Vec::len);
+    if is_list && list.plugins().len() > inlined_count {
+        // The problems of the folder's files are not collected, because they have no position in
+        // this file.
+        let added = list.plugins().iter().skip(inlined_count).filter_map(|plugin| {
             let raw = plugin.members().to_bytes().ok()?;
             Some(Reader { problems: &mut Vec::new() }.read_plugin(&Json::parse(&raw).ok()?, ""))
         });
@@ -109,7 +114,7 @@ impl Reader<'_> {
     fn read_plugin(&mut self, json: &Json, path: &str) -> Value {
         let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
         self.read_object(json, path, ObjectKind::Structure, &mut |reader, key, value, path| match key {
-            // `read_document` reads each of them.
+            // `read_document` replaces this.
             "plugins" if path == "plugins" && matches!(value, Json::Array(_)) => Value::Null,
             "ipam" => reader.read_object(value, path, ObjectKind::Structure, &mut |reader, _, value, path| {
                 reader.read_value(value, path)
@@ -123,7 +128,7 @@ impl Reader<'_> {
         })
     }
 
-    /// Reads any other value. If it is an object, its keys are unknown here.
+    /// Reads a value of whose structure nothing is known here.
     fn read_value(&mut self, json: &Json, path: &str) -> Value {
         match json {
             Json::Null => Value::Null,
@@ -155,11 +160,11 @@ impl Reader<'_> {
     ) -> Value {
         let Json::Object(members) = json else { return self.read_value(json, path) };
         let mut object = Map::new();
-        for (written, value) in members {
+        for (original_key, value) in members {
             let usual = USUAL_SPELLING
                 .iter()
-                .find(|usual| kind == ObjectKind::Structure && usual.eq_ignore_ascii_case(written));
-            let key = usual.map_or(written.as_str(), |usual| *usual);
+                .find(|usual| kind == ObjectKind::Structure && usual.eq_ignore_ascii_case(original_key));
+            let key = usual.map_or(original_key.as_str(), |usual| *usual);
             let is_same_key = |other: &String| match kind {
                 ObjectKind::Structure => other.eq_ignore_ascii_case(key),
                 ObjectKind::Map | ObjectKind::Sysctls => other == key,

@@ -1,74 +1,90 @@
 //! Checks a document against this host: its plugins are installed, the kernel supports what they
 //! need, and no other configured network uses the same addresses or host ports.
 
-use std::path::Path;
-
 use cni::config::NetConf;
 use cni::delegate::{check_plugin_name, find_plugin};
 use cni::rollback::Notes;
 use cni_firewall::portmap::Mapping;
 use cni_ipam::Range;
 use cni_linux::Stacked;
-use libcni::NetworkList;
+use libcni::{NetworkList, Runtime};
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
+use super::chain::have_common_address;
 use super::{Problem, is_sound};
 use crate::Call;
 use crate::cli::{Shared, Variables};
 use crate::node;
 
-/// Returns the problems that the document has on this host. `own` are the problems that it has on
-/// every host.
+/// The first version that has STATUS.
+const STATUS_VERSION: &str = "1.1.0";
+
+/// Returns the problems that the document has on this host. `problems_everywhere` are those that it
+/// has on every host.
 pub(super) fn check(
     document: &Value,
-    path: &Path,
-    own: &[Problem],
+    problems_everywhere: &[Problem],
     shared: &Shared,
     call: &Call<'_>,
     notes: &Notes,
 ) -> Vec<Problem> {
     let runtime = shared.runtime(call, notes);
-    let mut problems = Vec::new();
-    let plugins: Vec<(String, &Value)> = match document["plugins"].as_array() {
-        Some(plugins) => {
-            plugins.iter().enumerate().map(|(index, plugin)| (format!("plugins[{index}]."), plugin)).collect()
-        }
-        None => vec![(String::new(), document)],
+    let mut problems = missing_plugins(document, &runtime);
+    let Some(list) = load(document) else { return problems };
+    // STATUS finds out whether the kernel supports what the plugins need. It is not run if there
+    // are errors, because it would report the same errors again.
+    if is_sound(problems_everywhere) && problems.is_empty() {
+        problems.extend(check_status(document, &runtime));
+    }
+    problems.extend(default_route_losses(&list, document));
+    problems.extend(overlaps(&list, document, shared, call));
+    problems
+}
+
+/// Returns an error for each plugin of the document that is not installed. Invalid names are left
+/// out, because they are errors on every host.
+fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
+    let plugins = match document["plugins"].as_array() {
+        Some(plugins) => plugins.as_slice(),
+        None => std::slice::from_ref(document),
     };
-    for (prefix, plugin) in &plugins {
+    let mut problems = Vec::new();
+    for (index, plugin) in plugins.iter().enumerate() {
         for (key, kind) in [("type", &plugin["type"]), ("ipam.type", &plugin["ipam"]["type"])] {
             if let Some(kind) = kind.as_str().filter(|kind| !kind.is_empty())
                 && check_plugin_name(kind).is_ok()
                 && let Err(error) = find_plugin(kind, &runtime.plugin_folders)
             {
-                problems.push(Problem::error(format!("{prefix}{key}"), error.to_string()));
+                problems.push(Problem::error(path_of(document, index, key), error.to_string()));
             }
         }
     }
-    let Some(list) = load(document) else { return problems };
-    // STATUS finds out whether the kernel supports what the plugins need. It is not run if there
-    // are errors, because it would report the same errors again.
-    if is_sound(own) && problems.is_empty() {
-        // The configuration gets the newest version, because older versions have no STATUS.
-        let mut newest = document.clone();
-        newest["cniVersion"] = json!("1.1.0");
-        if let Some(members) = newest.as_object_mut() {
-            members.remove("cniVersions");
-        }
-        let supports_status = |kind: &str| {
-            runtime.supported_versions(kind).is_ok_and(|versions| versions.iter().any(|version| version == "1.1.0"))
-        };
-        if let Some(newest) =
-            load(&newest).filter(|list| list.plugins().iter().all(|plugin| supports_status(plugin.kind())))
-            && let Err(error) = runtime.status(&newest)
-        {
-            problems.push(Problem::error("", format!("this host cannot handle an ADD: {error}")));
-        }
-    }
-    problems.extend(default_route_losses(&list, document));
-    problems.extend(overlaps(&list, path, shared, call));
     problems
+}
+
+/// Returns the path in the document of a key of its plugin at the position `index`. A document
+/// without a list is itself its only plugin.
+fn path_of(document: &Value, index: usize, key: &str) -> String {
+    if document["plugins"].is_array() { format!("plugins[{index}].{key}") } else { key.to_owned() }
+}
+
+/// Runs STATUS of the document's plugins, and returns its error. Returns none if a plugin does not
+/// have STATUS.
+fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
+    // The configuration may have an older version, with which STATUS would not be run.
+    let mut newest = document.clone();
+    newest["cniVersion"] = json!(STATUS_VERSION);
+    newest.as_object_mut()?.remove("cniVersions");
+    let newest = load(&newest)?;
+    let has_status = |kind: &str| {
+        runtime.supported_versions(kind).is_ok_and(|versions| versions.iter().any(|version| version == STATUS_VERSION))
+    };
+    if !newest.plugins().iter().all(|plugin| has_status(plugin.kind())) {
+        return None;
+    }
+    let error = runtime.status(&newest).err()?;
+    Some(Problem::error("", format!("this host cannot handle an ADD: {error}")))
 }
 
 /// Returns a warning for each host-device plugin that would move the interface with the host's only
@@ -76,15 +92,14 @@ pub(super) fn check(
 fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "host-device") {
-        let prefix = if document["plugins"].is_array() { format!("plugins[{index}].") } else { String::new() };
         let conf = list.request(plugin, None).and_then(NetConf::parse).ok();
         let loss = conf.as_ref().and_then(plugin_host_device::lost_default_route);
-        problems.extend(loss.map(|(key, what)| Problem::warning(format!("{prefix}{key}"), what)));
+        problems.extend(loss.map(|(key, what)| Problem::warning(path_of(document, index, key), what)));
     }
     problems
 }
 
-/// Parses the document as a runtime does; `None` if a runtime would refuse it.
+/// Parses the document as a runtime does. Returns `None` if a runtime would refuse it.
 fn load(document: &Value) -> Option<NetworkList> {
     let raw = document.to_string();
     let list = if document.get("plugins").is_some() {
@@ -136,13 +151,14 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
     all
 }
 
-/// Returns the addresses, ports and settings that another configured network also uses.
-fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
+/// Returns a warning for each range, host port and ipvlan mode that conflicts with another
+/// configured network. `document` is the file of the network `list`.
+fn overlaps(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
     let folder = shared.conf_folder(&Variables(&call.environment));
     let (own_ranges, own_ports, own_modes) = (ranges(list), host_ports(list), ipvlan_modes(list));
-    let is_list = list.plugins().len() > 1 || path.extension().is_some_and(|ending| ending == "conflist");
-    let path_of = |index: &usize, key: &str| if is_list { format!("plugins[{index}].{key}") } else { key.to_owned() };
+    let path_of = |index: &usize, key: &str| path_of(document, *index, key);
     let mut problems = Vec::new();
+    // Without a readable folder, no other network is known.
     for other in node::networks(&folder).unwrap_or_default() {
         if other.name() == list.name() {
             continue;
@@ -150,7 +166,7 @@ fn overlaps(list: &NetworkList, path: &Path, shared: &Shared, call: &Call<'_>) -
         let of_network = format!("of network {:?}", other.name());
         for (_, other_range) in ranges(&other) {
             for (index, range) in &own_ranges {
-                if range.contains(other_range.first()) || other_range.contains(range.first()) {
+                if have_common_address(range, &other_range) {
                     let what = format!("{range} overlaps with {other_range} {of_network}");
                     problems.push(Problem::warning(path_of(index, "ipam"), what));
                 }

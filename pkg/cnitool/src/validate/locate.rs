@@ -1,22 +1,36 @@
 //! Finds the keys that cause a plugin's errors, without knowing what the keys mean.
 //!
-//! A plugin's own check stops at the first error and does not say which key caused it. So single
-//! keys and elements are removed on trial, and the check is repeated: the one without which the
-//! error disappears is its cause. It stays removed, and the next error is located in the same way,
-//! until there is none.
+//! A plugin's own check stops at the first error and does not return the key that caused it. So
+//! single keys and list elements are removed on trial, and the check is repeated: the one without
+//! which the error disappears is its cause. It stays removed, and the next error is located in the
+//! same way, until there is none.
 
 use std::ops::Range;
 
 use serde_json::Value;
 
-/// A step into a document.
+/// A step into a document. A path is a list of steps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Step {
+    /// The value of this key of an object.
     Key(String),
+    /// The element at this position of a list.
     Index(usize),
 }
 
-/// The longest list of which every element is removed on trial. In a longer one [`halve`] searches.
+/// How clearly a removal on trial shows that the removed part causes an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Evidence {
+    /// Only a number in the text of the error differs without it.
+    OtherNumber,
+    /// There is another error without it.
+    OtherError,
+    /// There is no error without it.
+    NoError,
+}
+
+/// The longest list of which every element is removed on trial. In a longer one [`bisect`]
+/// searches.
 const MAX_TRIED_ELEMENTS: usize = 64;
 
 /// The largest number of errors that are located in a document.
@@ -35,7 +49,7 @@ pub(super) fn errors(
         let Err(error) = check(&document) else { break };
         let mut path = Vec::new();
         find_cause(&document, kept, &error, check, &mut path);
-        let original_path = before_removals(&path, &removed);
+        let original_path = path_before_removals(&path, &removed);
         // An error about the object from which a key was removed is a consequence of the removal:
         // for example, that the key is missing.
         let is_consequence = found.iter().any(|(earlier, _)| earlier.starts_with(&original_path));
@@ -57,7 +71,7 @@ pub(super) fn errors(
 
 /// Converts a path in the document after the removals to one in the original document. `removed`
 /// has the paths in the order of their removal; removing a list's element shifts those behind it.
-fn before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
+fn path_before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
     let mut path = path.to_vec();
     for removed_path in removed.iter().rev() {
         let Some((Step::Index(removed_index), list)) = removed_path.split_last() else { continue };
@@ -71,7 +85,8 @@ fn before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
     path
 }
 
-/// Extends `path` to the smallest part of the document without which `error` disappears or changes.
+/// Extends `path` to the smallest part of the document without which `error`, which `check` finds
+/// in the whole document, disappears or changes.
 fn find_cause(
     document: &Value,
     kept: &[&str],
@@ -83,10 +98,10 @@ fn find_cause(
     let steps: Vec<Step> = match value {
         Value::Object(members) => members.keys().map(|key| Step::Key(key.clone())).collect(),
         Value::Array(items) if items.len() <= MAX_TRIED_ELEMENTS => (0..items.len()).map(Step::Index).collect(),
-        Value::Array(items) => halve(document, items.len(), error, check, path).map(Step::Index).to_vec(),
+        Value::Array(items) => bisect(document, items.len(), error, check, path).map(Step::Index).to_vec(),
         _ => return,
     };
-    let mut best: Option<(u8, Step)> = None;
+    let mut best: Option<(Evidence, Step)> = None;
     for step in steps {
         if path.is_empty() && matches!(&step, Step::Key(key) if kept.contains(&key.as_str())) {
             continue;
@@ -97,25 +112,24 @@ fn find_cause(
         let when_removed = check(&without);
         // An element is also replaced by null on trial: then the others keep their numbers, which
         // may be in the text of the error.
-        let when_emptied = match step {
+        let when_null = match step {
             Step::Key(_) => when_removed.clone(),
             Step::Index(_) => {
-                let mut without = document.clone();
-                empty(&mut without, path);
-                check(&without)
+                let mut with_null = document.clone();
+                replace_by_null(&mut with_null, path);
+                check(&with_null)
             }
         };
         path.pop();
-        // How clearly this step leads to the cause: best if there is no error without it, then if
-        // the error is another one, then if only a number in its text differs.
-        let clarity = match (when_removed, when_emptied) {
-            (Ok(()), _) | (_, Ok(())) => 3,
-            (Err(other), _) if unnumbered(&other) != unnumbered(error) => 2,
-            (_, Err(other)) if other != error => 1,
+        let evidence = match (when_removed, when_null) {
+            (Ok(()), _) | (_, Ok(())) => Evidence::NoError,
+            (Err(other), _) if without_digits(&other) != without_digits(error) => Evidence::OtherError,
+            (_, Err(other)) if other != error => Evidence::OtherNumber,
+            // The same error: this part is not its cause.
             _ => continue,
         };
-        if best.as_ref().is_none_or(|(best_clarity, _)| clarity > *best_clarity) {
-            best = Some((clarity, step));
+        if best.as_ref().is_none_or(|(best_evidence, _)| evidence > *best_evidence) {
+            best = Some((evidence, step));
         }
     }
     if let Some((_, step)) = best {
@@ -127,7 +141,7 @@ fn find_cause(
 /// Searches the list at `path`, which has `len` elements, by bisection. Returns the positions of
 /// the first and the last element without which `error` disappears: an error about two elements,
 /// such as a duplicate, needs both.
-fn halve(
+fn bisect(
     document: &Value,
     len: usize,
     error: &str,
@@ -140,7 +154,7 @@ fn halve(
             items.truncate(kept.end);
             items.drain(..kept.start.min(items.len()));
         }
-        check(&document).is_err_and(|other| unnumbered(&other) == unnumbered(error))
+        check(&document).is_err_and(|other| without_digits(&other) == without_digits(error))
     };
     // The first `end` elements have the error, the first `too_few` do not.
     let (mut too_few, mut end) = (0, len);
@@ -159,11 +173,11 @@ fn halve(
 
 /// Returns the text of an error without digits. The same error may have other numbers after an
 /// element of a list was removed.
-fn unnumbered(error: &str) -> String {
+fn without_digits(error: &str) -> String {
     error.replace(|c: char| c.is_ascii_digit(), "")
 }
 
-/// Returns the value that `path` leads to.
+/// Returns the value that `path` leads to, for changes.
 fn get_mut<'v>(document: &'v mut Value, path: &[Step]) -> Option<&'v mut Value> {
     path.iter().try_fold(document, |value, step| match step {
         Step::Key(key) => value.get_mut(key),
@@ -191,7 +205,7 @@ fn remove(document: &mut Value, path: &[Step]) {
 }
 
 /// Replaces the value that `path` leads to by null.
-fn empty(document: &mut Value, path: &[Step]) {
+fn replace_by_null(document: &mut Value, path: &[Step]) {
     if let Some(value) = get_mut(document, path) {
         *value = Value::Null;
     }

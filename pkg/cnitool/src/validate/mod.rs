@@ -1,5 +1,5 @@
-//! The commands `validate`, which reports all problems of network files, and `networks`, which does
-//! so for every configured network. Each problem has its path in the JSON, its line and its column.
+//! validate: reports all problems of network files. networks: does so for every configured network.
+//! Each problem has its path in the JSON, its line and its column.
 //!
 //! A plugin's keys are checked by the plugin's own code ([`rules`]), so this crate has no second
 //! list of keys. For plugins of other projects only the keys of the list are checked. If no error
@@ -46,7 +46,7 @@ pub(crate) struct Networks {
     names: Vec<String>,
 }
 
-/// What a problem means for the network.
+/// The effect of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Severity {
     /// An ADD fails.
@@ -106,7 +106,7 @@ struct CheckedFile {
 /// Runs `validate`: checks the files and writes their problems.
 ///
 /// # Errors
-/// A file cannot be read, or stdout cannot be written.
+/// Code 5 if a file cannot be read or stdout cannot be written.
 pub(crate) fn run(
     args: &Validate,
     shared: &Shared,
@@ -123,7 +123,8 @@ pub(crate) fn run(
 /// Runs `networks`: lists the configured networks and their problems.
 ///
 /// # Errors
-/// The folder cannot be read, a requested network is not configured, or stdout cannot be written.
+/// - Code 5 if the folder cannot be read or stdout cannot be written.
+/// - Code 7 if a requested network is not configured.
 pub(crate) fn networks(
     args: &Networks,
     shared: &Shared,
@@ -133,7 +134,35 @@ pub(crate) fn networks(
     list(&args.names, shared, call, streams).map_err(|error| failed("networks", error, shared.format()))
 }
 
-/// Writes a row for each configured network that is in `requested`, or for all if that is empty.
+/// The use that runtimes make of a network file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FileUse {
+    /// Runtimes use it for its network.
+    Used,
+    /// Runtimes never use it, because they find another file with the same network first.
+    Shadowed,
+    /// Runtimes cannot load it.
+    Invalid,
+}
+
+/// A file in the networks' folder.
+struct ListedFile {
+    /// The network's name, if the file has one.
+    name: Option<String>,
+    /// The CNI version, or `?` if the file is invalid.
+    version: String,
+    /// The types of the plugins, or `?` if the file is invalid.
+    kinds: String,
+    file_use: FileUse,
+    checked: CheckedFile,
+}
+
+/// Writes a row for each file whose network is in `requested`, or for all files if that is empty,
+/// and below the table their problems. Returns [`Exit::Failed`] if one has an error.
+///
+/// # Errors
+/// - Code 5 if the folder cannot be read or stdout cannot be written.
+/// - Code 7 if a requested network is not configured.
 fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let folder = shared.conf_folder(&Variables(&call.environment));
     let mut files = node::by_precedence(folder.files()?);
@@ -144,74 +173,84 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
         }
     }
     files.retain(|file| requested.is_empty() || file.name.as_ref().is_some_and(|name| requested.contains(name)));
-    let mut rows = vec![["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec()];
-    let (mut checked_files, mut used_names, mut networks, mut exit) =
-        (Vec::new(), Vec::<String>::new(), Vec::new(), Exit::Done);
+    let mut listed: Vec<ListedFile> = Vec::new();
     for ConfFile { path, name, list } in files {
         let checked = check_file(&path, Some((shared, call)), streams).unwrap_or_else(|error| CheckedFile {
-            path: path.clone(),
+            path,
             text: String::new(),
             network: "?".to_owned(),
             problems: vec![Problem::error("", error.to_string())],
         });
-        let shown_name = name.clone().unwrap_or_else(|| "?".to_owned());
-        let (version, kinds) = match &list {
+        let is_defined = listed.iter().any(|earlier| earlier.file_use == FileUse::Used && earlier.name == name);
+        let (version, kinds, file_use) = match &list {
             Ok(list) => {
                 let kinds: Vec<&str> = list.plugins().iter().map(|plugin| plugin.kind()).collect();
-                (list.cni_version().to_owned(), kinds.join(","))
+                let file_use = if is_defined { FileUse::Shadowed } else { FileUse::Used };
+                (list.cni_version().to_owned(), kinds.join(","), file_use)
             }
-            Err(_) => ("?".to_owned(), "?".to_owned()),
+            Err(_) => ("?".to_owned(), "?".to_owned(), FileUse::Invalid),
         };
-        let is_shadowed = list.is_ok() && used_names.contains(&shown_name);
-        if list.is_ok() {
-            used_names.push(shown_name.clone());
-        }
-        let state = match is_shadowed {
-            true => "never used: another file defines this network".to_owned(),
-            false => summary(&checked.problems),
-        };
-        // Errors in a file that runtimes never read harm no container.
-        if !is_shadowed && !is_sound(&checked.problems) {
-            exit = Exit::Failed;
-        }
-        networks.push(json!({
-            "network": name,
-            "cniVersion": version,
-            "plugins": kinds,
-            "file": path.display().to_string(),
-            "loads": list.is_ok(),
-            "used": list.is_ok() && !is_shadowed,
-            "sound": is_sound(&checked.problems),
-            "problems": checked.as_json(),
-        }));
-        rows.push(vec![shown_name, version, kinds, path.display().to_string(), state]);
-        checked_files.push(checked);
+        listed.push(ListedFile { name, version, kinds, file_use, checked });
     }
     if shared.format() == Format::Json {
+        let networks: Vec<Value> = listed.iter().map(ListedFile::as_json).collect();
         write_json(streams, &json!({"folder": folder.path().display().to_string(), "networks": networks}))?;
-    } else if checked_files.is_empty() {
+    } else if listed.is_empty() {
         write(streams, &format!("No network is configured in {}.\n", folder.path().display()))?;
     } else {
-        let problems: String = checked_files.iter().flat_map(|file| file.lines(streams)).collect();
+        let header = ["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec();
+        let rows: Vec<Vec<String>> = std::iter::once(header).chain(listed.iter().map(ListedFile::as_row)).collect();
+        let problems: String = listed.iter().flat_map(|file| file.checked.lines(streams)).collect();
         let blank_line = if problems.is_empty() { "" } else { "\n" };
         write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))?;
     }
-    Ok(exit)
+    // Errors in a file that runtimes never use harm no container.
+    let is_harmful = |file: &ListedFile| file.file_use != FileUse::Shadowed && !is_sound(&file.checked.problems);
+    Ok(if listed.iter().any(is_harmful) { Exit::Failed } else { Exit::Done })
+}
+
+impl ListedFile {
+    /// Returns the row of the table.
+    fn as_row(&self) -> Vec<String> {
+        let name = self.name.clone().unwrap_or_else(|| "?".to_owned());
+        let state = match self.file_use {
+            FileUse::Shadowed => "never used: another file defines this network".to_owned(),
+            FileUse::Used | FileUse::Invalid => summary(&self.checked.problems),
+        };
+        vec![name, self.version.clone(), self.kinds.clone(), self.checked.path.display().to_string(), state]
+    }
+
+    /// Returns the file for `--json`.
+    fn as_json(&self) -> Value {
+        json!({
+            "network": self.name,
+            "cniVersion": self.version,
+            "plugins": self.kinds,
+            "file": self.checked.path.display().to_string(),
+            "loads": self.file_use != FileUse::Invalid,
+            "used": self.file_use == FileUse::Used,
+            "sound": is_sound(&self.checked.problems),
+            "problems": self.checked.as_json(),
+        })
+    }
 }
 
 /// Returns `ok`, or the numbers of errors and warnings, such as `1 error, 2 warnings`.
 fn summary(problems: &[Problem]) -> String {
-    let count_of = |severity: Severity| {
+    let count_text = |severity: Severity| {
         let count = problems.iter().filter(|problem| problem.severity == severity).count();
         let plural = if count == 1 { "" } else { "s" };
         (count > 0).then(|| format!("{count} {}{plural}", severity.as_str()))
     };
-    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(count_of).collect();
+    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(count_text).collect();
     if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
 }
 
 /// Writes the problems of all files. Returns [`Exit::Failed`] if one has an error, with `--strict`
 /// also if one has a warning.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
 fn write_report(
     files: &[CheckedFile],
     args: &Validate,
@@ -290,22 +329,23 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
             if let Some(name) = document.get("name").and_then(Value::as_str) {
                 name.clone_into(&mut network);
             }
-            let outcome = document::add_plugins_of_folder(&mut document, path);
+            let loaded = document::add_plugins_of_folder(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
-            // This problem is reported only if nothing else is wrong, because it mostly repeats an
-            // error found above.
+            // That a runtime cannot load the file is reported only if nothing else is wrong,
+            // because it mostly repeats an error found above.
             if is_sound(&problems)
-                && let Err(problem) = outcome
+                && let Err(problem) = loaded
             {
                 problems.push(problem);
             }
             if let Some((shared, call)) = host {
-                problems.extend(host::check(&document, path, &problems, shared, call, &streams.notes));
+                problems.extend(host::check(&document, &problems, shared, call, &streams.notes));
             }
         }
     }
     problems.sort_by_key(|problem| position::find(&text, &problem.path));
+    // Two checks may find the same problem.
     problems.dedup();
     Ok(CheckedFile { path: path.to_owned(), text, network, problems })
 }
@@ -321,18 +361,22 @@ mod tests {
         let folder = node.folder.path().join("net.d");
         std::os::unix::fs::symlink("nowhere", folder.join("50-x.conflist")).unwrap();
         std::fs::File::create(folder.join("60-y.conflist")).unwrap().set_len(5 << 30).unwrap();
-        let said = node.say("networks");
-        assert_eq!((said.exit, said.stderr.as_str()), (Exit::Failed, ""));
-        assert!(said.stdout.lines().any(|line| line.starts_with("net ") && line.ends_with("ok")), "{}", said.stdout);
+        let outcome = node.call("networks");
+        assert_eq!((outcome.exit, outcome.stderr.as_str()), (Exit::Failed, ""));
+        assert!(
+            outcome.stdout.lines().any(|line| line.starts_with("net ") && line.ends_with("ok")),
+            "{}",
+            outcome.stdout
+        );
         for problem in [
             "50-x.conflist:1:1: error: failed to read ",
             "50-x.conflist: No such file",
             "60-y.conflist:1:1: error: failed to read ",
             "60-y.conflist: it is longer than 16 MiB",
         ] {
-            assert!(said.stdout.contains(problem), "{problem}: {}", said.stdout);
+            assert!(outcome.stdout.contains(problem), "{problem}: {}", outcome.stdout);
         }
-        let networks = node.say("networks --json").json()["networks"].clone();
+        let networks = node.call("networks --json").json()["networks"].clone();
         let column = |key: &str| networks.as_array().unwrap().iter().map(|one| one[key].clone()).collect::<Vec<_>>();
         assert_eq!(column("network"), [serde_json::Value::Null, serde_json::Value::Null, "net".into()]);
         assert_eq!(column("loads"), [false, false, true]);

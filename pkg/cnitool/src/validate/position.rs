@@ -10,23 +10,30 @@ pub(super) fn find(text: &str, path: &str) -> (usize, usize) {
     }
     let mut scanner = Scanner { text: text.as_bytes(), offset: 0, best: None, sought: path };
     scanner.scan_value("");
-    let offset = scanner.best.map_or(0, |(_, offset)| offset);
+    let offset = scanner.best.map_or(0, |best| best.offset);
     let before = &text[..offset];
     let line = before.matches('\n').count() + 1;
     let column = before.rsplit('\n').next().unwrap_or_default().chars().count() + 1;
     (line, column)
 }
 
-/// Scans a JSON text once from the beginning.
+/// A scan of a JSON text from the beginning, which looks for a path.
 struct Scanner<'a> {
     text: &'a [u8],
     /// The offset of the next byte.
     offset: usize,
-    /// The longest beginning of the sought path that was found: its length in bytes, and the offset
-    /// in the text.
-    best: Option<(usize, usize)>,
+    /// The longest beginning of the sought path that was found so far.
+    best: Option<Match>,
     /// The sought path.
     sought: &'a str,
+}
+
+/// A beginning of the sought path that was found in the text.
+struct Match {
+    /// The length of the beginning in bytes.
+    path_len: usize,
+    /// The offset of its last key or element in the text.
+    offset: usize,
 }
 
 impl Scanner<'_> {
@@ -38,24 +45,24 @@ impl Scanner<'_> {
         self.text.get(self.offset).copied().unwrap_or_default()
     }
 
-    /// Notes that the key or element `path` begins at `offset`, if the sought path begins with it
-    /// and nothing longer was found. Of duplicate keys the last one counts.
-    fn note(&mut self, path: &str, offset: usize) {
-        let is_prefix = self.sought.get(..path.len()).is_some_and(|head| head.eq_ignore_ascii_case(path));
-        let is_complete_step = |rest: &str| rest.is_empty() || rest.starts_with(['.', '[']);
-        if is_prefix
-            && is_complete_step(&self.sought[path.len()..])
-            && self.best.is_none_or(|(length, _)| length <= path.len())
-        {
-            self.best = Some((path.len(), offset));
+    /// Records that the key or element `path` is at `offset`, if the sought path begins with it and
+    /// no longer beginning was found. Of duplicate keys the last one counts.
+    fn record(&mut self, path: &str, offset: usize) {
+        let Some((beginning, rest)) = self.sought.split_at_checked(path.len()) else { return };
+        // `plugins[0].mt` is not a beginning of `plugins[0].mtu`.
+        let ends_with_step = rest.is_empty() || rest.starts_with(['.', '[']);
+        let is_longest = self.best.as_ref().is_none_or(|best| best.path_len <= path.len());
+        if beginning.eq_ignore_ascii_case(path) && ends_with_step && is_longest {
+            self.best = Some(Match { path_len: path.len(), offset });
         }
     }
 
-    /// Scans a value, which has the path `path`.
+    /// Scans the value of the key or element `path`.
     fn scan_value(&mut self, path: &str) {
         match self.peek() {
             b'{' => self.scan_object(path),
             b'[' => self.scan_array(path),
+            // Only the content of keys matters.
             b'"' => drop(self.scan_string()),
             _ => {
                 let is_part = |byte: &u8| !matches!(byte, b',' | b'}' | b']') && !byte.is_ascii_whitespace();
@@ -73,7 +80,7 @@ impl Scanner<'_> {
             let offset = self.offset;
             let key = self.scan_string();
             let path = if path.is_empty() { key } else { format!("{path}.{key}") };
-            self.note(&path, offset);
+            self.record(&path, offset);
             if self.peek() == b':' {
                 self.offset += 1;
             }
@@ -92,7 +99,7 @@ impl Scanner<'_> {
         while !matches!(self.peek(), b']' | 0) {
             let path = format!("{path}[{index}]");
             let offset = self.offset;
-            self.note(&path, offset);
+            self.record(&path, offset);
             self.scan_value(&path);
             index += 1;
             if self.peek() == b',' {

@@ -27,6 +27,8 @@ const STANDARD_KEYS: [&str; 9] =
 /// Returns the problems that the document has on every host.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let Some(members) = document.as_object() else { return vec![Problem::error("", "not a JSON object")] };
+    // An object that is neither a list nor a plugin is checked as a list, which reports what a list
+    // needs.
     let is_list = members.contains_key("plugins") || !members.contains_key("type");
     let mut problems = Vec::new();
     let load = |value: &Value| {
@@ -94,28 +96,27 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
     }
     for reader in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
         problems.extend(unknown_keys(reader, &request, &path_of));
-        let is_ipam = reader.role() == Role::Ipam;
-        let runtime_has_ranges = plugin["capabilities"]["ipRanges"] == json!(true);
+        let runtime_sets_ranges = reader.role() == Role::Ipam && plugin["capabilities"]["ipRanges"] == json!(true);
         let check = |value: &Value| {
             let outcome = NetConf::parse(value.to_string()).and_then(|conf| reader.examine(&conf));
             match outcome {
-                // The runtime provides the ranges.
-                Err(error) if is_ipam && runtime_has_ranges && error.msg() == "no IP ranges specified" => Ok(()),
-                Err(error) if is_ipam && runtime_has_ranges && error.msg().starts_with("failed to allocate ") => Ok(()),
-                // The version is reported with the list's keys.
+                // Missing ranges are not errors, because the runtime provides them.
+                Err(error) if runtime_sets_ranges && error.msg() == "no IP ranges specified" => Ok(()),
+                Err(error) if runtime_sets_ranges && error.msg().starts_with("failed to allocate ") => Ok(()),
+                // An invalid version is reported with the list's keys.
                 Err(error) if error.code() == cni::Code::INCOMPATIBLE_VERSION => Ok(()),
                 outcome => outcome.map_err(|error| error.to_string()),
             }
         };
-        let kept: &[&str] = &["cniVersion", "name", "type"];
-        let errors = locate::errors(&request, kept, &check);
+        let errors = locate::errors(&request, &["cniVersion", "name", "type"], &check);
         problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path_of(&path), what)));
     }
     problems.extend(unused_capabilities(plugin, kind, ipam, &path_of));
     problems
 }
 
-/// Returns a warning for each key of a plugin's configuration that the plugin does not read.
+/// Returns a warning for each key in the configuration `request` that the plugin `reader` does not
+/// read. `path_of` converts a path in the configuration to one in the document.
 fn unknown_keys(reader: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
     let Ok(json) = Json::parse(request.to_string().as_bytes()) else { return Vec::new() };
     let mut problems = Vec::new();
@@ -127,18 +128,18 @@ fn unknown_keys(reader: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> 
             continue;
         }
         let name = path.rsplit('.').next().unwrap_or_default();
-        let mut names: Vec<&str> = known.to_vec();
+        let mut known_names: Vec<&str> = known.to_vec();
         if is_top_level {
-            names.extend(STANDARD_KEYS);
+            known_names.extend(STANDARD_KEYS);
         }
-        problems.push(Problem::warning(path_of(&path), unknown_text(name, &names)));
+        problems.push(Problem::warning(path_of(&path), unknown_text(name, &known_names)));
     }
     problems
 }
 
-/// Returns the configuration that the plugin would get, without what the runtime adds. An invalid
-/// name or version, which is reported with the list's keys, is replaced by a valid one. `None` if
-/// `plugin` is not an object.
+/// Returns the configuration that the plugin would get on stdin, without the keys that the runtime
+/// adds. An invalid name or version, which is reported with the list's keys, is replaced by a valid
+/// one. Returns `None` if `plugin` is not an object.
 pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     let mut request = plugin.as_object()?.clone();
     request.remove("capabilities");
@@ -165,21 +166,20 @@ fn unused_capabilities(plugin: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(
     let Some(declared) = plugin["capabilities"].as_object() else { return Vec::new() };
     let readers: Option<Vec<&dyn Plugin>> =
         [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).map(plugins::find).collect();
-    // The keys of plugins of other projects are not known.
+    // `None` if one is a plugin of another project, whose keys are not known.
     let Some(readers) = readers else { return Vec::new() };
     let mut problems = Vec::new();
     for name in declared.keys() {
-        let probe = json!({"runtimeConfig": {name.as_str(): null}});
-        let Ok(probe) = Json::parse(probe.to_string().as_bytes()) else { continue };
+        // The runtime passes the value of a capability as this key.
         let path = format!("runtimeConfig.{name}");
-        let mut names: Vec<&str> = Vec::new();
-        let ignores = |reader: &dyn Plugin, names: &mut Vec<&str>| {
-            let unknown = reader.unknown_keys(&probe).into_iter().find(|key| path.starts_with(&key.path));
-            names.extend(unknown.iter().flat_map(|key| key.known));
-            unknown.is_some()
-        };
-        if readers.iter().all(|reader| ignores(*reader, &mut names)) {
-            let what = format!("{kind} does not use this capability{}", suggestion(name, &names));
+        let conf = json!({"runtimeConfig": {name.as_str(): null}});
+        let Ok(conf) = Json::parse(conf.to_string().as_bytes()) else { continue };
+        let find_unknown =
+            |reader: &&dyn Plugin| reader.unknown_keys(&conf).into_iter().find(|key| path.starts_with(&key.path));
+        let unknown_to_all: Option<Vec<UnknownKey>> = readers.iter().map(find_unknown).collect();
+        if let Some(unknown) = unknown_to_all {
+            let known_names: Vec<&str> = unknown.iter().flat_map(|key| key.known).copied().collect();
+            let what = format!("{kind} does not use this capability{}", suggestion(name, &known_names));
             problems.push(Problem::warning(path_of(&format!("capabilities.{name}")), what));
         }
     }
@@ -191,7 +191,8 @@ fn unknown_text(name: &str, known: &[&str]) -> String {
     format!("unknown key, which is ignored{}", suggestion(name, known))
 }
 
-/// Returns `; did you mean "mtu"?` if one of the known names is similar, otherwise an empty text.
+/// Returns `; did you mean "mtu"?` if one of the known names is similar to `name`, otherwise an
+/// empty text. Similar is one letter of four, and one more.
 fn suggestion(name: &str, known: &[&str]) -> String {
     let lower = name.to_ascii_lowercase();
     let closest = known.iter().map(|other| (distance(&lower, &other.to_ascii_lowercase()), *other)).min();
@@ -205,13 +206,16 @@ fn suggestion(name: &str, known: &[&str]) -> String {
 /// to get `b` (the optimal string alignment distance).
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    // `rows[i][j]` is the distance between the first `i` letters of `a` and the first `j` of `b`.
     let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
     for i in 1..=a.len() {
         let mut row = vec![i];
         for j in 1..=b.len() {
-            let change = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
-            let mut best = change.min(rows[i - 1][j] + 1).min(row[j - 1] + 1);
-            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+            let with_change = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            let (with_removal, with_addition) = (rows[i - 1][j] + 1, row[j - 1] + 1);
+            let mut best = with_change.min(with_removal).min(with_addition);
+            let ends_are_swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+            if ends_are_swapped {
                 best = best.min(rows[i - 2][j - 2] + 1);
             }
             row.push(best);
