@@ -87,7 +87,7 @@ fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     }
     // Promiscuity is a counter, which a packet capture raises too: any value above 0 is right.
     if conf.promiscuous && link.promiscuity == 0 {
-        let msg = format!("Bridge interface {name} configured LinkFlag Mode true doesn't match current state: false");
+        let msg = format!("Bridge interface {name} configured Promisc Mode true doesn't match current state: false");
         return Err(failed(msg));
     }
     Ok(link)
@@ -107,9 +107,11 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     if PortMark::of(outer).is_some_and(|port_mark| !port_mark.belongs_to(&check.context.attachment)) {
         return Err(failed(format!("{name} was attached to {} by another attachment", bridge.name)));
     }
-    let port = outer.port.ok_or_else(|| failed(format!("{name} is not attached to bridge {}", bridge.name)))?;
+    let Some(settings) = outer.port else {
+        return Err(failed(format!("the kernel reports no settings of {name} as a port of bridge {}", bridge.name)));
+    };
     for (what, found, expected) in
-        [("hairpin mode", port.hairpin, conf.hairpin), ("port isolation", port.isolated, conf.isolated)]
+        [("hairpin mode", settings.hairpin, conf.hairpin), ("port isolation", settings.isolated, conf.isolated)]
     {
         if found != expected {
             return Err(failed(format!("{name}: {what} is {found}, expected {expected}")));
