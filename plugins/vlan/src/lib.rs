@@ -15,13 +15,14 @@ use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Inte
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin `vlan`: the part that differs from the other interface plugins.
+/// The part of the plugin `vlan` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Vlan;
 
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The properties of the interface to create.
     link: Choices,
     /// The IPAM plugin.
     ipam: String,
@@ -90,7 +91,7 @@ impl Interface for Vlan {
     }
 }
 
-/// Returns the VLAN ID if it is from 0 to 4094.
+/// Checks the key `vlanId`. Returns the VLAN ID, which is from 0 to 4094.
 ///
 /// # Errors
 /// Code 7 if the key is missing or out of range.
