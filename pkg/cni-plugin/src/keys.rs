@@ -13,7 +13,7 @@ use cni_linux::Mac;
 use serde::Deserialize;
 
 /// The MTUs that the kernel accepts for a veth, in bytes.
-pub const VETH_MTU: RangeInclusive<i64> = 68..=65535;
+pub const VETH_MTU: RangeInclusive<u32> = 68..=65535;
 
 /// The object `args`.
 #[derive(Debug, Default, Deserialize)]
@@ -70,26 +70,27 @@ pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
     known.map(Some).ok_or_else(|| Error::config(format!("unknown ipmasq backend {name:?}")))
 }
 
-/// Checks `mtu`. Returns `None` for 0, which leaves the kernel's default.
+/// Checks the key `mtu`. Returns `None` for 0, which leaves the kernel's default.
 ///
 /// # Errors
 /// Code 7 for a value outside `accepted`.
-pub fn mtu(mtu: i64, accepted: RangeInclusive<i64>) -> Result<Option<u32>> {
-    if mtu == 0 {
-        return Ok(None);
+pub fn mtu(configured: i64, accepted: RangeInclusive<u32>) -> Result<Option<u32>> {
+    match u32::try_from(configured) {
+        Ok(0) => Ok(None),
+        Ok(mtu) if accepted.contains(&mtu) => Ok(Some(mtu)),
+        _ => {
+            let (smallest, largest) = accepted.into_inner();
+            Err(Error::config(format!("invalid MTU {configured} (must be between {smallest} and {largest}, or 0)")))
+        }
     }
-    if accepted.contains(&mtu) {
-        return Ok(u32::try_from(mtu).ok());
-    }
-    let (smallest, largest) = accepted.into_inner();
-    Err(Error::config(format!("invalid MTU {mtu} (must be between {smallest} and {largest}, or 0)")))
 }
 
 /// Parses a hardware address: the first of `sources` that is not empty. Returns `None` if all are
 /// empty.
 ///
 /// # Errors
-/// The Go plugins' text for an invalid address, without their prefix, which each plugin adds.
+/// Why the address is invalid, in the words of the Go plugins. The caller puts the beginning of its
+/// plugin's message before this text.
 pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;
