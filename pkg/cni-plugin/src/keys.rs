@@ -20,13 +20,13 @@ pub const VETH_MTU: RangeInclusive<u32> = 68..=65535;
 #[serde(default)]
 pub struct Args {
     /// The keys for CNI plugins. `args` may have more objects, for other programs.
-    pub cni: CniArgs,
+    pub cni: ArgsCni,
 }
 
 /// The object `args.cni`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub struct CniArgs {
+pub struct ArgsCni {
     /// The hardware address of CNI_IFNAME.
     pub mac: String,
 }
@@ -65,7 +65,7 @@ pub enum Masquerading {
 /// # Errors
 /// Code 7 with the Go plugins' text for an unknown name.
 pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
-    let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
+    let Some(name) = name.and_then(non_empty) else { return Ok(None) };
     let known = Backend::by_name(&name);
     known.map(Some).ok_or_else(|| Error::config(format!("unknown ipmasq backend {name:?}")))
 }
@@ -100,12 +100,12 @@ pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     Ok(Some(mac))
 }
 
-/// Returns a copy of `name`, or `None` if it is empty.
-pub fn name(name: &str) -> Option<String> {
-    Some(name.to_owned()).filter(|name| !name.is_empty())
+/// Returns `text`, or `None` if it is empty.
+pub fn non_empty(text: String) -> Option<String> {
+    Some(text).filter(|text| !text.is_empty())
 }
 
 /// Returns `ipam.type`, or `None` if it is absent or empty.
-pub fn ipam(conf: &NetConf) -> Option<String> {
-    name(conf.ipam_type())
+pub fn ipam_type(conf: &NetConf) -> Option<String> {
+    non_empty(conf.ipam_type().to_owned())
 }

@@ -64,8 +64,7 @@ pub(crate) fn create<'a>(
         ..AddResult::default()
     };
     let link = AttachedPort { bridge, port: pair.index, gateway_link: None, adopted: None };
-    // `interface` is the position of the container's interface in the list above.
-    Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 2, link })
+    Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface_position: 2, link })
 }
 
 /// Waits until frames pass: the port forwards, and the gateway's link and the container's end have

@@ -110,7 +110,7 @@ pub(crate) fn plug_in<'a>(
     mark_and_attach(host, &bridge, &link, &port_mark)?;
     let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
     port::protect(host, &ends, attachment, conf, rollback)?;
-    let interface = match earlier.find_interface(&call.ifname, call.sandbox()) {
+    let interface_position = match earlier.find_interface(&call.ifname, call.sandbox()) {
         None if conf.ipam.is_some() => {
             return Err(Error::config(format!(
                 "bridge is chained, but prevResult does not list interface {:?} in network namespace {}: the plugin \
@@ -120,12 +120,12 @@ pub(crate) fn plug_in<'a>(
             )));
         }
         // Without IPAM, no address refers to this position, so it does not matter.
-        interface => interface.unwrap_or_default(),
+        position => position.unwrap_or_default(),
     };
     let port = link.index;
     let adopted = AdoptedInterface { inner_was_up: inner.up, port_mark };
     let link = AttachedPort { bridge, port, gateway_link: None, adopted: Some(adopted) };
-    Ok(CreatedLink { index: inner.index, mac: peer_mac, result: earlier.clone(), interface, link })
+    Ok(CreatedLink { index: inner.index, mac: peer_mac, result: earlier.clone(), interface_position, link })
 }
 
 /// The earlier plugin's interface that this ADD makes a port.

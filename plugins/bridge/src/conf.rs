@@ -134,7 +134,7 @@ impl Conf {
             (true, false) => Gateway::Address,
             (false, false) => Gateway::None,
         };
-        let ipam = keys::ipam(conf);
+        let ipam = keys::ipam_type(conf);
         if raw.disable_container_interface && ipam.is_some() {
             return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
         }

@@ -47,7 +47,7 @@ impl Interface for Dummy {
 
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
-        let ipam = keys::ipam(conf);
+        let ipam = keys::ipam_type(conf);
         Ok(Conf {
             ipam: ipam.ok_or_else(|| Error::config("dummy interface requires an IPAM configuration"))?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
@@ -70,6 +70,6 @@ impl Interface for Dummy {
         created_index.set(Some(link.index));
         container.set_alias(link.index, &context.attachment.alias())?;
         let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
-        Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
+        Ok(CreatedLink { index: link.index, mac, result, interface_position: 0, link: () })
     }
 }

@@ -94,8 +94,7 @@ impl Conf {
     /// - Code 7 for a text that cannot be a MAC address, a path or a device name.
     pub(crate) fn new(conf: &NetConf, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
-        let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
-        let (pci, device_id) = (non_empty(keys.pci_bus_id), non_empty(keys.runtime_config.device_id));
+        let (pci, device_id) = (keys::non_empty(keys.pci_bus_id), keys::non_empty(keys.runtime_config.device_id));
         for (key, name) in [("pciBusID", &pci), ("runtimeConfig.deviceID", &device_id)] {
             // The name becomes a part of a path in sysfs.
             if let Some(name) = name
@@ -105,14 +104,14 @@ impl Conf {
             }
         }
         let mac = parse_mac(&keys.hwaddr)?;
-        let selector = match (non_empty(keys.device), mac, non_empty(keys.kernelpath)) {
+        let selector = match (keys::non_empty(keys.device), mac, keys::non_empty(keys.kernelpath)) {
             (Some(name), _, _) => Some(Selector::Name(name)),
             (None, Some(mac), _) => Some(Selector::Mac(mac)),
             (None, None, Some(path)) => Some(Selector::KernelPath(check_kernel_path(path)?)),
             (None, None, None) => None,
         };
         Ok(Conf {
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             selector,
             pci,

@@ -83,7 +83,7 @@ impl Interface for HostDevice {
         let sandbox = context.call.sandbox().to_owned();
         let interface = ResultInterface { sandbox, ..host_interface(&context.call.ifname, mac) };
         let result = AddResult { interfaces: vec![interface], ..AddResult::default() };
-        Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface: 0, link: () })
+        Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface_position: 0, link: () })
     }
 
     /// The interface is this attachment's if it has the hardware address in `prevResult`, or if its

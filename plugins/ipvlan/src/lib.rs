@@ -65,14 +65,14 @@ impl Interface for Ipvlan {
         Ok(Conf {
             link: Choices {
                 stacked: Stacked::Ipvlan(mode),
-                master: keys::name(&keys.master),
+                master: keys::non_empty(keys.master),
                 master_namespace: keys.link_in_container,
                 // Go's plugin ignores a negative MTU.
                 mtu: keys.mtu.max(0),
                 mac: None,
                 broadcast_queue: None,
             },
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             earlier: conf.prev_result()?,
         })

@@ -70,13 +70,13 @@ impl Interface for Macvlan {
         Ok(Conf {
             link: Choices {
                 stacked: Stacked::Macvlan(mode),
-                master: keys::name(&keys.master),
+                master: keys::non_empty(keys.master),
                 master_namespace: keys.link_in_container,
                 mtu: keys.mtu,
                 mac: keys::mac(sources).map_err(|reason| mac_error(sources, &reason))?,
                 broadcast_queue: Some(keys.broadcast_queue).filter(|length| *length > 0),
             },
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
         })
     }

@@ -73,7 +73,7 @@ impl Interface for Ptp {
         let keys: Keys = conf.decode()?;
         let backend = keys::masquerade_backend(keys.ip_masq_backend)?;
         Ok(Conf {
-            ipam: keys::ipam(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
+            ipam: keys::ipam_type(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             masquerade: if keys.ip_masq { Masquerading::On(backend) } else { Masquerading::Off },
             mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?,
@@ -100,7 +100,7 @@ impl Interface for Ptp {
         let pair = veth::create(context, &choices, rollback)?;
         let interfaces = vec![host_interface(&pair.name, Some(pair.mac)), context.container_interface(pair.peer_mac)];
         let result = AddResult { interfaces, ..AddResult::default() };
-        Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair })
+        Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface_position: 1, link: pair })
     }
 
     /// Enables forwarding, adds the gateways' addresses to the host's end of the pair, and adds a

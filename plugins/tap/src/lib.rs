@@ -88,17 +88,16 @@ impl Interface for TapPlugin {
         args.check_known(&["MAC", "IP"])?;
         let keys: Keys = conf.decode()?;
         let mac = keys::mac([&keys.runtime_config.mac, args.get("MAC").unwrap_or_default(), &keys.mac]);
-        let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
         Ok(Conf {
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             mtu: keys::mtu(keys.mtu, MTU)?,
             mac: mac.map_err(Error::config)?,
             owner: keys.owner,
             group: keys.group,
             queues: if keys.multi_queue { Queues::Several } else { Queues::One },
-            selinux_context: non_empty(keys.selinux_context),
-            bridge: non_empty(keys.bridge),
+            selinux_context: keys::non_empty(keys.selinux_context),
+            bridge: keys::non_empty(keys.bridge),
         })
     }
 
@@ -139,7 +138,7 @@ impl Interface for TapPlugin {
             container.set_master(link.index, bridge.index).map_err(|error| Error::from(error).context(action))?;
         }
         let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
-        Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: tap })
+        Ok(CreatedLink { index: link.index, mac, result, interface_position: 0, link: tap })
     }
 
     /// Makes the tap persistent, so that it outlives this process.

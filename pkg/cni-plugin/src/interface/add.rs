@@ -50,7 +50,7 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
         None => policy.inherited.cloned(),
     };
     if let Some(answer) = answer {
-        let mut layer3 = Layer3::new(&answer, &policy, created.interface, &created.result.ips)?;
+        let mut layer3 = Layer3::new(&answer, &policy, created.interface_position, &created.result.ips)?;
         if in_kernel {
             masquerade::ensure(&context, policy.masquerade, &layer3.addresses(), &mut rollback)?;
             bring_up(plugin, &context, &mut created, &mut layer3, &mut rollback)?;

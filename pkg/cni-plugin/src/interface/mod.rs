@@ -350,7 +350,7 @@ pub struct CreatedLink<L> {
     /// The result so far: the interfaces, and the content of an earlier plugin's result.
     pub result: AddResult,
     /// The position of CNI_IFNAME in `result.interfaces`.
-    pub interface: usize,
+    pub interface_position: usize,
     /// The plugin's own data about the link.
     pub link: L,
 }

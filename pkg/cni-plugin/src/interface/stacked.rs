@@ -154,7 +154,7 @@ pub fn create<'a, C>(
         ));
     }
     let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
-    Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
+    Ok(CreatedLink { index: link.index, mac, result, interface_position: 0, link: () })
 }
 
 /// Whether a link is of the kind macvlan, ipvlan or vlan that `stacked` names.
