@@ -355,7 +355,7 @@ pub struct CreatedLink<L> {
     pub link: L,
 }
 
-/// What [`Interface::serve`] has configured on the host.
+/// What [`Interface::configure_host`] has configured on the host.
 #[derive(Debug, Default)]
 pub struct HostState {
     /// The addresses that the host now has for this container, for example the gateway's.
