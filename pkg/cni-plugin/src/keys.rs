@@ -13,20 +13,20 @@ use cni_linux::Mac;
 use serde::Deserialize;
 
 /// The MTUs that the kernel accepts for a veth, in bytes.
-pub const VETH_MTU: RangeInclusive<i64> = 68..=65535;
+pub const VETH_MTU: RangeInclusive<u32> = 68..=65535;
 
 /// The object `args`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Args {
     /// The keys for CNI plugins. `args` may have more objects, for other programs.
-    pub cni: CniArgs,
+    pub cni: ArgsCni,
 }
 
 /// The object `args.cni`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub struct CniArgs {
+pub struct ArgsCni {
     /// The hardware address of CNI_IFNAME.
     pub mac: String,
 }
@@ -65,31 +65,32 @@ pub enum Masquerading {
 /// # Errors
 /// Code 7 with the Go plugins' text for an unknown name.
 pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
-    let Some(name) = name.filter(|name| !name.is_empty()) else { return Ok(None) };
+    let Some(name) = name.and_then(non_empty) else { return Ok(None) };
     let known = Backend::by_name(&name);
     known.map(Some).ok_or_else(|| Error::config(format!("unknown ipmasq backend {name:?}")))
 }
 
-/// Checks `mtu`. Returns `None` for 0, which leaves the kernel's default.
+/// Checks the key `mtu`. Returns `None` for 0, which leaves the kernel's default.
 ///
 /// # Errors
 /// Code 7 for a value outside `accepted`.
-pub fn mtu(mtu: i64, accepted: RangeInclusive<i64>) -> Result<Option<u32>> {
-    if mtu == 0 {
-        return Ok(None);
+pub fn mtu(configured: i64, accepted: RangeInclusive<u32>) -> Result<Option<u32>> {
+    match u32::try_from(configured) {
+        Ok(0) => Ok(None),
+        Ok(mtu) if accepted.contains(&mtu) => Ok(Some(mtu)),
+        _ => {
+            let (smallest, largest) = accepted.into_inner();
+            Err(Error::config(format!("invalid MTU {configured} (must be between {smallest} and {largest}, or 0)")))
+        }
     }
-    if accepted.contains(&mtu) {
-        return Ok(u32::try_from(mtu).ok());
-    }
-    let (smallest, largest) = accepted.into_inner();
-    Err(Error::config(format!("invalid MTU {mtu} (must be between {smallest} and {largest}, or 0)")))
 }
 
 /// Parses a hardware address: the first of `sources` that is not empty. Returns `None` if all are
 /// empty.
 ///
 /// # Errors
-/// The Go plugins' text for an invalid address, without their prefix, which each plugin adds.
+/// Why the address is invalid, in the words of the Go plugins. The caller puts the beginning of its
+/// plugin's message before this text.
 pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;
@@ -99,12 +100,12 @@ pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     Ok(Some(mac))
 }
 
-/// Returns a copy of `name`, or `None` if it is empty.
-pub fn name(name: &str) -> Option<String> {
-    Some(name.to_owned()).filter(|name| !name.is_empty())
+/// Returns `text`, or `None` if it is empty.
+pub fn non_empty(text: String) -> Option<String> {
+    Some(text).filter(|text| !text.is_empty())
 }
 
 /// Returns `ipam.type`, or `None` if it is absent or empty.
-pub fn ipam(conf: &NetConf) -> Option<String> {
-    name(conf.ipam_type())
+pub fn ipam_type(conf: &NetConf) -> Option<String> {
+    non_empty(conf.ipam_type().to_owned())
 }

@@ -17,7 +17,7 @@ pub use interface::{Interface, InterfacePlugin};
 #[doc(hidden)]
 pub use cni_linux::Arena;
 
-/// Expands to the function `main` of a plugin's binary, with its global allocator.
+/// Expands to a plugin's function `main` and its global allocator.
 ///
 /// ```text
 /// cni_plugin::main!(plugin_portmap::Portmap);

@@ -17,12 +17,9 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
             skel::run(plugin, &machine, &mut stdin, &mut stdout)
         }
         Err(error) => {
-            // Nothing has been done yet. A runtime reports stderr when stdout is empty.
-            let _ = writeln!(
-                std::io::stderr(),
-                "{}: failed to block the signals and open a signalfd: {error}",
-                plugin.name()
-            );
+            // The plugin has done nothing yet. A runtime reports stderr when stdout is empty.
+            let _ =
+                writeln!(io::stderr(), "{}: failed to block the signals and open a signalfd: {error}", plugin.name());
             ExitCode::FAILURE
         }
     }

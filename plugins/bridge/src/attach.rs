@@ -13,7 +13,7 @@ use cni_linux::{Link, Watch};
 use cni_plugin::interface::veth::{self, Choices};
 use cni_plugin::interface::{AttachmentContext, CreatedLink, host_interface};
 
-use crate::chained::Earlier;
+use crate::chained::AdoptedInterface;
 use crate::conf::Conf;
 use crate::device;
 use crate::port::{self, PortEnds};
@@ -29,14 +29,19 @@ pub struct AttachedPort {
     pub(crate) bridge: Link,
     /// The index of the port.
     pub(crate) port: u32,
-    /// The index of the link for the gateway's address, which is the bridge if the configuration
+    /// The index of the link for the gateways' addresses, which is the bridge if the configuration
     /// has no gateway; `None` until that link is known.
-    pub(crate) gateway: Option<u32>,
-    /// In chained use, the state of the earlier plugin's interface before ADD.
-    pub(crate) earlier: Option<Earlier>,
+    pub(crate) gateway_link: Option<u32>,
+    /// In chained use, the earlier plugin's interface that became the port.
+    pub(crate) adopted: Option<AdoptedInterface>,
 }
 
-/// Finds or creates the bridge, and creates a veth pair whose host's end is a port of it.
+/// Finds or creates the bridge, and creates a veth pair with its host's end as a port of the
+/// bridge.
+///
+/// # Errors
+/// Those of [`port::check_not_guarded`], [`device::ensure`], [`veth::create`] and
+/// [`port::protect`].
 pub(crate) fn create<'a>(
     context: &AttachmentContext<'a, Conf>,
     rollback: &mut Rollback<'a>,
@@ -58,15 +63,19 @@ pub(crate) fn create<'a>(
         ],
         ..AddResult::default()
     };
-    let link = AttachedPort { bridge, port: pair.index, gateway: None, earlier: None };
-    // `interface` is the position of the container's interface in the list above.
-    Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 2, link })
+    let link = AttachedPort { bridge, port: pair.index, gateway_link: None, adopted: None };
+    Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface_position: 2, link })
 }
 
 /// Waits until frames pass: the port forwards, and the gateway's link and the container's end have
 /// their carriers. The kernel sets each carrier asynchronously, in any order, and an interface
-/// drops outgoing frames until it has its carrier. If STP holds the port back, prints a note and
-/// does not fail.
+/// drops outgoing frames until it has its carrier.
+///
+/// If STP blocks the port, prints a note and waits for the container's carrier only.
+///
+/// # Errors
+/// - Code 11 at the deadline.
+/// - The errors of the kernel.
 pub(crate) fn wait_for_frames(
     context: &AttachmentContext<'_, Conf>,
     created: &CreatedLink<AttachedPort>,
@@ -78,8 +87,8 @@ pub(crate) fn wait_for_frames(
         let port = context.host.wait_port_forwarding(watch, created.link.port, deadline, machine)?;
         // A bridge gets its carrier only when one of its ports forwards.
         if port.port.is_some_and(|state| state.state == PortState::Forwarding) {
-            if let Some(gateway) = created.link.gateway {
-                context.host.wait_carrier(watch, gateway, deadline, machine)?;
+            if let Some(gateway_link) = created.link.gateway_link {
+                context.host.wait_carrier(watch, gateway_link, deadline, machine)?;
             }
         } else {
             let notes = &context.call.notes;

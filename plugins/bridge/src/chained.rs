@@ -26,18 +26,20 @@ use crate::port::{self, PortEnds};
 /// The longest alias, in bytes, that the kernel stores.
 const ALIAS_MAX: usize = 255;
 
-/// The bytes reserved in the alias for larger numbers: a mark has `0+0` until [`note_addresses`].
+/// The bytes reserved in the alias for larger numbers: a mark has `0+0` until [`record_addresses`].
 const NUMBERS_LEN: usize = 8;
 
 /// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container; otherwise `None`,
 /// and this plugin creates the interface itself. For example, Nomad's list begins with the loopback
 /// plugin, which does not create CNI_IFNAME.
 ///
+/// A `prevResult` that cannot be decoded and does not name the interface is ignored, with a note:
+/// Go does not read `prevResult` at ADD at all.
+///
 /// # Errors
-/// If `prevResult` names the interface but cannot be decoded, for example because it has another
-/// version. A `prevResult` that cannot be decoded and does not name the interface is ignored, with
-/// a note: Go does not read `prevResult` at ADD at all.
-pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
+/// Code 6 if `prevResult` names the interface but cannot be decoded, for example because it has
+/// another version.
+pub(crate) fn find_adopted(call: &Call<'_>) -> Result<Option<AddResult>> {
     let Some(json) = call.conf.json().get("prevResult") else { return Ok(None) };
     let is_in_container = |name: &str, sandbox: &str| name == call.ifname && !sandbox.is_empty();
     match AddResult::decode(json, call.conf.version()) {
@@ -67,9 +69,10 @@ pub(crate) fn earlier(call: &Call<'_>) -> Result<Option<AddResult>> {
 /// earlier plugin's result.
 ///
 /// # Errors
-/// If the container has no Ethernet interface CNI_IFNAME, `earlier` does not list the host's end,
-/// or another attachment or bridge uses the host's end. With IPAM, also if `earlier` does not list
-/// the container's interface.
+/// - Code 7 if the container has no Ethernet interface CNI_IFNAME, if `earlier` does not list the
+///   host's end, or, with IPAM, if `earlier` does not list the container's interface.
+/// - Code 102 if another attachment or bridge uses the host's end.
+/// - The errors of [`device::ensure`] and [`port::protect`].
 pub(crate) fn plug_in<'a>(
     context: &AttachmentContext<'a, Conf>,
     earlier: &AddResult,
@@ -95,17 +98,19 @@ pub(crate) fn plug_in<'a>(
     }
     let bridge = device::ensure(host, conf, call.machine)?;
     let port_mark = new_port_mark(&bridge, &link, attachment)?;
-    let (undo, index, was_port) = (Rc::clone(host), link.index, link.master.is_some());
-    rollback.push(format!("take {} off {}", link.name, bridge.name), move || match undo.find_link_by_index(index)? {
-        // The earlier plugin had already attached the link to the bridge: the link stays there.
-        Some(link) if was_port => restore_alias(&undo, &link),
-        Some(link) => give_back(&undo, &link),
-        None => Ok(()),
+    let (undo_host, index, was_port) = (Rc::clone(host), link.index, link.master.is_some());
+    rollback.push(format!("take {} off {}", link.name, bridge.name), move || {
+        match undo_host.find_link_by_index(index)? {
+            // The earlier plugin had already attached the link to the bridge: the link stays there.
+            Some(link) if was_port => restore_alias(&undo_host, &link),
+            Some(link) => give_back(&undo_host, &link),
+            None => Ok(()),
+        }
     });
     mark_and_attach(host, &bridge, &link, &port_mark)?;
     let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
     port::protect(host, &ends, attachment, conf, rollback)?;
-    let interface = match earlier.find_interface(&call.ifname, call.sandbox()) {
+    let interface_position = match earlier.find_interface(&call.ifname, call.sandbox()) {
         None if conf.ipam.is_some() => {
             return Err(Error::config(format!(
                 "bridge is chained, but prevResult does not list interface {:?} in network namespace {}: the plugin \
@@ -115,19 +120,20 @@ pub(crate) fn plug_in<'a>(
             )));
         }
         // Without IPAM, no address refers to this position, so it does not matter.
-        interface => interface.unwrap_or_default(),
+        position => position.unwrap_or_default(),
     };
     let port = link.index;
-    let link = AttachedPort { bridge, port, gateway: None, earlier: Some(Earlier { inner_up: inner.up, port_mark }) };
-    Ok(CreatedLink { index: inner.index, mac: peer_mac, result: earlier.clone(), interface, link })
+    let adopted = AdoptedInterface { inner_was_up: inner.up, port_mark };
+    let link = AttachedPort { bridge, port, gateway_link: None, adopted: Some(adopted) };
+    Ok(CreatedLink { index: inner.index, mac: peer_mac, result: earlier.clone(), interface_position, link })
 }
 
-/// The state of the earlier plugin's interface before ADD, and its new mark.
+/// The earlier plugin's interface that this ADD makes a port.
 #[derive(Debug)]
-pub(crate) struct Earlier {
-    /// Whether the container's end was up.
-    inner_up: bool,
-    /// The mark of the host's end.
+pub(crate) struct AdoptedInterface {
+    /// Whether the container's end was up before this ADD.
+    inner_was_up: bool,
+    /// The mark that this ADD gives to the host's end.
     port_mark: PortMark,
 }
 
@@ -137,34 +143,37 @@ pub(crate) struct Earlier {
 /// The earlier plugin's interface remains if this ADD fails, so the new addresses must be removed
 /// from the interface before IPAM releases them. Addresses that the interface already has are the
 /// earlier plugin's. The rollback also sets the interface down again if it was down.
-pub(crate) fn note_addresses<'a>(
+pub(crate) fn record_addresses<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &CreatedLink<AttachedPort>,
     layer3: &Layer3,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let Some(Earlier { inner_up, port_mark }) = &created.link.earlier else { return Ok(()) };
+    let Some(AdoptedInterface { inner_was_up, port_mark }) = &created.link.adopted else { return Ok(()) };
     let existing = context.container.list_addresses(created.index)?;
     let mut new_addresses = layer3.addresses();
     new_addresses.retain(|cidr| existing.iter().all(|address| address.cidr != *cidr));
-    let (undo, index, was_up) = (context.container.clone(), created.index, *inner_up);
+    let (undo_container, index, was_up) = (context.container.clone(), created.index, *inner_was_up);
     rollback.push(format!("take our addresses off {}", context.call.ifname), move || {
-        let purged = purge_addresses(&undo, index, &new_addresses);
-        let set_down = if was_up { Ok(()) } else { undo.set_down(index) };
+        // The interface is set down even if an address could not be removed.
+        let purged = purge_addresses(&undo_container, index, &new_addresses);
+        let set_down = if was_up { Ok(()) } else { undo_container.set_down(index) };
         purged.and(set_down)
     });
     // The new addresses follow those of the earlier plugins in the result.
-    let (first, count) = (created.result.ips.len(), layer3.ips.len());
-    let port_mark = PortMark { addresses: (first, count), ..port_mark.clone() };
+    let port_mark =
+        PortMark { first_address: created.result.ips.len(), address_count: layer3.ips.len(), ..port_mark.clone() };
     Ok(context.host.set_alias(created.link.port, &port_mark.alias())?)
 }
 
-/// Returns the host's end of the container's interface `inner`. Fails unless `prev` lists exactly
-/// one host interface that is the other end of `inner`. Both ends must name each other, because an
-/// index is only unique within a namespace.
-fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) -> Result<Link> {
+/// Returns the host's end of the container's interface `inner`. Both ends must name each other,
+/// because an index is only unique within a namespace.
+///
+/// # Errors
+/// Code 7 unless `earlier` lists exactly one host interface that is the other end of `inner`.
+fn find_host_end(host: &Netlink, conf: &Conf, earlier: &AddResult, inner: &Link) -> Result<Link> {
     let mut peers = Vec::new();
-    for interface in &prev.interfaces {
+    for interface in &earlier.interfaces {
         if !interface.sandbox.is_empty() || interface.name == conf.bridge {
             continue;
         }
@@ -188,15 +197,15 @@ fn find_host_end(host: &Netlink, conf: &Conf, prev: &AddResult, inner: &Link) ->
 /// Returns the mark that the link gets as a port of `bridge` for this attachment.
 ///
 /// # Errors
-/// Code 102 if another bridge or attachment uses the link, or this attachment already does; code 7
-/// if the link's alias is too long to be stored beside the mark.
+/// - Code 102 if another bridge or attachment uses the link, or this attachment already does.
+/// - Code 7 if the link's alias is too long to be stored beside the mark.
 fn new_port_mark(bridge: &Link, link: &Link, attachment: &AttachmentId) -> Result<PortMark> {
     if link.master.is_some_and(|master| master != bridge.index) {
         let msg = format!("{} is already attached to another bridge or bond", link.name);
         return Err(Error::new(Code::CONFLICT, msg));
     }
-    let before = link.alias.clone().unwrap_or_default();
-    let port_mark = match PortMark::parse(&before) {
+    let earlier_alias = link.alias.clone().unwrap_or_default();
+    let port_mark = match PortMark::parse(&earlier_alias) {
         Some(port_mark) if port_mark.belongs_to(attachment) && link.master.is_some() => {
             let msg = format!("{} is already a port of {} for this attachment", link.name, bridge.name);
             return Err(Error::new(Code::CONFLICT, msg).with_details("run DEL before adding it again"));
@@ -209,12 +218,12 @@ fn new_port_mark(bridge: &Link, link: &Link, attachment: &AttachmentId) -> Resul
                 format!("{} was attached to a bridge by another attachment", link.name),
             ));
         }
-        None => PortMark { attachment_alias: attachment.alias(), addresses: (0, 0), before },
+        None => PortMark { attachment_alias: attachment.alias(), first_address: 0, address_count: 0, earlier_alias },
     };
     if port_mark.alias().len() + NUMBERS_LEN > ALIAS_MAX {
         return Err(Error::config(format!(
             "the alias of {} is too long to be stored beside this attachment's mark, in {ALIAS_MAX} bytes together: {:?}",
-            link.name, port_mark.before
+            link.name, port_mark.earlier_alias
         )));
     }
     Ok(port_mark)
@@ -222,8 +231,8 @@ fn new_port_mark(bridge: &Link, link: &Link, attachment: &AttachmentId) -> Resul
 
 /// Sets the link's mark as its alias and attaches the link to the bridge.
 fn mark_and_attach(host: &Netlink, bridge: &Link, link: &Link, port_mark: &PortMark) -> Result<()> {
-    // The mark first: DEL could never detach a port without a mark, whereas a mark on a link that
-    // is not a port does no harm.
+    // The mark comes first: DEL could never detach a port without a mark, whereas a mark on a link
+    // that is not a port does no harm.
     host.set_alias(link.index, &port_mark.alias())?;
     if link.master.is_none() {
         host.set_master(link.index, bridge.index)?;

@@ -7,34 +7,38 @@ use cni::result::IpConfig;
 use cni::skel::{RestoreMode, Restored};
 use cni::{Cidr, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::{Link, Mac, Netlink, PortState, Watch, sysctl};
-use cni_plugin::interface::{Gateway, PortMark, failed, forwarding};
+use cni_linux::{Family, Link, Mac, Netlink, PortState, Watch, sysctl};
+use cni_plugin::interface::{Gateway, PortMark, failed, forwarding_sysctl};
 
 use crate::conf::{Conf, vlan_gateway_name};
 use crate::port;
 
 type Check<'a> = cni_plugin::interface::Check<'a, Conf>;
 
-/// Fails with the first difference from what ADD leaves. If the container's end is configured to be
-/// up, waits for a limited time until the port forwards and duplicate address detection is over.
+/// Compares the attachment with the state in which ADD left it. Unless the container's end is
+/// configured to be down, waits for a limited time until the port forwards and duplicate address
+/// detection is over.
+///
+/// # Errors
+/// Code 101 for the first difference.
 pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     let (host, conf) = (&*check.context.host, &check.context.conf);
     let outer = host_end(check)?;
     let bridge = find_bridge(host, conf)?;
-    check.interface()?;
+    check.compare_interface()?;
     check_port(check, &bridge, &outer)?;
-    check.layer3()?;
+    check.compare_layer3()?;
     if conf.ipam.is_some() {
-        let own = own_addresses(check, &outer);
+        let own_ips = own_addresses(check, &outer);
         if conf.gateway != Gateway::None {
-            check_gateway(host, conf, &bridge, &own)?;
+            check_gateway(host, conf, &bridge, &own_ips)?;
         }
-        check.masquerade(&own)?;
+        check.compare_masquerade(&own_ips)?;
     }
     if conf.container_down {
         return Ok(());
     }
-    let deadline = check.dad_deadline();
+    let deadline = check.settle_deadline();
     if outer.port.is_none_or(|port| port.state != PortState::Forwarding) {
         let watch = Watch::open()?;
         host.wait_port_forwarding(&watch, outer.index, deadline, check.context.call.machine)
@@ -43,13 +47,16 @@ pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     check.wait_for_dad(deadline)
 }
 
-/// Returns the host's end of the container's interface; fails with Go's text if there is none.
+/// Returns the host's end of the container's interface.
+///
+/// # Errors
+/// Code 101 with Go's text if there is none.
 fn host_end(check: &Check<'_>) -> Result<Link> {
     check.host_end(&format!("CNI veth created for bridge {} was not found", check.context.conf.bridge))
 }
 
 /// Returns the missing rules of `ipMasq` and `macspoofchk` and, with [`RestoreMode::Write`], writes
-/// them again. `None` if the configuration has neither.
+/// them again. Returns `None` if the configuration has neither key.
 pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
     let outer = host_end(check)?;
     let masquerade = check.restore_masquerade(&own_addresses(check, &outer), mode)?;
@@ -74,8 +81,11 @@ fn check_spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String
     Ok((mac, SpoofCheck::open()?.check(&call.container_id, &call.ifname, &outer.name, mac)?))
 }
 
-/// Returns the bridge. Fails if it does not exist, is not a bridge, is down, or is not promiscuous
-/// although the configuration requires that.
+/// Returns the bridge.
+///
+/// # Errors
+/// Code 101 if it does not exist, is not a bridge, is down, or is not promiscuous although the
+/// configuration requires that.
 fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     let name = &conf.bridge;
     let link = host.find_link(name)?.ok_or_else(|| failed(format!("Interface name {name} not found")))?;
@@ -87,14 +97,17 @@ fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     }
     // Promiscuity is a counter, which a packet capture raises too: any value above 0 is right.
     if conf.promiscuous && link.promiscuity == 0 {
-        let msg = format!("Bridge interface {name} configured LinkFlag Mode true doesn't match current state: false");
+        let msg = format!("Bridge interface {name} configured Promisc Mode true doesn't match current state: false");
         return Err(failed(msg));
     }
     Ok(link)
 }
 
-/// Fails if the host's end `outer` is down, is not a port of the bridge for this attachment, or
-/// does not have the configured settings.
+/// Checks that the host's end `outer` is up, is a port of the bridge for this attachment, and has
+/// the configured settings.
+///
+/// # Errors
+/// Code 101 for the first difference.
 fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     let (host, conf) = (&*check.context.host, &check.context.conf);
     let name = &outer.name;
@@ -107,9 +120,11 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     if PortMark::of(outer).is_some_and(|port_mark| !port_mark.belongs_to(&check.context.attachment)) {
         return Err(failed(format!("{name} was attached to {} by another attachment", bridge.name)));
     }
-    let port = outer.port.ok_or_else(|| failed(format!("{name} is not attached to bridge {}", bridge.name)))?;
+    let Some(settings) = outer.port else {
+        return Err(failed(format!("the kernel reports no settings of {name} as a port of bridge {}", bridge.name)));
+    };
     for (what, found, expected) in
-        [("hairpin mode", port.hairpin, conf.hairpin), ("port isolation", port.isolated, conf.isolated)]
+        [("hairpin mode", settings.hairpin, conf.hairpin), ("port isolation", settings.isolated, conf.isolated)]
     {
         if found != expected {
             return Err(failed(format!("{name}: {what} is {found}, expected {expected}")));
@@ -134,16 +149,17 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
 /// the earlier plugin's addresses, for which this plugin adds no gateway and does not masquerade.
 fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     match PortMark::of(outer) {
-        Some(PortMark { addresses: (first, count), .. }) => {
-            check.prev.ips.iter().skip(first).take(count).cloned().collect()
-        }
+        Some(port_mark) => port_mark.added_ips(&check.prev).cloned().collect(),
         None => check.layer3.ips.clone(),
     }
 }
 
-/// Fails if the link for the gateways (the bridge, or the VLAN's gateway interface) lacks the
-/// gateway of an address in `own`, or the host does not forward packets of that address's family.
-fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -> Result<()> {
+/// Checks that the link for the gateways (the bridge, or the VLAN's gateway interface) has the
+/// gateways of `own_ips`, and that the host forwards packets of their families.
+///
+/// # Errors
+/// Code 101 for the first difference.
+fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own_ips: &[IpConfig]) -> Result<()> {
     let link = match conf.gateway_vlan() {
         None => bridge.clone(),
         Some(vlan) => {
@@ -152,12 +168,12 @@ fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own: &[IpConfig]) -
         }
     };
     let existing = host.list_addresses(link.index)?;
-    for ip in own {
+    for ip in own_ips {
         let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix())) else { continue };
         if !existing.iter().any(|address| address.cidr == gateway) {
             return Err(failed(format!("{} does not have the gateway's address {gateway}", link.name)));
         }
-        let key = forwarding(ip.address.is_ipv4());
+        let key = forwarding_sysctl(Family::of(ip.address.address()));
         if sysctl::read(key)? != "1" {
             return Err(failed(format!("sysctl {key} is off: the host does not forward")));
         }

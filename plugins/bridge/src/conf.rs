@@ -17,6 +17,12 @@ use serde::Deserialize;
 /// The bridge's name if the configuration has none.
 pub const DEFAULT_BRIDGE: &str = "cni0";
 
+/// The longest name of a link that the kernel accepts, in bytes.
+const LINK_NAME_MAX: usize = 15;
+
+/// The largest VLAN ID; 4095 is reserved.
+const VLAN_MAX: u16 = 4094;
+
 /// A valid configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
@@ -40,8 +46,8 @@ pub struct Conf {
     pub(crate) vlans: Option<Vlans>,
     /// Whether frames with any other source address than the container's are dropped.
     pub(crate) spoof_check: bool,
-    /// Whether duplicate address detection runs in the container.
-    pub(crate) dad: bool,
+    /// Whether duplicate address detection runs for the addresses that ADD adds.
+    pub(crate) dad: Dad,
     /// Whether the container's end stays down.
     pub(crate) container_down: bool,
     /// The container's hardware address.
@@ -50,8 +56,8 @@ pub struct Conf {
     pub(crate) ipam: Option<String>,
     /// The DNS settings for the result instead of IPAM's.
     pub(crate) dns: Option<Dns>,
-    /// The gateways, with their networks' prefix lengths, that the `ipam` section configures.
-    pub(crate) own_gateways: Vec<Cidr>,
+    /// The gateways that the `ipam` section configures, with their networks' prefix lengths.
+    pub(crate) configured_gateways: Vec<Cidr>,
 }
 
 /// The VLANs of a port.
@@ -90,6 +96,7 @@ pub struct Keys {
     runtime_config: keys::RuntimeConfig,
 }
 
+/// An entry of `vlanTrunk`, unchecked: a range of VLANs, a single VLAN, or both.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct RawTrunk {
@@ -105,7 +112,8 @@ impl Conf {
     /// `IP`, which IPAM plugins read.
     ///
     /// # Errors
-    /// Code 4 for CNI_ARGS, 6 and 7 for the configuration, with Go's texts where Go has one.
+    /// - Code 4 for an error in CNI_ARGS.
+    /// - Code 6 or 7 for an error in the configuration, with Go's text where Go has one.
     pub(crate) fn new(conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
         let args = CniArgs::parse(args)?;
         args.check_known(&["MAC", "IP"])?;
@@ -120,30 +128,32 @@ impl Conf {
         if raw.hairpin_mode && raw.promisc_mode {
             return Err(Error::config("cannot set hairpin mode and promiscuous mode at the same time"));
         }
-        let vlans = vlans(raw.vlan, raw.vlan_trunk, raw.preserve_default_vlan)?;
+        let vlans = parse_vlans(raw.vlan, raw.vlan_trunk, raw.preserve_default_vlan)?;
         let gateway = match (raw.is_gateway, raw.is_default_gateway) {
             (_, true) => Gateway::DefaultRoute,
             (true, false) => Gateway::Address,
             (false, false) => Gateway::None,
         };
-        let ipam = keys::ipam(conf);
+        let ipam = keys::ipam_type(conf);
         if raw.disable_container_interface && ipam.is_some() {
             return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
         }
         let backend = keys::masquerade_backend(raw.ip_masq_backend)?;
-        if let (Some(vlan), false) = (vlans.as_ref().and_then(|vlans| vlans.access), gateway == Gateway::None) {
+        if gateway != Gateway::None
+            && let Some(vlan) = vlans.as_ref().and_then(|vlans| vlans.access)
+        {
             let name = vlan_gateway_name(&bridge, vlan);
-            if name.len() > 15 {
-                let msg =
-                    format!("the VLAN's gateway interface would be {name:?}, longer than 15 bytes: shorten \"bridge\"");
-                return Err(Error::config(msg));
+            if name.len() > LINK_NAME_MAX {
+                return Err(Error::config(format!(
+                    "the VLAN's gateway interface would be {name:?}, longer than {LINK_NAME_MAX} bytes: shorten \"bridge\""
+                )));
             }
         }
         Ok(Conf {
             mtu: keys::mtu(raw.mtu, keys::VETH_MTU)?,
             mac: keys::mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])
                 .map_err(|why| Error::config(format!("failed to make veth pair: {why}")))?,
-            own_gateways: cni_ipam::configured_gateways(conf),
+            configured_gateways: cni_ipam::configured_gateways(conf),
             dns: config::dns_override(raw.runtime_config.dns.as_ref(), raw.dns, notes),
             bridge,
             gateway,
@@ -154,7 +164,7 @@ impl Conf {
             isolated: raw.port_isolation,
             vlans,
             spoof_check: raw.macspoofchk,
-            dad: raw.enabledad,
+            dad: if raw.enabledad { Dad::Normal } else { Dad::Skip },
             container_down: raw.disable_container_interface,
             ipam,
         })
@@ -164,11 +174,6 @@ impl Conf {
     /// interface.
     pub(crate) fn puts_gateway_on_bridge(&self) -> bool {
         self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
-    }
-
-    /// Returns how duplicate address detection is set for addresses that ADD adds.
-    pub(crate) fn dad(&self) -> Dad {
-        if self.dad { Dad::Normal } else { Dad::Skip }
     }
 
     /// Returns the VLAN that the gateway is in; `None` if its address is on the bridge itself.
@@ -183,29 +188,40 @@ pub(crate) fn vlan_gateway_name(bridge: &str, vlan: u16) -> String {
     format!("{bridge}.{vlan}")
 }
 
-/// Reads `vlan` and `vlanTrunk`; `None` if both are absent. An empty trunk counts as present. Fails
-/// with Go's texts.
-fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<Option<Vlans>> {
-    let access = match vlan {
-        0 => None,
-        1..=4094 => u16::try_from(vlan).ok(),
-        other => return Err(Error::config(format!("invalid VLAN ID {other} (must be between 0 and 4094)"))),
+/// Parses `vlan`, `vlanTrunk` and `preserveDefaultVlan` (`keep_default`). Returns `None` if the
+/// first two are absent. An empty trunk counts as present.
+///
+/// # Errors
+/// Code 7 with Go's texts for an invalid VLAN ID, and those of [`expand_trunk`].
+fn parse_vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<Option<Vlans>> {
+    let access = match u16::try_from(vlan) {
+        Ok(0) => None,
+        Ok(id @ 1..=VLAN_MAX) => Some(id),
+        _ => return Err(Error::config(format!("invalid VLAN ID {vlan} (must be between 0 and {VLAN_MAX})"))),
     };
     if access.is_none() && trunk.is_none() {
         return Ok(None);
     }
-    let check_id = |id: i64, what: &str| match u16::try_from(id) {
-        Ok(id @ 1..=4094) => Ok(id),
-        _ => Err(Error::config(format!("incorrect trunk {what} parameter"))),
+    Ok(Some(Vlans { access, trunk: expand_trunk(trunk.unwrap_or_default())?, keep_default }))
+}
+
+/// Returns the VLANs that the entries of `vlanTrunk` name, sorted.
+///
+/// # Errors
+/// Code 7 with Go's texts for a VLAN ID outside 1 to 4094, and for an incomplete or reversed range.
+fn expand_trunk(entries: Vec<RawTrunk>) -> Result<Vec<u16>> {
+    let check_id = |id: i64, key: &str| match u16::try_from(id) {
+        Ok(id @ 1..=VLAN_MAX) => Ok(id),
+        _ => Err(Error::config(format!("incorrect trunk {key} parameter"))),
     };
     // For each VLAN, the end of the longest range that begins with that VLAN; 0 if there is none.
     // With this array, many overlapping ranges take no longer than one.
-    let mut range_ends = [0; 4095];
+    let mut range_ends = [0; VLAN_MAX as usize + 1];
     let mut add_range = |min: u16, max: u16| {
         let end = &mut range_ends[usize::from(min)];
         *end = max.max(*end);
     };
-    for item in trunk.unwrap_or_default() {
+    for item in entries {
         match (item.min, item.max) {
             (Some(min), Some(max)) => {
                 let (min, max) = (check_id(min, "minID")?, check_id(max, "maxID")?);
@@ -228,13 +244,13 @@ fn vlans(vlan: i64, trunk: Option<Vec<RawTrunk>>, keep_default: bool) -> Result<
         }
     }
     let (mut trunk, mut range_end) = (Vec::new(), 0);
-    for id in 1..=4094 {
+    for id in 1..=VLAN_MAX {
         range_end = range_end.max(range_ends[usize::from(id)]);
         if id <= range_end {
             trunk.push(id);
         }
     }
-    Ok(Some(Vlans { access, trunk, keep_default }))
+    Ok(trunk)
 }
 
 #[cfg(test)]

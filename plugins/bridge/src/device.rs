@@ -13,7 +13,7 @@ use cni::result::Interface;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::{BridgeSpec, Link, LinkFlag, Mac, Netlink, Watch};
-use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
+use cni_plugin::interface::veth::{made_up_mac, refuse_router_advertisements};
 use cni_plugin::interface::{PortMark, host_interface};
 
 use crate::conf::Conf;
@@ -27,12 +27,14 @@ const PINNED: &str = "cni-bridge: MAC pinned";
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Finds or creates the bridge and applies the missing settings. A bridge in use usually has all of
-/// them. A MAC that must be pinned is pinned before this ADD attaches its port, which could change
-/// the MAC.
+/// them. Must be called before this ADD attaches its port, which could change a MAC that is not
+/// pinned.
 ///
 /// # Errors
-/// Code 7 if a link of this name is not a bridge, or VLAN filtering would cut off ports of other
-/// programs; code 2 if the kernel has no VLAN filtering.
+/// - Code 7 if a link of this name is not a bridge, or VLAN filtering would cut off ports of other
+///   programs.
+/// - Code 2 if the kernel has no VLAN filtering.
+/// - The other errors of the kernel.
 pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Result<Link> {
     let wrap_error = |error| creation_error(error, conf);
     let link = match host.find_link(&conf.bridge).map_err(wrap_error)? {
@@ -46,7 +48,7 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Resu
     // A bridge that another program created may accept router advertisements, the kernel's default.
     // On a pinned bridge that is up, an earlier ADD has already disabled them.
     if !link.up || link.alias.as_deref() != Some(PINNED) {
-        no_router_advertisements(&link.name);
+        refuse_router_advertisements(&link.name);
     }
     let link = pin_mac(host, link, conf)?;
     if conf.vlans.is_some() && !link.bridge.as_ref().is_some_and(|bridge| bridge.vlan_filtering) {
@@ -61,7 +63,8 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Resu
     Ok(link)
 }
 
-/// Creates the bridge, or returns the one that another ADD has created meanwhile.
+/// Creates the bridge. If another ADD has created it meanwhile, returns that one, to which not all
+/// settings may have been applied yet.
 fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
     let wrap_error = |error| creation_error(error, conf);
     let mac = made_up_mac()?;
@@ -74,7 +77,7 @@ fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
     };
     match host.create_bridge(&spec) {
         Ok(link) => {
-            no_router_advertisements(&link.name);
+            refuse_router_advertisements(&link.name);
             host.set_alias(link.index, PINNED).map_err(wrap_error)?;
             Ok(Link { alias: Some(PINNED.to_owned()), mac: Some(mac), up: true, ..link })
         }
@@ -83,17 +86,17 @@ fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
     }
 }
 
-/// Returns the error for a bridge that could not be created or set up. If VLANs are configured, a
-/// request that the kernel does not support is taken as one that needs VLAN filtering.
+/// Returns the error for a bridge that could not be created or set up. If VLANs are configured and
+/// the kernel does not support the request, the error names VLAN filtering as the missing feature.
 fn creation_error(error: cni_linux::Error, conf: &Conf) -> Error {
     let lacks_vlan_filtering = conf.vlans.is_some() && error.is_unsupported();
     let error = Error::from(error).context(format_args!("failed to create bridge {:?}", conf.bridge));
-    if lacks_vlan_filtering { no_vlan_filtering(error, conf) } else { error }
+    if lacks_vlan_filtering { vlan_filtering_error(error, conf) } else { error }
 }
 
 /// Returns an error of code 2 with the text of `error` and the configured key that needs VLAN
 /// filtering.
-fn no_vlan_filtering(error: Error, conf: &Conf) -> Error {
+fn vlan_filtering_error(error: Error, conf: &Conf) -> Error {
     let key = match conf.vlans.as_ref() {
         Some(vlans) => match vlans.access {
             Some(vlan) => format!("\"vlan\": {vlan}"),
@@ -118,7 +121,7 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     match cni_linux::probe_vlan_filtering() {
         Ok(()) => Ok(()),
         Err(error) if error.is_unsupported() => {
-            Err(no_vlan_filtering(Error::config(format!("bridge {:?}", conf.bridge)), conf))
+            Err(vlan_filtering_error(Error::config(format!("bridge {:?}", conf.bridge)), conf))
         }
         Err(error) => {
             call.notes.note(format_args!(
@@ -129,19 +132,23 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     }
 }
 
-/// Pins the bridge's current MAC. If this ADD adds a gateway's address to the bridge, the MAC is
-/// pinned whichever ports the bridge has: with each change of the MAC all containers would lose the
-/// gateway for a while. Otherwise the MAC is only pinned if all ports are containers'.
+/// Pins the bridge's current MAC, unless it is pinned already or must not be pinned. Returns the
+/// link with its new properties.
+///
+/// If this ADD adds a gateway's address to the bridge, the MAC is pinned whichever ports the bridge
+/// has: with each change of the MAC all containers would lose the gateway for a while. Otherwise
+/// the MAC is only pinned if no other program relies on its changes.
 fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.as_deref() == Some(PINNED) {
         return Ok(link);
     }
-    if !conf.puts_gateway_on_bridge() && !has_only_cni_ports(host, &link) {
+    if !conf.puts_gateway_on_bridge() && !serves_only_containers(host, &link) {
         return Ok(link);
     }
-    // The administrator's alias is not replaced, so a pinned bridge with such an alias is not
-    // recognised. Setting the MAC drops all neighbour entries of the bridge, so the MAC is only set
-    // before the bridge has its first gateway's address, as in Go.
+    // An alias that the administrator set is not replaced with `PINNED`. So each ADD on such a
+    // bridge comes here, although an earlier one may have pinned the MAC. Setting the MAC again
+    // would drop all neighbour entries of the bridge, so the MAC is only set before the bridge has
+    // its first gateway's address, as in Go.
     if link.alias.is_some() && has_gateway_address(host, &link, conf)? {
         return Ok(link);
     }
@@ -153,8 +160,8 @@ fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.is_some() {
         return Ok(Link { mac: Some(mac), ..link });
     }
-    // The ADD that created the bridge may have ended before these two steps.
-    no_router_advertisements(&link.name);
+    // The ADD that created the bridge may have been killed before these two steps.
+    refuse_router_advertisements(&link.name);
     host.set_alias(link.index, PINNED)?;
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })
 }
@@ -164,22 +171,27 @@ fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
 fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool> {
     let is_link_local = |address| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
     let is_gateway = |cidr: Cidr| {
-        if conf.own_gateways.is_empty() { !is_link_local(cidr.address()) } else { conf.own_gateways.contains(&cidr) }
+        if conf.configured_gateways.is_empty() {
+            !is_link_local(cidr.address())
+        } else {
+            conf.configured_gateways.contains(&cidr)
+        }
     };
     Ok(host.list_addresses(link.index)?.iter().any(|address| is_gateway(address.cidr)))
 }
 
 /// Whether all ports of the bridge are containers', so that no other program relies on the bridge
-/// taking the MAC of its port. False if the ports cannot be listed, which can happen while many are
-/// being added: the next ADD looks again.
-fn has_only_cni_ports(host: &Netlink, link: &Link) -> bool {
+/// taking the MAC of its port. A bridge without ports serves only containers if it has no MAC yet.
+/// False if the ports cannot be listed, which can happen while many are being added: the next ADD
+/// looks again.
+fn serves_only_containers(host: &Netlink, link: &Link) -> bool {
     let Ok(ports) = host.list_ports(link.index) else { return false };
     if ports.is_empty() {
         // Another program may attach an uplink later and rely on the bridge taking the uplink's
         // MAC.
         return link.mac.is_none_or(Mac::is_zero);
     }
-    let record = record::HostVeths::default();
+    let record = record::HostInterfaces::default();
     ports.iter().all(|port| is_cni_port(port, &record))
 }
 
@@ -195,16 +207,20 @@ pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
 
 /// Whether a port is a container's: it has these plugins' mark, or a runtime has recorded that a
 /// CNI plugin created it.
-fn is_cni_port(port: &Link, record: &record::HostVeths) -> bool {
+fn is_cni_port(port: &Link, record: &record::HostInterfaces) -> bool {
     let is_mark = |alias: &str| AttachmentId::parse(alias).is_some() || PortMark::parse(alias).is_some();
     port.alias.as_deref().is_some_and(is_mark) || (port.is_veth() && record.contains(&port.name))
 }
 
-/// Enables VLAN filtering on a bridge that these plugins or another program use already. Fails if
-/// that would cut off ports of other programs.
+/// Enables VLAN filtering on a bridge that these plugins or another program use already.
+///
+/// # Errors
+/// - Code 7 if that would cut off ports of other programs.
+/// - Code 2 if the kernel has no VLAN filtering.
+/// - The other errors of the kernel.
 fn enable_vlan_filtering(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn Machine) -> Result<()> {
-    // Another ADD may have created its port and not marked it yet. Reaching the deadline is not an
-    // error: then `check_foreign_ports` decides.
+    // Another ADD may have created its port and not marked it yet. At the deadline,
+    // `check_foreign_ports` decides about the ports without a mark.
     let watch = Watch::open()?;
     let marked = watch.wait("a mark on every port", machine.now() + MARK_DEADLINE, machine, || {
         let ports = host.list_ports(link.index)?;
@@ -216,22 +232,26 @@ fn enable_vlan_filtering(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn
         _ => check_foreign_ports(host, link)?,
     }
     match host.set_vlan_filtering(link.index) {
-        Err(error) if error.is_unsupported() => Err(no_vlan_filtering(error.into(), conf)),
+        Err(error) if error.is_unsupported() => Err(vlan_filtering_error(error.into(), conf)),
         result => Ok(result?),
     }
 }
 
-/// Checks that VLAN filtering can be enabled on the bridge. Fails with the names of the ports of
-/// other programs if there are any, because VLAN filtering would drop their tagged traffic.
+/// Checks that VLAN filtering can be enabled on the bridge.
+///
+/// # Errors
+/// - Code 7 with the names of the ports of other programs, if there are any: VLAN filtering would
+///   drop their tagged traffic.
+/// - The errors of the kernel.
 pub(crate) fn check_foreign_ports(host: &Netlink, link: &Link) -> Result<()> {
-    let record = record::HostVeths::default();
+    let record = record::HostInterfaces::default();
     let ports = host.list_ports(link.index)?;
     let foreign: Vec<&str> =
         ports.iter().filter(|port| !is_cni_port(port, &record)).map(|port| port.name.as_str()).collect();
     if !foreign.is_empty() {
         return Err(Error::config(format!(
             "bridge {0:?} does not filter VLANs and has ports that are not CNI's ({1}), whose tagged traffic would stop: \
-             switch it on yourself with `ip link set {0} type bridge vlan_filtering 1`, or use another bridge",
+             switch VLAN filtering on yourself with `ip link set {0} type bridge vlan_filtering 1`, or use another bridge",
             link.name,
             foreign.join(", ")
         )));

@@ -1,4 +1,4 @@
-//! Only for pkg/cni-fuzz: reads a configuration, and checks what every valid one must fulfil.
+//! Reads a configuration, and checks what every valid one must fulfil. Only pkg/cni-fuzz uses this.
 
 use cni::skel::Call;
 use cni::{Result, ident};

@@ -4,16 +4,17 @@
 //! Other attachments use the same addresses and sysctls, so a failed ADD does not undo them. It
 //! restores the addresses that `forceAddress` removed.
 
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::rc::Rc;
 
 use cni::AttachmentId;
 use cni::rollback::Rollback;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Dad, Link, Netlink, Target, VethSpec, VlanFlags, sysctl};
-use cni_plugin::interface::veth::{made_up_mac, no_router_advertisements};
-use cni_plugin::interface::{AttachmentContext, CreatedLink, Gateway, HostState, Layer3, forwarding, host_interface};
+use cni_linux::{Dad, Family, Link, Netlink, Target, VethSpec, VlanFlags, sysctl};
+use cni_plugin::interface::veth::{made_up_mac, refuse_router_advertisements};
+use cni_plugin::interface::{
+    AttachmentContext, CreatedLink, Gateway, HostState, Layer3, forwarding_sysctl, host_interface,
+};
 
 use crate::attach::AttachedPort;
 use crate::conf::{Conf, vlan_gateway_name};
@@ -21,17 +22,21 @@ use crate::conf::{Conf, vlan_gateway_name};
 /// The alias of the port that connects a VLAN's gateway interface to the bridge.
 const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 
-/// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway. A
-/// VLAN's gateway interface is also added to the result. Returns the added addresses and, also
-/// without a gateway, the link on which neighbour entries for the container can be outdated.
-pub(crate) fn serve<'a>(
+/// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway.
+/// Lists a VLAN's gateway interface in the result. Returns the added addresses and, also without a
+/// gateway, the link on which neighbour entries for the container can be outdated.
+///
+/// # Errors
+/// - Code 102 with Go's text if the link has a conflicting address and `forceAddress` is not set.
+/// - The errors of the kernel.
+pub(crate) fn add_gateways<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &mut CreatedLink<AttachedPort>,
     layer3: &Layer3,
     rollback: &mut Rollback<'a>,
 ) -> Result<HostState> {
-    let link = gateway_link(&context.host, &created.link.bridge, &context.conf)?;
-    created.link.gateway = Some(link.index);
+    let link = ensure_gateway_link(&context.host, &created.link.bridge, &context.conf)?;
+    created.link.gateway_link = Some(link.index);
     if link.index != created.link.bridge.index {
         created.result.interfaces.push(host_interface(&link.name, link.mac));
     }
@@ -49,8 +54,8 @@ struct Plan {
     missing: Vec<Cidr>,
     /// The addresses of the link that are removed because of `forceAddress`.
     conflicting: Vec<Cidr>,
-    /// The families that have a gateway: `true` is IPv4.
-    families: BTreeSet<bool>,
+    /// The families that have a gateway. The host is to forward their packets.
+    families: Vec<Family>,
 }
 
 impl Plan {
@@ -60,18 +65,19 @@ impl Plan {
     /// Code 102 with Go's text if an address conflicts and `forceAddress` is not set.
     fn new(context: &AttachmentContext<'_, Conf>, link: Link, layer3: &Layer3) -> Result<Plan> {
         let (host, conf) = (&context.host, &context.conf);
-        let mut plan = Plan { link, missing: Vec::new(), conflicting: Vec::new(), families: BTreeSet::new() };
+        let mut plan = Plan { link, missing: Vec::new(), conflicting: Vec::new(), families: Vec::new() };
         if conf.gateway == Gateway::None {
             return Ok(plan);
         }
         let gateways = layer3.gateways();
-        plan.families = gateways.iter().map(Cidr::is_ipv4).collect();
+        plan.families = Family::ALL.to_vec();
+        plan.families.retain(|family| gateways.iter().any(|gateway| Family::of(gateway.address()) == *family));
         let existing: Vec<Cidr> = host.list_addresses(plan.link.index)?.iter().map(|address| address.cidr).collect();
         for gateway in gateways.iter().filter(|gateway| !existing.contains(gateway)) {
             plan.missing.push(*gateway);
             for address in existing.iter().filter(|address| conflicts(**address, *gateway)) {
                 // The other gateways of this network do not conflict.
-                if gateways.contains(address) || conf.own_gateways.contains(address) {
+                if gateways.contains(address) || conf.configured_gateways.contains(address) {
                     continue;
                 }
                 if !conf.force_address {
@@ -91,7 +97,8 @@ impl Plan {
     }
 
     /// Removes the conflicting addresses, adds the missing ones and enables forwarding. Returns the
-    /// added addresses, without those that another ADD has added meanwhile.
+    /// added addresses, without those that another ADD has added meanwhile. Registers the return of
+    /// the removed addresses on `rollback`.
     fn execute<'a>(self, context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
         let (host, conf, notes) = (&context.host, &context.conf, &context.call.notes);
         let Plan { link, missing, conflicting, families } = self;
@@ -99,39 +106,44 @@ impl Plan {
             let saved = host.save_addresses(link.index, &conflicting)?;
             let undo = Rc::clone(host);
             rollback.push(format!("put back what forceAddress removed from {}", link.name), move || {
+                // Tries every address, and returns the first error.
                 saved.iter().map(|address| undo.restore_address(address)).fold(Ok(()), Result::and)
             });
         }
         for address in conflicting {
             notes.note(format_args!("{address} is removed from {} (forceAddress)", link.name));
             match host.delete_address(link.index, address) {
-                Err(error) if !error.is_not_found() => return Err(error.into()),
-                _ => {}
+                Ok(()) => {}
+                Err(error) if error.is_not_found() => {}
+                Err(error) => return Err(error.into()),
             }
         }
         let mut added = Vec::new();
         for gateway in missing {
-            match host.add_address(link.index, gateway, conf.dad()) {
-                Err(error) if !error.is_exists() => return Err(error.into()),
-                Err(_) => {}
+            match host.add_address(link.index, gateway, conf.dad) {
                 Ok(()) => added.push(gateway.address()),
+                Err(error) if error.is_exists() => {}
+                Err(error) => return Err(error.into()),
             }
             // The kernel resolves neighbours for forwarded packets from a link-local address. The
             // link-local address that the kernel adds is tentative at first: without another one,
             // the first packets would be lost.
-            if let (false, Dad::Skip, Some(mac)) = (gateway.is_ipv4(), conf.dad(), link.mac) {
+            if !gateway.is_ipv4()
+                && conf.dad == Dad::Skip
+                && let Some(mac) = link.mac
+            {
                 host.add_link_local(link.index, mac)?;
             }
         }
-        for is_ipv4 in families {
-            sysctl::ensure(forwarding(is_ipv4), "1")?;
+        for family in families {
+            sysctl::ensure(forwarding_sysctl(family), "1")?;
         }
         Ok(added)
     }
 }
 
-/// Whether a link with the address `existing` must not get the gateway's. As with Go: any other
-/// IPv4 address conflicts, an IPv6 address only if the networks overlap.
+/// Whether a link with the address `existing` must not get the gateway's address. As with Go, any
+/// other IPv4 address conflicts, an IPv6 address only if the networks overlap.
 fn conflicts(existing: Cidr, gateway: Cidr) -> bool {
     if existing.is_ipv4() != gateway.is_ipv4() {
         return false;
@@ -144,9 +156,10 @@ fn conflicts(existing: Cidr, gateway: Cidr) -> bool {
 /// Returns the link for the gateways' addresses: the bridge or, if the configuration has a VLAN and
 /// makes the bridge the gateway, the VLAN's gateway interface. That interface is one end of a veth
 /// pair, and the other end is a port of the bridge in the VLAN. Creates the pair if it is missing.
-fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
-    let (Some(vlan), true) = (conf.gateway_vlan(), conf.gateway != Gateway::None) else {
-        return Ok(bridge.clone());
+fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
+    let vlan = match (conf.gateway, conf.gateway_vlan()) {
+        (Gateway::None, _) | (_, None) => return Ok(bridge.clone()),
+        (_, Some(vlan)) => vlan,
     };
     let name = vlan_gateway_name(&bridge.name, vlan);
     let port_name = AttachmentId::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
@@ -172,7 +185,7 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
                 host.purge_link(veth.index)?;
                 return Err(error);
             }
-            no_router_advertisements(&name);
+            refuse_router_advertisements(&name);
         }
         // Another ADD has created it meanwhile.
         Err(error) if error.is_exists() => {}
@@ -187,11 +200,11 @@ fn gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Link> {
 fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16) -> Result<()> {
     let Some(port_index) = link.peer_index else { return Ok(()) };
     let Some(port) = host.find_link_by_index(port_index)? else { return Ok(()) };
-    let lacks_alias = port.alias.is_none() && port.name == port_name;
-    if lacks_alias {
+    let is_ours_without_alias = port.alias.is_none() && port.name == port_name;
+    if is_ours_without_alias {
         host.set_alias(port.index, VLAN_GATEWAY)?;
     }
-    if lacks_alias || port.alias.as_deref() == Some(VLAN_GATEWAY) {
+    if is_ours_without_alias || port.alias.as_deref() == Some(VLAN_GATEWAY) {
         set_up_vlan_gateway(host, port.index, link.index, vlan)?;
     }
     Ok(())

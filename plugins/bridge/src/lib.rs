@@ -1,10 +1,11 @@
 //! `bridge`: connects a container to a Linux bridge, with addresses from an IPAM plugin and, if
 //! configured, the bridge as its gateway.
 //!
-//! `conf` reads the configuration; `device` finds or creates the bridge, `port` sets flags, VLANs
-//! and spoof rules of the port, `gateway` adds the gateways' addresses to the bridge; `attach` uses
-//! them for ADD, `chained` for ADD after a plugin that created the interface; `check` implements
-//! CHECK, and `spoof` removes the rules of `macspoofchk`. [`cni_plugin::interface`] does the rest.
+//! `conf` reads the configuration. `device` finds or creates the bridge, `port` sets flags, VLANs
+//! and spoof rules of the port, `gateway` adds the gateways' addresses to the bridge. `attach` uses
+//! them for ADD, `chained` for ADD after a plugin that created the interface. `record` reads which
+//! ports CNI plugins created. `check` implements CHECK, and `spoof` removes the rules of
+//! `macspoofchk`. [`cni_plugin::interface`] does the rest.
 //!
 //! Other networks and programs may share the bridge, so ADD's rollback, DEL and GC never undo the
 //! bridge, its gateway addresses or the forwarding sysctls. They only remove what has this
@@ -66,14 +67,14 @@ impl Interface for Bridge {
             dns: conf.dns.as_ref(),
             masquerade: conf.masquerade,
             gateway: conf.gateway,
-            dad: conf.dad(),
+            dad: conf.dad,
             state: if conf.container_down { LinkState::Down } else { LinkState::Up },
             ..Layer3Policy::default()
         }
     }
 
-    fn earlier(&self, call: &Call<'_>) -> Result<Option<AddResult>> {
-        chained::earlier(call)
+    fn find_adopted(&self, call: &Call<'_>) -> Result<Option<AddResult>> {
+        chained::find_adopted(call)
     }
 
     /// Attaches the container to the bridge: in chained use with the earlier plugin's interface,
@@ -83,7 +84,7 @@ impl Interface for Bridge {
         context: &AttachmentContext<'a, Conf>,
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<AttachedPort>> {
-        match &context.earlier {
+        match &context.adopted {
             Some(earlier) => chained::plug_in(context, earlier, rollback),
             None => attach::create(context, rollback),
         }
@@ -91,17 +92,17 @@ impl Interface for Bridge {
 
     /// Adds the gateways' addresses to the bridge; in chained use, first records in the port's mark
     /// which addresses are this plugin's.
-    fn serve<'a>(
+    fn configure_host<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
         created: &mut CreatedLink<AttachedPort>,
         layer3: &Layer3,
         rollback: &mut Rollback<'a>,
     ) -> Result<HostState> {
-        if context.earlier.is_some() {
-            chained::note_addresses(context, created, layer3, rollback)?;
+        if context.adopted.is_some() {
+            chained::record_addresses(context, created, layer3, rollback)?;
         }
-        gateway::serve(context, created, layer3, rollback)
+        gateway::add_gateways(context, created, layer3, rollback)
     }
 
     /// Waits until the port, the gateway's link and the container's end pass frames.
@@ -119,7 +120,7 @@ impl Interface for Bridge {
     fn finish(&self, context: &AttachmentContext<'_, Conf>, created: &mut CreatedLink<AttachedPort>) -> Result<()> {
         let bridge = &created.link.bridge;
         let interfaces = &mut created.result.interfaces;
-        if context.earlier.is_none() {
+        if context.adopted.is_none() {
             // `attach::create` has listed the bridge first.
             interfaces[0] = device::interface(&context.host, bridge)?;
         } else if !interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
@@ -133,8 +134,8 @@ impl Interface for Bridge {
         check::check(check)
     }
 
-    /// Whether the host's end `outer` of an interface without a mark, as Go's, is a port of the
-    /// configured bridge, or of the default one if the configuration has no readable name.
+    /// Whether `outer`, the host's end, is a port of the configured bridge, or of the default
+    /// bridge if the configuration has no readable name. Interfaces of the Go plugin have no mark.
     fn owns_unmarked(&self, call: &Call<'_>, host: &Netlink, outer: Option<&Link>) -> Result<bool> {
         let Some(master) = outer.and_then(|outer| outer.master) else { return Ok(false) };
         let configured = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());
@@ -150,7 +151,7 @@ impl Interface for Bridge {
         spoof::collect(call.conf.name(), valid)
     }
 
-    /// Fails if the bridge or the kernel does not have what the configuration requires.
+    /// Checks that the bridge, if it exists, and the kernel have what the configuration requires.
     fn ready(&self, call: &Call<'_>, conf: &Conf) -> Result<()> {
         let not_available = |error: Error| error.with_code(Code::NOT_AVAILABLE);
         let host = Netlink::open().map_err(|error| not_available(error.into()))?;
@@ -165,7 +166,7 @@ impl Interface for Bridge {
                 device::check_foreign_ports(&host, &link).map_err(not_available)?;
             }
         }
-        // A bridge that filters VLANs already shows that the kernel can.
+        // A bridge that filters VLANs shows that the kernel supports that.
         if !filters_vlans {
             device::check_vlan_filtering(call, conf)?;
         }

@@ -13,7 +13,8 @@ use crate::conf::{Conf, Vlans};
 /// Sets a port's flags, VLANs and spoof rules as configured.
 ///
 /// # Errors
-/// Code 2 if the kernel lacks what the configuration requires.
+/// - Code 2 if the kernel lacks nf_tables for bridges, which `macspoofchk` needs.
+/// - The other errors of the kernel.
 pub(crate) fn protect<'a>(
     host: &Netlink,
     port: &PortEnds<'_>,
@@ -35,7 +36,8 @@ pub(crate) fn protect<'a>(
 /// the container's end, pass.
 ///
 /// # Errors
-/// Code 2 if the kernel lacks nf_tables for bridges.
+/// - Code 2 if the kernel lacks nf_tables for bridges.
+/// - The other errors of the kernel.
 pub(crate) fn guard(name: &str, peer_mac: Mac, attachment: &AttachmentId, rollback: &mut Rollback<'_>) -> Result<()> {
     let (owner, host_end) = (attachment.clone(), name.to_owned());
     rollback.push("remove the spoof rules", move || SpoofCheck::open()?.undo(&owner, &host_end));
@@ -48,12 +50,13 @@ pub(crate) fn guard(name: &str, peer_mac: Mac, attachment: &AttachmentId, rollba
     }
 }
 
-/// Checks that an ADD's spoof rules do not replace those of another interface that exists: an
-/// earlier one of this attachment, in any namespace, or one of an attachment with the same ID in
-/// the rules. `port` is the host's end in chained use, `None` if this plugin will create it.
+/// Checks that the spoof rules of this ADD do not replace those of another interface that exists:
+/// an earlier one of this attachment, in any namespace, or one of another attachment whose rules
+/// have the same ID. `port` is the host's end in chained use, `None` if this plugin will create it.
 ///
 /// # Errors
-/// Code 102, naming the host's end of the other interface.
+/// - Code 102 with the name of the other interface or of its host's end.
+/// - The errors of the kernel.
 pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port: Option<&Link>) -> Result<()> {
     if port.is_none()
         && let Some(earlier) = host.find_host_end(attachment)?
@@ -66,6 +69,7 @@ pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port:
         let details = "\"macspoofchk\": true guards one interface of that name; run DEL before adding it again";
         return Err(Error::new(Code::CONFLICT, msg).with_details(details));
     }
+    // No link has an empty name, so without `port` no rules count as this ADD's own.
     let own_port = port.map(|port| port.name.as_str()).unwrap_or_default();
     match SpoofCheck::open().and_then(|mut spoof| spoof.find_conflicting_interface(attachment, own_port)) {
         Ok(Some(owner)) => {
@@ -79,7 +83,7 @@ pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port:
     }
 }
 
-/// What [`protect`] needs of the two ends of a port.
+/// The properties that [`protect`] needs of a veth pair with one end as a port.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PortEnds<'a> {
     /// The index of the host's end.
@@ -90,9 +94,9 @@ pub(crate) struct PortEnds<'a> {
     pub(crate) peer_mac: Mac,
 }
 
-/// Sets the port's VLANs as Go does: removes the default VLAN unless `preserveDefaultVlan` is set,
-/// adds those of the trunk, and assigns untagged frames to `vlan`, or to VLAN 1 if only a trunk is
-/// configured.
+/// Sets the port's VLANs as Go does: removes those that it has (on a new port, the bridge's default
+/// VLAN) unless `preserveDefaultVlan` is set, adds those of the trunk, and assigns untagged frames
+/// to `vlan`, or to VLAN 1 if only a trunk is configured.
 fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     if !vlans.keep_default {
         for vlan in host.vlans(index)? {

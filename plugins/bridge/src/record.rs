@@ -12,38 +12,40 @@ use std::path::Path;
 
 use cni::json::Json;
 
+/// The folder of libcni's cached results.
 const CACHE: &str = "/var/lib/cni/results";
+
 /// The longest file that is read; results are shorter.
 const FILE_MAX: u64 = 64 << 20;
 
 /// The names of the host's interfaces in all cached results, which are read at the first look-up.
 #[derive(Debug, Default)]
-pub(crate) struct HostVeths(OnceCell<BTreeSet<String>>);
+pub(crate) struct HostInterfaces(OnceCell<BTreeSet<String>>);
 
-impl HostVeths {
+impl HostInterfaces {
     /// Whether a cached result lists a link of this name on the host.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        self.0.get_or_init(|| read(Path::new(CACHE))).contains(name)
+        self.0.get_or_init(|| read_all(Path::new(CACHE))).contains(name)
     }
 }
 
 /// Returns the names of the host's interfaces in all results that can be read; none if the folder
 /// cannot be read. Ports without a mark then count as those of other programs, and fewer settings
 /// of the bridge are changed.
-fn read(folder: &Path) -> BTreeSet<String> {
+fn read_all(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let Ok(files) = fs::read_dir(folder) else { return names };
     for file in files.flatten() {
-        if let Some(bytes) = content(&file) {
+        if let Some(bytes) = read_file(&file) {
             names.extend(host_interfaces(&bytes));
         }
     }
     names
 }
 
-/// Returns a file's content; `None` if it is not a regular file, cannot be read, or is longer than
-/// [`FILE_MAX`]. The type is checked before opening: opening a FIFO would block.
-fn content(file: &DirEntry) -> Option<Vec<u8>> {
+/// Returns the content of a file, or `None` if it is not a regular file, cannot be read, or is
+/// longer than [`FILE_MAX`]. The type is checked before opening: opening a FIFO would block.
+fn read_file(file: &DirEntry) -> Option<Vec<u8>> {
     if !file.file_type().ok()?.is_file() {
         return None;
     }
@@ -52,10 +54,10 @@ fn content(file: &DirEntry) -> Option<Vec<u8>> {
     if bytes.len() as u64 > FILE_MAX { None } else { Some(bytes) }
 }
 
-/// Returns the names of the interfaces on the host in a cached result; none if it cannot be parsed.
+/// Returns the names of the host's interfaces in a cached result; none if it cannot be parsed.
 fn host_interfaces(cached: &[u8]) -> Vec<String> {
     let Ok(json) = Json::parse(cached) else { return Vec::new() };
-    // Before cniCacheV1 the file was the result itself.
+    // Old versions of libcni stored the result itself, without the wrapper `cniCacheV1`.
     let result = json.get("result").unwrap_or(&json);
     let Some(Json::Array(interfaces)) = result.get("interfaces") else { return Vec::new() };
     let mut names = Vec::new();
@@ -85,8 +87,8 @@ mod tests {
         let (sender, receiver) = std::sync::mpsc::channel();
         let path = folder.clone();
         std::thread::spawn(move || {
-            let contents = fs::read_dir(&path).unwrap().flatten().filter_map(|file| content(&file)).count();
-            sender.send((contents, read(&path)))
+            let contents = fs::read_dir(&path).unwrap().flatten().filter_map(|file| read_file(&file)).count();
+            sender.send((contents, read_all(&path)))
         });
         let found = receiver.recv_timeout(std::time::Duration::from_secs(20));
         fs::remove_dir_all(&folder).unwrap();

@@ -7,26 +7,31 @@ use cni::{Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::Netlink;
 
-/// Removes the attachment's rules, for DEL. Called even if the configuration has no `macspoofchk`,
-/// because it may have had `macspoofchk` at ADD, and after the link is deleted, so that the
-/// container's last frames are checked too. If the rules belong to another attachment, prints a
-/// note.
+/// Removes the attachment's rules, for DEL. If the rules belong to another attachment, leaves them
+/// and prints a note.
+///
+/// Called even without `macspoofchk`, which the configuration may have had at ADD. Called after the
+/// link is deleted, so that the container's last frames are checked too.
 pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
     match SpoofCheck::open().and_then(|mut spoof| spoof.purge(attachment)) {
         Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}")),
         Ok(None) => {}
+        // A kernel without nf_tables has no rules.
         Err(error) if error.is_unsupported() => {}
         Err(error) => return Err(error.into()),
     }
     Ok(())
 }
 
-/// Removes the rules of the network's attachments that are not in `valid`, for GC. Rules by the Go
-/// plugin do not name their network: they are only removed if their interface does not exist. A
-/// kernel without nf_tables has no rules.
+/// Removes the rules of the network's attachments that are not in `valid`, for GC. Rules of the Go
+/// plugin do not name their network: they are only removed if their interface does not exist.
+///
+/// # Errors
+/// The errors of nf_tables, joined. Every attachment has been tried, also after an error.
 pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
     let mut spoof = match SpoofCheck::open() {
         Ok(spoof) => spoof,
+        // A kernel without nf_tables has no rules.
         Err(error) if error.is_unsupported() => return Ok(()),
         Err(error) => return Err(error.into()),
     };

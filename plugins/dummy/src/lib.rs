@@ -15,7 +15,7 @@ use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface, 
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin `dummy`: the part that differs from the other interface plugins.
+/// The part of the plugin `dummy` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Dummy;
 
@@ -47,7 +47,7 @@ impl Interface for Dummy {
 
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
-        let ipam = keys::ipam(conf);
+        let ipam = keys::ipam_type(conf);
         Ok(Conf {
             ipam: ipam.ok_or_else(|| Error::config("dummy interface requires an IPAM configuration"))?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
@@ -63,13 +63,13 @@ impl Interface for Dummy {
         context: &AttachmentContext<'a, Conf>,
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<()>> {
-        let (name, mac) = (&context.call.ifname, made_up_mac()?);
-        let created_index =
-            undo_creation(&Rc::new(context.container.clone()), name, move |link| link.mac == Some(mac), rollback);
-        let link = context.container.create_dummy(name, mac)?;
+        let (container, name) = (Rc::new(context.container.clone()), &context.call.ifname);
+        let mac = made_up_mac()?;
+        let created_index = undo_creation(&container, name, move |link| link.mac == Some(mac), rollback);
+        let link = container.create_dummy(name, mac)?;
         created_index.set(Some(link.index));
-        context.container.set_alias(link.index, &context.attachment.alias())?;
+        container.set_alias(link.index, &context.attachment.alias())?;
         let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
-        Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
+        Ok(CreatedLink { index: link.index, mac, result, interface_position: 0, link: () })
     }
 }

@@ -1,7 +1,8 @@
 //! Reads and checks the configuration of the plugin `host-device`.
 //!
-//! Nothing is looked up on the host here: [`device`](crate::device) does that. It also refuses a
-//! configuration that selects no device: STATUS has no `runtimeConfig`, which may select one.
+//! Nothing is looked up on the host here: [`device`](crate::device) does that. A configuration that
+//! selects no device is valid here, because STATUS has no `runtimeConfig`, which may select one.
+//! [`device`](crate::device) refuses it.
 
 use std::path::{Component, PathBuf};
 
@@ -76,6 +77,7 @@ pub struct Keys {
     pub(crate) runtime_config: RuntimeConfig,
 }
 
+/// The object `runtimeConfig`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct RuntimeConfig {
@@ -88,11 +90,11 @@ impl Conf {
     /// Reads the configuration. An empty text counts as a key that is not given.
     ///
     /// # Errors
-    /// Code 6 for a wrong type; 7 for a MAC address, a path or a device name that cannot be one.
+    /// - Code 6 if a key has a value of a wrong type.
+    /// - Code 7 for a text that cannot be a MAC address, a path or a device name.
     pub(crate) fn new(conf: &NetConf, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
-        let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
-        let (pci, device_id) = (non_empty(keys.pci_bus_id), non_empty(keys.runtime_config.device_id));
+        let (pci, device_id) = (keys::non_empty(keys.pci_bus_id), keys::non_empty(keys.runtime_config.device_id));
         for (key, name) in [("pciBusID", &pci), ("runtimeConfig.deviceID", &device_id)] {
             // The name becomes a part of a path in sysfs.
             if let Some(name) = name
@@ -102,14 +104,14 @@ impl Conf {
             }
         }
         let mac = parse_mac(&keys.hwaddr)?;
-        let selector = match (non_empty(keys.device), mac, non_empty(keys.kernelpath)) {
-            (Some(name), ..) => Some(Selector::Name(name)),
-            (_, Some(mac), _) => Some(Selector::Mac(mac)),
-            (_, _, Some(path)) => Some(Selector::KernelPath(check_kernel_path(path)?)),
-            _ => None,
+        let selector = match (keys::non_empty(keys.device), mac, keys::non_empty(keys.kernelpath)) {
+            (Some(name), _, _) => Some(Selector::Name(name)),
+            (None, Some(mac), _) => Some(Selector::Mac(mac)),
+            (None, None, Some(path)) => Some(Selector::KernelPath(check_kernel_path(path)?)),
+            (None, None, None) => None,
         };
         Ok(Conf {
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             selector,
             pci,
@@ -119,7 +121,7 @@ impl Conf {
     }
 }
 
-/// Reads `hwaddr`; `None` if it is empty.
+/// Parses `hwaddr`. Returns `None` if it is empty.
 ///
 /// # Errors
 /// Code 7, with the text of Go's plugin, if it is not a MAC address.
@@ -129,7 +131,7 @@ fn parse_mac(text: &str) -> Result<Option<Mac>> {
     if text.is_empty() { Ok(None) } else { text.parse().map(Some).map_err(invalid) }
 }
 
-/// Returns `text` as a path if it is below `/sys/devices` and has no `..`.
+/// Checks that `kernelpath` is below `/sys/devices` and has no `..`. Returns it as a path.
 ///
 /// # Errors
 /// [`not_a_kernel_path`] otherwise.

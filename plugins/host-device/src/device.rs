@@ -13,7 +13,9 @@ use cni_linux::{Link, LinkKind, Mac, Netlink};
 
 use crate::conf::{Conf, Selector, not_a_kernel_path};
 
+/// The folder with a link to the folder of each PCI device, named by its address.
 const PCI: &str = "/sys/bus/pci/devices";
+/// The folder with a link to the folder of each device on the auxiliary bus.
 const AUXILIARY: &str = "/sys/bus/auxiliary/devices";
 
 /// The text of Go's plugin for a configuration that selects no device.
@@ -25,7 +27,7 @@ const DPDK_DRIVERS: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
 /// A device of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// A user-space program drives it: it has no interface.
+    /// A device that a user-space program drives, so that it has no interface.
     Dpdk,
     /// A device with an interface, which the selector selects.
     Interface(Selector),
@@ -86,6 +88,7 @@ pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
         Selector::Name(name) => name.clone(),
         Selector::Mac(mac) => return find_by_mac(host, *mac),
         Selector::KernelPath(path) => {
+            // If the path does not exist, `first_entry` reports that.
             let real = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
             if !real.starts_with("/sys/devices") {
                 return Err(not_a_kernel_path(&path.display().to_string()));
@@ -104,12 +107,17 @@ pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
 /// Returns the names of a device's interfaces in the host's namespace; none if there is no such
 /// device or `device` is empty. `device` is the name of a PCI or auxiliary device, or an absolute
 /// path, which [`Path::join`] uses unchanged.
-pub(crate) fn names_of(device: &str) -> Vec<String> {
-    let folders = [pci_folder(device).unwrap_or_default(), Path::new(AUXILIARY).join(device).join("net")];
-    folders.iter().flat_map(|folder| entries(folder).unwrap_or_default()).collect()
+pub(crate) fn list_interfaces(device: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    for folder in [pci_folder(device).ok(), Some(Path::new(AUXILIARY).join(device).join("net"))].into_iter().flatten() {
+        // A folder that does not exist has no interfaces.
+        names.extend(entries(&folder).unwrap_or_default());
+    }
+    names
 }
 
-/// Returns the error for a device that is not there, with the text of Go's plugin.
+/// Returns the error for a device that does not exist or has no interface, with the text of Go's
+/// plugin.
 fn not_found(reason: impl std::fmt::Display) -> Error {
     Error::config(format!("failed to find host device: {reason}"))
 }
@@ -122,8 +130,8 @@ fn go_text(error: &io::Error) -> String {
     }
 }
 
-/// Returns the folder in sysfs with the interfaces of a PCI device: `net` in the device's folder
-/// or, for a virtio device, one level deeper in `virtioN`.
+/// Returns the folder in sysfs with the interfaces of the PCI device `address`: `net` in the
+/// device's folder or, for a virtio device, one level deeper in `virtioN`.
 ///
 /// # Errors
 /// Code 7 if neither exists.
@@ -140,7 +148,7 @@ fn pci_folder(address: &str) -> Result<PathBuf> {
     }
 }
 
-/// Returns the first name in `folder`, in alphabetical order.
+/// Returns the first interface in `folder`, a folder `net` of sysfs, in alphabetical order.
 ///
 /// # Errors
 /// Code 7, with the texts of Go's plugin, if the folder cannot be read or is empty.

@@ -28,9 +28,9 @@ use cni_plugin::interface::{
 
 pub use conf::{Conf, Keys};
 
-use device::{Device, find, has_the_only_default_routes, names_of};
+use device::{Device, find, has_the_only_default_routes, list_interfaces};
 
-/// The plugin `host-device`: the part that differs from the other interface plugins.
+/// The part of the plugin `host-device` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct HostDevice;
 
@@ -70,6 +70,7 @@ impl Interface for HostDevice {
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<()>> {
         let (index, mac) = match Device::of(&context.conf)? {
+            // No interface: index 0, see `CreatedLink`.
             Device::Dpdk => (0, None),
             Device::Interface(selector) => {
                 let device = find(&context.host, &selector)?;
@@ -82,7 +83,7 @@ impl Interface for HostDevice {
         let sandbox = context.call.sandbox().to_owned();
         let interface = ResultInterface { sandbox, ..host_interface(&context.call.ifname, mac) };
         let result = AddResult { interfaces: vec![interface], ..AddResult::default() };
-        Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface: 0, link: () })
+        Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface_position: 0, link: () })
     }
 
     /// The interface is this attachment's if it has the hardware address in `prevResult`, or if its
@@ -90,14 +91,15 @@ impl Interface for HostDevice {
     /// does not suffice, because a later plugin may have changed the interface's address.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
-        let fits_keys = || host_name(inner).is_some_and(|name| keys_of(call).could_select(name, inner.mac));
+        let fits_keys = || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner.mac));
         Some(if has_prev_mac || fits_keys() { Ownership::Ours } else { Ownership::NotOurs })
     }
 
     /// Moves the interface back to the host, where it gets its former name and is down.
     ///
     /// # Errors
-    /// Code 102 if the former name is unknown or another interface of the host has it.
+    /// - Code 102 if the former name is unknown, or another interface of the host has it.
+    /// - The errors of the kernel.
     fn remove(&self, _call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
         let name = host_name(inner).ok_or_else(|| {
             let msg = format!("failed to find original ifname for {:?} (alias is not set)", inner.name);
@@ -113,17 +115,21 @@ impl Interface for HostDevice {
     }
 
     /// Renames the interface if the kernel has moved it to the host, because the container's
-    /// namespace ended: it gets the name in its alias, and loses the alias.
+    /// namespace ended: gives it the name in its alias, and removes the alias.
     fn clean(&self, call: &Call<'_>, _attachment: &AttachmentId) -> Result<()> {
         let (keys, host) = (keys_of(call), Netlink::open()?);
         // The usual case, without a list of all links: the device is on the host as before ADD.
         if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
             return Ok(());
         }
+        // An unreadable `prevResult` was already noted when DEL began.
         let prev = call.conf.prev_result().ok().flatten();
-        let mac = prev_mac(call, prev.as_ref());
+        let prev_mac = prev_mac(call, prev.as_ref());
         for link in host.list_links()? {
-            let Some(name) = host_name(&link).filter(|_| keys.selects(&link, mac)) else { continue };
+            let Some(name) = host_name(&link) else { continue };
+            if !keys.identify(&link, prev_mac) {
+                continue;
+            }
             if link.name != name {
                 if link.up {
                     host.set_down(link.index)?;
@@ -140,7 +146,8 @@ impl Interface for HostDevice {
 /// in the container.
 ///
 /// # Errors
-/// Code 102 if the container has an interface of that name; 100 if the kernel refuses the move.
+/// - Code 102 if the container has an interface of that name.
+/// - Code 100 if the kernel refuses the move.
 fn move_to_container<'a>(
     context: &AttachmentContext<'a, Conf>,
     device: &Link,
@@ -167,7 +174,7 @@ fn move_to_container<'a>(
 }
 
 /// Undoes [`move_to_container`], which may have failed at any point: moves the interface back if it
-/// is in the container, and restores name, alias and state as in `before`.
+/// is in the container, and restores its name, alias and state. `before` is the device before ADD.
 fn undo_move(host: &Netlink, container: &Netlink, host_netns: &Netns, before: &Link) -> cni_linux::Result<()> {
     let is_device = |link: &Link| link.alias.as_ref() == Some(&before.name) && link.mac == before.mac;
     let alias = before.alias.as_deref().unwrap_or_default();
@@ -199,33 +206,38 @@ fn keys_of(call: &Call<'_>) -> Keys {
 }
 
 impl Keys {
-    /// Whether the configuration may have selected an interface of the container. `name` is the
-    /// name that it had on the host, `mac` its hardware address.
-    fn could_select(&self, name: &str, mac: Option<Mac>) -> bool {
+    /// Whether the configuration may have selected an interface that is now in the container.
+    /// `name` is the name that it had on the host, `mac` its hardware address.
+    fn may_have_selected(&self, name: &str, mac: Option<Mac>) -> bool {
         match (self.device.as_str(), self.hwaddr.parse().ok()) {
+            // Another key selected the device: that key gives neither a name nor an address.
             ("", None) => true,
             ("", hwaddr) => mac == hwaddr,
             (device, _) => name == device,
         }
     }
 
-    /// Whether `link`, a link of the host with an alias, is the device: by `mac`, the hardware
-    /// address in `prevResult`, or by the configuration.
-    fn selects(&self, link: &Link, mac: Option<Mac>) -> bool {
+    /// Whether `link`, a link of the host with an alias, is the device of this configuration.
+    /// `prev_mac` is the hardware address in `prevResult`.
+    fn identify(&self, link: &Link, prev_mac: Option<Mac>) -> bool {
         let hwaddr = self.hwaddr.parse::<Mac>().ok();
-        let ids = [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath];
+        let devices = [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath];
         let has_mac = |mac: Option<Mac>| mac.is_some() && link.mac == mac;
-        if has_mac(mac) || has_mac(hwaddr) || ids.iter().any(|id| names_of(id).contains(&link.name)) {
+        if has_mac(prev_mac)
+            || has_mac(hwaddr)
+            || devices.iter().any(|device| list_interfaces(device).contains(&link.name))
+        {
             return true;
         }
         // The configured name decides only if nothing else identifies the device.
-        let by_name = mac.is_none() && hwaddr.is_none() && ids.iter().all(|id| id.is_empty());
-        by_name && !self.device.is_empty() && link.alias.as_ref() == Some(&self.device)
+        let only_by_name = prev_mac.is_none() && hwaddr.is_none() && devices.iter().all(|device| device.is_empty());
+        only_by_name && !self.device.is_empty() && link.alias.as_ref() == Some(&self.device)
     }
 }
 
-/// Returns a warning, and the key that it is about, if an ADD with this configuration would leave
-/// this host without a default route. `None` also if that cannot be found out.
+/// Returns a warning, and the configuration's key that it is about, if an ADD with this
+/// configuration would leave this host without a default route. Returns `None` also if that cannot
+/// be found out.
 pub fn lost_default_route(conf: &NetConf) -> Option<(&'static str, String)> {
     let Ok(Device::Interface(selector)) = Conf::new(conf, &Notes::silent()).and_then(|conf| Device::of(&conf)) else {
         return None;

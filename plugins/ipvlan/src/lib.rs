@@ -18,13 +18,14 @@ use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Inte
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin `ipvlan`: the part that differs from the other interface plugins.
+/// The part of the plugin `ipvlan` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Ipvlan;
 
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The properties of the interface to create.
     link: Choices,
     /// The IPAM plugin.
     ipam: Option<String>,
@@ -64,22 +65,22 @@ impl Interface for Ipvlan {
         Ok(Conf {
             link: Choices {
                 stacked: Stacked::Ipvlan(mode),
-                master: keys::name(&keys.master),
+                master: keys::non_empty(keys.master),
                 master_namespace: keys.link_in_container,
                 // Go's plugin ignores a negative MTU.
                 mtu: keys.mtu.max(0),
                 mac: None,
                 broadcast_queue: None,
             },
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             earlier: conf.prev_result()?,
         })
     }
 
     fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        let earlier = conf.earlier.as_ref().filter(|earlier| conf.ipam.is_none() && !earlier.ips.is_empty());
-        Layer3Policy { ipam: conf.ipam.as_deref(), earlier, dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+        let inherited = conf.earlier.as_ref().filter(|earlier| conf.ipam.is_none() && !earlier.ips.is_empty());
+        Layer3Policy { ipam: conf.ipam.as_deref(), inherited, dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
     fn create<'a>(
@@ -93,7 +94,7 @@ impl Interface for Ipvlan {
             link.master = Some(master_of_result(earlier)?);
         }
         let policy = self.layer3(conf);
-        if policy.ipam.is_none() && policy.earlier.is_none() {
+        if policy.ipam.is_none() && policy.inherited.is_none() {
             return Err(Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\""));
         }
         stacked::create(context, &link, rollback)
@@ -103,8 +104,8 @@ impl Interface for Ipvlan {
         stacked::check(check, check.context.conf.link.stacked, "Container IPVlan mode")
     }
 
-    /// Checks the configured master. Without one nothing can be checked: the master is in another
-    /// plugin's result, which STATUS does not get.
+    /// Checks the configured master. If none is configured, nothing is checked: an earlier plugin's
+    /// result may name the master, and STATUS does not get that result.
     fn ready(&self, _call: &Call<'_>, conf: &Conf) -> Result<()> {
         if conf.link.master.is_some() { stacked::ready(&conf.link) } else { Ok(()) }
     }
@@ -117,7 +118,8 @@ impl Interface for Ipvlan {
 /// one mode per master, and the last ADD sets it for all interfaces on the master.
 pub fn mode_of_master(conf: &NetConf) -> Option<(String, Stacked)> {
     let Conf { link, ipam, .. } = Ipvlan.parse(conf, "", &Notes::silent()).ok()?;
-    // Without an IPAM plugin, prevResult names the master.
+    // Without a master and an IPAM plugin, the plugin runs after another one, whose result names
+    // the master.
     if link.master.is_none() && ipam.is_none() {
         return None;
     }

@@ -1,5 +1,5 @@
 //! The plugin `macvlan`: creates an interface in the container's network namespace on top of an
-//! interface of the host, the master. It has its own hardware address.
+//! interface of the host, the master. The new interface has a hardware address of its own.
 //!
 //! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
 //! The plugin changes nothing in the host's namespace.
@@ -16,13 +16,14 @@ use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Inte
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin `macvlan`: the part that differs from the other interface plugins.
+/// The part of the plugin `macvlan` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Macvlan;
 
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The properties of the interface to create.
     link: Choices,
     /// The IPAM plugin.
     ipam: Option<String>,
@@ -69,13 +70,13 @@ impl Interface for Macvlan {
         Ok(Conf {
             link: Choices {
                 stacked: Stacked::Macvlan(mode),
-                master: keys::name(&keys.master),
+                master: keys::non_empty(keys.master),
                 master_namespace: keys.link_in_container,
                 mtu: keys.mtu,
                 mac: keys::mac(sources).map_err(|reason| mac_error(sources, &reason))?,
                 broadcast_queue: Some(keys.broadcast_queue).filter(|length| *length > 0),
             },
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
         })
     }
@@ -109,9 +110,10 @@ impl Interface for Macvlan {
 /// address that no interface can have, such as a multicast address.
 fn mac_error(sources: [&str; 3], reason: &str) -> Error {
     let text = sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default();
-    // `keys::mac` begins its error about a malformed address with "address".
-    Error::config(match reason.starts_with("address") {
-        true => format!("invalid args {text} for MAC addr: {reason}"),
-        false => format!("failed to create macvlan: {reason}"),
+    // `keys::mac` begins its error about a malformed address, and only that one, with "address".
+    Error::config(if reason.starts_with("address") {
+        format!("invalid args {text} for MAC addr: {reason}")
+    } else {
+        format!("failed to create macvlan: {reason}")
     })
 }

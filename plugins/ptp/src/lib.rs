@@ -16,23 +16,23 @@ use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Cidr, Error, Result};
-use cni_linux::{Dad, Link, Netlink, Route, Watch, sysctl};
+use cni_linux::{Dad, Family, Link, Netlink, Route, Watch, sysctl};
 use cni_plugin::interface::veth::{self, Choices, Pair};
 use cni_plugin::interface::{
     AttachmentContext, Check, CreatedLink, Gateway, HostEnd, HostState, Interface, Layer3, Layer3Policy, SubnetRoute,
-    failed, forwarding, host_interface,
+    failed, forwarding_sysctl, host_interface,
 };
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
 
-/// How long ADD waits until the pair can send frames (it has a carrier). It takes milliseconds; the
-/// limit is for an overloaded machine.
+/// How long ADD waits until both ends of the pair have a carrier, so that they can send frames.
+/// That takes milliseconds, on an overloaded machine longer.
 const CARRIER_DEADLINE: Duration = Duration::from_secs(5);
 
 /// The scope of the host's IPv4 routes to containers, as Go's plugin sets it (`RT_SCOPE_HOST`).
 const SCOPE_HOST: u8 = 254;
 
-/// The plugin `ptp`: the part that differs from the other interface plugins.
+/// The part of the plugin `ptp` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Ptp;
 
@@ -43,6 +43,7 @@ pub struct Conf {
     ipam: String,
     /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
+    /// Whether packets that leave the network are masqueraded.
     masquerade: Masquerading,
     /// The MTU of both ends, or `None` for the kernel's default.
     mtu: Option<u32>,
@@ -72,7 +73,7 @@ impl Interface for Ptp {
         let keys: Keys = conf.decode()?;
         let backend = keys::masquerade_backend(keys.ip_masq_backend)?;
         Ok(Conf {
-            ipam: keys::ipam(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
+            ipam: keys::ipam_type(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             masquerade: if keys.ip_masq { Masquerading::On(backend) } else { Masquerading::Off },
             mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?,
@@ -99,12 +100,12 @@ impl Interface for Ptp {
         let pair = veth::create(context, &choices, rollback)?;
         let interfaces = vec![host_interface(&pair.name, Some(pair.mac)), context.container_interface(pair.peer_mac)];
         let result = AddResult { interfaces, ..AddResult::default() };
-        Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface: 1, link: pair })
+        Ok(CreatedLink { index: pair.peer_index, mac: pair.peer_mac, result, interface_position: 1, link: pair })
     }
 
-    /// Sets up the host: it forwards packets, has the gateways' addresses on its end of the pair,
-    /// and a route over that end to each of the container's addresses.
-    fn serve<'a>(
+    /// Enables forwarding, adds the gateways' addresses to the host's end of the pair, and adds a
+    /// route over that end to each of the container's addresses.
+    fn configure_host<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
         created: &mut CreatedLink<Pair>,
@@ -113,11 +114,14 @@ impl Interface for Ptp {
     ) -> Result<HostState> {
         let mut state = HostState::default();
         for ip in &layer3.ips {
-            sysctl::ensure(forwarding(ip.address.is_ipv4()), "1")?;
+            sysctl::ensure(forwarding_sysctl(Family::of(ip.address.address())), "1")?;
+            // Several addresses may have the same gateway.
             let Some(gateway) = ip.gateway.filter(|gateway| !state.added.contains(gateway)) else { continue };
             // Without duplicate address detection, so that the gateway answers at once and packets
             // for the container are forwarded at once.
             context.host.add_address(created.link.index, Cidr::host(gateway), Dad::Skip)?;
+            // The kernel resolves neighbours for forwarded packets from a link-local address. The
+            // one that the kernel adds is tentative at first.
             if gateway.is_ipv6() {
                 context.host.add_link_local(created.link.index, created.link.mac)?;
             }
@@ -144,11 +148,11 @@ impl Interface for Ptp {
 
     fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
         let host_end = check.host_end("the other end of the container's veth was not found on the host")?;
-        check.interface()?;
-        check.layer3()?;
+        check.compare_interface()?;
+        check.compare_layer3()?;
         check_host_end(&check.context.host, &host_end, &check.layer3.ips)?;
-        check.masquerade(&check.layer3.ips)?;
-        check.wait_for_dad(check.dad_deadline())
+        check.compare_masquerade(&check.layer3.ips)?;
+        check.wait_for_dad(check.settle_deadline())
     }
 
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
@@ -175,11 +179,10 @@ fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()>
     }
 }
 
-/// Returns the host's route to one address of the container, over the interface with the index
-/// `host_end`.
-fn host_route(ip: &IpConfig, host_end: u32) -> Route {
+/// Returns the host's route to one address of the container, over the interface with this index.
+fn host_route(ip: &IpConfig, host_end_index: u32) -> Route {
     let dst = Cidr::host(ip.address.address());
-    Route { scope: dst.is_ipv4().then_some(SCOPE_HOST), ..Route::new(dst, None, host_end) }
+    Route { scope: dst.is_ipv4().then_some(SCOPE_HOST), ..Route::new(dst, None, host_end_index) }
 }
 
 /// Checks that the host's end of the pair is up and has the gateways' addresses, and that the host
@@ -203,7 +206,7 @@ fn check_host_end(host: &Netlink, host_end: &Link, ips: &[IpConfig]) -> Result<(
         if !host.list_conflicting(&route)?.iter().any(|existing| existing.oif == host_end.index) {
             return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
         }
-        let key = forwarding(ip.address.is_ipv4());
+        let key = forwarding_sysctl(Family::of(ip.address.address()));
         if sysctl::read(key)? != "1" {
             return Err(failed(format!("sysctl {key} is off: the host does not forward")));
         }

@@ -25,12 +25,12 @@ use cni_plugin::keys;
 use serde::Deserialize;
 
 /// The MTUs that the kernel accepts for a tap, in bytes.
-const MTU: RangeInclusive<i64> = 68..=65521;
+const MTU: RangeInclusive<u32> = 68..=65521;
 
 /// How long `ip tuntap add` may take.
 const IP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The plugin `tap`: the part that differs from the other interface plugins.
+/// The part of the plugin `tap` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct TapPlugin;
 
@@ -49,6 +49,7 @@ pub struct Conf {
     owner: Option<u32>,
     /// The ID of the group whose members may open the tap.
     group: Option<u32>,
+    /// How many queues the tap may have.
     queues: Queues,
     /// The SELinux label of the tap.
     selinux_context: Option<String>,
@@ -74,7 +75,7 @@ pub struct Keys {
 impl Interface for TapPlugin {
     type Keys = Keys;
     type Conf = Conf;
-    /// The tap, as long as it would end with this process. `None` once
+    /// The tap, as long as the kernel removes it at the end of this process. `None` once
     /// [`finish`](Interface::finish) has made it persistent, or if `ip` has created it.
     type Link = Option<Tap>;
 
@@ -87,17 +88,16 @@ impl Interface for TapPlugin {
         args.check_known(&["MAC", "IP"])?;
         let keys: Keys = conf.decode()?;
         let mac = keys::mac([&keys.runtime_config.mac, args.get("MAC").unwrap_or_default(), &keys.mac]);
-        let non_empty = |text: String| Some(text).filter(|text| !text.is_empty());
         Ok(Conf {
-            ipam: keys::ipam(conf),
+            ipam: keys::ipam_type(conf),
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             mtu: keys::mtu(keys.mtu, MTU)?,
             mac: mac.map_err(Error::config)?,
             owner: keys.owner,
             group: keys.group,
             queues: if keys.multi_queue { Queues::Several } else { Queues::One },
-            selinux_context: non_empty(keys.selinux_context),
-            bridge: non_empty(keys.bridge),
+            selinux_context: keys::non_empty(keys.selinux_context),
+            bridge: keys::non_empty(keys.bridge),
         })
     }
 
@@ -117,6 +117,7 @@ impl Interface for TapPlugin {
         };
         let spec = TapSpec { name: &call.ifname, owner: conf.owner, group: conf.group, queues: conf.queues };
         let tap = match &conf.selinux_context {
+            // Needs no undo yet: the kernel removes the tap when the value is dropped.
             None => Some(create_tap(context, &spec)?),
             Some(selinux_context) => {
                 register_removal(context, rollback);
@@ -126,8 +127,9 @@ impl Interface for TapPlugin {
         };
         let link = container.link(&call.ifname)?;
         if tap.is_some() {
-            let undo = container.clone();
-            rollback.push(format!("delete {}", link.name), move || undo.purge_link(link.index).map(drop));
+            // For the time after `finish`, which makes the tap persistent.
+            let undo_container = container.clone();
+            rollback.push(format!("delete {}", link.name), move || undo_container.purge_link(link.index).map(drop));
         }
         container.set_alias(link.index, &context.attachment.alias())?;
         let mac = configure(context, &link)?;
@@ -136,7 +138,7 @@ impl Interface for TapPlugin {
             container.set_master(link.index, bridge.index).map_err(|error| Error::from(error).context(action))?;
         }
         let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
-        Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: tap })
+        Ok(CreatedLink { index: link.index, mac, result, interface_position: 0, link: tap })
     }
 
     /// Makes the tap persistent, so that it outlives this process.
@@ -148,17 +150,17 @@ impl Interface for TapPlugin {
     }
 
     fn check(&self, check: &Check<'_, Conf>) -> Result<()> {
-        check.interface()?;
+        check.compare_interface()?;
         if let Some(name) = &check.context.conf.bridge {
             let bridge = check.context.container.find_link(name)?;
             if bridge.is_none_or(|bridge| check.inner.master != Some(bridge.index)) {
                 return Err(failed(format!("{} is not attached to bridge {name}", check.inner.name)));
             }
         }
-        check.layer3()?;
-        // On a tap that Go's plugin has created, duplicate address detection runs, but only once a
-        // program has opened the tap (it is running). There is nothing to wait for before.
-        if check.inner.running { check.wait_for_dad(check.dad_deadline()) } else { Ok(()) }
+        check.compare_layer3()?;
+        // Go's plugin enables duplicate address detection. It only runs while a program has the tap
+        // open, so that the tap is in the state running: without that, waiting would be in vain.
+        if check.inner.running { check.wait_for_dad(check.settle_deadline()) } else { Ok(()) }
     }
 
     fn ready(&self, _call: &Call<'_>, _conf: &Conf) -> Result<()> {
@@ -173,15 +175,15 @@ fn no_bridge(name: &str) -> Error {
         .with_details("the container has no such interface")
 }
 
-/// Creates a tap that ends with this process unless it is [kept](Tap::keep).
+/// Creates a tap, which the kernel removes when the [`Tap`] is dropped or this process ends, unless
+/// it is [kept](Tap::keep).
 ///
 /// # Errors
-/// Code 102 if the container has an interface of that name.
+/// - Code 102 if the container has an interface of that name.
+/// - The errors of the kernel.
 fn create_tap(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>) -> Result<Tap> {
-    Tap::create(&context.netns, spec).map_err(|error| match error.is_exists() {
-        true => name_taken::<TapPlugin>(&context.attachment),
-        false => error.into(),
-    })
+    Tap::create(&context.netns, spec)
+        .map_err(|error| if error.is_exists() { name_taken::<TapPlugin>(&context.attachment) } else { error.into() })
 }
 
 /// Sets the configured MTU and hardware address, if any. Returns the resulting hardware address.
@@ -199,8 +201,8 @@ fn configure(context: &AttachmentContext<'_, Conf>, link: &Link) -> Result<Mac> 
     }
 }
 
-/// Registers the removal of the tap that `ip` is about to create, in case ADD fails. The name
-/// suffices to identify the tap: no interface had it before.
+/// Registers the removal of the tap that `ip` is about to create, in case ADD fails. The undo finds
+/// the tap by its name, which was free before.
 fn register_removal<'a>(context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) {
     let (container, name) = (context.container.clone(), context.call.ifname.clone());
     rollback.push(format!("delete {name}"), move || match container.find_link(&name)? {
@@ -213,8 +215,9 @@ fn register_removal<'a>(context: &AttachmentContext<'a, Conf>, rollback: &mut Ro
 /// plugin, such a tap has no virtio header.
 ///
 /// # Errors
-/// Code 2 if `ip` is not installed; 5 if it cannot be run; 100 if it fails or the kernel refuses
-/// the label.
+/// - Code 2 if `ip` is not installed.
+/// - Code 5 if `ip` cannot be run.
+/// - Code 100 if `ip` fails or the kernel refuses the label.
 fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, selinux_context: &str) -> Result<()> {
     let missing =
         || Error::new(Code::UNSUPPORTED_FIELD, "\"selinuxContext\" needs the program ip, which is not installed");

@@ -15,13 +15,14 @@ use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Inte
 use cni_plugin::keys;
 use serde::Deserialize;
 
-/// The plugin `vlan`: the part that differs from the other interface plugins.
+/// The part of the plugin `vlan` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Vlan;
 
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
+    /// The properties of the interface to create.
     link: Choices,
     /// The IPAM plugin.
     ipam: String,
@@ -54,7 +55,7 @@ impl Interface for Vlan {
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let missing = "\"master\" field is required. It specifies the host interface name to create the VLAN for";
-        let master = keys::name(&keys.master).ok_or_else(|| Error::config(missing))?;
+        let master = keys::non_empty(keys.master).ok_or_else(|| Error::config(missing))?;
         Ok(Conf {
             link: Choices {
                 stacked: Stacked::Vlan(check_vlan_id(keys.vlan_id)?),
@@ -64,7 +65,7 @@ impl Interface for Vlan {
                 mac: None,
                 broadcast_queue: None,
             },
-            ipam: keys::ipam(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
+            ipam: keys::ipam_type(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
         })
     }
@@ -90,7 +91,7 @@ impl Interface for Vlan {
     }
 }
 
-/// Returns the VLAN ID if it is from 0 to 4094.
+/// Checks the key `vlanId`. Returns the VLAN ID, which is from 0 to 4094.
 ///
 /// # Errors
 /// Code 7 if the key is missing or out of range.

@@ -5,6 +5,7 @@
 
 use cni::Result;
 use cni::delegate::Delegate;
+use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call};
 use cni_linux::{Dad, Watch};
@@ -16,70 +17,97 @@ use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Relea
 /// the undos of everything that was done.
 ///
 /// # Errors
-/// Those of the configuration, the IPAM plugin and the kernel; code 102 if CNI_IFNAME exists. The
-/// undos have run before an error is returned.
+/// The undos have run before an error is returned.
+/// - Code 102 if CNI_IFNAME exists already.
+/// - The errors of the configuration, of the IPAM plugin and of the kernel.
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
-    let earlier = plugin.earlier(call)?;
-    let context = AttachmentContext::open(call, conf, earlier)?;
+    let adopted = plugin.find_adopted(call)?;
+    let context = AttachmentContext::open(call, conf, adopted)?;
     let in_kernel = plugin.is_in_kernel(&context.conf)?;
     // The kernel would refuse a taken name too, but only after `create` has created shared links,
     // for example the bridge.
-    if in_kernel && context.earlier.is_none() && context.container.find_link(&call.ifname)?.is_some() {
+    if in_kernel && context.adopted.is_none() && context.container.find_link(&call.ifname)?.is_some() {
         return Err(name_taken::<I>(&context.attachment));
     }
     let policy = plugin.layer3(&context.conf);
-    // On failure, `rollback` is dropped before `lease`: IPAM gets an address back only after the
-    // interface that had it is gone.
-    let mut lease = call.rollback();
+    // On failure, the undos in `rollback` run before those in `release`, because values are dropped
+    // in the reverse order of their declaration. So IPAM gets an address back only after the
+    // interface that had the address is gone.
+    let mut release = call.rollback();
     let mut rollback = call.rollback();
     let mut created = plugin.create(&context, &mut rollback)?;
     let answer = match policy.ipam {
         Some(kind) => {
-            let release_undo = match Release::order::<I>(call) {
-                Release::AfterLink => &mut lease,
+            // In `rollback`, the release runs before the undos of the link, which were registered
+            // before it.
+            let undos = match Release::order::<I>(call) {
+                Release::AfterLink => &mut release,
                 Release::BeforeLink => &mut rollback,
             };
-            let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(release_undo));
-            Some(answer.map_err(|error| match I::LEASE_CONTEXT {
-                Some(text) => error.context(text),
-                None => error,
-            })?)
+            Some(lease::<I>(call, kind, undos)?)
         }
-        None => policy.earlier.cloned(),
+        None => policy.inherited.cloned(),
     };
-    if let Some(ipam) = answer {
-        let mut layer3 = Layer3::new(&ipam, &policy, created.interface, &created.result.ips)?;
+    if let Some(answer) = answer {
+        let mut layer3 = Layer3::new(&answer, &policy, created.interface_position, &created.result.ips)?;
         if in_kernel {
             masquerade::ensure(&context, policy.masquerade, &layer3.addresses(), &mut rollback)?;
             bring_up(plugin, &context, &mut created, &mut layer3, &mut rollback)?;
         }
         created.result.ips.append(&mut layer3.ips);
         created.result.routes.append(&mut layer3.routes);
-        if !ipam.dns.is_empty() {
-            created.result.dns = ipam.dns;
+        if !answer.dns.is_empty() {
+            created.result.dns = answer.dns;
         }
-    } else if in_kernel && policy.state == LinkState::Up && context.earlier.is_none() {
-        let watch = host_watch::<I>()?;
-        context.container.set_up(created.index)?;
-        if let Some(watch) = &watch {
-            plugin.wait_for_frames(&context, &created, watch)?;
-        }
+    } else if in_kernel && policy.state == LinkState::Up && context.adopted.is_none() {
+        bring_up_without_addresses(plugin, &context, &created)?;
     }
     plugin.finish(&context, &mut created)?;
     if let Some(dns) = policy.dns {
         created.result.dns = dns.clone();
     }
-    lease.append(rollback);
-    Ok(Added { result: created.result, rollback: lease })
+    release.append(rollback);
+    Ok(Added { result: created.result, rollback: release })
+}
+
+/// Runs the ADD of the IPAM plugin `kind`, and registers its DEL on `undos`. Returns its answer.
+///
+/// # Errors
+/// Those of the IPAM plugin, with the plugin's [`Interface::LEASE_CONTEXT`].
+fn lease<'a, I: Interface>(call: &'a Call<'_>, kind: &str, undos: &mut Rollback<'a>) -> Result<AddResult> {
+    let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(undos));
+    answer.map_err(|error| match I::LEASE_CONTEXT {
+        Some(text) => error.context(text),
+        None => error,
+    })
+}
+
+/// Sets up the container's interface and waits until frames pass.
+///
+/// # Errors
+/// - Code 11 if frames do not pass before the deadline.
+/// - The errors of the kernel.
+fn bring_up_without_addresses<I: Interface>(
+    plugin: &I,
+    context: &AttachmentContext<'_, I::Conf>,
+    created: &CreatedLink<I::Link>,
+) -> Result<()> {
+    let watch = host_watch::<I>()?;
+    context.container.set_up(created.index)?;
+    match &watch {
+        Some(watch) => plugin.wait_for_frames(context, created, watch),
+        None => Ok(()),
+    }
 }
 
 /// Configures the addresses: the host's part first, then the container's interface, which is then
 /// up. Announces the addresses to the neighbours once frames pass.
 ///
 /// # Errors
-/// The kernel refuses a change; a wait ends at its deadline (code 11); another host has an address
-/// (code 102).
+/// - Code 102 if another host has one of the addresses.
+/// - Code 11 if a wait ends at its deadline.
+/// - The errors of the kernel.
 fn bring_up<'a, I: Interface>(
     plugin: &I,
     context: &AttachmentContext<'a, I::Conf>,
@@ -88,7 +116,7 @@ fn bring_up<'a, I: Interface>(
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let dad = plugin.layer3(&context.conf).dad;
-    let host_state = plugin.serve(context, created, layer3, rollback)?;
+    let host_state = plugin.configure_host(context, created, layer3, rollback)?;
     layer3::prepare_namespace(context, dad, layer3)?;
     // Both watches are opened before the interface is set up, so that no event is missed.
     let host_watch = host_watch::<I>()?;
@@ -112,6 +140,7 @@ fn bring_up<'a, I: Interface>(
         context.container.announce(created.index, created.mac)?;
     }
     if let Some(link) = host_state.neighbours_on {
+        // An address without a neighbour entry needs no correction.
         for ip in &layer3.ips {
             context.host.correct_neighbour(link, ip.address.address(), created.mac)?;
         }

@@ -5,29 +5,36 @@
 
 use cni::AttachmentId;
 use cni::Cidr;
+use cni::result::{AddResult, IpConfig};
 use cni_linux::{Link, Netlink};
 
-/// The alias of a host end that another plugin created and that is now a port of our bridge:
-/// `cni-port:<attachment> <first>+<count> <earlier alias>`.
+/// The alias of a host end that another plugin created and that is now a port of this plugin's
+/// bridge: `cni-port:<attachment> <first address>+<address count> <earlier alias>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortMark {
     /// The attachment that the port belongs to, in the form of [`AttachmentId::alias`].
     pub attachment_alias: String,
-    /// Which of the result's addresses this plugin added, as the position of the first and their
-    /// number. The others belong to the earlier plugin, and DEL leaves them.
-    pub addresses: (usize, usize),
+    /// The position in the result of the first address that this plugin added. The addresses before
+    /// it belong to the earlier plugin, and DEL leaves them.
+    pub first_address: usize,
+    /// The number of addresses that this plugin added.
+    pub address_count: usize,
     /// The alias before this plugin's ADD, which DEL restores.
-    pub before: String,
+    pub earlier_alias: String,
 }
 
 impl PortMark {
     /// Parses an alias. Returns `None` if it is not a `cni-port:` alias.
     pub fn parse(alias: &str) -> Option<PortMark> {
         let mut parts = alias.strip_prefix("cni-port:")?.splitn(3, ' ');
-        let (attachment_alias, addresses, before) = (parts.next()?, parts.next()?, parts.next()?);
-        let (first, count) = addresses.split_once('+')?;
-        let addresses = (first.parse().ok()?, count.parse().ok()?);
-        Some(PortMark { attachment_alias: attachment_alias.to_owned(), addresses, before: before.to_owned() })
+        let (attachment_alias, addresses, earlier_alias) = (parts.next()?, parts.next()?, parts.next()?);
+        let (first_address, address_count) = addresses.split_once('+')?;
+        Some(PortMark {
+            attachment_alias: attachment_alias.to_owned(),
+            first_address: first_address.parse().ok()?,
+            address_count: address_count.parse().ok()?,
+            earlier_alias: earlier_alias.to_owned(),
+        })
     }
 
     /// Parses a link's alias. Returns `None` if the link has no `cni-port:` alias.
@@ -37,8 +44,13 @@ impl PortMark {
 
     /// Returns the alias for this mark.
     pub fn alias(&self) -> String {
-        let (first, count) = self.addresses;
-        format!("cni-port:{} {first}+{count} {}", self.attachment_alias, self.before)
+        let PortMark { attachment_alias, first_address, address_count, earlier_alias } = self;
+        format!("cni-port:{attachment_alias} {first_address}+{address_count} {earlier_alias}")
+    }
+
+    /// Returns the addresses that this plugin added. `prev` is the result of the whole list.
+    pub fn added_ips<'r>(&self, prev: &'r AddResult) -> impl Iterator<Item = &'r IpConfig> + use<'r> {
+        prev.ips.iter().skip(self.first_address).take(self.address_count)
     }
 
     /// Whether the port belongs to this attachment.
@@ -85,7 +97,7 @@ pub fn give_back(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
 /// The kernel refuses the change.
 pub fn restore_alias(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     match PortMark::of(link) {
-        Some(port_mark) => host.set_alias(link.index, &port_mark.before),
+        Some(port_mark) => host.set_alias(link.index, &port_mark.earlier_alias),
         None => Ok(()),
     }
 }
@@ -100,20 +112,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_mark_keeps_the_alias_it_covers() {
+    fn a_port_mark_keeps_the_earlier_alias() {
         let attachment = AttachmentId::new("net", "c1", "eth0");
-        for before in ["", "cni:net/c1/eth0", "my uplink, with spaces"] {
-            let port_mark =
-                PortMark { attachment_alias: attachment.alias(), addresses: (1, 2), before: before.to_owned() };
+        for earlier_alias in ["", "cni:net/c1/eth0", "my uplink, with spaces"] {
+            let port_mark = PortMark {
+                attachment_alias: attachment.alias(),
+                first_address: 1,
+                address_count: 2,
+                earlier_alias: earlier_alias.to_owned(),
+            };
             assert_eq!(PortMark::parse(&port_mark.alias()), Some(port_mark.clone()));
             assert!(port_mark.belongs_to(&attachment));
         }
         assert_eq!(PortMark::parse("cni:net/c1/eth0"), None);
-        assert_eq!(
-            AttachmentId::parse(
-                &PortMark { attachment_alias: attachment.alias(), addresses: (0, 0), before: String::new() }.alias()
-            ),
-            None
-        );
+        let port_mark = PortMark {
+            attachment_alias: attachment.alias(),
+            first_address: 0,
+            address_count: 0,
+            earlier_alias: String::new(),
+        };
+        assert_eq!(AttachmentId::parse(&port_mark.alias()), None);
     }
 }

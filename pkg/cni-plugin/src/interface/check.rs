@@ -39,14 +39,15 @@ pub struct Check<'a, C> {
 /// Compares the attachment with the configuration and with `prevResult`.
 ///
 /// # Errors
-/// Code 101 for the first difference, 3 if nothing of the attachment exists; those of the
-/// configuration and of the IPAM plugin.
+/// - Code 101 for the first difference.
+/// - Code 3 if nothing of the attachment exists.
+/// - The errors of the configuration and of the IPAM plugin.
 pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
-    let sides = Sides::open(plugin, call)?;
-    if !plugin.is_in_kernel(&sides.context.conf)? {
-        return check_ipam(plugin, call, &sides.context.conf);
+    let attachment = OpenedAttachment::open(plugin, call)?;
+    if !plugin.is_in_kernel(&attachment.context.conf)? {
+        return check_ipam(plugin, call, &attachment.context.conf);
     }
-    let check = sides.find_interface(plugin)?;
+    let check = attachment.find_interface(plugin)?;
     check_ipam(plugin, call, &check.context.conf)?;
     if !plugin.is_kind(&check.inner) {
         return Err(failed(format!("Container interface {} not of type {}", check.inner.name, I::KIND)));
@@ -62,47 +63,48 @@ fn check_ipam<I: Interface>(plugin: &I, call: &Call<'_>, conf: &I::Conf) -> Resu
     }
 }
 
-/// An attachment with the result of its ADD, before anything is compared.
-struct Sides<'a, C> {
+/// An attachment and `prevResult`, before CNI_IFNAME is looked up in the container.
+struct OpenedAttachment<'a, C> {
     context: AttachmentContext<'a, C>,
+    /// `prevResult`: the result of the whole list.
     prev: AddResult,
     /// The position of CNI_IFNAME in `prev.interfaces`.
     position: usize,
 }
 
-impl<'a, C> Sides<'a, C> {
+impl<'a, C> OpenedAttachment<'a, C> {
     /// Parses the configuration and `prevResult`, and opens both namespaces.
     ///
     /// # Errors
-    /// Code 7 without `prevResult`, or if `prevResult` does not list CNI_IFNAME in CNI_NETNS; those
-    /// of the configuration and of opening the namespace.
-    fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Sides<'a, C>> {
+    /// - Code 7 without `prevResult`, or if `prevResult` does not list CNI_IFNAME in CNI_NETNS.
+    /// - The errors of the configuration and of opening the namespace.
+    fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<OpenedAttachment<'a, C>> {
         let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
         let context = AttachmentContext::open(call, conf, None)?;
-        let position = container_interface(call, &prev)?;
-        Ok(Sides { context, prev, position })
+        let position = position_in_prev(call, &prev)?;
+        Ok(OpenedAttachment { context, prev, position })
     }
 
     /// Finds CNI_IFNAME in the container, and its entry, addresses and routes in `prevResult`.
     ///
     /// # Errors
-    /// Code 101 or 3 if CNI_IFNAME does not exist.
+    /// Code 101 or 3 if CNI_IFNAME does not exist, see [`not_found`].
     fn find_interface<I: Interface<Conf = C>>(self, plugin: &I) -> Result<Check<'a, C>> {
-        let Sides { context, prev, position } = self;
+        let OpenedAttachment { context, prev, position } = self;
         let Some(inner) = context.container.find_link(&context.call.ifname)? else {
-            return Err(absent::<I>(&context, &prev)?);
+            return Err(not_found::<I>(&context, &prev)?);
         };
         let expected = prev.interfaces[position].clone();
         // tc-redirect-tap lists an interface of the virtual machine, with the container's ID as its
         // sandbox, and assigns the addresses of CNI_IFNAME to that entry. The kernel has them on
         // CNI_IFNAME.
-        let is_ours =
+        let has_our_addresses =
             |listed: &cni::result::Interface| *listed == expected || listed.sandbox == context.call.container_id;
         let mut ips = Vec::new();
         for ip in &prev.ips {
             let belongs = match ip.interface {
-                Some(index) => prev.interfaces.get(index).is_some_and(is_ours),
+                Some(index) => prev.interfaces.get(index).is_some_and(has_our_addresses),
                 None => true,
             };
             if belongs {
@@ -125,7 +127,7 @@ pub fn failed(msg: impl Into<String>) -> Error {
 ///
 /// # Errors
 /// Code 7 if CNI_IFNAME is not listed with the namespace CNI_NETNS.
-fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
+fn position_in_prev(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
     let sandbox = call.sandbox();
     if !sandbox.is_empty()
         && let Some(position) = prev.find_interface(&call.ifname, sandbox)
@@ -144,11 +146,15 @@ fn container_interface(call: &Call<'_>, prev: &AddResult) -> Result<usize> {
 
 /// Returns the error of a CHECK whose CNI_IFNAME does not exist: code 101 if the host's end still
 /// exists, else 3, because nothing of the attachment exists.
-fn absent<I: Interface>(context: &AttachmentContext<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
+///
+/// # Errors
+/// The host's end cannot be looked up.
+fn not_found<I: Interface>(context: &AttachmentContext<'_, I::Conf>, prev: &AddResult) -> Result<Error> {
     let msg = format!("Interface name {} not found", context.call.ifname);
     if let HostEnd::Veth { .. } = I::HOST_END {
         let mut host_names = vec![context.attachment.host_name(0)];
-        // The names of later attempts and of the Go plugins begin with `veth` too.
+        // ADD tries other names if the first one is taken, and the Go plugins choose random ones.
+        // All begin with `veth`.
         for interface in &prev.interfaces {
             if interface.sandbox.is_empty() && interface.name.starts_with("veth") {
                 host_names.push(interface.name.clone());
@@ -173,9 +179,10 @@ impl<'a, C> Check<'a, C> {
     /// Opens the attachment, for a caller that runs single steps of a CHECK.
     ///
     /// # Errors
-    /// Those of the configuration and of `prevResult`; code 101 or 3 if CNI_IFNAME does not exist.
+    /// - Code 101 if CNI_IFNAME does not exist and its end on the host does; 3 if neither exists.
+    /// - The errors of the configuration, of `prevResult` and of opening the namespace.
     pub fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Check<'a, C>> {
-        Sides::open(plugin, call)?.find_interface(plugin)
+        OpenedAttachment::open(plugin, call)?.find_interface(plugin)
     }
 
     /// Returns the host's end of the veth pair whose other end is CNI_IFNAME.
@@ -194,7 +201,7 @@ impl<'a, C> Check<'a, C> {
     ///
     /// # Errors
     /// Code 101 for the first difference.
-    pub fn interface(&self) -> Result<()> {
+    pub fn compare_interface(&self) -> Result<()> {
         let (inner, expected) = (&self.inner, &self.expected);
         let name = &inner.name;
         if !expected.mac.is_empty() && expected.mac.parse::<Mac>().ok() != inner.mac {
@@ -214,13 +221,13 @@ impl<'a, C> Check<'a, C> {
     ///
     /// # Errors
     /// Code 101 for the first missing address or route.
-    pub fn layer3(&self) -> Result<()> {
-        self.addresses()?;
-        self.routes()
+    pub fn compare_layer3(&self) -> Result<()> {
+        self.compare_addresses()?;
+        self.compare_routes()
     }
 
     /// Checks that CNI_IFNAME has the addresses of `prevResult`.
-    fn addresses(&self) -> Result<()> {
+    fn compare_addresses(&self) -> Result<()> {
         let existing = self.context.container.list_addresses(self.inner.index)?;
         for ip in &self.layer3.ips {
             if !existing.iter().any(|address| address.cidr == ip.address) {
@@ -236,14 +243,16 @@ impl<'a, C> Check<'a, C> {
     /// gateway and interface. MTU and MSS are not compared, because the Go plugins never set them.
     /// A route of the main table is also accepted in another table, because later plugins (sbr,
     /// vrf) move it there.
-    fn routes(&self) -> Result<()> {
+    fn compare_routes(&self) -> Result<()> {
         let container = &self.context.container;
         for expected in self.layer3.kernel_routes(self.inner.index) {
             // A prevResult may name a route with host bits, which the kernel's route does not have.
             let expected = cni_linux::Route { dst: expected.dst.network(), ..expected };
             let has_expected_path = |route: &cni_linux::Route| route.gw == expected.gw && route.oif == expected.oif;
+            // The existing routes with the destination, table and metric of `expected`.
             let mut candidates = container.list_conflicting(&expected)?;
             if expected.table_id() == MAIN_TABLE && !candidates.iter().any(has_expected_path) {
+                // The same routes of all tables.
                 candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
                 candidates
                     .retain(|route| expected.conflicts_with(&cni_linux::Route { table: expected.table, ..*route }));
@@ -260,7 +269,7 @@ impl<'a, C> Check<'a, C> {
     ///
     /// # Errors
     /// Code 101 with every missing rule.
-    pub fn masquerade(&self, ips: &[IpConfig]) -> Result<()> {
+    pub fn compare_masquerade(&self, ips: &[IpConfig]) -> Result<()> {
         let missing = self.missing_masquerade(&addresses(ips))?.unwrap_or_default();
         if missing.is_empty() { Ok(()) } else { Err(failed(missing.join("; "))) }
     }
@@ -289,9 +298,9 @@ impl<'a, C> Check<'a, C> {
         Ok(Some(Restored { missing, rollback }))
     }
 
-    /// Returns the time at which waits for states that the kernel reaches by itself must end, if
-    /// the first wait begins now.
-    pub fn dad_deadline(&self) -> Instant {
+    /// Returns the time at which all waits of this CHECK must end, if the first one begins now.
+    /// CHECK waits for states that the kernel reaches by itself.
+    pub fn settle_deadline(&self) -> Instant {
         self.context.call.machine.now() + SETTLE_TIMEOUT
     }
 
@@ -305,9 +314,9 @@ impl<'a, C> Check<'a, C> {
         let is_unfinished = || -> cni_linux::Result<bool> {
             // The link-local address that the kernel adds is not part of the attachment, so its
             // detection may still run.
-            let is_ours = |cidr| self.layer3.ips.iter().any(|ip| ip.address == cidr);
+            let is_expected = |cidr| self.layer3.ips.iter().any(|ip| ip.address == cidr);
             let existing = container.list_addresses(self.inner.index)?;
-            Ok(existing.iter().any(|address| is_ours(address.cidr) && (address.tentative || address.dad_failed)))
+            Ok(existing.iter().any(|address| is_expected(address.cidr) && (address.tentative || address.dad_failed)))
         };
         if !self.layer3.ips.is_empty() && is_unfinished()? {
             let watch = Watch::open_in(netns)?;

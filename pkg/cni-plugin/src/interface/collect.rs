@@ -19,7 +19,7 @@ use super::{HostEnd, Interface, PortMark, give_back, masquerade};
 /// belong to this network and to no attachment in `valid`.
 ///
 /// # Errors
-/// All errors joined; the steps after a failed one have run.
+/// All errors, joined. Every step has run, also after an error.
 pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
     let has_host_end = I::HOST_END != HostEnd::None;
@@ -39,11 +39,11 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
     Error::join(errors)
 }
 
-/// GC: removes this network's links on the host that belong to no attachment in `valid`, and gives
-/// back the ports that such an attachment put on a bridge.
+/// Removes this network's links on the host that belong to no attachment in `valid`, for GC. Gives
+/// back a link with a [`PortMark`] instead of deleting it.
 ///
 /// # Errors
-/// Those of the kernel, joined, after all links have been tried.
+/// The errors of the kernel, joined. Every link has been tried, also after an error.
 pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let (network, host) = (call.conf.name(), Netlink::open()?);
     let prefix = AttachmentId::network_prefix(network);
@@ -63,6 +63,7 @@ pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         };
         errors.extend(removed.err().map(Error::from));
     }
+    // The links of ADDs that were killed before they set the alias.
     errors.extend(host.purge_unmarked(network, &links, call.machine).err().map(Error::from));
     Error::join(errors)
 }

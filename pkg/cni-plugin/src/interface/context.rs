@@ -23,8 +23,9 @@ pub struct AttachmentContext<'a, C> {
     pub host: Rc<Netlink>,
     /// The netlink socket in the container's namespace.
     pub container: Netlink,
-    /// The result of an earlier plugin whose interface this one uses.
-    pub earlier: Option<AddResult>,
+    /// The result of the earlier plugin whose interface this plugin uses, or `None` if this plugin
+    /// creates the interface. See [`Interface::find_adopted`](super::Interface::find_adopted).
+    pub adopted: Option<AddResult>,
 }
 
 impl<'a, C> AttachmentContext<'a, C> {
@@ -32,12 +33,13 @@ impl<'a, C> AttachmentContext<'a, C> {
     /// host's and the container's.
     ///
     /// # Errors
-    /// Code 4 without CNI_NETNS; the namespace cannot be opened.
-    pub(super) fn open(call: &'a Call<'_>, conf: C, earlier: Option<AddResult>) -> Result<AttachmentContext<'a, C>> {
+    /// - Code 4 without CNI_NETNS.
+    /// - The errors of opening the namespace and the sockets.
+    pub(super) fn open(call: &'a Call<'_>, conf: C, adopted: Option<AddResult>) -> Result<AttachmentContext<'a, C>> {
         let netns = Netns::open(call.netns()?)?;
         let host = Rc::new(Netlink::open()?);
         let container = host.open_in(&netns)?;
-        Ok(AttachmentContext { call, conf, attachment: call.attachment(), netns, host, container, earlier })
+        Ok(AttachmentContext { call, conf, attachment: call.attachment(), netns, host, container, adopted })
     }
 
     /// Returns CNI_IFNAME, with the hardware address `mac`, as an entry of the result's

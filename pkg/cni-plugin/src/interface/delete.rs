@@ -25,7 +25,7 @@ use super::{HostEnd, Interface, Ownership, PortMark, Release, give_back, masquer
 /// addresses in IPAM.
 ///
 /// # Errors
-/// All errors joined; the steps after a failed one have run.
+/// All errors, joined. Every step has run, also after an error.
 pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let attachment = call.attachment();
     let prev = prev_result(call);
@@ -50,6 +50,7 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     if order == Release::AfterLink {
         errors.extend(release(call).err());
     }
+    // Only after the errors of the links and of IPAM: joined errors have the code of the first.
     errors.extend(cleaned.err());
     Error::join(errors)
 }
@@ -83,8 +84,9 @@ impl<I: Interface> Links<'_, '_, I> {
     /// Removes the attachment's interface in the container and its end on the host.
     ///
     /// # Errors
-    /// CNI_NETNS exists but cannot be opened; the kernel refuses a change. Even then the removal of
-    /// the host's end has been tried.
+    /// The removal of the host's end has been tried before an error is returned.
+    /// - CNI_NETNS exists but cannot be opened.
+    /// - The kernel refuses a change.
     fn remove(&self) -> Result<()> {
         let host = Netlink::open()?;
         let netns = match self.call.netns.as_deref().map(Netns::open) {
@@ -98,16 +100,16 @@ impl<I: Interface> Links<'_, '_, I> {
             }
         };
         let Some(netns) = netns else { return self.purge_host_end(&host, PortAction::GiveBack) };
-        let inside = self.remove_inside(&host, &netns);
+        let had_ifname = self.remove_inside(&host, &netns);
         // The host's end usually disappears with CNI_IFNAME, but the end of an earlier ADD whose
         // DEL was lost does not. If there was no CNI_IFNAME, both ends may have been renamed, so
         // all aliases are searched.
-        let outside = match inside {
+        let outside = match had_ifname {
             Ok(true) => self.purge_named_host_ends(&host).map(drop),
             Ok(false) => self.purge_host_end(&host, PortAction::GiveBack),
             Err(_) => self.purge_host_end(&host, PortAction::TakeOff),
         };
-        Error::join([inside.err(), outside.err()].into_iter().flatten())
+        Error::join([had_ifname.err(), outside.err()].into_iter().flatten())
     }
 
     /// Removes the attachment's interfaces in the container's namespace. Returns whether there was
@@ -133,11 +135,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, or gives it back if
-    /// its host end has a port mark of this attachment. The first of these that exists decides: a
-    /// port mark, the plugin's claim, an alias that names an attachment,
-    /// [`owns_unmarked`](Self::owns_unmarked). Leaves any other interface, with a note unless it
-    /// has a port mark.
+    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. Gives it back
+    /// instead if its end on the host has this attachment's port mark. Leaves any other interface:
+    /// silently if its end has another attachment's port mark, else with a note.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
@@ -148,9 +148,8 @@ impl<I: Interface> Links<'_, '_, I> {
         };
         if let (Some(outer), Some(port_mark)) = (&outer, outer.as_ref().and_then(PortMark::of)) {
             if port_mark.belongs_to(self.attachment) {
-                let (first, count) = port_mark.addresses;
-                let prev_ips = self.prev.map(|prev| prev.ips.as_slice()).unwrap_or_default();
-                let added: Vec<Cidr> = prev_ips.iter().skip(first).take(count).map(|ip| ip.address).collect();
+                let added_ips = self.prev.into_iter().flat_map(|prev| port_mark.added_ips(prev));
+                let added: Vec<Cidr> = added_ips.map(|ip| ip.address).collect();
                 // If an address cannot be removed, `remove` takes the port off the bridge but
                 // leaves the port mark, so that the next DEL finds the addresses again.
                 purge_addresses(container, inner.index, &added)?;
@@ -158,21 +157,7 @@ impl<I: Interface> Links<'_, '_, I> {
             }
             return Ok(());
         }
-        if let Some(claim) = self.plugin.claims(self.call, self.prev, inner) {
-            return self.remove_or_leave(container, inner, claim);
-        }
-        let marked_end = if I::HOST_END == HostEnd::None { Some(inner) } else { outer.as_ref() };
-        let alias = marked_end.and_then(|link| link.alias.as_deref());
-        let is_ours = match alias.filter(|alias| AttachmentId::parse(alias).is_some()) {
-            Some(_) => self.attachment.is_on(alias),
-            None => self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer.as_ref())?,
-        };
-        self.remove_or_leave(container, inner, if is_ours { Ownership::Ours } else { Ownership::NotOurs })
-    }
-
-    /// Removes `inner`, which is CNI_IFNAME, or leaves it and writes a note.
-    fn remove_or_leave(&self, container: &Netlink, inner: &Link, ownership: Ownership) -> Result<()> {
-        if ownership == Ownership::Ours {
+        if self.ownership(host, inner, outer.as_ref())? == Ownership::Ours {
             return self.plugin.remove(self.call, container, inner);
         }
         self.call.notes.note(format_args!(
@@ -183,16 +168,32 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
+    /// Returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end
+    /// on the host. The first of these that exists decides: the plugin's claim, an alias that names
+    /// an attachment, [`owns_unmarked`](Self::owns_unmarked).
+    fn ownership(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<Ownership> {
+        if let Some(claim) = self.plugin.claims(self.call, self.prev, inner) {
+            return Ok(claim);
+        }
+        let marked_end = if I::HOST_END == HostEnd::None { Some(inner) } else { outer };
+        let alias = marked_end.and_then(|link| link.alias.as_deref());
+        let is_ours = match alias.filter(|alias| AttachmentId::parse(alias).is_some()) {
+            Some(_) => self.attachment.is_on(alias),
+            None => self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer)?,
+        };
+        Ok(if is_ours { Ownership::Ours } else { Ownership::NotOurs })
+    }
+
     /// Whether `inner` belongs to this attachment although no alias names an attachment: a Go
     /// plugin created it, or its ADD was killed before it set the alias. `outer` is its end on the
-    /// host. The name of `outer` or else the MAC in `prevResult` decides; if `prevResult` has
-    /// neither, the plugin decides.
+    /// host. The position of `outer` in `prevResult` decides; if `outer` is not listed, the MAC of
+    /// CNI_IFNAME in `prevResult`; without both, the plugin.
     fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))
         {
-            // An earlier plugin of the list created the host's interfaces before `listed_after`.
-            // `outer` has no port mark any more, so this plugin does not use it any more either.
+            // The first `listed_after` of the host's interfaces are not ends of this plugin's
+            // pairs: an `outer` among them belongs to an earlier plugin of the list.
             return Ok(position >= listed_after);
         }
         match self.expected_mac() {

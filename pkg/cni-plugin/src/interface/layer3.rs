@@ -1,6 +1,5 @@
 //! Addresses and routes: completes and checks IPAM's answer, and configures it in the container.
 
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -10,7 +9,7 @@ use cni::rollback::Notes;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
-use cni_linux::{Dad, Netlink, Route, Watch, announce, sysctl};
+use cni_linux::{Dad, Family, Netlink, Route, Watch, announce, sysctl};
 
 use super::{AttachmentContext, Gateway, Layer3Policy, SubnetRoute};
 
@@ -37,25 +36,26 @@ pub struct Layer3 {
 }
 
 impl Layer3 {
-    /// Completes IPAM's answer as the configuration asks: with gateways, default routes and
-    /// `interface`, which is the position of CNI_IFNAME in the result's interfaces. `before` has
-    /// the addresses that earlier plugins gave to the container. Nothing is configured yet.
+    /// Completes the `answer` of the IPAM plugin as `policy` asks: with gateways, default routes
+    /// and `position`, which is the position of CNI_IFNAME in the result's interfaces.
+    /// `earlier_ips` has the addresses that earlier plugins gave to the container. Nothing is
+    /// configured yet.
     ///
     /// # Errors
     /// Code 7 if the answer has no addresses, lacks a gateway that `policy` requires, or has a
     /// route that cannot work.
     pub(super) fn new(
-        ipam: &AddResult,
+        answer: &AddResult,
         policy: &Layer3Policy<'_>,
-        interface: usize,
-        before: &[IpConfig],
+        position: usize,
+        earlier_ips: &[IpConfig],
     ) -> Result<Layer3> {
-        if ipam.ips.is_empty() {
+        if answer.ips.is_empty() {
             return Err(Error::config("IPAM plugin returned missing IP config"));
         }
-        let mut layer3 = Layer3 { ips: ipam.ips.clone(), routes: ipam.routes.clone(), subnet: policy.subnet };
+        let mut layer3 = Layer3 { ips: answer.ips.clone(), routes: answer.routes.clone(), subnet: policy.subnet };
         for ip in &mut layer3.ips {
-            ip.interface = Some(interface);
+            ip.interface = Some(position);
             match policy.gateway {
                 _ if ip.gateway.is_some() => {}
                 Gateway::None => {}
@@ -73,7 +73,8 @@ impl Layer3 {
         if policy.gateway == Gateway::DefaultRoute {
             layer3.add_default_routes();
         }
-        let on_interface = before.iter().filter(|ip| ip.interface.is_none_or(|index| index == interface));
+        // An address without an interface counts as one of CNI_IFNAME.
+        let on_interface = earlier_ips.iter().filter(|ip| ip.interface.is_none_or(|other| other == position));
         layer3.check_routes(on_interface)?;
         Ok(layer3)
     }
@@ -84,7 +85,7 @@ impl Layer3 {
     }
 
     /// Returns the gateway of each address, with the prefix length of that address, without
-    /// duplicates.
+    /// duplicates. Leaves out an IPv4 gateway for which the prefix of an IPv6 address is too long.
     pub fn gateways(&self) -> Vec<Cidr> {
         let mut gateways = Vec::new();
         for ip in &self.ips {
@@ -101,9 +102,12 @@ impl Layer3 {
     /// address comes first. If IPAM lists a default route of the main table with metric 0 but
     /// without a gateway, sets that route's gateway instead.
     fn add_default_routes(&mut self) {
-        let ipv4_first = self.ips.first().is_none_or(|ip| ip.address.is_ipv4());
-        for is_ipv4 in [ipv4_first, !ipv4_first] {
-            let Some(gateway) = self.family_gateway(is_ipv4) else { continue };
+        let mut families = Family::ALL;
+        if self.ips.first().is_some_and(|ip| !ip.address.is_ipv4()) {
+            families.reverse();
+        }
+        for family in families {
+            let Some(gateway) = self.family_gateway(family) else { continue };
             let default = Cidr::default_route(gateway);
             // As in Go: a default route with a gateway is enough, whatever its metric and table.
             if self.routes.iter().any(|route| route.dst.network() == default && route.gw.is_some()) {
@@ -123,8 +127,8 @@ impl Layer3 {
 
     /// Returns the first gateway of an address family, which routes of the family without a gateway
     /// use. Returns `None` if no address of the family has a gateway.
-    fn family_gateway(&self, is_ipv4: bool) -> Option<IpAddr> {
-        self.ips.iter().filter(|ip| ip.address.is_ipv4() == is_ipv4).find_map(|ip| ip.gateway)
+    fn family_gateway(&self, family: Family) -> Option<IpAddr> {
+        self.ips.iter().filter(|ip| Family::of(ip.address.address()) == family).find_map(|ip| ip.gateway)
     }
 
     /// Returns the gateway that the kernel's route will have, or `None` for a route over the link
@@ -137,19 +141,19 @@ impl Layer3 {
             Some(gw) => Some(gw),
             // The kernel ignores the scope of an IPv6 route.
             None if route.dst.is_ipv4() && route.scope.is_some_and(|scope| scope >= SCOPE_LINK) => None,
-            None => self.family_gateway(route.dst.is_ipv4()),
+            None => self.family_gateway(Family::of(route.dst.address())),
         }
     }
 
     /// Checks that the kernel will accept the routes in their order: network addresses without host
-    /// bits, and gateways that an address or an earlier route reaches. `before` has the addresses
-    /// that earlier plugins gave to the interface.
+    /// bits, and gateways that an address or an earlier route reaches. `earlier_ips` has the
+    /// addresses that earlier plugins gave to the interface.
     ///
     /// # Errors
     /// Code 7 for the first route that cannot work.
-    fn check_routes<'a>(&'a self, before: impl Iterator<Item = &'a IpConfig>) -> Result<()> {
+    fn check_routes<'a>(&'a self, earlier_ips: impl Iterator<Item = &'a IpConfig>) -> Result<()> {
         // The networks that are reached over the link itself.
-        let mut on_link: Vec<Cidr> = self.ips.iter().chain(before).map(|ip| ip.address.network()).collect();
+        let mut on_link: Vec<Cidr> = self.ips.iter().chain(earlier_ips).map(|ip| ip.address.network()).collect();
         if self.subnet == SubnetRoute::ThroughGateway {
             on_link.extend(self.ips.iter().filter_map(|ip| ip.gateway.map(Cidr::host)));
         }
@@ -267,43 +271,37 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
     }
     container.set_up(index)?;
     let routes: Vec<Route> = layer3.kernel_routes(index).collect();
-    // Positions in `routes`: `merged` of the routes that an earlier multipath route contains,
-    // `left_out` of the routes that were not added.
-    let mut merged: BTreeSet<usize> = BTreeSet::new();
-    let mut left_out: BTreeSet<usize> = BTreeSet::new();
-    for (position, route) in routes.iter().enumerate() {
-        if merged.contains(&position) {
-            continue;
-        }
-        // Routes that conflict (same destination, table and metric) become one multipath route.
-        let mut paths = vec![*route];
-        let mut positions = vec![position];
-        for (later_position, later) in routes.iter().enumerate().skip(position + 1) {
-            if !later.conflicts_with(route) {
-                continue;
-            }
-            merged.insert(later_position);
-            positions.push(later_position);
-            if !paths.iter().any(|path| path.is_same(later)) {
-                paths.push(*later);
-            }
-        }
+    let mut left_out: Vec<Route> = Vec::new();
+    for paths in merge_conflicting(&routes) {
+        let route = paths[0];
         match add_route(container, index, &paths)? {
             AddedRoute::InForce => {}
             AddedRoute::OtherDefaultRoute => {
                 notes.note(format_args!("{route} was not added: the default route of another network exists already"));
-                left_out.extend(positions);
+                left_out.push(route);
             }
         }
     }
-    // The last routes in `routes` are those of the result.
-    let mut position = routes.len() - layer3.routes.len();
-    layer3.routes.retain(|_| {
-        let keep = !left_out.contains(&position);
-        position += 1;
-        keep
-    });
+    // The routes of the result are the last ones in `routes`, in the same order.
+    let mut of_result = routes[routes.len() - layer3.routes.len()..].iter();
+    layer3
+        .routes
+        .retain(|_| of_result.next().is_some_and(|route| !left_out.iter().any(|other| route.conflicts_with(other))));
     Ok(())
+}
+
+/// Returns the paths of each route to add: routes that conflict (same destination, table and
+/// metric) become the paths of one multipath route. Paths with the same effect are listed once.
+fn merge_conflicting(routes: &[Route]) -> Vec<Vec<Route>> {
+    let mut merged: Vec<Vec<Route>> = Vec::new();
+    for route in routes {
+        match merged.iter_mut().find(|paths| paths[0].conflicts_with(route)) {
+            Some(paths) if paths.iter().any(|path| path.is_same(route)) => {}
+            Some(paths) => paths.push(*route),
+            None => merged.push(vec![*route]),
+        }
+    }
+    merged
 }
 
 /// The outcome of [`add_route`].
@@ -315,9 +313,9 @@ enum AddedRoute {
     OtherDefaultRoute,
 }
 
-/// Adds one route, as a multipath route if there are several `paths`. Accepts an identical route
-/// that exists already. As in Go, a route to the subnet of the interface `index` gets priority over
-/// the route that the kernel has added for that subnet itself.
+/// Adds one route, which has several `paths` if it is a multipath route. Accepts an identical route
+/// that exists already. As in Go, a route to the subnet of the interface `index` is added in front
+/// of the route that the kernel has added for that subnet itself.
 ///
 /// # Errors
 /// The kernel refuses the route.
@@ -348,10 +346,12 @@ fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRo
 /// Waits until duplicate address detection has finished for every address of the interface `index`.
 ///
 /// # Errors
-/// Code 102 if another host on the link has one of the addresses, code 11 after [`DAD_DEADLINE`].
+/// - Code 102 if another host on the link has one of the addresses.
+/// - Code 11 after [`DAD_DEADLINE`].
 pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: &dyn Machine) -> Result<()> {
     let deadline = machine.now() + DAD_DEADLINE;
-    // The wait ends at `Some`: with `Ok(())` if all addresses are usable, else with the duplicate.
+    // The wait ends at `Some`: with `Ok(())` if all addresses are usable, with `Err` if one is a
+    // duplicate.
     let outcome = watch.wait("duplicate address detection", deadline, machine, || {
         let addresses = container.list_addresses(index)?;
         if let Some(duplicate) = addresses.iter().find(|address| address.dad_failed) {
@@ -366,9 +366,11 @@ pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
     })
 }
 
-/// Waits until the kernel accepts packets for each of `addresses`. After [`USABLE_DEADLINE`] only
-/// writes a note, because the query does not find an address that is in the routing table of a VRF.
-/// Calls `open_watch` only if an address is not usable yet.
+/// Waits until the kernel accepts packets for each of `addresses`. Calls `open_watch` only if an
+/// address is not usable yet.
+///
+/// [`USABLE_DEADLINE`] is not an error but only noted, because [`Netlink::is_local_address`] does
+/// not find an address that is in the routing table of a VRF.
 ///
 /// # Errors
 /// Those of the kernel.
@@ -395,8 +397,11 @@ pub(super) fn wait_until_usable(
 
 /// Returns the path below /proc/sys of the sysctl that lets the host forward packets of an address
 /// family.
-pub fn forwarding(is_ipv4: bool) -> &'static str {
-    if is_ipv4 { "net/ipv4/ip_forward" } else { "net/ipv6/conf/all/forwarding" }
+pub fn forwarding_sysctl(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "net/ipv4/ip_forward",
+        Family::V6 => "net/ipv6/conf/all/forwarding",
+    }
 }
 
 #[cfg(test)]

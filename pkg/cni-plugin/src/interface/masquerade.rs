@@ -2,7 +2,7 @@
 //!
 //! ADD writes the rules of the configured backend. DEL and GC remove the rules of both backends,
 //! because the configuration may have changed since ADD. The rules match addresses, not interfaces,
-//! so ADD writes them before the interface is up, and its first packet is masqueraded already.
+//! so ADD writes them before the interface is up: already the first packet is masqueraded.
 
 use std::rc::Rc;
 
@@ -15,15 +15,16 @@ use cni_firewall::{Backend, Masquerade};
 use super::AttachmentContext;
 use crate::keys::Masquerading;
 
-/// Returns the masquerade rules of this host, for one call.
+/// Returns a handle to the masquerade rules of this host, for one call.
 pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
     Masquerade::new(call.machine, call.notes.clone())
 }
 
-/// ADD: writes the masquerade rules of `addresses`, unless `masquerading` is off.
+/// Writes the masquerade rules of `addresses`, unless `masquerading` is off.
 ///
 /// # Errors
-/// Code 2 if this host has no such backend; the rules cannot be written.
+/// - Code 2 if this host does not have the backend.
+/// - The rules cannot be written.
 pub(super) fn ensure<'a, C>(
     context: &AttachmentContext<'a, C>,
     masquerading: Masquerading,
@@ -43,6 +44,7 @@ pub(super) fn ensure<'a, C>(
     rollback.push(format!("restore the earlier masquerade rules of {}", attachment.ifname), undo);
     open(call).ensure(attachment, backend, addresses, &previous).map_err(|error| {
         let error = Error::from(error).context(configured_keys(backend));
+        // The backend is only probed after a failure, because the probe may start a process.
         if open(call).probe(backend).is_err() { error.with_code(Code::UNSUPPORTED_FIELD) } else { error }
     })
 }
@@ -50,7 +52,7 @@ pub(super) fn ensure<'a, C>(
 /// STATUS: checks that the next ADD can write its masquerade rules.
 ///
 /// # Errors
-/// Code 50 if this host has no such backend.
+/// Code 50 if this host does not have the backend.
 pub(super) fn status(call: &Call<'_>, masquerading: Masquerading) -> Result<()> {
     let Masquerading::On(backend) = masquerading else { return Ok(()) };
     open(call)

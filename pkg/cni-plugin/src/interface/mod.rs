@@ -8,10 +8,11 @@
 //! the host, `stacked` an interface on top of another one, and `adopted` marks an interface that an
 //! earlier plugin of the list created.
 //!
-//! ADD calls the steps in this order: [`parse`](Interface::parse), [`create`](Interface::create),
-//! then, if there is an IPAM plugin, its ADD and [`serve`](Interface::serve), and once the
-//! interface is up [`wait_for_frames`](Interface::wait_for_frames) and
-//! [`finish`](Interface::finish).
+//! ADD calls the steps in this order: [`parse`](Interface::parse),
+//! [`find_adopted`](Interface::find_adopted), [`create`](Interface::create), then the ADD of the
+//! IPAM plugin, if there is one. If the interface gets addresses,
+//! [`configure_host`](Interface::configure_host) follows. Once the interface is up,
+//! [`wait_for_frames`](Interface::wait_for_frames), and at the end [`finish`](Interface::finish).
 
 mod add;
 mod adopted;
@@ -43,7 +44,7 @@ pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use check::{Check, failed};
 pub use collect::collect_links;
 pub use context::{AttachmentContext, host_interface};
-pub use layer3::{Layer3, forwarding};
+pub use layer3::{Layer3, forwarding_sysctl};
 
 /// The parts of an interface plugin that are special to its link.
 pub trait Interface {
@@ -108,7 +109,7 @@ pub trait Interface {
     ///
     /// # Errors
     /// The kernel refuses a change.
-    fn serve<'a>(
+    fn configure_host<'a>(
         &self,
         _context: &AttachmentContext<'a, Self::Conf>,
         _created: &mut CreatedLink<Self::Link>,
@@ -147,11 +148,11 @@ pub trait Interface {
 
     /// Returns the result of the earlier plugin whose interface this plugin uses instead of
     /// creating one. [`create`](Interface::create) then finds that result in
-    /// [`AttachmentContext::earlier`]. Returns `None` if this plugin creates its own interface.
+    /// [`AttachmentContext::adopted`]. Returns `None` if this plugin creates its own interface.
     ///
     /// # Errors
-    /// The configuration asks for the earlier interface, and `prevResult` cannot be read.
-    fn earlier(&self, _call: &Call<'_>) -> Result<Option<AddResult>> {
+    /// `prevResult` names the interface, but cannot be decoded.
+    fn find_adopted(&self, _call: &Call<'_>) -> Result<Option<AddResult>> {
         Ok(None)
     }
 
@@ -162,17 +163,17 @@ pub trait Interface {
     /// # Errors
     /// Code 101 for the first difference.
     fn check(&self, check: &Check<'_, Self::Conf>) -> Result<()> {
-        check.interface()?;
-        check.layer3()?;
-        check.masquerade(&check.layer3.ips)?;
-        check.wait_for_dad(check.dad_deadline())
+        check.compare_interface()?;
+        check.compare_layer3()?;
+        check.compare_masquerade(&check.layer3.ips)?;
+        check.wait_for_dad(check.settle_deadline())
     }
 
     /// Whether DEL removes CNI_IFNAME although neither a mark nor `prevResult` identifies it as
     /// this attachment's. CNI_IFNAME is of this plugin's kind; `outer` is its end on the host.
     ///
-    /// The default answers yes if CNI_NETNS is not the host's own namespace: the Go plugins mark an
-    /// interface by its name only, and before specification 0.4.0 DEL gets no `prevResult`.
+    /// The default is true if CNI_NETNS exists and is not the host's own namespace: the Go plugins
+    /// mark an interface by its name only, and before specification 0.4.0 DEL gets no `prevResult`.
     ///
     /// # Errors
     /// Those of the kernel.
@@ -213,7 +214,7 @@ pub trait Interface {
         Ok(())
     }
 
-    /// STATUS: whether the next ADD can create its link.
+    /// STATUS: checks that the next ADD can create its link.
     ///
     /// # Errors
     /// The kernel or the host lacks something that ADD needs.
@@ -224,7 +225,7 @@ pub trait Interface {
     /// Writes the attachment's missing packet filter rules again; see [`Plugin::restore_rules`].
     ///
     /// # Errors
-    /// As for [`Plugin::restore_rules`].
+    /// Those of [`Plugin::restore_rules`].
     fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         Ok(None)
     }
@@ -275,9 +276,9 @@ impl Release {
 pub struct Layer3Policy<'c> {
     /// The type of the IPAM plugin, or `None` for an interface without addresses.
     pub ipam: Option<&'c str>,
-    /// The result of an earlier plugin. Without an IPAM plugin, the interface gets the addresses
-    /// and routes of this result.
-    pub earlier: Option<&'c AddResult>,
+    /// The earlier plugin's result whose addresses and routes the interface gets if there is no
+    /// IPAM plugin.
+    pub inherited: Option<&'c AddResult>,
     /// The result's `dns`, instead of the IPAM plugin's.
     pub dns: Option<&'c Dns>,
     /// Whether packets that leave the network get the host's address as their source.
@@ -297,7 +298,7 @@ impl Default for Layer3Policy<'_> {
     fn default() -> Self {
         Layer3Policy {
             ipam: None,
-            earlier: None,
+            inherited: None,
             dns: None,
             masquerade: Masquerading::Off,
             gateway: Gateway::None,
@@ -311,7 +312,7 @@ impl Default for Layer3Policy<'_> {
 /// What ADD does with the gateways in IPAM's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gateway {
-    /// Takes them as they are.
+    /// Takes them as they are. An address may have no gateway.
     None,
     /// Gives an address without a gateway the first address of its network as the gateway.
     Address,
@@ -333,9 +334,9 @@ pub enum SubnetRoute {
 /// The state of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkState {
-    /// Up.
+    /// The interface sends and receives frames.
     Up,
-    /// Down.
+    /// The interface neither sends nor receives frames.
     Down,
 }
 
@@ -349,12 +350,12 @@ pub struct CreatedLink<L> {
     /// The result so far: the interfaces, and the content of an earlier plugin's result.
     pub result: AddResult,
     /// The position of CNI_IFNAME in `result.interfaces`.
-    pub interface: usize,
+    pub interface_position: usize,
     /// The plugin's own data about the link.
     pub link: L,
 }
 
-/// What [`Interface::serve`] has configured on the host.
+/// What [`Interface::configure_host`] has configured on the host.
 #[derive(Debug, Default)]
 pub struct HostState {
     /// The addresses that the host now has for this container, for example the gateway's.
@@ -380,6 +381,7 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     fn examine(&self, conf: &NetConf) -> Result<()> {
         let parsed = self.0.parse(conf, "", &Notes::silent())?;
         match self.0.layer3(&parsed).ipam {
+            // The value is not used here: only an invalid `delegateTimeout` matters.
             Some(_) => cni::delegate::timeout(conf).map(drop),
             None => Ok(()),
         }
@@ -392,7 +394,9 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         }
         let parsed = self.0.parse(conf, "", &Notes::silent())?;
         let policy = self.0.layer3(&parsed);
-        Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, 0, &earlier_ips).err()).collect())
+        // The position of CNI_IFNAME in the result does not change whether an answer is accepted.
+        let any_position = 0;
+        Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, any_position, &earlier_ips).err()).collect())
     }
 
     /// Leaves out `delegateTimeout`, which the code that runs the IPAM plugin reads, and the keys
@@ -452,5 +456,5 @@ fn ifname_taken(ifname: &str) -> Error {
     Error::new(Code::CONFLICT, format!("interface {ifname:?} already exists in the container")).with_details(UNTOUCHED)
 }
 
-/// The detail of the error about an interface that exists already.
+/// The details of the error of an ADD whose CNI_IFNAME exists already.
 const UNTOUCHED: &str = "the interface was left untouched";

@@ -1,9 +1,9 @@
 //! Creates an interface on top of another one, its master: macvlan, ipvlan and vlan.
 //!
-//! The interface is created in the container's namespace under a temporary name, which is derived
-//! from the attachment as the name of a veth's host end is, and then renamed to CNI_IFNAME. Old
-//! kernels require that the first name is free in the host's namespace too. DEL removes an
-//! interface with either name.
+//! The interface is created in the container's namespace under a temporary name and then renamed to
+//! CNI_IFNAME, because old kernels require that the first name is free in the host's namespace too.
+//! The temporary name is the one that the attachment's host end would have if it were a veth. DEL
+//! removes an interface with either name.
 
 use std::fmt;
 use std::rc::Rc;
@@ -57,7 +57,9 @@ impl Choices {
     /// Returns the master. `netlink` is a socket in the master's namespace.
     ///
     /// # Errors
-    /// Code 7 if there is no such interface, or neither `master` nor a default route.
+    /// - Code 7 if the master does not exist, or if none is configured and there is no default
+    ///   route.
+    /// - The errors of the kernel.
     fn find_master(&self, netlink: &Netlink) -> Result<Link> {
         let found = match &self.master {
             Some(name) => netlink.find_link(name)?,
@@ -77,8 +79,9 @@ impl Choices {
         })
     }
 
-    /// Returns the name of the master on the host, whether it exists or not. Returns `None` if the
-    /// master is in the container, or if there is neither a `master` nor a default route.
+    /// Returns the name of the master on the host, without checking that a configured master
+    /// exists. Returns `None` if the master is in the container, or if none is configured and the
+    /// interface of the default route cannot be found.
     pub fn host_master(&self) -> Option<String> {
         match (&self.master, self.master_namespace) {
             (_, MasterNamespace::Container) => None,
@@ -87,12 +90,12 @@ impl Choices {
         }
     }
 
-    /// Returns the MTU to set, or `None` for the kernel's default.
+    /// Checks the configured MTU. Returns the MTU to set, or `None` for the kernel's default.
     ///
     /// # Errors
     /// Code 7 if the configured MTU is negative or larger than the MTU of `master`. As in Go, only
     /// an ipvlan can have a larger MTU than its master.
-    fn checked_mtu(&self, master: &Link) -> Result<Option<u32>> {
+    fn check_mtu(&self, master: &Link) -> Result<Option<u32>> {
         let largest = if let Stacked::Ipvlan(_) = self.stacked { i64::from(u32::MAX) } else { master.mtu.into() };
         if !(0..=largest).contains(&self.mtu) {
             let msg = format!("invalid MTU {}, must be [0, master MTU({})]", self.mtu, master.mtu);
@@ -106,8 +109,9 @@ impl Choices {
 /// attachment.
 ///
 /// # Errors
-/// Code 7 for the master and the MTU, with the Go plugins' texts; code 102 if CNI_IFNAME or the
-/// master's VLAN exists already; those of the kernel.
+/// - Code 7, with the Go plugins' texts, if the master does not exist or the MTU does not fit it.
+/// - Code 102 if CNI_IFNAME or the master's VLAN exists already.
+/// - The errors of the kernel.
 pub fn create<'a, C>(
     context: &AttachmentContext<'a, C>,
     choices: &Choices,
@@ -124,7 +128,7 @@ pub fn create<'a, C>(
         name: &context.attachment.host_name(0),
         master: master.index,
         stacked,
-        mtu: choices.checked_mtu(&master)?,
+        mtu: choices.check_mtu(&master)?,
         mac: choices.mac,
         broadcast_queue: choices.broadcast_queue,
         netns: &context.netns,
@@ -150,7 +154,7 @@ pub fn create<'a, C>(
         ));
     }
     let result = AddResult { interfaces: vec![context.container_interface(mac)], ..AddResult::default() };
-    Ok(CreatedLink { index: link.index, mac, result, interface: 0, link: () })
+    Ok(CreatedLink { index: link.index, mac, result, interface_position: 0, link: () })
 }
 
 /// Whether a link is of the kind macvlan, ipvlan or vlan that `stacked` names.
@@ -169,8 +173,8 @@ fn creation_error(error: cni_linux::Error, master: &Link, stacked: Stacked) -> E
     }
 }
 
-/// CHECK: compares the mode or VLAN ID with the configuration, everything else with `prevResult`.
-/// `mismatch` is the beginning of the Go plugin's message for a wrong mode or ID.
+/// Compares the mode or VLAN ID with the configuration, and everything else with `prevResult`, for
+/// CHECK. `mismatch` is the beginning of the Go plugin's message about a wrong mode or ID.
 ///
 /// # Errors
 /// Code 101 for the first difference.
@@ -179,20 +183,20 @@ pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Disp
         let found = check.inner.stacked.map_or_else(|| "unknown".to_owned(), |found| found.to_string());
         return Err(failed(format!("{mismatch} {found} does not match expected value: {stacked}")));
     }
-    check.interface()?;
-    check.layer3()?;
-    check.wait_for_dad(check.dad_deadline())
+    check.compare_interface()?;
+    check.compare_layer3()?;
+    check.wait_for_dad(check.settle_deadline())
 }
 
-/// STATUS: checks that the master exists and that the MTU fits it. A master in the container cannot
-/// be checked, because no container exists yet.
+/// Checks that the master exists and that the MTU fits it, for STATUS. A master in the container
+/// cannot be checked, because no container exists yet.
 ///
 /// # Errors
-/// Code 50 if the master does not exist or its MTU is too small.
+/// Code 50 if the master does not exist or the MTU does not fit it.
 pub fn ready(choices: &Choices) -> Result<()> {
     if choices.master_namespace == MasterNamespace::Container {
         return Ok(());
     }
-    let check = || choices.checked_mtu(&choices.find_master(&Netlink::open()?)?).map(drop);
-    check().map_err(|error| error.with_code(Code::NOT_AVAILABLE))
+    let check = || choices.check_mtu(&choices.find_master(&Netlink::open()?)?);
+    check().map(drop).map_err(|error| error.with_code(Code::NOT_AVAILABLE))
 }

@@ -18,7 +18,7 @@ pub struct Choices {
     pub mtu: Option<u32>,
     /// The hardware address of the container's end, or `None` for a random one.
     pub mac: Option<Mac>,
-    /// The index of the bridge whose port the host's end becomes.
+    /// The index of the bridge whose port the host's end becomes, or `None` for no bridge.
     pub master: Option<u32>,
 }
 
@@ -40,8 +40,8 @@ pub struct Pair {
 /// Creates a pair: the host's end up and with its alias, the container's end down.
 ///
 /// # Errors
-/// Code 102 with the Go plugin's text if the container already has an interface CNI_IFNAME; those
-/// of the kernel.
+/// - Code 102 with the Go plugin's text if the container already has an interface CNI_IFNAME.
+/// - The errors of the kernel.
 pub fn create<'a, C>(
     context: &AttachmentContext<'a, C>,
     choices: &Choices,
@@ -62,7 +62,8 @@ pub fn create<'a, C>(
             ..VethSpec::new(&name, mac, &attachment.ifname, peer_mac)
         };
         attempt += 1;
-        // Registered before the creation: if the kernel's answer is lost, the pair may exist.
+        // Registered before the creation: if the kernel's answer is lost, the pair may exist. Its
+        // random MAC identifies it.
         let created_index = undo_creation(host, &name, move |link| link.mac == Some(mac), rollback);
         match host.create_veth(&spec) {
             Ok(veth) => {
@@ -76,7 +77,7 @@ pub fn create<'a, C>(
             },
         }
     };
-    no_router_advertisements(&name);
+    refuse_router_advertisements(&name);
     Ok(Pair { index: veth.index, name, mac, peer_index: veth.peer_index, peer_mac })
 }
 
@@ -112,7 +113,7 @@ pub(super) fn name_taken(ifname: &str, host_name: &str) -> Error {
 /// Sets the sysctl `accept_ra` of a link of the host to 0, as Go does: the host must not learn
 /// routes from router advertisements of its containers. Errors are ignored, because a kernel
 /// without IPv6 has no such file.
-pub fn no_router_advertisements(link: &str) {
+pub fn refuse_router_advertisements(link: &str) {
     let _ = sysctl::write(&format!("net/ipv6/conf/{link}/accept_ra"), "0");
 }
 

@@ -192,7 +192,7 @@ pub(super) const OUTCOMES: &[Explanation] = &[
     Explanation {
         name: "promiscuity that another network asked for",
         reason: "differences, bridge: CHECK tolerates promiscuity that others added",
-        covers: |_, it| it.verb == "CHECK" && outcome(it, "configured LinkFlag Mode false", "done"),
+        covers: |_, it| it.verb == "CHECK" && outcome(it, "configured Promisc Mode false", "done"),
     },
     Explanation {
         name: "Go's CHECK looks for a jump of its own for a protocol in capitals",
