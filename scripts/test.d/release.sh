@@ -83,6 +83,7 @@ release_archive() (
     cd "$(release_unpack amd64)"
     sha256sum --quiet -c SHA256SUMS
     grep -q '^======== serde ' LICENSES-THIRD-PARTY
+    cmp docs/plugins/bridge.md "$root/docs/plugins/bridge.md"
     mkdir "$work/node"
     cp "$CNI_GO_BIN_DIR"/* "$work/node/"
     ./cni-install install --from . --dest "$work/node"
