@@ -24,7 +24,7 @@ use crate::value::is_same;
 /// # Errors
 /// - Code 101 if a setting differs, with all differences.
 /// - Code 3 if the interface does not exist although `prev` lists it or the configuration changes
-///   it. The differences of the sysctls are not reported then.
+///   it, also with the differences of the sysctls.
 /// - Code 5 if the backup cannot be read.
 /// - The kernel's error if the namespace cannot be entered or the interface cannot be read.
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
@@ -38,7 +38,8 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         Some(link) => errors.extend(check_link(&link, &conf.link, &record)),
         None if is_in_result || !conf.link.is_empty() => {
             let msg = format!("Cannot find container link {}", call.ifname);
-            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
+            // This error comes first because the sysctls of the interface are missing with it.
+            errors.insert(0, Error::new(Code::UNKNOWN_CONTAINER, msg));
         }
         None => {}
     }
