@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cni::machine::Machine;
 use cni::result::AddResult;
@@ -22,17 +22,17 @@ use crate::conf::{self, Conf};
 
 /// The longest time in which the daemon must accept a connection, answer its first line, and read a
 /// call.
-const GREETING: Duration = Duration::from_secs(10);
+const GREETING_LIMIT: Duration = Duration::from_secs(10);
 /// The longest time for a release. It does not wait for a server, but Go's daemon may be renewing
 /// the lease.
-const RELEASE: Duration = Duration::from_secs(30);
+const RELEASE_LIMIT: Duration = Duration::from_secs(30);
 /// The longest time for a new lease. It is longer than a daemon with default flags tries to get
 /// one.
-const ALLOCATE: Duration = Duration::from_secs(600);
+const ALLOCATE_LIMIT: Duration = Duration::from_secs(600);
 
-/// A daemon, by its socket.
+/// The access to a daemon, by its socket.
 #[derive(Clone)]
-pub(crate) struct Daemon<'a> {
+pub(crate) struct DaemonClient<'a> {
     pub(crate) socket: PathBuf,
     machine: &'a dyn Machine,
 }
@@ -44,27 +44,27 @@ pub(crate) struct DaemonConnection<'a> {
     machine: &'a dyn Machine,
 }
 
-impl<'a> Daemon<'a> {
+impl<'a> DaemonClient<'a> {
     /// Returns the daemon that the configuration names.
     ///
     /// # Errors
-    /// The configuration is invalid.
-    pub(crate) fn of(call: &Call<'a>) -> Result<Daemon<'a>> {
+    /// Code 6 or 7 if the configuration is invalid.
+    pub(crate) fn of(call: &Call<'a>) -> Result<DaemonClient<'a>> {
         Conf::read(&call.conf, &call.environment.args)?;
-        Ok(Daemon::of_unchecked(call))
+        Ok(DaemonClient::of_unchecked(call))
     }
 
     /// Returns the daemon that the configuration names, even if other keys are invalid: for DEL and
     /// GC, which must work then too.
-    pub(crate) fn of_unchecked(call: &Call<'a>) -> Daemon<'a> {
-        Daemon { socket: conf::socket(&call.conf), machine: call.machine }
+    pub(crate) fn of_unchecked(call: &Call<'a>) -> DaemonClient<'a> {
+        DaemonClient { socket: conf::socket(&call.conf), machine: call.machine }
     }
 
-    /// Connects to the daemon's socket, within [`GREETING`].
+    /// Connects to the daemon's socket, within [`GREETING_LIMIT`].
     fn connect(&self) -> io::Result<UnixStream> {
         let stream: UnixStream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?.into();
         // This timeout also limits `connect`, which blocks if the daemon's queue is full.
-        stream.set_write_timeout(Some(GREETING))?;
+        stream.set_write_timeout(Some(GREETING_LIMIT))?;
         connect(stream.as_raw_fd(), &UnixAddr::new(&self.socket)?)?;
         Ok(stream)
     }
@@ -83,12 +83,13 @@ impl<'a> Daemon<'a> {
         let silent = |error: io::Error| {
             Error::caused(Code::TRY_AGAIN, format_args!("the DHCP daemon of {socket} does not answer"), error)
         };
-        let deadline = self.machine.now() + GREETING;
+        let deadline = self.machine.now() + GREETING_LIMIT;
         stream.write_all(CONNECT).map_err(silent)?;
-        let mut greeted = DaemonConnection { stream, decoder: Connection::default(), machine: self.machine };
-        while !greeted.decoder.handshake_done() {
-            greeted.receive(deadline).map_err(silent)?;
-            greeted.decoder.response().map_err(|error| {
+        let mut connection = DaemonConnection { stream, decoder: Connection::default(), machine: self.machine };
+        while !connection.decoder.handshake_done() {
+            connection.receive(deadline).map_err(silent)?;
+            // This decodes only the answer to the first line: there has been no call yet.
+            connection.decoder.response().map_err(|error| {
                 Error::caused(
                     Code::DECODE,
                     format_args!("the process that listens on {socket} is not the DHCP daemon"),
@@ -96,7 +97,7 @@ impl<'a> Daemon<'a> {
                 )
             })?;
         }
-        Ok(greeted)
+        Ok(connection)
     }
 
     /// Connects and makes one call; see [`DaemonConnection::call`].
@@ -107,7 +108,7 @@ impl<'a> Daemon<'a> {
 
 impl DaemonConnection<'_> {
     /// Waits for further bytes, and gives them to the decoder.
-    fn receive(&mut self, deadline: std::time::Instant) -> io::Result<()> {
+    fn receive(&mut self, deadline: Instant) -> io::Result<()> {
         let mut buffer = [0; 4096];
         wait_readable(&self.stream, deadline, self.machine)?;
         match self.stream.read(&mut buffer)? {
@@ -128,7 +129,7 @@ impl DaemonConnection<'_> {
     pub(crate) fn call(mut self, method: Method, args: &CmdArgs) -> Result<Result<AddResult>> {
         let doing = format!("error calling {}", method.name());
         let silent = |error: io::Error| Error::caused(Code::TRY_AGAIN, &doing, error);
-        let timeout = if method == Method::Release { RELEASE } else { ALLOCATE };
+        let timeout = if method == Method::Release { RELEASE_LIMIT } else { ALLOCATE_LIMIT };
         let deadline = self.machine.now() + timeout;
         self.stream.write_all(&write_request(method, args)).map_err(silent)?;
         loop {

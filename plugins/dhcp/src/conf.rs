@@ -1,5 +1,6 @@
 //! The configuration of `dhcp`, which both plugin and daemon read.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use cni::config::NetConf;
@@ -8,7 +9,10 @@ use cni::{Error, Result};
 use cni_dhcp::message::DEFAULT_REQUEST;
 use serde::Deserialize;
 
+/// The path of the daemon's socket if neither a flag nor the configuration names one.
 pub(crate) const DEFAULT_SOCKET: &str = "/run/cni/dhcp.sock";
+/// The longest value of an option in bytes: a message has its length in one byte.
+const MAX_OPTION: usize = 255;
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
@@ -61,39 +65,57 @@ impl Conf {
     /// Code 6 for a wrong type, 7 for an invalid option, with Go's texts where it has them.
     pub(crate) fn read(conf: &NetConf, args: &str) -> Result<Conf> {
         let ipam = conf.decode::<Keys>()?.ipam;
-        let mut provide: Vec<(u8, Vec<u8>)> = Vec::new();
-        for entry in &ipam.provide {
-            let code = option(&entry.option)?;
-            let mut pairs = args.split(';').filter_map(|pair| pair.split_once('='));
-            let value = match pairs.find(|(key, _)| !key.is_empty() && *key == entry.from_arg) {
-                Some((_, value)) => value,
-                None if entry.value.is_empty() => continue,
-                None => &entry.value,
-            };
-            if value.len() > 255 {
-                let text = format!("value of option {} is {} bytes long, at most 255 fit", entry.option, value.len());
-                return Err(Error::config(text));
-            }
-            provide.retain(|(other, _)| *other != code);
-            provide.push((code, value.into()));
-        }
-        let mut request = Vec::new();
-        for entry in ipam.request.iter().filter(|entry| !entry.option.is_empty()) {
-            request.push(option(&entry.option)?);
-        }
-        if !ipam.request.iter().any(|entry| entry.skip_default) {
-            request.extend(DEFAULT_REQUEST);
-        }
-        // Each code once, at its first place.
-        let mut is_requested = [false; 256];
-        request.retain(|code| !std::mem::replace(&mut is_requested[usize::from(*code)], true));
         Ok(Conf {
             socket: socket(conf),
             priority: Some(ipam.priority).filter(|priority| *priority != 0),
-            provide,
-            request,
+            provide: provided_options(&ipam.provide, args)?,
+            request: requested_options(&ipam.request)?,
         })
     }
+}
+
+/// Returns the codes and values of the options in `provide`. The pair of `args`, which is CNI_ARGS,
+/// that `fromArg` names comes before `value`. An option without a value is left out.
+///
+/// # Errors
+/// Code 7 for an invalid option, or a value that is too long.
+fn provided_options(provide: &[Provide], args: &str) -> Result<Vec<(u8, Vec<u8>)>> {
+    let mut options: Vec<(u8, Vec<u8>)> = Vec::new();
+    for Provide { option, value, from_arg } in provide {
+        let code = option_code(option)?;
+        let mut pairs = args.split(';').filter_map(|pair| pair.split_once('='));
+        let value = match pairs.find(|(key, _)| !key.is_empty() && *key == *from_arg) {
+            Some((_, value)) => value,
+            None if value.is_empty() => continue,
+            None => value,
+        };
+        if value.len() > MAX_OPTION {
+            let length = value.len();
+            let text = format!("value of option {option} is {length} bytes long, at most {MAX_OPTION} fit");
+            return Err(Error::config(text));
+        }
+        // The last value of an option counts.
+        options.retain(|(other, _)| *other != code);
+        options.push((code, value.into()));
+    }
+    Ok(options)
+}
+
+/// Returns the codes of the options in `request`, then the default ones unless an item has
+/// `skipDefault`. Each code occurs once, at its first place.
+///
+/// # Errors
+/// Code 7 for an invalid option.
+fn requested_options(request: &[Request]) -> Result<Vec<u8>> {
+    // An item with only `skipDefault` has no option.
+    let listed = request.iter().filter(|item| !item.option.is_empty());
+    let mut codes = listed.map(|item| option_code(&item.option)).collect::<Result<Vec<u8>>>()?;
+    if !request.iter().any(|item| item.skip_default) {
+        codes.extend(DEFAULT_REQUEST);
+    }
+    let mut seen = BTreeSet::new();
+    codes.retain(|code| seen.insert(*code));
+    Ok(codes)
 }
 
 /// Returns the path of the daemon's socket, even if other keys of the configuration are invalid.
@@ -114,8 +136,8 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
 /// Returns the code of an option, which is given as a number or by one of six names.
 ///
 /// # Errors
-/// Code 7 for another text, and for the options that a message has in any case.
-fn option(text: &str) -> Result<u8> {
+/// Code 7 for another text, and for options that a configuration must not set.
+fn option_code(text: &str) -> Result<u8> {
     let names = [
         ("dhcp-client-identifier", 61),
         ("subnet-mask", 1),
@@ -125,6 +147,8 @@ fn option(text: &str) -> Result<u8> {
         ("vendor-class-identifier", 60),
     ];
     let named = names.iter().find(|(name, _)| *name == text).map(|(_, code)| *code);
+    // 0 and 255 are padding and the end of a message. The protocol sets the others: requested
+    // address, lease time, overload, message type, server, requested options, and longest message.
     named
         .or_else(|| text.parse().ok())
         .filter(|code| !matches!(code, 0 | 50..=55 | 57 | 255))

@@ -16,9 +16,9 @@ use crate::record::{Record, RecordedLease, Records};
 pub struct Lease {
     /// The network's name.
     pub network: String,
-    /// CNI_CONTAINERID
+    /// The container's ID (CNI_CONTAINERID).
     pub container_id: String,
-    /// CNI_IFNAME
+    /// The interface's name (CNI_IFNAME).
     pub ifname: String,
     /// The leased address.
     pub address: Cidr,
@@ -34,7 +34,7 @@ pub struct Lease {
 /// end.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
-    /// The time until the daemon asks the server to extend the lease.
+    /// The time until the daemon asks the server of the lease to extend it.
     pub t1: Option<Duration>,
     /// The time until the daemon asks all servers to extend the lease.
     pub t2: Option<Duration>,
@@ -46,7 +46,7 @@ pub struct Times {
 /// dhcp.
 ///
 /// # Errors
-/// The configuration is invalid.
+/// Code 6 or 7 if the configuration is invalid.
 pub fn socket(conf: &NetConf) -> Result<Option<PathBuf>> {
     match conf.ipam_type() {
         "dhcp" => Conf::read(conf, "").map(|conf| Some(conf.socket)),
@@ -63,15 +63,15 @@ pub fn default_socket() -> PathBuf {
 /// interface. The daemon does not need to run.
 ///
 /// # Errors
-/// The folder of the records cannot be read.
+/// Code 5 if the folder of the records cannot be read.
 pub fn list(socket: &Path) -> Result<Vec<Lease>> {
-    let mut leases: Vec<Lease> = Records::of(socket).list()?.into_iter().filter_map(read).collect();
+    let mut leases: Vec<Lease> = Records::of(socket).list()?.into_iter().filter_map(lease_of).collect();
     leases.sort_by(|a, b| (&a.network, &a.container_id, &a.ifname).cmp(&(&b.network, &b.container_id, &b.ifname)));
     Ok(leases)
 }
 
-/// Converts a record, or returns `None` if it has no lease.
-fn read(record: Record) -> Option<Lease> {
+/// Returns the lease of a record, or `None` if it has none.
+fn lease_of(record: Record) -> Option<Lease> {
     let now = now();
     let remaining = |end: Duration| if end == Duration::MAX { None } else { Some(end.saturating_sub(now)) };
     let (terms, times) = match &record.held {

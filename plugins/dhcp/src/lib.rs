@@ -18,7 +18,7 @@ use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 use cni_dhcp::rpc::{CmdArgs, Method};
 
-use client::Daemon;
+use client::DaemonClient;
 use conf::Conf;
 use record::Records;
 
@@ -53,37 +53,40 @@ impl Plugin for Dhcp {
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let daemon = Daemon::of(call)?;
+        let daemon = DaemonClient::of(call)?;
         let args = args(call);
-        let greeted = daemon.greet()?;
+        // If no daemon answers, nothing has been requested that a rollback must release.
+        let connection = daemon.greet()?;
         let mut rollback = call.rollback();
-        let (undo, undo_args) = (daemon.clone(), args.clone());
-        rollback.push("release the lease", move || undo.call(Method::Release, &undo_args)?.map(drop));
-        let result = greeted.call(Method::Allocate, &args)??;
+        let (daemon_of_undo, args_of_undo) = (daemon.clone(), args.clone());
+        rollback.push("release the lease", move || daemon_of_undo.call(Method::Release, &args_of_undo)?.map(drop));
+        let result = connection.call(Method::Allocate, &args)??;
         Ok(Added { result, rollback })
     }
 
+    /// Checks that the daemon has a lease for the attachment. As in Go, it acquires a new one if
+    /// there is none.
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        Daemon::of(call)?.call(Method::Allocate, &args(call))?.map(drop)
+        DaemonClient::of(call)?.call(Method::Allocate, &args(call))?.map(drop)
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let daemon = Daemon::of_unchecked(call);
+        let daemon = DaemonClient::of_unchecked(call);
         match daemon.call(Method::Release, &args(call)) {
             Ok(answer) => answer.map(drop),
             // The daemon does not answer. Without a record there is no lease to release.
-            Err(silence) => {
+            Err(error) => {
                 let key = record::key(&call.container_id, call.conf.name(), &call.ifname);
                 match Records::of(&daemon.socket).find(&key)? {
                     None => Ok(()),
-                    Some(_) => Err(silence.context("the attachment has a lease").with_code(Code::TRY_AGAIN)),
+                    Some(_) => Err(error.context("the attachment has a lease").with_code(Code::TRY_AGAIN)),
                 }
             }
         }
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let daemon = Daemon::of_unchecked(call);
+        let daemon = DaemonClient::of_unchecked(call);
         let stale = Records::of(&daemon.socket).list()?.into_iter().filter(|record| {
             record.network == call.conf.name() && !valid.contains(&record.container_id, &record.ifname)
         });
@@ -96,18 +99,18 @@ impl Plugin for Dhcp {
                 stdin: call.conf.raw().to_vec(),
                 ..CmdArgs::default()
             };
-            // If the daemon does not answer, GC ends here.
+            // A daemon that does not answer ends GC. An error that it answers does not.
             errors.extend(daemon.call(Method::Release, &args)?.err());
         }
         Error::join(errors)
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
-        Daemon::of(call)?.greet().map(drop).map_err(|error| error.with_code(Code::NOT_AVAILABLE))
+        DaemonClient::of(call)?.greet().map(drop).map_err(|error| error.with_code(Code::NOT_AVAILABLE))
     }
 }
 
-/// Returns the arguments of a call to the daemon.
+/// Returns the arguments of the plugin's call, for the daemon.
 fn args(call: &Call<'_>) -> CmdArgs {
     let environment = call.environment;
     CmdArgs {

@@ -78,18 +78,25 @@ impl Records {
     }
 
     /// Replaces an attachment's record. A reader sees the old record or the new one.
+    ///
+    /// # Errors
+    /// Code 5 if the record cannot be written.
     pub(crate) fn write(&self, record: &Record) -> Result<()> {
         let path = self.path(&record.key());
         let write = || -> io::Result<()> {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
-            let part = path.with_extension("part");
-            let written = fs::write(&part, serde_json::to_vec(record).map_err(io::Error::other)?);
-            written.and_then(|()| fs::rename(&part, &path)).inspect_err(|_| drop(fs::remove_file(&part)))
+            let temporary = path.with_extension("part");
+            let written = fs::write(&temporary, serde_json::to_vec(record).map_err(io::Error::other)?);
+            // An error of the removal is not reported: the first error is the cause.
+            written.and_then(|()| fs::rename(&temporary, &path)).inspect_err(|_| drop(fs::remove_file(&temporary)))
         };
         write().map_err(|error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error))
     }
 
     /// Removes an attachment's record, if there is one.
+    ///
+    /// # Errors
+    /// Code 5 if the record cannot be removed.
     pub(crate) fn purge(&self, key: &str) -> Result<()> {
         let path = self.path(key);
         match fs::remove_file(&path) {
@@ -101,18 +108,25 @@ impl Records {
     }
 
     /// Reads an attachment's record, or returns `None` if there is none.
+    ///
+    /// # Errors
+    /// Code 5 if the record cannot be read or decoded.
     pub(crate) fn find(&self, key: &str) -> Result<Option<Record>> {
         read(&self.path(key))
     }
 
-    /// Reads all records. One that cannot be read is left out; its lease is not renewed, and ends
+    /// Reads all records. One that cannot be read is left out: its lease is not renewed, and ends
     /// at the server.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be opened.
     pub(crate) fn list(&self) -> Result<Vec<Record>> {
         let entries = match fs::read_dir(&self.0) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", self.0.display()), error))?,
         };
+        // After an error of the folder, the records that were listed before it are still of use.
         let paths = entries.flatten().map(|entry| entry.path());
         let paths = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
         Ok(paths.filter_map(|path| read(&path).ok().flatten()).collect())
@@ -122,7 +136,7 @@ impl Records {
 /// Reads and decodes a file, or returns `None` if there is none.
 fn read(path: &Path) -> Result<Option<Record>> {
     let failed = |error: io::Error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
-    // This refuses what is not a regular file, because a FIFO would block the daemon.
+    // `cni::file::read` refuses a FIFO, which would block the daemon.
     match cni::file::read(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         bytes => serde_json::from_slice(&bytes.map_err(failed)?).map(Some).map_err(|error| failed(error.into())),

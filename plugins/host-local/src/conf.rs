@@ -100,7 +100,7 @@ impl StoreLocation {
     /// nothing.
     ///
     /// # Errors
-    /// Code 6 if `dataDir` is not a text.
+    /// Code 6 if `dataDir` is not a string.
     pub(crate) fn read(conf: &NetConf, notes: &Notes) -> Result<StoreLocation> {
         let lock_timeout = lock_timeout(conf).unwrap_or_else(|error| {
             notes.note(format_args!("{error}; {} s is used", DEFAULT_LIMIT.as_secs()));
@@ -114,8 +114,10 @@ impl StoreLocation {
         Ok(StoreLocation { data_dir, lock_timeout, after_reboot, on_repeat: RepeatPolicy::Refuse })
     }
 
-    /// Reads the keys of [`read`](StoreLocation::read) and `reuse`, and refuses every error in
-    /// them.
+    /// Reads the keys of [`read`](StoreLocation::read), and `reuse`.
+    ///
+    /// # Errors
+    /// Code 6 if one has a wrong type, 7 if `lockTimeout` is invalid.
     fn read_strictly(conf: &NetConf) -> Result<StoreLocation> {
         let on_repeat = match boolean(conf, "reuse")? {
             Some(true) => RepeatPolicy::Reuse,
@@ -246,6 +248,9 @@ fn ipam_key<'a>(conf: &'a NetConf, key: &str) -> Option<&'a Json> {
 }
 
 /// Reads `dataDir`: the folder with the stores of all networks.
+///
+/// # Errors
+/// Code 6 if it is not a string.
 fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     match ipam_key(conf, "dataDir") {
         None => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
@@ -256,6 +261,9 @@ fn data_dir(conf: &NetConf) -> Result<PathBuf> {
 }
 
 /// Reads `reclaimAfterReboot`, which is true by default.
+///
+/// # Errors
+/// Code 6 if it is not a boolean.
 fn reboot_policy(conf: &NetConf) -> Result<RebootPolicy> {
     Ok(match boolean(conf, "reclaimAfterReboot")? {
         Some(true) | None => RebootPolicy::Reclaim,
@@ -264,6 +272,9 @@ fn reboot_policy(conf: &NetConf) -> Result<RebootPolicy> {
 }
 
 /// Reads `fullIsUnavailable`, which is false by default.
+///
+/// # Errors
+/// Code 6 if it is not a boolean.
 fn shortage_policy(conf: &NetConf) -> Result<ShortagePolicy> {
     Ok(match boolean(conf, "fullIsUnavailable")? {
         Some(true) => ShortagePolicy::Fail,
@@ -288,11 +299,12 @@ fn boolean(conf: &NetConf, key: &str) -> Result<Option<bool>> {
 /// # Errors
 /// Code 7 if it is not a whole number from 1 to 300.
 fn lock_timeout(conf: &NetConf) -> Result<Duration> {
-    match ipam_key(conf, "lockTimeout") {
-        None => Ok(DEFAULT_LIMIT),
-        Some(Json::Number(number)) if number.as_u64().is_some_and(|seconds| (1..=300).contains(&seconds)) => {
-            Ok(Duration::from_secs(number.as_u64().unwrap_or_default()))
-        }
-        Some(_) => Err(Error::config("ipam.lockTimeout must be a whole number of seconds, from 1 to 300")),
-    }
+    let seconds = match ipam_key(conf, "lockTimeout") {
+        None => return Ok(DEFAULT_LIMIT),
+        Some(Json::Number(number)) => number.as_u64().filter(|seconds| (1..=300).contains(seconds)),
+        Some(_) => None,
+    };
+    let seconds =
+        seconds.ok_or_else(|| Error::config("ipam.lockTimeout must be a whole number of seconds, from 1 to 300"))?;
+    Ok(Duration::from_secs(seconds))
 }

@@ -14,6 +14,7 @@ mod resolv;
 #[cfg(test)]
 mod tests;
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ use cni::result::{AddResult, IpConfig};
 use cni::rollback::Notes;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
-use cni_ipam::{Host, Options, Owner, RangeSets, Store};
+use cni_ipam::{Host, Options, Owner, Range, RangeSets, Store};
 
 use conf::{AddConf, ShortagePolicy, StatusConf, StoreLocation};
 
@@ -31,9 +32,9 @@ use conf::{AddConf, ShortagePolicy, StatusConf, StoreLocation};
 #[derive(Clone, Copy, Debug)]
 pub struct HostLocal;
 
-/// How long a failed ADD waits at most for the lock that it needs to release its addresses. The
-/// limit is short because the runtime's own deadline is probably near by then.
-const ROLLBACK_LIMIT: Duration = Duration::from_secs(10);
+/// How long a failed ADD waits at most for the lock that it needs to release its addresses. This is
+/// short because the runtime's own deadline is probably near by then.
+const ROLLBACK_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns examples of results of an ADD with this configuration, for checks of routes and
 /// gateways: together they have an address from each range. Returns none if the configuration has
@@ -52,8 +53,7 @@ pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
     let nth_result = |number: usize| {
         let ips = sets.iter().filter_map(|set| {
             let range = set.ranges().get(number).or(set.ranges().last())?;
-            let address = Cidr::new(range.last(), range.subnet().prefix())?;
-            Some(IpConfig { interface: None, address, gateway: Some(range.gateway()) })
+            ip_config(range, range.last())
         });
         AddResult { ips: ips.collect(), routes: conf.routes.clone(), ..AddResult::default() }
     };
@@ -92,6 +92,7 @@ impl Plugin for HostLocal {
         Role::Ipam
     }
 
+    /// Also fails if a requested address is a gateway, or a range set has no usable address.
     fn examine(&self, conf: &NetConf) -> Result<()> {
         let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
         let requested = conf.requested.assign(&conf.sets, &Notes::silent())?;
@@ -123,22 +124,26 @@ impl Plugin for HostLocal {
         let mut rollback = call.rollback();
 
         let mut locked = store.lock(conf.location.lock_timeout, call.machine)?;
+        // A failed `reserve` leaves no reservation, so its undo is registered after it.
         let lease = locked.reserve(&owner(call), &conf.sets, &conf.requested)?;
         drop(locked);
         let (reservations, machine) = (lease.new_reservations(), call.machine);
-        let limit = conf.location.lock_timeout.min(ROLLBACK_LIMIT);
-        rollback.push("release the addresses just reserved", move || store.undo(&reservations, limit, &*machine));
+        let lock_timeout = conf.location.lock_timeout.min(ROLLBACK_LOCK_TIMEOUT);
+        rollback
+            .push("release the addresses just reserved", move || store.undo(&reservations, lock_timeout, &*machine));
 
-        let ips = lease.addresses.iter().filter_map(|(range, address)| {
-            let address = Cidr::new(*address, range.subnet().prefix())?;
-            Some(IpConfig { interface: None, address, gateway: Some(range.gateway()) })
-        });
+        let ips = lease.addresses.iter().filter_map(|(range, address)| ip_config(range, *address));
         let result = AddResult { ips: ips.collect(), routes: conf.routes, dns, ..AddResult::default() };
         Ok(Added { result, rollback })
     }
 
-    /// Checks that the attachment has reservations, and that those addresses in prevResult that are
-    /// in the configured ranges are among them. Other addresses may come from other plugins.
+    /// Checks that the attachment has reservations, and that the addresses in prevResult are among
+    /// them. Addresses outside the configured ranges may come from other plugins, so they are not
+    /// checked.
+    ///
+    /// # Errors
+    /// - Code 3 if the attachment has no reservation.
+    /// - Code 101 if an address in prevResult is not reserved for the attachment.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let location = StoreLocation::read(&call.conf, &call.notes)?;
         let reserved = match store(call, &location).lock_existing(location.lock_timeout, call.machine)? {
@@ -223,6 +228,13 @@ impl Plugin for HostLocal {
 /// Returns the owner of the reservations of this call's attachment.
 fn owner(call: &Call<'_>) -> Owner {
     Owner::new(&call.container_id, &call.ifname)
+}
+
+/// Returns an address of a range as a result of ADD has it.
+fn ip_config(range: &Range, address: IpAddr) -> Option<IpConfig> {
+    // This is never `None`: the prefix of a range's subnet is not longer than its addresses.
+    let address = Cidr::new(address, range.subnet().prefix())?;
+    Some(IpConfig { interface: None, address, gateway: Some(range.gateway()) })
 }
 
 /// Returns the store of the call's network. It need not exist yet.

@@ -1,4 +1,5 @@
-//! The plugin on values: environment and configuration in, one JSON document and files out.
+//! Runs the plugin in this process, with an environment and a configuration, and compares the JSON
+//! document and the files that it writes.
 
 use std::cell::RefCell;
 use std::ffi::OsString;
@@ -14,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
+/// A machine without signals, on which no program can be run.
 struct Calm;
 
 impl Machine for Calm {
@@ -31,7 +33,7 @@ impl Machine for Calm {
     }
 }
 
-/// A folder of reservations, and one plugin that is asked about it.
+/// A folder of reservations, and the notes of the plugin's calls.
 struct Host {
     data: tempfile::TempDir,
     notes: Rc<RefCell<Vec<String>>>,

@@ -7,6 +7,7 @@ use cni::machine::OnSigterm;
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
+use cni_firewall::Backend;
 use cni_firewall::portmap::Forwarding;
 use cni_firewall::portmap::iptables::IptablesPortMap;
 use cni_firewall::portmap::nft::NftPortMap;
@@ -14,12 +15,16 @@ use cni_linux::sysctl;
 
 use crate::conf::Conf;
 use crate::forward;
-use cni_firewall::Backend;
 
-/// Fails if a host port does not lead to the container, or 127.0.0.1 is not mapped because the
-/// sysctl `route_localnet` is off.
+/// Checks that each host port leads to the container, also from 127.0.0.1.
+///
+/// # Errors
+/// - Code 3 if no host port of the container is mapped.
+/// - Code 101 if a rule is missing or differs, or 127.0.0.1 is not mapped because the sysctl
+///   `route_localnet` is off.
+/// - The error of a backend or sysctl that cannot be read.
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
-    let forwarding = forward::forwarding(call, conf, forward::container_addresses(&call.ifname, prev));
+    let forwarding = forward::configured_forwarding(call, conf, forward::container_addresses(&call.ifname, prev));
     if forwarding.all_claims().is_empty() {
         return Ok(());
     }
@@ -47,8 +52,12 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     }
 }
 
-/// Fails if neither backend has all rules of the attachment. If both have some of them, the
-/// differences in the chosen backend are reported.
+/// Checks that one of the backends has all rules of the attachment. If both have some of them, and
+/// neither has all, reports the differences in the chosen backend.
+///
+/// # Errors
+/// - Code 3 if neither backend has a rule of the attachment.
+/// - Code 101 if a rule is missing or differs.
 fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<()> {
     let backend = forward::choose_backend(call, conf)?;
     let other = match backend {

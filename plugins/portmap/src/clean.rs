@@ -21,12 +21,16 @@ use crate::conf::Conf;
 use crate::forward;
 
 /// Removes the attachment's rules, then the tracked connections that were mapped to it.
+///
+/// # Errors
+/// Those of both backends, after everything that can be removed is removed.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let addresses = forward::known_addresses(&call.conf, &call.ifname).unwrap_or_else(|error| {
         call.notes.note(format_args!("portmap: prevResult is not used: {error}"));
         Vec::new()
     });
     let attachment = call.attachment();
+    // `_open` is dropped at the end of the function; the head of this module says why.
     let Removed { mut claims, outcome, open: _open } = remove_from_both(
         call,
         |nft| nft.purge(&attachment, &addresses),
@@ -43,9 +47,13 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
 
 /// Removes the rules of attachments of the network that are not valid, then the tracked connections
 /// that were mapped to them.
+///
+/// # Errors
+/// As [`del`].
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
     let valid: Vec<AttachmentId> = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname)).collect();
+    // As in `del`, `_open` is dropped at the end of the function.
     let Removed { claims, outcome, open: _open } = remove_from_both(
         call,
         |nft| nft.collect_garbage(network, &valid),
@@ -57,7 +65,8 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
 
 /// The outcome of a removal from both backends.
 struct Removed<'m> {
-    /// The ports of the removed rules, also if another step has failed: no later DEL finds them.
+    /// The ports of the removed rules. They are returned even if another step has failed, because
+    /// no later DEL can find them.
     claims: Vec<ClaimedPort>,
     outcome: Result<()>,
     open: OpenBackends<'m>,

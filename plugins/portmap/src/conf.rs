@@ -86,9 +86,9 @@ impl Conf {
             (true, true) => Snat::All,
         };
         let (v4, v6) = (raw.conditions_v4.unwrap_or_default(), raw.conditions_v6.unwrap_or_default());
-        let has_external_chain = raw.external_set_mark_chain.is_some();
-        let set_mark = set_mark(raw.mark_masq_bit, raw.external_set_mark_chain)?;
-        let backend = backend(raw.backend.as_deref().unwrap_or_default(), has_external_chain, &v4, &v6)?;
+        let external_chain = raw.external_set_mark_chain.as_deref();
+        let set_mark = set_mark(raw.mark_masq_bit, external_chain)?;
+        let backend = backend(raw.backend.as_deref().unwrap_or_default(), external_chain, &v4, &v6)?;
         for (key, conditions) in [("conditionsV4", &v4), ("conditionsV6", &v6)] {
             let refused = |token: &str| {
                 Error::config(format!("{key}: {token:?} is not allowed: conditions may only contain matches"))
@@ -99,7 +99,7 @@ impl Conf {
                 None => {}
             }
         }
-        let mappings = mappings(raw.runtime_config.port_mappings.unwrap_or_default())?;
+        let mappings = check_mappings(raw.runtime_config.port_mappings.unwrap_or_default())?;
         Ok(Conf { backend, snat, set_mark, conditions_v4: v4, conditions_v6: v6, policy, mappings })
     }
 
@@ -108,7 +108,7 @@ impl Conf {
         let mut mappings = Vec::new();
         for item in listed_mappings(conf) {
             if let Ok(raw) = item.decode::<RawMapping>() {
-                mappings.extend(mapping(&raw).ok());
+                mappings.extend(check_mapping(&raw).ok());
             }
         }
         mappings
@@ -120,7 +120,7 @@ impl Conf {
     pub(crate) fn refused_port(conf: &NetConf, error: &Error) -> Option<String> {
         for (index, item) in listed_mappings(conf).iter().enumerate() {
             let Ok(raw) = item.decode::<RawMapping>() else { continue };
-            if let Err(Refusal::Port(text)) = mapping(&raw)
+            if let Err(MappingError::Port(text)) = check_mapping(&raw)
                 && text == error.msg()
             {
                 return Some(format!("portMappings[{index}]"));
@@ -138,8 +138,8 @@ fn listed_mappings(conf: &NetConf) -> &[Json] {
     }
 }
 
-/// The reason why a mapping is refused.
-enum Refusal {
+/// The reason why a mapping is invalid.
+enum MappingError {
     /// An invalid port; Go's text.
     Port(String),
     /// Any other mistake, for which Go has no text.
@@ -156,19 +156,22 @@ const CHAIN_NAME_MAX: usize = 28;
 
 /// Returns how packets are marked for masquerading: `bit` is `markMasqBit`, `chain` is
 /// `externalSetMarkChain`, of which at most one is allowed.
-fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
+///
+/// # Errors
+/// Code 7 if both are given or one is invalid.
+fn set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
     match (bit, chain) {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
         (None, Some(chain)) => {
             let fits = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
             // `check_conditions` refuses control characters and `COMMIT`.
-            if !fits || chain.contains(char::is_whitespace) || check_conditions(&[&chain]).is_err() {
+            if !fits || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
                 return Err(Error::config(format!(
                     "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
                      without spaces and control characters, and must not begin with - or !"
                 )));
             }
-            Ok(SetMark::Chain(chain))
+            Ok(SetMark::Chain(chain.to_owned()))
         }
         (None, None) => Ok(SetMark::Bit(DEFAULT_MARK_BIT)),
         (Some(bit), None) => match u8::try_from(bit) {
@@ -179,17 +182,17 @@ fn set_mark(bit: Option<i64>, chain: Option<String>) -> Result<SetMark> {
 }
 
 /// Returns the backend that the configuration names, else the one that its options require; `None`
-/// if no option requires one. `has_external_chain`: whether there is an `externalSetMarkChain`.
+/// if no option requires one. `external_chain` is `externalSetMarkChain`.
 ///
 /// # Errors
-/// If the name is unknown, or an option requires another backend than the returned one.
-fn backend(name: &str, has_external_chain: bool, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
+/// Code 7 if the name is unknown, or an option requires another backend than the chosen one.
+fn backend(name: &str, external_chain: Option<&str>, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
     let configured = match Backend::by_name(name) {
         None if !name.is_empty() => return Err(Error::config(format!("unrecognized backend {name:?}"))),
         backend => backend,
     };
     let (mut for_iptables, mut for_nft) = (Vec::new(), Vec::new());
-    if has_external_chain {
+    if external_chain.is_some() {
         for_iptables.push("externalSetMarkChain");
     }
     for (key, conditions) in [("conditionsV4", v4), ("conditionsV6", v6)] {
@@ -220,8 +223,9 @@ fn backend(name: &str, has_external_chain: bool, v4: &[String], v6: &[String]) -
     )))
 }
 
-/// The statements of nft's language. They are not allowed in a condition, which must only match.
-pub(crate) const STATEMENTS: [&str; 31] = [
+/// The keywords of nft's language that are not part of a match: statements and commands. They are
+/// not allowed in a condition.
+pub(crate) const FORBIDDEN_KEYWORDS: [&str; 31] = [
     "accept",
     "drop",
     "reject",
@@ -259,20 +263,21 @@ pub(crate) const STATEMENTS: [&str; 31] = [
 ///
 /// nft's scanner needs no spaces between tokens: `{1.2.3.4}accept` is a set and a statement, and
 /// `1.2.3.4accept` and `0x1jump` are two tokens each. So a condition is split at digits and at all
-/// characters that cannot be part of a name, and each part is compared with the [`STATEMENTS`].
+/// characters that cannot be part of a name, and each part is compared with the
+/// [`FORBIDDEN_KEYWORDS`].
 ///
 /// # Errors
-/// The statement that was found, or the whole condition if it contains a forbidden character or an
+/// The keyword that was found, or the whole condition if it contains a forbidden character or an
 /// unclosed quote. After an unclosed quote, nft would take the text that this plugin writes after
 /// the condition as part of the condition.
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     let can_be_in_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     for condition in conditions {
-        // Every second part between quotes is quoted, which makes it a name.
+        // The first part is unquoted, the second quoted, and so on. A quoted part is a name.
         for unquoted in condition.split('"').step_by(2) {
             for word in unquoted.split(|char| !can_be_in_name(char)) {
-                if let Some(statement) = STATEMENTS.iter().find(|statement| ends_in_statement(word, statement)) {
-                    return Err((*statement).to_owned());
+                if let Some(keyword) = FORBIDDEN_KEYWORDS.iter().find(|keyword| ends_in_keyword(word, keyword)) {
+                    return Err((*keyword).to_owned());
                 }
             }
         }
@@ -285,21 +290,24 @@ pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether `word` is the statement, perhaps after letters that can end a number: to nft, `0xejump`
+/// Whether `word` is the keyword, perhaps after letters that can end a number: to nft, `0xejump`
 /// is `0xe jump`, `5msjump` is `5ms jump`.
-fn ends_in_statement(word: &str, statement: &str) -> bool {
+fn ends_in_keyword(word: &str, keyword: &str) -> bool {
     let can_be_in_number = |char: char| char.is_ascii_hexdigit() || "xXhms_/.-".contains(char);
-    word.strip_suffix(statement).is_some_and(|rest| rest.chars().all(can_be_in_number))
+    word.strip_suffix(keyword).is_some_and(|rest| rest.chars().all(can_be_in_number))
 }
 
-/// Checks all mappings. Fails if one is invalid, or two request the same host port.
-fn mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
+/// Checks all mappings.
+///
+/// # Errors
+/// Code 7 if one is invalid, or two request the same host port.
+fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     let mut mappings: Vec<Mapping> = Vec::with_capacity(raw.len());
     let mut claimed: BTreeMap<ClaimedPort, usize> = BTreeMap::new();
     for (index, raw) in raw.iter().enumerate() {
-        let mapping = mapping(raw).map_err(|refusal| match refusal {
-            Refusal::Port(text) => Error::config(text),
-            Refusal::Other(text) => {
+        let mapping = check_mapping(raw).map_err(|error| match error {
+            MappingError::Port(text) => Error::config(text),
+            MappingError::Other(text) => {
                 Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
             }
         })?;
@@ -324,23 +332,23 @@ fn comparable_claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
 }
 
 /// Checks one mapping.
-fn mapping(raw: &RawMapping) -> Result<Mapping, Refusal> {
+fn check_mapping(raw: &RawMapping) -> Result<Mapping, MappingError> {
     let port = |port: i64, what: &str| match u16::try_from(port) {
         Ok(port @ 1..) => Ok(port),
-        _ => Err(Refusal::Port(format!("Invalid {what} port number: {port}"))),
+        _ => Err(MappingError::Port(format!("Invalid {what} port number: {port}"))),
     };
     let container_port = port(raw.container_port, "container")?;
     let host_port = port(raw.host_port, "host")?;
     let protocol = match raw.protocol.as_deref().unwrap_or_default() {
         "" => Protocol::Tcp,
         name => Protocol::by_name(name)
-            .ok_or_else(|| Refusal::Other(format!("Invalid protocol {name:?}: not tcp, udp or sctp")))?,
+            .ok_or_else(|| MappingError::Other(format!("Invalid protocol {name:?}: not tcp, udp or sctp")))?,
     };
     let host_ip = match raw.host_ip.as_deref().unwrap_or_default() {
         "" => None,
         text => {
             let host_ip: Result<IpAddr, _> = text.parse();
-            Some(host_ip.map_err(|_| Refusal::Other(format!("Invalid host IP {text:?}")))?.to_canonical())
+            Some(host_ip.map_err(|_| MappingError::Other(format!("Invalid host IP {text:?}")))?.to_canonical())
         }
     };
     Ok(Mapping { protocol, host_ip, host_port, container_port })

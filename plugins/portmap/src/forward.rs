@@ -10,31 +10,36 @@ use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
-use cni_firewall::nft_usable;
 use cni_firewall::portmap::iptables::{IptablesPortMap, UnreadTables};
 use cni_firewall::portmap::nft::{NftPortMap, Refusal};
 use cni_firewall::portmap::{ConflictAction, Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
+use cni_firewall::{Backend, nft_usable};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
 
 use crate::conf::Conf;
-use cni_firewall::Backend;
 
 /// Maps the configured ports to the addresses in `prev`. Returns the steps that undo it.
+///
+/// # Errors
+/// - Code 102 if another container that exists has one of the ports.
+/// - Code 2 if the configured backend cannot be used on this host.
+/// - Code 7 if nftables cannot parse a condition.
+/// - The kernel's or iptables' error otherwise.
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
     let mut rollback = call.rollback();
-    let links = prev.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+    let host_interfaces = prev.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
     let forwarding = Forwarding {
-        links: links.map(|interface| interface.name.clone()).collect(),
-        ..forwarding(call, conf, container_addresses(&call.ifname, prev))
+        links: host_interfaces.map(|interface| interface.name.clone()).collect(),
+        ..configured_forwarding(call, conf, container_addresses(&call.ifname, prev))
     };
     let claims = forwarding.all_claims();
     if claims.is_empty() && !conf.mappings.is_empty() {
         call.notes.note("portmap: no port is mapped: prevResult has no address that a mapping can use");
     }
     if conf.mappings.is_empty() || forwarding.containers.is_empty() {
-        displace_stale(call, &forwarding);
+        remove_stale_rules(call, &forwarding);
         return Ok(rollback);
     }
     // Without a route to the container, 127.0.0.1 is not mapped, but other host addresses are.
@@ -45,13 +50,15 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     let backend = choose_backend(call, conf)?;
     if let Err(error) = write_rules(call, &forwarding, backend, &mut rollback) {
         let has_fallback = conf.backend.is_none() && backend == Backend::Iptables;
-        if !has_fallback || !does_only_nftables_work(call, &forwarding, &error) {
+        if !has_fallback || !only_nftables_works(call, &forwarding, &error) {
             return Err(error);
         }
         call.notes.note(format_args!("portmap: nftables is used, because iptables does not work: {error}"));
         write_rules(call, &forwarding, Backend::Nftables, &mut rollback)?;
     }
     if let Some(key) = localnet_key {
+        // The rollback does not reset the sysctl: other attachments may share the interface, for
+        // example a bridge.
         match sysctl::ensure(&key, "1") {
             // The interface was deleted meanwhile, or has no IPv4.
             Err(error) if error.is_not_found() => note_no_localnet(call, &error.into()),
@@ -68,14 +75,15 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
 }
 
 /// Removes rules that lead from a port of a removed container to this container's addresses, for an
-/// ADD that maps no port. A failure is only a note.
-fn displace_stale(call: &Call<'_>, forwarding: &Forwarding) {
+/// ADD that maps no port. No other container can have a port that this ADD wants, so
+/// [`Conflicts::held`] is always `None`. A failure is only a note.
+fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
     let in_nft = |action| match NftPortMap::open() {
         Ok(mut nft) => nft.conflicts(forwarding, action),
         Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
         Err(error) => Err(error),
     };
-    let in_iptables = |action| iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
+    let in_iptables = |action| open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
     let searches: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&in_nft, &in_iptables];
     for search in searches {
         // The first search removes nothing, so it needs no lock of iptables.
@@ -96,11 +104,13 @@ fn displace_stale(call: &Call<'_>, forwarding: &Forwarding) {
     }
 }
 
-/// Writes the rules to `backend` and registers with `rollback` how to undo that. Then removes rules
-/// of removed containers for the same ports from the other backend.
+/// Writes the rules to `backend` and registers with `rollback` how to undo that. Then removes the
+/// rules of removed containers for the same ports from the tables that `backend` does not read.
 ///
 /// # Errors
-/// Code 102 if another container that exists has one of the ports, in either backend.
+/// - Code 102 if another container that exists has one of the ports, in either backend.
+/// - Code 2 if the kernel or a missing program makes `backend` unusable.
+/// - Code 7 if nftables cannot parse a condition.
 fn write_rules<'a>(
     call: &'a Call<'_>,
     forwarding: &Forwarding,
@@ -111,23 +121,25 @@ fn write_rules<'a>(
     if let Some(holder) = in_other_tables.held {
         return Err(port_taken(&holder));
     }
-    let written = forwarding.clone();
+    let forwarding_of_undo = forwarding.clone();
     let remarks = match backend {
         Backend::Nftables => {
             let mut nft = NftPortMap::open().map_err(|error| explain_unsupported(error, Backend::Nftables))?;
             let outcome = nft.ensure(call.machine, forwarding).map_err(explain_nft_failure)?;
             let (previous, remarks) = require_done(outcome)?;
             if let Some(previous) = previous {
-                rollback.push(PUT_BACK, move || NftPortMap::open()?.put_back(&written, &previous));
+                rollback.push(PUT_BACK, move || NftPortMap::open()?.put_back(&forwarding_of_undo, &previous));
             }
             remarks
         }
         Backend::Iptables => {
-            let outcome = iptables(call, OnSigterm::Kill)?.ensure(forwarding);
+            let outcome = open_iptables(call, OnSigterm::Kill)?.ensure(forwarding);
             let outcome = outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?;
             let (previous, remarks) = require_done(outcome)?;
             if let Some(previous) = previous {
-                rollback.push(PUT_BACK, move || iptables(call, OnSigterm::Finish)?.put_back(&written, &previous));
+                rollback.push(PUT_BACK, move || {
+                    open_iptables(call, OnSigterm::Finish)?.put_back(&forwarding_of_undo, &previous)
+                });
             }
             remarks
         }
@@ -149,7 +161,7 @@ fn write_rules<'a>(
 
 /// Whether iptables failed with `error` because it does not work on this host, and nftables does.
 /// Starts a process, so it must only be called after a failure.
-fn does_only_nftables_work(call: &Call<'_>, forwarding: &Forwarding, error: &Error) -> bool {
+fn only_nftables_works(call: &Call<'_>, forwarding: &Forwarding, error: &Error) -> bool {
     // A temporary failure or a conflict does not show that iptables is unusable.
     if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
         return false;
@@ -164,8 +176,8 @@ fn does_only_nftables_work(call: &Call<'_>, forwarding: &Forwarding, error: &Err
 /// The name of the rollback step; completes the sentence "failed to ...".
 const PUT_BACK: &str = "put the host ports back as they were";
 
-/// Opens the port mappings that iptables holds.
-fn iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
+/// Opens the port mappings in iptables' tables.
+fn open_iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
     IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
 }
 
@@ -197,8 +209,8 @@ fn conflicts_in_other_tables(
         Backend::Nftables => UnreadTables::Both,
         Backend::Iptables => UnreadTables::OtherVariant,
     };
-    let mut conflicts = iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread, action)?;
-    // One port that is held makes the ADD fail, so nftables need not be searched then.
+    let mut conflicts = open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread, action)?;
+    // A held port makes the ADD fail, so nftables is only searched without one.
     if backend == Backend::Iptables && conflicts.held.is_none() {
         match NftPortMap::open().and_then(|mut nft| nft.conflicts(forwarding, action)) {
             Ok(in_nft) => {
@@ -215,7 +227,7 @@ fn conflicts_in_other_tables(
 
 /// Returns the configured port mappings to the addresses `containers`. `links`, the names of the
 /// attachment's interfaces on the host, stays empty: only ADD needs them.
-pub(crate) fn forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
+pub(crate) fn configured_forwarding(call: &Call<'_>, conf: &Conf, containers: Vec<Cidr>) -> Forwarding {
     Forwarding {
         attachment: call.attachment(),
         containers,
@@ -236,15 +248,17 @@ pub(crate) fn container_addresses(ifname: &str, prev: &AddResult) -> Vec<Cidr> {
         Some(interface) => interface.name == ifname && !interface.sandbox.is_empty(),
         None => true,
     };
-    let first_of_family = |is_ipv4: bool| {
-        let ip = prev.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4 && is_containers(ip.interface));
-        ip.map(|ip| ip.address)
+    let first_of_family = |family: Family| {
+        let mut addresses = prev.ips.iter().filter(|ip| is_containers(ip.interface)).map(|ip| ip.address);
+        addresses.find(|address| Family::of(address.address()) == family)
     };
-    first_of_family(true).into_iter().chain(first_of_family(false)).collect()
+    [Family::V4, Family::V6].into_iter().filter_map(first_of_family).collect()
 }
 
-/// Returns the container's addresses in `prevResult`; none without one. Fails if `prevResult`
-/// cannot be read.
+/// Returns the container's addresses in `prevResult`. Returns none without `prevResult`.
+///
+/// # Errors
+/// The error of a `prevResult` that cannot be read.
 pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::net::IpAddr>> {
     let Some(prev) = conf.prev_result()? else { return Ok(Vec::new()) };
     Ok(container_addresses(ifname, &prev).iter().map(Cidr::address).collect())
@@ -272,7 +286,7 @@ pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
 /// `"snat": false`, or the interface was deleted meanwhile.
 ///
 /// # Errors
-/// If the host has no route to the container.
+/// The kernel's error, for example if the host has no route to the container.
 pub(crate) fn localnet_key(forwarding: &Forwarding) -> Result<Option<String>> {
     if forwarding.snat == Snat::No {
         return Ok(None);

@@ -2,10 +2,10 @@
 
 use cni::Result;
 use cni::skel::Call;
+use cni_firewall::Backend;
 use cni_firewall::portmap::Mapping;
 
-use crate::conf::{Conf, STATEMENTS, check_nft};
-use cni_firewall::Backend;
+use crate::conf::{Conf, FORBIDDEN_KEYWORDS, check_nft};
 
 /// Reads a configuration as ADD does, and checks the result.
 ///
@@ -26,12 +26,12 @@ pub fn valid_mappings(call: &Call<'_>) -> Vec<Mapping> {
     Conf::valid_mappings(&call.conf)
 }
 
-/// Whether ADD accepts these conditions for a rule of `nft`.
+/// Whether ADD accepts these conditions in nft's language.
 pub fn accepts_for_nft(conditions: &[String]) -> bool {
     check_nft(conditions).is_ok()
 }
 
-/// Returns the words that are not allowed in such a condition outside a quoted name.
+/// Returns the keywords that are not allowed in a condition for nft outside a quoted name.
 pub fn nft_keywords_refused() -> &'static [&'static str] {
-    &STATEMENTS
+    &FORBIDDEN_KEYWORDS
 }

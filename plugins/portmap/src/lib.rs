@@ -22,11 +22,10 @@ use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
-use cni_firewall::nft_usable;
 use cni_firewall::portmap::{Mapping, Policy};
+use cni_firewall::{Backend, nft_usable};
 use cni_linux::route;
 
-use cni_firewall::Backend;
 use conf::Conf;
 
 /// The plugin.
@@ -59,7 +58,8 @@ impl Plugin for Portmap {
         conf::unknown_keys(json)
     }
 
-    /// Maps the ports to the container's addresses in `prevResult`, which the result repeats.
+    /// Maps the ports to the container's addresses in `prevResult`, and returns `prevResult`
+    /// unchanged.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let (conf, result) = read_request(call)?;
         let rollback = forward::add(call, &conf, &result)?;
@@ -81,8 +81,8 @@ impl Plugin for Portmap {
         clean::gc(call, valid)
     }
 
-    /// Fails with code 50 if the configured backend does not work here or, if none is configured,
-    /// neither backend does.
+    /// Fails with code 50 if the configured backend does not work on this host or, if none is
+    /// configured, neither backend does.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         match conf.backend {
@@ -109,7 +109,7 @@ impl Plugin for Portmap {
     }
 }
 
-/// Fails with the code for STATUS if iptables does not work here.
+/// Fails with code 50 if iptables does not work on this host.
 fn probe_iptables(call: &Call<'_>) -> Result<()> {
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
     opened
@@ -117,7 +117,7 @@ fn probe_iptables(call: &Call<'_>) -> Result<()> {
         .map_err(|error| Error::from(error).with_code(Code::NOT_AVAILABLE))
 }
 
-/// Fails with the code for STATUS if nftables does not work here.
+/// Fails with code 50 if nftables does not work on this host.
 fn probe_nftables() -> Result<()> {
     match nft_usable() {
         Ok(true) => Ok(()),

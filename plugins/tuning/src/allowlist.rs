@@ -14,6 +14,7 @@ use cni::{Code, Error, Result};
 use regex_lite::Regex;
 
 use crate::conf::Sysctl;
+use crate::key::{cut, shown};
 
 /// The patterns of the allow-list.
 #[derive(Debug)]
@@ -53,7 +54,7 @@ impl AllowList {
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            let pattern = Regex::new(&unquoted(line))
+            let pattern = Regex::new(&escape_quoted(line))
                 .map_err(|why| Error::config(format!("error parsing regexp: {why}: `{line}` in {}", line_number())))?;
             patterns.push((line.to_owned(), pattern));
         }
@@ -70,10 +71,10 @@ impl AllowList {
             key.readings.retain(|reading| reading.is_permitted(&key.written, matches_a_pattern));
             if key.readings.is_empty() {
                 let patterns: Vec<&str> = self.patterns.iter().map(|(written, _)| written.as_str()).collect();
-                let (written, allowed) = (crate::key::cut(&key.written), patterns.join(" "));
+                let (written, allowed) = (cut(&key.written), patterns.join(" "));
                 let msg =
                     format!("Sysctl {written} is not allowed. Only the following sysctls are allowed: [{allowed}]");
-                let details = format!("value {}; by {}", crate::key::shown(value), self.path.display());
+                let details = format!("value {}; by {}", shown(value), self.path.display());
                 return Err(Error::config(msg).with_details(details));
             }
         }
@@ -83,7 +84,7 @@ impl AllowList {
 
 /// Escapes the literal text between `\Q` and `\E` or the end of the line. Go's regular expressions
 /// have this quoting, the crate regex-lite does not.
-fn unquoted(pattern: &str) -> Cow<'_, str> {
+fn escape_quoted(pattern: &str) -> Cow<'_, str> {
     if !pattern.contains(r"\Q") {
         return pattern.into();
     }
@@ -96,8 +97,8 @@ fn unquoted(pattern: &str) -> Cow<'_, str> {
             rest = after;
         } else {
             // An escaped character, which may be a backslash, stays as it is.
-            let end = after.chars().next().map_or(0, char::len_utf8);
-            let (escaped, after) = after.split_at(end);
+            let escaped_length = after.chars().next().map_or(0, char::len_utf8);
+            let (escaped, after) = after.split_at(escaped_length);
             result.push('\\');
             result += escaped;
             rest = after;
@@ -115,8 +116,8 @@ mod tests {
         AllowList::parse(Path::new("/the/list"), text.as_bytes())
     }
 
-    /// The rest of a key, after the interface.
-    fn left(text: &str, written: &str, ifname: &str) -> Vec<String> {
+    /// Returns the paths of the key's readings that the list permits.
+    fn permitted_paths(text: &str, written: &str, ifname: &str) -> Vec<String> {
         let mut sysctls = [Sysctl { key: Key::new(written, "1", ifname).unwrap(), value: "1".into() }];
         match list(text).unwrap().filter(&mut sysctls) {
             Ok(()) => sysctls[0].key.readings.iter().map(|reading| reading.path.clone()).collect(),
@@ -125,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_by_table() {
+    fn a_key_is_permitted_if_a_pattern_matches() {
         let anchored = r"^net\.ipv4\.conf\.IFNAME\.[a-z_]+$";
         for (text, written, ifname, permitted) in [
             // A match anywhere is enough, as in Go.
@@ -134,21 +135,21 @@ mod tests {
             ("^ipv4", "net.ipv4.ip_forward", "eth0", false),
             (r"^net\.ipv4\.ip_forward$", "net.ipv4.ip_forward", "eth0", true),
             (r"^net\.ipv4\.ip_forward$", "net.ipv4.ip_forward_x", "eth0", false),
-            // Either spelling of the key, whichever the pattern is written for.
+            // A pattern of either spelling permits keys of both.
             (anchored, "net.ipv4.conf.IFNAME.arp_filter", "eth0", true),
             (anchored, "net/ipv4/conf/IFNAME/arp_filter", "eth0", true),
             (anchored, "net.ipv4/conf.IFNAME/arp_filter", "eth0", true),
             ("^net/ipv4/conf/IFNAME/arp_filter$", "net.ipv4.conf.IFNAME.arp_filter", "eth0", true),
-            // IFNAME is a word of the list; the name it stands for is another one.
+            // A pattern with IFNAME does not permit the interface's name in a key, nor the reverse.
             (anchored, "net.ipv4.conf.eth0.arp_filter", "eth0", false),
             (r"^net\.ipv4\.conf\.eth0\.", "net.ipv4.conf.IFNAME.arp_filter", "eth0", false),
             (anchored, "net.ipv4.conf.IFNAME.arp_filter", "eth0.100", true),
-            // No interface's name makes another value of a key.
+            // An interface's name must not turn a permitted key into another sysctl.
             (r"^net\.[A-Z]+\.ip_forward$", "net.IFNAME.ip_forward", "ipv4", false),
             (r"^net\.(ipv4|[A-Z]+)\.ip_forward$", "net.IFNAME.ip_forward", "ipv4", true),
             (r"\.[A-Z]+$", "net.ipv4.IFNAME", "ip_forward", false),
             (r"^net\.ipv4\.conf\.a[A-Z]+\.", "net.ipv4.conf.aIFNAME.rp_filter", "ll", false),
-            // A VLAN's name in the key: permitted by what it is, not by what it looks like.
+            // A VLAN interface's name in the key, with either spelling of the pattern.
             (r"^net\.ipv4\.conf\.eth0/100\.", "net.ipv4.conf.eth0/100.arp_filter", "eth0", true),
             (r"^net/ipv4/conf/eth0\.100/", "net.ipv4.conf.eth0/100.arp_filter", "eth0", true),
             // Quoted text.
@@ -157,13 +158,17 @@ mod tests {
             (r"\Qnet.ipv4.ip_forward", "net.ipv4.ip_forward", "eth0", true),
             (r"\Qip.forward", "net.ipv4.ip_forward", "eth0", false),
             (r"\\Qnet|nothing", "net.ipv4.ip_forward", "eth0", false),
-            // Comments and blank lines, and a list of nothing else.
+            // Comments and empty lines, and lists without a pattern.
             ("# ipv4\n\n  ipv6  \r\n", "net.ipv4.ip_forward", "eth0", false),
             ("# ipv4\n\n  ipv6  \r\n", "net.ipv6.conf.all.forwarding", "eth0", true),
             ("", "net.ipv4.ip_forward", "eth0", false),
             ("# all\n", "net.ipv4.ip_forward", "eth0", false),
         ] {
-            assert_eq!(!left(text, written, ifname).is_empty(), permitted, "{written} ({ifname}) by {text:?}");
+            assert_eq!(
+                !permitted_paths(text, written, ifname).is_empty(),
+                permitted,
+                "{written} ({ifname}) by {text:?}"
+            );
         }
     }
 
@@ -171,10 +176,13 @@ mod tests {
     fn a_pattern_for_one_reading_permits_no_other() {
         // As dots this reads like a value of eth0, but the file is one of eth0.100.
         let only_eth0 = r"^net\.ipv4\.conf\.eth0\.[^/]*$";
-        assert_eq!(left(only_eth0, "net/ipv4/conf/eth0.100/arp_filter", "eth0"), ["net/ipv4/conf/eth0/100/arp_filter"]);
+        assert_eq!(
+            permitted_paths(only_eth0, "net/ipv4/conf/eth0.100/arp_filter", "eth0"),
+            ["net/ipv4/conf/eth0/100/arp_filter"]
+        );
         let only_vlan = r"^net/ipv4/conf/eth0\.100/";
         assert!(
-            left(only_vlan, "net/ipv4/conf/eth0.100/arp_filter", "eth0")
+            permitted_paths(only_vlan, "net/ipv4/conf/eth0.100/arp_filter", "eth0")
                 .contains(&"net/ipv4/conf/eth0.100/arp_filter".to_owned())
         );
     }
@@ -199,12 +207,12 @@ mod tests {
         }
         let error = AllowList::parse(Path::new("/x"), b"ok\n\xff\n").unwrap_err();
         assert!(error.msg().contains("line 2 "), "{}", error.msg());
-        // A bomb is refused, not built.
+        // An expression whose compiled form would be too large is refused.
         assert!(list("(((a{100}){100}){100}){100}").is_err());
     }
 
     #[test]
-    fn a_list_that_cannot_be_read_is_not_the_same_as_none() {
+    fn a_list_that_cannot_be_read_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         assert!(AllowList::read(&folder.path().join("absent")).unwrap().is_none());
         for path in [folder.path(), Path::new("/dev/zero")] {

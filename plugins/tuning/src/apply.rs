@@ -5,9 +5,9 @@
 //! backup is written. A failed ADD restores the values before this ADD. DEL restores those before
 //! the first ADD of the attachment: a list can have several entries of this plugin.
 
+use std::cell::{Cell, OnceCell};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::rc::Rc;
 
 use cni::result::AddResult;
 use cni::rollback::Rollback;
@@ -15,7 +15,7 @@ use cni::skel::{Added, Call};
 use cni::{Code, Error, Result};
 use cni_linux::{Link, LinkFlag, Netlink, Netns};
 
-use crate::backup::{Attachment, Backup, Content, Folder, Interface, Namespace, Record, Saved, append};
+use crate::backup::{Attachment, Backup, Content, Folder, Interface, Namespace, Record, SavedSysctl, make_last};
 use crate::conf::{Conf, LinkConf, data_dir};
 use crate::key::shown;
 use crate::sysctl::{self, Found};
@@ -24,10 +24,12 @@ use crate::sysctl::{self, Found};
 /// interface.
 ///
 /// # Errors
-/// The backup cannot be read or written or belongs to another attachment; a sysctl or the interface
-/// does not exist; the kernel refuses a value. The rollback has restored what was changed.
+/// The rollback has restored what was changed.
+/// - Code 4 if the interface does not exist, 7 if a sysctl does not exist.
+/// - Code 5 if the backup cannot be read or written, 102 if it belongs to another attachment.
+/// - The kernel's error if it refuses a value or the namespace cannot be entered.
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Result<Added<'a>> {
-    let netns = Arc::new(Netns::open(call.netns()?)?);
+    let netns = Rc::new(Netns::open(call.netns()?)?);
     let mut rollback = call.rollback();
     if conf.sysctls.is_empty() && conf.link.is_empty() {
         return Ok(Added { result: prev, rollback });
@@ -41,18 +43,18 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         namespace: Namespace::of(&netns)?,
         interface: None,
     };
-    let visit = Arc::new(Visit {
+    let visit = Rc::new(Visit {
         backup,
         previous_backup,
         attachment,
-        found: OnceLock::new(),
-        is_backup_written: AtomicBool::new(false),
-        written_count: AtomicUsize::new(0),
+        found: OnceCell::new(),
+        is_backup_written: Cell::new(false),
+        written_count: Cell::new(0),
     });
     // The undo is registered before the changes, so that it also runs after a panic in
     // `make_changes`. The visit records what must be undone.
-    let undo = (Arc::clone(&visit), Arc::clone(&netns));
-    rollback.push("put sysctls and the backup back as they were", move || undo.0.undo(&undo.1));
+    let (visit_to_undo, netns_of_undo) = (Rc::clone(&visit), Rc::clone(&netns));
+    rollback.push("put sysctls and the backup back as they were", move || visit_to_undo.undo(&netns_of_undo));
     let outcome = netns.run(|| visit.make_changes(conf))??;
     for note in &outcome.notes {
         call.notes.note(note);
@@ -72,12 +74,12 @@ struct Visit {
     previous_backup: Option<Content>,
     /// This attachment.
     attachment: Attachment,
-    /// The sysctls to write; unset before the first is written.
-    found: OnceLock<Vec<Found>>,
+    /// The sysctls to write; unset until the backup is written.
+    found: OnceCell<Vec<Found>>,
     /// Whether the backup has been written.
-    is_backup_written: AtomicBool,
+    is_backup_written: Cell<bool>,
     /// How many of the sysctls have been written.
-    written_count: AtomicUsize,
+    written_count: Cell<usize>,
 }
 
 /// The outcome of a visit to the namespace.
@@ -93,23 +95,31 @@ impl Visit {
     /// Finds the sysctls and the interface, writes the backup, and writes the sysctls.
     fn make_changes(&self, conf: &Conf) -> Result<VisitOutcome> {
         let mut notes = Vec::new();
-        let found = sysctl::find_all(&conf.sysctls)?;
+        let all = sysctl::find_all(&conf.sysctls)?;
         let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
         let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
-        let found: Vec<Found> = found.into_iter().filter(|found| has_value(found, &mut notes)).collect();
+        let (found, without_value): (Vec<Found>, Vec<Found>) =
+            all.into_iter().partition(|found| !found.sysctl.value.is_empty());
+        // Writing an empty value would change nothing. Go accepts it without a message.
+        notes.extend(without_value.iter().map(|found| {
+            format!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written))
+        }));
         save_sysctls(&mut record, &found);
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);
         }
-        if record.has_link() || !record.sysctls.is_empty() {
+        if record.has_link_settings() || !record.sysctls.is_empty() {
             self.backup.write(&record)?;
-            self.is_backup_written.store(true, Ordering::Relaxed);
+            self.is_backup_written.set(true);
         }
         self.write_sysctls(self.found.get_or_init(|| found), &mut record)?;
         Ok(VisitOutcome { link, notes })
     }
 
-    /// Finds the interface, and returns it with the netlink socket.
+    /// Finds the interface, and returns it with a netlink socket of the namespace.
+    ///
+    /// # Errors
+    /// Code 4 if the interface does not exist.
     fn find_link(&self) -> Result<(Netlink, Link)> {
         let (netlink, ifname) = (Netlink::open()?, &self.attachment.ifname);
         match netlink.find_link(ifname)? {
@@ -123,11 +133,11 @@ impl Visit {
 
     /// Returns the record to which this ADD adds values: the existing record if it belongs to this
     /// attachment in this namespace, otherwise an empty one. If the interface is another one than
-    /// recorded, see [`keep_sysctls_in_force`]. Go's backup files do not name their attachment.
-    /// They are used anyway, because the original values are stored nowhere else.
+    /// recorded, returns what [`keep_sysctls_in_force`] keeps. Go's backup files do not name their
+    /// attachment. They are used anyway, because the original values are stored nowhere else.
     ///
     /// # Errors
-    /// 102 if the record belongs to another attachment of this boot.
+    /// Code 102 if the record belongs to another attachment of this boot.
     fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
         let mut this = Attachment { interface: link.map(Interface::from), ..self.attachment.clone() };
         let mut record = match &self.previous_backup {
@@ -138,6 +148,7 @@ impl Visit {
             }
             Some(Content::Record(record, _)) => match &record.attachment {
                 None => (**record).clone(),
+                // Two attachments can have the same file name: `a` with `b_c`, and `a_b` with `c`.
                 Some(other) if (&other.container_id, &other.ifname) != (&this.container_id, &this.ifname) => {
                     if other.namespace.boot_id == this.namespace.boot_id {
                         let (path, other_id) = (self.backup.path().display(), &other.container_id);
@@ -148,6 +159,7 @@ impl Visit {
                     // No namespace of an earlier boot exists any more.
                     Record::default()
                 }
+                // The container has been started again: the new namespace has its own values.
                 Some(same) if same.namespace != this.namespace => Record::default(),
                 Some(same)
                     if same.interface.is_some() && this.interface.is_some() && same.interface != this.interface =>
@@ -172,9 +184,10 @@ impl Visit {
         let mut is_record_changed = false;
         for found in all {
             let reads = found.write()?;
-            self.written_count.fetch_add(1, Ordering::Relaxed);
-            let saved = record.sysctls.iter_mut().find(|saved| saved.path == found.path);
-            if let (Some(saved), true) = (saved, reads.is_some()) {
+            self.written_count.set(self.written_count.get() + 1);
+            if reads.is_some()
+                && let Some(saved) = record.sysctls.iter_mut().find(|saved| saved.path == found.path)
+            {
                 saved.reads = reads;
                 is_record_changed = true;
             }
@@ -185,43 +198,33 @@ impl Visit {
     /// Restores the written sysctls and the backup. Continues after an error, and returns all
     /// errors.
     fn undo(&self, netns: &Netns) -> Result<()> {
-        let count = self.written_count.load(Ordering::Relaxed);
-        let written = self.found.get().map(|found| &found[..count]).unwrap_or_default();
+        let written = self.found.get().map(|found| &found[..self.written_count.get()]).unwrap_or_default();
         let mut errors = Vec::new();
         if !written.is_empty() {
-            match netns.run(|| put_back(written)) {
-                Ok(put_back) => errors.extend(put_back.err()),
+            match netns.run(|| put_sysctls_back(written)) {
+                Ok(outcome) => errors.extend(outcome.err()),
                 Err(error) => errors.push(error.into()),
             }
         }
-        if self.is_backup_written.load(Ordering::Relaxed) {
-            let backup = match &self.previous_backup {
+        if self.is_backup_written.get() {
+            let outcome = match &self.previous_backup {
                 Some(Content::Record(_, bytes)) => self.backup.write_bytes(bytes),
-                _ => self.backup.purge().map(drop),
+                // Garbage is not written again.
+                Some(Content::Garbage(_)) | None => self.backup.purge().map(drop),
             };
-            errors.extend(backup.err());
+            errors.extend(outcome.err());
         }
         Error::join(errors)
     }
 }
 
-/// Whether the configuration has a value for the sysctl. Writing an empty one would change nothing,
-/// so it is noted and skipped. Go accepts it without a message.
-fn has_value(found: &Found, notes: &mut Vec<String>) -> bool {
-    let is_empty = found.sysctl.value.is_empty();
-    if is_empty {
-        notes.push(format!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written)));
-    }
-    !is_empty
-}
-
 /// Returns the record without the values of the interface, and without the sysctls that do not have
-/// the written value any more. Used if the namespace has the recorded numbers but the interface is
-/// another one: either the interface was created again, or a new namespace has got the numbers of
-/// a deleted one.
+/// the written value any more or cannot be read. Used if the namespace has the recorded numbers but
+/// the interface is another one: either the interface was created again, or a new namespace has got
+/// the numbers of a deleted one.
 fn keep_sysctls_in_force(record: &Record) -> Record {
     let in_force =
-        |saved: &&Saved| cni_linux::sysctl::read(&saved.path).is_ok_and(|current| saved.is_in_force(&current));
+        |saved: &&SavedSysctl| cni_linux::sysctl::read(&saved.path).is_ok_and(|current| saved.is_in_force(&current));
     Record { sysctls: record.sysctls.iter().filter(in_force).cloned().collect(), ..Record::default() }
 }
 
@@ -232,11 +235,11 @@ fn save_sysctls(record: &mut Record, all: &[Found]) {
         let Some(current) = current else { continue };
         let existing = record.sysctls.iter().position(|saved| saved.path == *path);
         let index = existing.unwrap_or_else(|| {
-            record.sysctls.push(Saved { path: path.clone(), original: current.clone(), ..Saved::default() });
+            record.sysctls.push(SavedSysctl { path: path.clone(), original: current.clone(), ..Default::default() });
             record.sysctls.len() - 1
         });
         let saved = &mut record.sysctls[index];
-        append(&mut saved.written, sysctl.value.clone());
+        make_last(&mut saved.written, sysctl.value.clone());
         saved.reads = None;
     }
 }
@@ -248,32 +251,33 @@ fn save_link(record: &mut Record, conf: &LinkConf, link: &Link) {
         if record.mac.is_empty() {
             record.mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
         }
-        append(&mut record.written.mac, mac.to_string());
+        make_last(&mut record.written.mac, mac.to_string());
     }
+    // No entry of the list turns promiscuous mode off, so its written values are not recorded.
     if conf.promisc {
         record.promisc.get_or_insert(link.promisc);
     }
     if let Some(mtu) = conf.mtu {
         record.mtu.get_or_insert(link.mtu);
-        append(&mut record.written.mtu, mtu);
+        make_last(&mut record.written.mtu, mtu);
     }
     if let Some(allmulti) = conf.allmulti {
         record.allmulti.get_or_insert(link.allmulti);
-        append(&mut record.written.allmulti, allmulti);
+        make_last(&mut record.written.allmulti, allmulti);
     }
     if let Some(length) = conf.txqlen {
         record.txqlen.get_or_insert(link.txqlen);
-        append(&mut record.written.txqlen, length);
+        make_last(&mut record.written.txqlen, length);
     }
 }
 
-/// Writes the values before this ADD again, in reverse order. Continues after an error, and returns
-/// all errors.
-fn put_back(all: &[Found]) -> Result<()> {
+/// Restores the sysctls' values before this ADD, in reverse order. Continues after an error, and
+/// returns all errors.
+fn put_sysctls_back(all: &[Found]) -> Result<()> {
     let mut errors = Vec::new();
     for found in all.iter().rev() {
         if let Some(original) = &found.current {
-            errors.extend(sysctl::put_back(&found.path, original).err().map(Error::from));
+            errors.extend(sysctl::write_original(&found.path, original).err().map(Error::from));
         }
     }
     Error::join(errors)
@@ -284,8 +288,9 @@ fn put_back(all: &[Found]) -> Result<()> {
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
     // The undo is registered before the changes, because a change may have been made although the
     // kernel's answer got lost.
-    let (undo, before, changed) = (netlink.clone(), link.clone(), *conf);
-    rollback.push("put the interface back as it was", move || put_link_back(&undo, &before, &changed));
+    let (netlink_of_undo, before, conf_of_undo) = (netlink.clone(), link.clone(), *conf);
+    let undo = move || put_link_back(&netlink_of_undo, &before, &conf_of_undo);
+    rollback.push("put the interface back as it was", undo);
     let index = link.index;
     if let Some(mac) = conf.mac.filter(|mac| link.mac != Some(*mac)) {
         netlink.set_mac(index, mac)?;
@@ -329,12 +334,12 @@ fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()
     Error::join(results.into_iter().filter_map(Result::err).map(Error::from))
 }
 
-/// Converts a boolean to the type of `cni_linux`.
+/// Returns the state of a link's flag that is on or not.
 pub(crate) fn on_or_off(on: bool) -> LinkFlag {
     if on { LinkFlag::On } else { LinkFlag::Off }
 }
 
-/// Returns prevResult with the changed MAC and MTU of this interface. Only entries with the same
+/// Returns prevResult with the changed MAC and MTU of this interface. Only interfaces with the same
 /// name and namespace are changed: other namespaces may have an interface of the same name.
 fn with_changes(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
     let path = call.sandbox();

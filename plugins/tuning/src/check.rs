@@ -1,9 +1,10 @@
 //! CHECK: compares sysctls and interface with the configuration, and reports all differences with
 //! Go's texts.
 //!
-//! A list can have several entries of this plugin. A value that a later entry has written is right
-//! too; the backup has the values that all of them have written. Promiscuous mode may be on
-//! although the configuration does not ask for it, because a packet capture turns it on.
+//! A list can have several entries of this plugin. CHECK of an earlier entry accepts the value that
+//! a later entry has written. Besides the original values, the backup lists the values that each
+//! entry has written. Promiscuous mode may be on although the configuration does not ask for it,
+//! because a packet capture turns it on.
 
 use std::fmt::Display;
 
@@ -12,40 +13,43 @@ use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Mac, Netlink, Netns};
 
-use crate::backup::{Content, Folder, Namespace, Record, Saved};
-use crate::conf::{Conf, LinkConf, Sysctl, data_dir};
+use crate::backup::{Content, Folder, Namespace, Record, SavedSysctl};
+use crate::conf::{Conf, LinkConf, data_dir};
 use crate::key::cut;
-use crate::sysctl;
+use crate::sysctl::{self, Found};
 use crate::value::is_same;
 
 /// Checks the attachment of the call.
 ///
 /// # Errors
-/// Code 101 with all differences; 3 if the interface does not exist although `prev` lists it or the
-/// configuration changes it; the backup cannot be read.
+/// - Code 101 if a setting differs, with all differences.
+/// - Code 3 if the interface does not exist although `prev` lists it or the configuration changes
+///   it, also with the differences of the sysctls.
+/// - Code 5 if the backup cannot be read.
+/// - The kernel's error if the namespace cannot be entered or the interface cannot be read.
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
     let netns = Netns::open(call.netns()?)?;
-    let record = record(call, &netns)?;
-    let (netlink, values) = netns.run(|| (Netlink::open(), conf.sysctls.iter().map(value).collect::<Vec<_>>()))?;
-    let mut errors: Vec<Error> = Vec::new();
-    for (sysctl, value) in conf.sysctls.iter().zip(values) {
-        errors.extend(check_sysctl(sysctl, value, &record).err());
-    }
+    let record = own_record(call, &netns)?;
+    let (netlink, sysctls) =
+        netns.run(|| (Netlink::open(), conf.sysctls.iter().map(sysctl::find).collect::<Vec<_>>()))?;
+    let mut errors: Vec<Error> = sysctls.into_iter().filter_map(|found| check_sysctl(found, &record).err()).collect();
     let is_in_result = prev.find_interface(&call.ifname, call.sandbox()).is_some();
     match netlink?.find_link(&call.ifname)? {
         Some(link) => errors.extend(check_link(&link, &conf.link, &record)),
         None if is_in_result || !conf.link.is_empty() => {
             let msg = format!("Cannot find container link {}", call.ifname);
-            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
+            // This error comes first because the sysctls of the interface are missing with it.
+            errors.insert(0, Error::new(Code::UNKNOWN_CONTAINER, msg));
         }
         None => {}
     }
     Error::join(errors)
 }
 
-/// Returns the record of the values that the entries of the list have written. It is empty if the
-/// backup is missing, cannot be decoded, or does not name this attachment and namespace.
-fn record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
+/// Returns the record in the attachment's backup. The record is empty if the backup is missing,
+/// cannot be decoded, or does not name this attachment and namespace: then CHECK accepts only the
+/// values of the configuration.
+fn own_record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let Some(Content::Record(record, _)) = backup.read()? else { return Ok(Record::default()) };
     let Some(attachment) = &record.attachment else { return Ok(Record::default()) };
@@ -53,27 +57,25 @@ fn record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     Ok(if is_own { *record } else { Record::default() })
 }
 
-/// Returns the path of a sysctl below /proc/sys and its current value, or `None` for a value that
-/// cannot be read. To be called inside the namespace.
-fn value(sysctl: &Sysctl) -> Result<(String, Option<String>)> {
-    sysctl::find(sysctl).map(|found| (found.path, found.current))
-}
-
-/// Compares the value of a sysctl with the configuration. `value` is the result of [`value`]. A
-/// value that cannot be read counts as equal.
-fn check_sysctl(sysctl: &Sysctl, value: Result<(String, Option<String>)>, record: &Record) -> Result<()> {
-    let (path, current) = value.map_err(|error| error.with_code(Code::CHECK_FAILED))?;
+/// Compares the value of a sysctl with the configuration. `found` is the result of
+/// [`sysctl::find`]. A value that cannot be read counts as equal.
+///
+/// # Errors
+/// Code 101 if the value differs or the sysctl does not exist.
+fn check_sysctl(found: Result<Found>, record: &Record) -> Result<()> {
+    let Found { sysctl, path, current } = found.map_err(|error| error.with_code(Code::CHECK_FAILED))?;
     let Some(current) = current else { return Ok(()) };
     let expected = &sysctl.value;
-    let is_of_later_entry = |saved: &Saved| saved.written.contains(expected) && saved.is_in_force(&current);
+    let is_of_later_entry = |saved: &SavedSysctl| saved.written.contains(expected) && saved.is_in_force(&current);
+    // ADD skips a sysctl whose value in the configuration is empty.
     if expected.is_empty() || is_same(expected, &current) || record.find_sysctl(&path).is_some_and(is_of_later_entry) {
         return Ok(());
     }
-    Err(differs(format_args!("value of /proc/sys/{path}"), cut(expected), &current))
+    Err(difference(format_args!("value of /proc/sys/{path}"), cut(expected), &current))
 }
 
 /// Returns Go's error for a difference.
-fn differs(what: impl Display, expected: impl Display, found: impl Display) -> Error {
+fn difference(what: impl Display, expected: impl Display, found: impl Display) -> Error {
     let msg = format!("Error: Tuning configured {what} is {expected}, current value is {found}");
     Error::new(Code::CHECK_FAILED, msg)
 }
@@ -82,39 +84,34 @@ fn differs(what: impl Display, expected: impl Display, found: impl Display) -> E
 fn check_link(link: &Link, conf: &LinkConf, record: &Record) -> Vec<Error> {
     let (name, written) = (&link.name, &record.written);
     let mut errors = Vec::new();
-    let mut report_unless = |is_right: bool, error: &dyn Fn() -> Error| {
-        if !is_right {
-            errors.push(error());
-        }
-    };
     if let Some(mac) = conf.mac {
+        // Only a damaged backup has a text that is not a MAC.
         let written_macs: Vec<Mac> = written.mac.iter().filter_map(|text| text.parse().ok()).collect();
-        let found = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
-        let error = || differs(format_args!("Ethernet of {name}"), mac, &found);
-        report_unless(link.mac.is_some_and(|found| is_in_force(mac, found, &written_macs)), &error);
+        if !link.mac.is_some_and(|found| is_accepted(mac, found, &written_macs)) {
+            let found = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+            errors.push(difference(format_args!("Ethernet of {name}"), mac, found));
+        }
     }
-    if conf.promisc {
+    if conf.promisc && !link.promisc {
+        // As in Go, the current value is the kernel's count of users of the mode.
         let msg =
             format!("Error: Tuning link {name} configured promisc is true, current value is {}", link.promiscuity);
-        report_unless(link.promisc, &|| Error::new(Code::CHECK_FAILED, msg.clone()));
+        errors.push(Error::new(Code::CHECK_FAILED, msg));
     }
-    if let Some(mtu) = conf.mtu {
-        let error = || differs(format_args!("MTU of {name}"), mtu, link.mtu);
-        report_unless(is_in_force(mtu, link.mtu, &written.mtu), &error);
+    if let Some(mtu) = conf.mtu.filter(|mtu| !is_accepted(*mtu, link.mtu, &written.mtu)) {
+        errors.push(difference(format_args!("MTU of {name}"), mtu, link.mtu));
     }
-    if let Some(allmulti) = conf.allmulti {
-        let error = || differs(format_args!("all-multicast mode of {name}"), allmulti, link.allmulti);
-        report_unless(is_in_force(allmulti, link.allmulti, &written.allmulti), &error);
+    if let Some(allmulti) = conf.allmulti.filter(|expected| !is_accepted(*expected, link.allmulti, &written.allmulti)) {
+        errors.push(difference(format_args!("all-multicast mode of {name}"), allmulti, link.allmulti));
     }
-    if let Some(length) = conf.txqlen {
-        let error = || differs(format_args!("transmit queue length of {name}"), length, link.txqlen);
-        report_unless(is_in_force(length, link.txqlen, &written.txqlen), &error);
+    if let Some(length) = conf.txqlen.filter(|length| !is_accepted(*length, link.txqlen, &written.txqlen)) {
+        errors.push(difference(format_args!("transmit queue length of {name}"), length, link.txqlen));
     }
     errors
 }
 
 /// Whether the found value is the expected one, or the value that a later entry of the list has
 /// written. `history` has the values that all entries have written, the last one at the end.
-fn is_in_force<T: PartialEq + Copy>(expected: T, found: T, history: &[T]) -> bool {
+fn is_accepted<T: PartialEq + Copy>(expected: T, found: T, history: &[T]) -> bool {
     found == expected || (history.contains(&expected) && history.last() == Some(&found))
 }

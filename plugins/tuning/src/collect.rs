@@ -14,7 +14,8 @@ use crate::conf::data_dir;
 /// Removes the backups of this network whose attachment is not in `valid`, and its temporary files.
 ///
 /// # Errors
-/// The folder cannot be read; files cannot be removed, after all have been tried.
+/// Code 5 if the folder cannot be read, or if files cannot be removed. All other files are removed
+/// first.
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let folder = Folder::new(data_dir(&call.conf)?, call.conf.name());
     let mut errors = Vec::new();
@@ -27,7 +28,7 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
                 purge(call, &backup, &mut errors);
                 continue;
             }
-            Ok(_) => continue,
+            Ok(Some(Content::Garbage(_)) | None) => continue,
             Err(error) => {
                 call.notes.note(format_args!("gc: not removed: {error}"));
                 continue;
@@ -37,8 +38,8 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         if network != call.conf.name() {
             continue;
         }
-        // A complete record in a temporary file is that of a killed ADD: no ADD of this network
-        // runs during a GC.
+        // A temporary file with a complete record is not in place, so GC removes it even if its
+        // attachment is valid. A killed ADD has left it: no ADD of this network runs during a GC.
         let is_in_place = backup.path() == folder.backup(container_id, ifname).path();
         if is_in_place && valid.contains(container_id, ifname) {
             continue;
@@ -48,7 +49,7 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     Error::join(errors)
 }
 
-/// Removes a backup, and notes that or adds the error.
+/// Removes a backup and prints a note. If removing fails, adds the error to `errors`.
 fn purge(call: &Call<'_>, backup: &Backup, errors: &mut Vec<Error>) {
     match backup.purge() {
         Ok(_) => call.notes.note(format_args!("gc: removed {}", backup.path().display())),

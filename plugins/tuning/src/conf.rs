@@ -16,6 +16,9 @@ use serde::Deserialize;
 
 use crate::key::{Key, cut};
 
+/// The folder of backups if the configuration names none. It is Go's.
+const DEFAULT_DATA_DIR: &str = "/run/cni/tuning";
+
 /// A valid configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
@@ -32,11 +35,11 @@ pub(crate) struct Sysctl {
     pub(crate) value: String,
 }
 
-/// The changes to the interface. A setting that is `None` or false is not changed.
+/// The changes to the interface. A setting that is `None` is not changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LinkConf {
     pub(crate) mac: Option<Mac>,
-    /// Whether promiscuous mode is turned on. It is never turned off.
+    /// Whether promiscuous mode is turned on. If not, it stays as it is.
     pub(crate) promisc: bool,
     /// In bytes.
     pub(crate) mtu: Option<u32>,
@@ -88,8 +91,9 @@ impl Conf {
     /// Reads the configuration, and `MAC` of CNI_ARGS.
     ///
     /// # Errors
-    /// Code 4 if CNI_ARGS is invalid, 6 and 7 if the configuration is, with Go's texts where Go has
-    /// one.
+    /// - Code 4 if CNI_ARGS is invalid.
+    /// - Code 6 if a key has a wrong type.
+    /// - Code 7 if a value is invalid, with Go's text where Go has one.
     pub(crate) fn new(call: &Call<'_>) -> Result<Conf> {
         let args = call.args()?;
         args.check_known(&["MAC"])?;
@@ -101,9 +105,11 @@ impl Conf {
         Conf::parse(conf, "", "")
     }
 
-    /// Reads the configuration. `mac_of_args` and `ifname` are empty without an attachment.
-    fn parse(conf: &NetConf, mac_of_args: &str, ifname: &str) -> Result<Conf> {
+    /// Reads the configuration. `cni_args_mac` is the value of `MAC` in CNI_ARGS. Both it and
+    /// `ifname` are empty without an attachment.
+    fn parse(conf: &NetConf, cni_args_mac: &str, ifname: &str) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
+        // Only for its error: the caller reads the value itself.
         data_dir(conf)?;
         let args = match conf.json().get("args").and_then(|args| args.get("cni")) {
             Some(cni @ Json::Object(_)) => cni
@@ -115,8 +121,8 @@ impl Conf {
         let mut sysctls = Sysctls::new("sysctl", raw.sysctl, ifname)?;
         sysctls.overlay(Sysctls::new("args.cni.sysctl", args.sysctl, ifname)?);
         let mac_text = args.mac.unwrap_or_else(|| {
-            let all = [raw.runtime_config.mac, mac_of_args.to_owned(), raw.mac];
-            all.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
+            let sources = [raw.runtime_config.mac, cni_args_mac.to_owned(), raw.mac];
+            sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
         });
         let link = LinkConf {
             mac: mac(&mac_text)?,
@@ -143,8 +149,8 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
 /// Code 6 if `dataDir` is not a string.
 pub(crate) fn data_dir(conf: &NetConf) -> Result<PathBuf> {
     match conf.json().get("dataDir") {
-        None => Ok(PathBuf::from("/run/cni/tuning")),
-        Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from("/run/cni/tuning")),
+        None => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
+        Some(Json::String(path)) if path.is_empty() => Ok(PathBuf::from(DEFAULT_DATA_DIR)),
         Some(Json::String(path)) => Ok(cni::file::clean(path)),
         Some(_) => Err(Error::new(Code::DECODE, "failed to load netconf: dataDir: expected a string")),
     }
@@ -227,8 +233,10 @@ fn mac(text: &str) -> Result<Option<Mac>> {
     Ok(Some(mac))
 }
 
-/// Returns the value of a key if it is between 0 and `i32::MAX`. The driver may have tighter
-/// limits.
+/// Returns the value of a key. The driver may have tighter limits than this function.
+///
+/// # Errors
+/// Code 7 if the value is not between 0 and `i32::MAX`.
 fn number(key: &str, value: i64) -> Result<u32> {
     match u32::try_from(value) {
         Ok(value) if i32::try_from(value).is_ok() => Ok(value),
@@ -240,9 +248,9 @@ fn number(key: &str, value: i64) -> Result<u32> {
 mod tests {
     use super::*;
 
-    fn parse(keys: &str, mac_of_args: &str) -> Result<Conf> {
+    fn parse(keys: &str, cni_args_mac: &str) -> Result<Conf> {
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"tuning"{keys}}}"#);
-        Conf::parse(&NetConf::parse(conf)?, mac_of_args, "eth0")
+        Conf::parse(&NetConf::parse(conf)?, cni_args_mac, "eth0")
     }
 
     fn pairs(keys: &str) -> Vec<(String, String)> {
@@ -256,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_asked_is_nothing() {
+    fn an_empty_configuration_changes_nothing() {
         for keys in ["", r#","args":5"#, r#","args":{"cni":[1]}"#, r#","sysctl":null,"mac":null,"mtu":0,"txQLen":null"#]
         {
             let conf = parse(keys, "").unwrap();
@@ -283,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn args_win_even_with_a_no() {
+    fn args_override_even_with_false_or_zero() {
         let own = r#","promisc":true,"mtu":1400,"allmulti":true,"txQLen":77"#;
         let link = |keys: &str| parse(&format!("{own}{keys}"), "").unwrap().link;
         let all = LinkConf { mac: None, promisc: true, mtu: Some(1400), allmulti: Some(true), txqlen: Some(77) };
@@ -319,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_values_are_refused() {
         for (keys, code, begin) in [
             (r#","mac":"zz""#, 7, "invalid args zz for MAC addr: address zz: invalid MAC address"),
             (r#","mac":"01:00:00:00:00:01""#, 7, "invalid args 01:00:00:00:00:01 for MAC addr: cannot assign"),

@@ -67,6 +67,7 @@ impl Reading {
             ifname => template.replacen(PLACEHOLDER, ifname, 1),
         };
         let mut parts = path.split('/');
+        // `net` alone, which has no further parts to check, is a folder.
         let is_below_net = parts.next() == Some("net")
             && path.len() > "net/".len()
             && !path.contains('\0')
@@ -84,16 +85,19 @@ impl Reading {
     pub(crate) fn is_permitted(&self, written: &str, matches_a_pattern: impl Fn(&str) -> bool) -> bool {
         let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swapped(path));
         let is_template_permitted = matches_a_pattern(written) || matches(&self.template);
-        is_template_permitted && (self.placeholder_is_interface_name() || matches(&self.path))
+        is_template_permitted && (self.replaces_only_an_interface_name() || matches(&self.path))
     }
 
-    /// Whether the placeholder is a whole part of the path below `conf` or `neigh`, where the
-    /// kernel has a folder for each interface. Also true without a placeholder.
-    fn placeholder_is_interface_name(&self) -> bool {
+    /// Whether the path has no placeholder, or has it as a whole part directly below `conf` or
+    /// `neigh`, where the kernel has a folder for each interface.
+    fn replaces_only_an_interface_name(&self) -> bool {
         let parts: Vec<&str> = self.template.split('/').collect();
         match parts.iter().position(|part| part.contains(PLACEHOLDER)) {
             None => true,
-            Some(index) => parts[index] == PLACEHOLDER && ["conf", "neigh"].contains(&parts[index.saturating_sub(1)]),
+            Some(index) => {
+                let folder = index.checked_sub(1).map(|before| parts[before]);
+                parts[index] == PLACEHOLDER && matches!(folder, Some("conf" | "neigh"))
+            }
         }
     }
 }
@@ -127,7 +131,7 @@ fn swapped(name: &str) -> String {
     name.chars().map(swap).collect()
 }
 
-/// Returns a key or a value for a message: quoted, and a long one shortened.
+/// Returns a key or a value for a message: quoted, and a long one shortened as by [`cut`].
 pub(crate) fn shown(text: &str) -> String {
     let cut = cut(text);
     if cut.len() == text.len() { format!("{text:?}") } else { format!("{cut:?}... ({} bytes)", text.len()) }
@@ -213,7 +217,7 @@ mod tests {
             }
             assert!(error.msg().len() < 300 && error.details().len() < 400);
         }
-        // The skeleton lets no such CNI_IFNAME pass; this room does not rely on it.
+        // The skeleton refuses such a CNI_IFNAME. `Key` does not rely on that.
         for ifname in ["..", ".", "a/../../../x", "\0"] {
             assert!(Key::new("net.ipv4.conf.IFNAME.x", "1", ifname).is_err(), "{ifname:?}");
         }

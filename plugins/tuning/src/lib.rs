@@ -68,11 +68,12 @@ pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
         let path = backup.path().to_owned();
         match backup.read()? {
             Some(Content::Record(record, _)) => {
-                let settings = record.in_words();
+                let settings = record.describe_settings();
                 let owner = record.attachment.map(|owner| (owner.network, owner.container_id, owner.ifname));
                 all.push(Saved { path, owner, settings });
             }
             Some(Content::Garbage(why)) => notes.note(format_args!("{}: {why}", path.display())),
+            // A DEL has removed the file since the folder was listed.
             None => {}
         }
     }
@@ -121,17 +122,17 @@ impl Plugin for Tuning {
         collect::gc(call, valid)
     }
 
-    /// STATUS checks that the backup can be written and that the sysctls are permitted. It cannot
-    /// check whether they exist in a container.
+    /// Checks that the backup can be written and that the sysctls are permitted. STATUS has no
+    /// container, so it cannot check whether they exist there.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let mut conf = Conf::of_network(&call.conf)?;
-        let mut ready = || {
+        let mut check = || {
             if let Some(list) = AllowList::read(Path::new(ALLOW_LIST))? {
                 list.filter(&mut conf.sysctls)?;
             }
             Folder::new(conf::data_dir(&call.conf)?, call.conf.name()).check_writable()
         };
-        ready().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
+        check().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
     }
 }
 

@@ -11,13 +11,14 @@ use cni_linux::{Link, Netlink, Netns, sysctl};
 use crate::apply::on_or_off;
 use crate::backup::{Content, Folder, Interface, Namespace, Record};
 use crate::conf::data_dir;
-use crate::sysctl::put_back;
+use crate::sysctl::write_original;
 use crate::value::is_same;
 
 /// Restores the settings of the attachment and removes its backup.
 ///
 /// # Errors
-/// The backup cannot be read or removed; the namespace exists, but cannot be entered.
+/// - Code 5 if the backup cannot be read or removed.
+/// - The kernel's error if the namespace exists but cannot be entered.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let path = backup.path().display();
@@ -34,9 +35,10 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
                 return Ok(());
             }
             match call.netns.as_deref().map(Netns::open) {
+                // Without a namespace there is nothing to restore.
                 None => {}
                 Some(Err(error)) if error.is_no_netns() => {}
-                Some(netns) => restore(call, &netns?, &record)?,
+                Some(opened) => restore(call, &opened?, &record)?,
             }
         }
     }
@@ -47,7 +49,8 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
 /// still restored.
 ///
 /// # Errors
-/// The namespace cannot be entered or read. A later DEL may succeed.
+/// The kernel's error if the namespace cannot be entered or the interface cannot be read. A later
+/// DEL may succeed.
 fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     let attachment = record.attachment.as_ref();
     if let Some(attachment) = attachment
@@ -67,14 +70,14 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         }
         Ok(())
     };
-    let restore_namespace = || -> Result<()> {
-        for line in netns.run(|| restore_sysctls(record))? {
+    let restore_sysctls = || -> Result<()> {
+        for line in netns.run(|| write_originals(record))? {
             call.notes.note(line);
         }
         Ok(())
     };
-    let interface = if record.has_link() { restore_interface() } else { Ok(()) };
-    let sysctls = if record.sysctls.is_empty() { Ok(()) } else { restore_namespace() };
+    let interface = if record.has_link_settings() { restore_interface() } else { Ok(()) };
+    let sysctls = if record.sysctls.is_empty() { Ok(()) } else { restore_sysctls() };
     Error::join([interface.err(), sysctls.err()].into_iter().flatten())
 }
 
@@ -108,9 +111,9 @@ fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record
     }
 }
 
-/// Restores sysctls inside the namespace, in the reverse of the order in which they were written.
-/// Returns notes for the operator.
-fn restore_sysctls(record: &Record) -> Vec<String> {
+/// Restores the sysctls of the calling thread's namespace, in the reverse of the order in which
+/// they were written. Returns notes for the operator.
+fn write_originals(record: &Record) -> Vec<String> {
     let mut notes = Vec::new();
     for saved in record.sysctls.iter().rev() {
         let path = &saved.path;
@@ -136,7 +139,7 @@ fn restore_sysctls(record: &Record) -> Vec<String> {
             notes.push(format!("not restored: another program has set {path} to {current} since ADD"));
             continue;
         }
-        if let Err(error) = put_back(path, &saved.original) {
+        if let Err(error) = write_original(path, &saved.original) {
             notes.push(format!("not restored: {}", Error::from(error)));
         }
     }

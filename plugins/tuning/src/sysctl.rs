@@ -2,8 +2,8 @@
 //!
 //! All functions must be called inside the namespace, by [`Netns::run`](cni_linux::Netns::run),
 //! because /proc/sys/net is that of the calling thread's namespace. Some values can only be written
-//! (`route.flush`), and reading `stable_secret` fails until it is set; such values have no
-//! original.
+//! (`route.flush`), and reading `stable_secret` fails until it is set. DEL does not restore such
+//! values.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub(crate) struct Found {
 /// Finds the files of all sysctls.
 ///
 /// # Errors
-/// Code 7 for the first sysctl that does not exist in this namespace.
+/// That of [`find`], for the first sysctl that has one.
 pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
     sysctls.iter().map(find).collect()
 }
@@ -35,34 +35,35 @@ pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
 /// Finds the file of a sysctl, and reads its value.
 ///
 /// # Errors
-/// As [`find_all`].
+/// Code 7 if the sysctl does not exist in this namespace. See [`read_current`] for a value that
+/// cannot be read.
 pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
-    let mut why = None;
+    // The error is about the first reading, which is Go's.
+    let mut first_failure = None;
     for reading in &sysctl.key.readings {
         let path = &reading.path;
-        match std::fs::metadata(Path::new("/proc/sys").join(path)) {
+        let why = match std::fs::metadata(Path::new("/proc/sys").join(path)) {
             Ok(metadata) if metadata.is_file() => {
-                let current = original(path, || read(path))?;
+                let current = read_current(path, || read(path))?;
                 return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current });
             }
-            Ok(_) => why = why.or_else(|| Some("it is a folder of values".to_owned())),
-            Err(error) => why = why.or_else(|| Some(error.to_string())),
-        }
+            Ok(_) => "it is a folder of values".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        first_failure.get_or_insert_with(|| format!("{} below /proc/sys: {why}", shown(path)));
     }
     let msg = format!("sysctl {} cannot be set to {}", shown(&sysctl.key.written), shown(&sysctl.value));
-    let path = sysctl.key.readings.first().map(|reading| shown(&reading.path)).unwrap_or_default();
-    let why = why.unwrap_or_default();
-    Err(Error::config(format!("{msg}: {path} below /proc/sys: {why}")))
+    Err(Error::config(format!("{msg}: {}", first_failure.unwrap_or_default())))
 }
 
-/// Returns the current value, or `None` if the kernel never lets it be read, so that there is
-/// nothing to restore.
+/// Returns the current value by calling `read`, or `None` if the kernel never lets it be read, so
+/// that there is nothing to restore. `path` is for the error.
 ///
 /// # Errors
 /// Any other error of reading, for example a lack of memory. ADD then fails, because DEL could not
 /// restore the value.
-fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
-    // The second attempt is for passing errors; a permanent refusal has one of the errno below.
+fn read_current(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<Option<String>> {
+    // The second attempt is for transient errors; a permanent refusal has one of the errnos below.
     match read().or_else(|_| read()) {
         Ok(value) => Ok(Some(value)),
         Err(error) if matches!(error.errno(), Some(libc::EACCES | libc::EPERM | libc::EIO | libc::EINVAL)) => Ok(None),
@@ -72,7 +73,7 @@ fn original(path: &str, read: impl Fn() -> cni_linux::Result<String>) -> Result<
 
 /// Writes an original value. An empty one is written as an empty line, because writing no bytes
 /// changes nothing.
-pub(crate) fn put_back(path: &str, original: &str) -> cni_linux::Result<()> {
+pub(crate) fn write_original(path: &str, original: &str) -> cni_linux::Result<()> {
     write(path, if original.is_empty() { "\n" } else { original })
 }
 
@@ -81,7 +82,8 @@ impl Found {
     /// write, or `None` if that is the written value or cannot be read.
     ///
     /// # Errors
-    /// The kernel refuses the value. The error has key, value and errno.
+    /// The kernel refuses the value. The error has key and value as the configuration has them, and
+    /// the errno.
     pub(crate) fn write(&self) -> Result<Option<String>> {
         let Sysctl { key, value } = &self.sysctl;
         write(&self.path, value).map_err(|error| {
@@ -101,18 +103,18 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
-    /// Read as often as it takes; the first `failures` times it is not there.
+    /// Returns the outcome for a sysctl whose first `failures` reads fail, and the number of reads.
     fn read_after(failures: usize, path: &str) -> (Result<Option<String>>, usize) {
         let calls = Cell::new(0);
         let read = || {
             calls.set(calls.get() + 1);
             if calls.get() <= failures { read("net/no/such/value") } else { read(path) }
         };
-        (original("x", read), calls.get())
+        (read_current("x", read), calls.get())
     }
 
     #[test]
-    fn an_original_that_cannot_be_read_for_a_moment_is_not_given_up() {
+    fn a_value_that_cannot_be_read_once_is_read_again() {
         let path = "kernel/ostype";
         assert_eq!(read_after(0, path).0.unwrap().as_deref(), Some("Linux"));
         assert_eq!(read_after(1, path).0.unwrap().as_deref(), Some("Linux"));
@@ -121,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_refuses_to_be_read_by_nature_has_no_original() {
+    fn a_sysctl_that_cannot_be_read_has_no_value() {
         assert_eq!(read_after(0, "net/ipv4/route/flush").0.unwrap(), None);
     }
 }

@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_differs() {
+    fn different_values_are_not_the_same() {
         for (one, other) in [
             ("1", "0"),
             ("1", "1 1"),

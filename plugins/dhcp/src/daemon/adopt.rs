@@ -14,16 +14,17 @@ use crate::conf::Conf;
 
 /// An attachment in the result cache whose IPAM plugin is dhcp.
 pub(super) struct Cached {
-    /// The arguments of the ADD that the cache has.
+    /// The arguments of the ADD whose result is in the cache.
     pub(super) args: CmdArgs,
+    /// The configuration of the plugin that uses dhcp.
     pub(super) conf: NetConf,
+    /// The keys of `ipam` in this configuration.
     pub(super) keys: Conf,
     /// The result of the last plugin, without interfaces.
     pub(super) result: AddResult,
 }
 
-/// Returns the attachments in the result cache whose configuration names one of these sockets: the
-/// daemon's, with and without its flag `-hostprefix`.
+/// Returns the attachments in the result cache whose configuration names one of these sockets.
 pub(super) fn list(cache: &Path, sockets: &[&Path]) -> cni::Result<Vec<Cached>> {
     let entries = Cache::new(cache).list_all()?.entries;
     Ok(entries.iter().filter_map(|entry| read(entry, sockets)).collect())
@@ -33,6 +34,9 @@ pub(super) fn list(cache: &Path, sockets: &[&Path]) -> cni::Result<Vec<Cached>> 
 /// or if its namespace or result is not known.
 fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     let attachment = &entry.attachment;
+    if attachment.netns.is_empty() {
+        return None;
+    }
     let pairs: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
     let args = pairs.join(";");
     let list = entry.list().ok()?;
@@ -44,9 +48,6 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     })?;
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     let mut result = AddResult::decode(&json, Version::NEWEST).ok()?;
-    if attachment.netns.is_empty() {
-        return None;
-    }
     result.interfaces.clear();
     result.ips.iter_mut().for_each(|ip| ip.interface = None);
     let args = CmdArgs {

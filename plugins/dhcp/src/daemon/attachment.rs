@@ -15,10 +15,15 @@ use super::network::{Exchange, Interface};
 use super::{Daemon, log};
 use crate::record::{Record, RecordedLease};
 
-/// The longest time that the task sleeps. After it, it looks whether the interface still exists.
-const LONGEST: Duration = Duration::from_secs(3600);
+/// The longest time that the task sleeps before it checks whether the interface still exists.
+const LONGEST_SLEEP: Duration = Duration::from_secs(3600);
+/// The longest sleep after which the task does not check whether the interface still exists. Such a
+/// sleep is one between two messages: if the interface is gone, sending the next one fails.
+const UNCHECKED_SLEEP: Duration = Duration::from_secs(1);
 /// The pause before the task tries again to add an address or route to the interface.
-const AGAIN: Duration = Duration::from_secs(10);
+const RETRY_PAUSE: Duration = Duration::from_secs(10);
+/// The reason for the end of a task whose interface is gone.
+const INTERFACE_GONE: &str = "the interface no longer exists";
 
 /// The state of an attachment's lease, from which the daemon answers the plugin's calls.
 #[derive(Clone, Debug)]
@@ -39,7 +44,7 @@ pub(crate) enum LeaseCommand {
     /// Release the lease, report that through the channel, and end.
     Release(oneshot::Sender<()>),
     /// Check whether the interface still exists, and end if it does not.
-    Look,
+    CheckInterface,
 }
 
 /// The daemon's access to a task.
@@ -62,7 +67,7 @@ impl Handle {
         // The plugin tuning may have changed the MAC of the same interface; then it has the
         // address.
         let has_address = || match &*self.status.borrow() {
-            Status::Leased(result) => result.ips.iter().any(|ip| found.has(ip.address)),
+            Status::Leased(result) => result.ips.iter().any(|ip| found.has_address(ip.address)),
             Status::Acquiring | Status::Lost(_) | Status::Failed(_) => false,
         };
         is_same_link && is_path_valid && (*mac == found.mac || has_address())
@@ -92,31 +97,33 @@ impl Attachment {
     /// or the daemon ends.
     pub(crate) async fn run(mut self) {
         let key = self.record.key();
-        let end = self.maintain_lease(&key).await;
-        match end {
+        match self.maintain_lease(&key).await {
             End::Kept => {}
             End::Forgotten(why) => {
                 log(format_args!("{key}: {why}"));
-                self.purge(&key);
+                self.purge_record(&key);
                 self.status.send_replace(Status::Failed(why));
                 self.daemon.forget(&key, &self.status);
             }
             End::Released(done) => {
                 self.daemon.forget(&key, &self.status);
+                // Sending fails if the connection of the DEL was closed meanwhile.
                 let _ = done.send(());
             }
         }
     }
 
     /// Removes the record. An error is logged.
-    fn purge(&self, key: &str) {
+    fn purge_record(&self, key: &str) {
         self.log_error(self.daemon.records.purge(key));
     }
 
-    /// Records the lease. If that fails for the first lease, for which the plugin still waits, the
-    /// error is returned: a later daemon would not know the lease, so it would never be released.
-    /// A later error is only logged.
-    fn record(&mut self, held: RecordedLease) -> Result<(), cni::Error> {
+    /// Records the lease. An error is only logged, unless it is about the first lease.
+    ///
+    /// # Errors
+    /// Code 5 if the first lease, for which the plugin still waits, cannot be recorded: a later
+    /// daemon would not know this lease, so it would never be released.
+    fn write_record(&mut self, held: RecordedLease) -> Result<(), cni::Error> {
         self.record.held = held;
         self.record.error = None;
         match self.daemon.records.write(&self.record) {
@@ -139,7 +146,16 @@ impl Attachment {
         }
     }
 
-    /// Logs an error.
+    /// Logs and records an error that may occur again and again. It is only logged if it is not the
+    /// error that was recorded last.
+    fn log_repeated_error(&mut self, key: &str, error: String) {
+        if self.record.error.as_ref() != Some(&error) {
+            log(format_args!("{key}: {error}"));
+        }
+        self.record_error(error);
+    }
+
+    /// Logs the error of an outcome, if there is one.
     fn log_error<E: std::fmt::Display>(&self, outcome: Result<(), E>) {
         if let Err(error) = outcome {
             log(format_args!("{}: {error}", self.record.key()));
@@ -179,13 +195,9 @@ impl Attachment {
                         // The message counts as lost in the network, unless the interface is gone.
                         exchange.close();
                         if self.interface.is_gone() {
-                            return End::Forgotten("the interface no longer exists".into());
+                            return End::Forgotten(INTERFACE_GONE.into());
                         }
-                        let error = format!("failed to send on {}: {error}", self.interface.name);
-                        if self.record.error.as_ref() != Some(&error) {
-                            log(format_args!("{key}: {error}"));
-                        }
-                        self.record_error(error);
+                        self.log_repeated_error(key, format!("failed to send on {}: {error}", self.interface.name));
                         is_unanswered = false;
                     }
                     continue;
@@ -204,12 +216,12 @@ impl Attachment {
                 }
             };
             self.add_missing(key);
-            let longest = if self.missing.is_some() { AGAIN } else { LONGEST };
+            let longest = if self.missing.is_some() { RETRY_PAUSE } else { LONGEST_SLEEP };
             let wait = until.saturating_sub(now()).min(longest);
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
-                    if wait > Duration::from_secs(1) && self.interface.is_gone() {
-                        return End::Forgotten("the interface no longer exists".into());
+                    if wait > UNCHECKED_SLEEP && self.interface.is_gone() {
+                        return End::Forgotten(INTERFACE_GONE.into());
                     }
                 }
                 received = exchange.receive() => match received {
@@ -232,19 +244,13 @@ impl Attachment {
     /// Adds the missing address and routes to the interface. After an error they stay missing.
     fn add_missing(&mut self, key: &str) {
         let Some(result) = &self.missing else { return };
-        match self.interface.add(result) {
+        match self.interface.add_address_and_routes(result) {
             Ok(()) => self.missing = None,
-            Err(error) => {
-                let error = error.to_string();
-                if self.record.error.as_ref() != Some(&error) {
-                    log(format_args!("{key}: {error}"));
-                }
-                self.record_error(error);
-            }
+            Err(error) => self.log_repeated_error(key, error.to_string()),
         }
     }
 
-    /// Releases a lease that cannot be recorded.
+    /// Releases a lease that cannot be recorded, and returns the end of the task.
     fn give_up_unrecorded(&mut self, key: &str, error: &cni::Error) -> End {
         if self.session.lease().is_some() {
             self.release(key);
@@ -258,10 +264,10 @@ impl Attachment {
             match self.commands.recv().await {
                 // The daemon ends. The record stays for the next one.
                 None => return End::Kept,
-                Some(LeaseCommand::Look) if self.interface.is_gone() => {
-                    return End::Forgotten("the interface no longer exists".into());
+                Some(LeaseCommand::CheckInterface) if self.interface.is_gone() => {
+                    return End::Forgotten(INTERFACE_GONE.into());
                 }
-                Some(LeaseCommand::Look) => {}
+                Some(LeaseCommand::CheckInterface) => {}
                 Some(LeaseCommand::Release(done)) => {
                     self.release(key);
                     return End::Released(done);
@@ -274,39 +280,41 @@ impl Attachment {
     fn release(&mut self, key: &str) {
         let terms: Option<LeaseParameters> = match (&self.session.lease(), &self.record.held) {
             (Some(lease), _) => Some(lease.terms.clone()),
+            // The server may have leased the address without an answer that has arrived.
             (None, RecordedLease::Requested(terms)) => Some(terms.clone()),
+            // A recorded lease without one in the session is lost.
             (None, RecordedLease::Bound(_) | RecordedLease::Nothing) => None,
         };
         if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
             log(format_args!("{key}: releasing lease"));
             let sent = self.session.release(&terms).and_then(|(bytes, path)| {
-                self.interface.release(&bytes, path, terms.network).map_err(|error| error.to_string())
+                self.interface.send_release(&bytes, path, terms.network).map_err(|error| error.to_string())
             });
             if let Err(error) = sent {
                 log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
             }
             // The server may lease the address to another client at once, and the interface may
             // stay.
-            self.log_error(self.interface.delete(terms.network));
+            self.log_error(self.interface.delete_address(terms.network));
         }
-        self.purge(key);
+        self.purge_record(key);
     }
 
     /// Updates the record, the interface and the status after a change of the lease.
     ///
     /// # Errors
-    /// That of [`record`](Attachment::record).
+    /// That of [`write_record`](Attachment::write_record).
     fn apply_change(&mut self, key: &str, change: Change) -> Result<(), cni::Error> {
         match change {
             // A requested address is recorded before the request, so that it can be released if the
             // daemon ends now. The record of a lost lease is not replaced, because with it a daemon
             // that starts later continues to search.
             Change::Offered(_) if matches!(*self.status.borrow(), Status::Lost(_)) => return Ok(()),
-            Change::Offered(terms) => return self.record(RecordedLease::Requested(terms)),
+            Change::Offered(terms) => return self.write_record(RecordedLease::Requested(terms)),
             Change::Lost(network) => {
                 let why = format!("the lease of {} is lost", network.address());
                 log(format_args!("{key}: {why}"));
-                self.log_error(self.interface.delete(network));
+                self.log_error(self.interface.delete_address(network));
                 self.missing = None;
                 // A daemon that starts later must see that the lease has ended.
                 if let RecordedLease::Bound(lease) = &mut self.record.held {
@@ -318,12 +326,13 @@ impl Attachment {
             }
             Change::Moved(_) | Change::Acquired | Change::Extended => {}
         }
+        // After these changes the session has a lease.
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
         let has_moved =
             matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
         let is_regained = matches!(*self.status.borrow(), Status::Lost(_));
         let result = Rc::new(lease.terms.result(self.record.priority));
-        self.record(RecordedLease::Bound(lease.clone()))?;
+        self.write_record(RecordedLease::Bound(lease.clone()))?;
         // After the first lease, the interface plugin adds the address.
         if has_moved || is_regained {
             self.missing = Some(Rc::clone(&result));
@@ -332,7 +341,7 @@ impl Attachment {
         // The old address is deleted after the new one is added, because an interface without an
         // address loses its routes.
         if let Change::Moved(old) = change {
-            self.log_error(self.interface.delete(old));
+            self.log_error(self.interface.delete_address(old));
         }
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
         log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.address(), lease.terms.server));
@@ -341,12 +350,12 @@ impl Attachment {
     }
 }
 
-/// The reason why a task ends.
+/// How a task ends.
 enum End {
     /// The daemon ends. The record stays.
     Kept,
-    /// The lease or the interface is gone, for this reason. The record is removed.
+    /// There is no lease or interface any more, for this reason. The record is removed.
     Forgotten(String),
-    /// The lease has been released by a command, which is answered through this channel.
+    /// A command has released the lease. The end is reported through this channel.
     Released(oneshot::Sender<()>),
 }

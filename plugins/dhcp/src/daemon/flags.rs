@@ -6,6 +6,8 @@ use std::time::Duration;
 use cni_dhcp::lease::Limits;
 use cni_dhcp::message::ReplyMode;
 
+use crate::conf::DEFAULT_SOCKET;
+
 /// What happens with the leases when a signal ends the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnExit {
@@ -21,8 +23,11 @@ pub(crate) struct Flags {
     pub(crate) pidfile: Option<PathBuf>,
     pub(crate) host_prefix: String,
     pub(crate) socket: PathBuf,
+    /// From the flag `-broadcast`.
     pub(crate) answers: ReplyMode,
+    /// From the flags `-timeout`, `-resendmax` and `-resendtimeout`.
     pub(crate) limits: Limits,
+    /// From the flag `-release-on-exit`.
     pub(crate) on_exit: OnExit,
 }
 
@@ -32,7 +37,7 @@ impl Flags {
         let mut flags = Flags {
             pidfile: None,
             host_prefix: String::new(),
-            socket: "/run/cni/dhcp.sock".into(),
+            socket: DEFAULT_SOCKET.into(),
             answers: ReplyMode::Unicast,
             limits: Limits::default(),
             on_exit: OnExit::Keep,
@@ -45,38 +50,45 @@ impl Flags {
                 Some((name, value)) => (name, Some(value.to_owned())),
                 None => (name, None),
             };
+            let switch = || is_on(name, given.as_deref().unwrap_or("true"));
+            let mut value =
+                || given.clone().or_else(|| args.next()).ok_or_else(|| format!("flag needs an argument: -{name}"));
             match name {
-                "broadcast" | "release-on-exit" => {
-                    let on = match given.as_deref().unwrap_or("true") {
-                        "1" | "t" | "T" | "true" | "TRUE" | "True" => true,
-                        "0" | "f" | "F" | "false" | "FALSE" | "False" => false,
-                        other => return Err(format!("invalid boolean value {other:?} for -{name}")),
-                    };
-                    match name {
-                        "broadcast" => flags.answers = if on { ReplyMode::Broadcast } else { ReplyMode::Unicast },
-                        _ => flags.on_exit = if on { OnExit::Release } else { OnExit::Keep },
-                    }
-                    continue;
-                }
-                "pidfile" | "hostprefix" | "socketpath" | "timeout" | "resendmax" | "resendtimeout" => {}
+                "broadcast" => flags.answers = if switch()? { ReplyMode::Broadcast } else { ReplyMode::Unicast },
+                "release-on-exit" => flags.on_exit = if switch()? { OnExit::Release } else { OnExit::Keep },
+                "pidfile" => flags.pidfile = pidfile(value()?)?,
+                "hostprefix" => flags.host_prefix = value()?,
+                "socketpath" => flags.socket = value()?.into(),
+                "timeout" => flags.limits.answer = limit(name, &value()?)?,
+                "resendmax" => flags.limits.pause = limit(name, &value()?)?,
+                "resendtimeout" => flags.limits.total = limit(name, &value()?)?,
                 _ => return Err(format!("flag provided but not defined: -{name}")),
-            }
-            let value = given.or_else(|| args.next()).ok_or_else(|| format!("flag needs an argument: -{name}"))?;
-            let invalid = || format!("invalid value {value:?} for flag -{name}");
-            match name {
-                "pidfile" if !value.is_empty() && !value.starts_with('/') => {
-                    return Err(format!("Error writing pidfile {value:?}: path not absolute"));
-                }
-                "pidfile" => flags.pidfile = Some(value).filter(|path| !path.is_empty()).map(PathBuf::from),
-                "hostprefix" => flags.host_prefix = value,
-                "socketpath" => flags.socket = value.into(),
-                "timeout" => flags.limits.answer = duration(&value).ok_or_else(invalid)?,
-                "resendmax" => flags.limits.pause = duration(&value).ok_or_else(invalid)?,
-                _ => flags.limits.total = duration(&value).ok_or_else(invalid)?,
             }
         }
         Ok(flags)
     }
+}
+
+/// Returns whether the value of a boolean flag means that it is on.
+fn is_on(name: &str, value: &str) -> Result<bool, String> {
+    match value {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        other => Err(format!("invalid boolean value {other:?} for -{name}")),
+    }
+}
+
+/// Returns the path of the PID file, or `None` if it is empty.
+fn pidfile(path: String) -> Result<Option<PathBuf>, String> {
+    if !path.is_empty() && !path.starts_with('/') {
+        return Err(format!("Error writing pidfile {path:?}: path not absolute"));
+    }
+    Ok(Some(path).filter(|path| !path.is_empty()).map(PathBuf::from))
+}
+
+/// Returns the duration that is the value of a flag.
+fn limit(name: &str, value: &str) -> Result<Duration, String> {
+    duration(value).ok_or_else(|| format!("invalid value {value:?} for flag -{name}"))
 }
 
 /// Parses a duration in Go's format, for example `1h2m3.5s` or `500ms`. Returns `None` if it is

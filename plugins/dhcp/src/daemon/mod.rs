@@ -38,10 +38,15 @@ use attachment::{Attachment, Handle, LeaseCommand, Status};
 use flags::Flags;
 use network::Interface;
 
-/// The longest client identifier, without its first byte.
-const MAX_ID: usize = 254;
+/// The number of the option that has the client identifier.
+const CLIENT_ID: u8 = 61;
+/// The longest part of an attachment's key in a client identifier: an option has at most 255 bytes,
+/// and the first one is zero.
+const MAX_KEY_IN_ID: usize = 254;
 /// After an interface was deleted, the time to wait for further ones before the tasks check theirs.
-const COLLECT: Duration = Duration::from_secs(1);
+const DELETION_PAUSE: Duration = Duration::from_secs(1);
+/// The pause after a failure to accept a connection, for example because of too many open files.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// The number of threads that close packet sockets. Each close takes up to 20 ms. tokio would start
 /// up to 512 threads.
@@ -49,14 +54,17 @@ const CLOSING_THREADS: usize = 4;
 
 /// The state that all tasks share.
 pub(crate) struct Daemon {
+    /// The flag `-hostprefix`: where the host's root is for this process.
     host_prefix: String,
     answers: ReplyMode,
     limits: Limits,
     records: Records,
+    /// The running tasks by the keys of their attachments.
     attachments: RefCell<HashMap<String, Handle>>,
 }
 
-/// Writes a line to stderr, which systemd connects to the journal.
+/// Writes a line to stderr, which systemd connects to the journal. An error is ignored: there is no
+/// other place to report it.
 fn log(line: fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "{line}");
 }
@@ -103,9 +111,10 @@ async fn serve(flags: Flags) -> io::Result<()> {
         attachments: RefCell::default(),
     });
     daemon.resume();
+    // Configurations name the socket with or without the prefix.
     daemon.adopt(&[&path, &flags.socket]);
     match Watch::open_everywhere().map_err(io::Error::other).and_then(network::registered) {
-        Ok(watch) => drop(spawn_local(Rc::clone(&daemon).look(watch))),
+        Ok(watch) => drop(spawn_local(Rc::clone(&daemon).watch_deletions(watch))),
         Err(error) => {
             log(format_args!("failed to subscribe to changes of interfaces, so deleted ones are noticed late: {error}"))
         }
@@ -113,10 +122,10 @@ async fn serve(flags: Flags) -> io::Result<()> {
     let accept = async {
         loop {
             match listener.accept().await {
-                Ok((stream, _)) => drop(spawn_local(Rc::clone(&daemon).answer(stream))),
+                Ok((stream, _)) => drop(spawn_local(Rc::clone(&daemon).serve_connection(stream))),
                 Err(error) => {
                     log(format_args!("failed to accept a connection: {error}"));
-                    tokio::time::sleep(COLLECT).await;
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
         }
@@ -132,6 +141,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
             daemon.release(&key).await;
         }
     }
+    // An error is ignored: a later daemon replaces both files.
     let files = [Some(&path).filter(|_| owner == socket::SocketOwner::Daemon), flags.pidfile.as_ref()];
     files.into_iter().flatten().for_each(|file| drop(std::fs::remove_file(file)));
     Ok(())
@@ -148,13 +158,13 @@ impl Daemon {
     }
 
     /// Starts the task of an attachment with this status.
-    fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, first: Status) -> Handle {
-        let (commands, receiver) = mpsc::unbounded_channel();
-        let (sender, status) = watch::channel(first);
-        let handle = Handle { commands, status, interface: interface.clone() };
+    fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, status: Status) -> Handle {
+        let (command_sender, commands) = mpsc::unbounded_channel();
+        let (status, status_receiver) = watch::channel(status);
+        let handle = Handle { commands: command_sender, status: status_receiver, interface: interface.clone() };
         self.attachments.borrow_mut().insert(record.key(), handle.clone());
         let daemon = Rc::clone(self);
-        let task = Attachment { daemon, interface, record, session, status: sender, commands: receiver, missing: None };
+        let task = Attachment { daemon, interface, record, session, status, commands, missing: None };
         spawn_local(task.run());
         handle
     }
@@ -172,6 +182,17 @@ impl Daemon {
         format!("{}{netns}", self.host_prefix).into()
     }
 
+    /// Returns the interface of a recorded attachment, whether it still exists or not.
+    fn recorded_interface(&self, record: &Record) -> Interface {
+        Interface {
+            netns: self.path(&record.netns),
+            netns_id: record.netns_id,
+            name: record.ifname.clone(),
+            index: record.index,
+            mac: Mac(record.client.mac),
+        }
+    }
+
     /// Starts the tasks of the recorded leases.
     fn resume(self: &Rc<Self>) {
         let records = self.records.list().unwrap_or_else(|error| {
@@ -179,20 +200,14 @@ impl Daemon {
             Vec::new()
         });
         for record in records {
-            let interface = Interface {
-                netns: self.path(&record.netns),
-                netns_id: record.netns_id,
-                name: record.ifname.clone(),
-                index: record.index,
-                mac: Mac(record.client.mac),
-            };
             // An address that was only requested gets no task. DEL releases it, or an ADD requests
             // it again.
             if let RecordedLease::Bound(lease) = &record.held {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
-                let handle = self.start(interface, record, session);
-                // The interface may have been deleted while no daemon ran.
-                drop(handle.commands.send(LeaseCommand::Look));
+                let handle = self.start(self.recorded_interface(&record), record, session);
+                // The interface may have been deleted while no daemon ran. Sending fails only if
+                // the task has ended.
+                let _ = handle.commands.send(LeaseCommand::CheckInterface);
             }
         }
     }
@@ -206,12 +221,14 @@ impl Daemon {
         });
         for adopt::Cached { args, conf, keys, result } in found {
             let key = key(&args.container_id, conf.name(), &args.ifname);
+            // An attachment whose record cannot be read is not one of Go's daemon either.
             if !matches!(self.records.find(&key), Ok(None)) {
                 continue;
             }
+            // Without its interface, there is nothing to adopt.
             let Ok((interface, record)) = self.prepare(&args, &conf, keys) else { continue };
             let mut networks = result.ips.iter().map(|ip| ip.address);
-            let network = networks.find(|network| network.address().is_ipv4() && interface.has(*network));
+            let network = networks.find(|network| network.address().is_ipv4() && interface.has_address(*network));
             if let Some(network) = network {
                 log(format_args!("{key}: adopting the lease of {}", network.address()));
                 let session = Session::adopt(record.client.clone(), self.limits, random(), network, attachment::now());
@@ -221,30 +238,33 @@ impl Daemon {
     }
 
     /// Waits for deleted interfaces, and commands all tasks to check theirs.
-    async fn look(self: Rc<Self>, watch: AsyncFd<Watch>) {
+    async fn watch_deletions(self: Rc<Self>, watch: AsyncFd<Watch>) {
         loop {
             let Ok(mut ready) = watch.readable().await else { return };
             let was_deleted = watch.get_ref().drain();
             ready.clear_ready();
             if was_deleted {
-                tokio::time::sleep(COLLECT).await;
+                tokio::time::sleep(DELETION_PAUSE).await;
                 watch.get_ref().drain();
-                let attachments = self.attachments.borrow();
-                attachments.values().for_each(|handle| drop(handle.commands.send(LeaseCommand::Look)));
+                for handle in self.attachments.borrow().values() {
+                    // Sending fails only if the task has ended.
+                    let _ = handle.commands.send(LeaseCommand::CheckInterface);
+                }
             }
         }
     }
 
-    /// Answers the calls of one connection until the client closes it.
-    async fn answer(self: Rc<Self>, stream: UnixStream) {
+    /// Answers the calls of one connection until the client closes it. After an error on the
+    /// connection or in the client's bytes, the daemon closes it.
+    async fn serve_connection(self: Rc<Self>, stream: UnixStream) {
         let mut decoder = Connection::default();
-        let mut greeted = false;
+        let mut is_greeted = false;
         let mut buffer = [0; 4096];
         loop {
             let received = decoder.request();
             // A client may send its call without waiting for the answer to its first line.
-            if !greeted && decoder.handshake_done() {
-                greeted = true;
+            if !is_greeted && decoder.handshake_done() {
+                is_greeted = true;
                 if write_all(&stream, CONNECTED).await.is_err() {
                     return;
                 }
@@ -287,7 +307,7 @@ impl Daemon {
     /// The text for the plugin: the configuration or interface is unusable, the lease is lost, or
     /// no server has granted one.
     async fn allocate(self: &Rc<Self>, args: &CmdArgs) -> Result<Rc<AddResult>, String> {
-        let (conf, keys) = read(args)?;
+        let (conf, keys) = read_conf(args)?;
         let (interface, record) = self.prepare(args, &conf, keys)?;
         let key = record.key();
         let handle = loop {
@@ -318,16 +338,19 @@ impl Daemon {
         }
     }
 
-    /// Finds an attachment's interface, and returns it with the record of the attachment, which has
-    /// no lease yet.
+    /// Finds an attachment's interface, and returns it with a new record of the attachment, which
+    /// has no lease yet.
+    ///
+    /// # Errors
+    /// The text for the plugin: the interface does not exist or has no MAC.
     fn prepare(&self, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<(Interface, Record), String> {
         let interface = network::find(self.path(&args.netns), &args.ifname)?;
-        let name = key(&args.container_id, conf.name(), &args.ifname);
+        let key = key(&args.container_id, conf.name(), &args.ifname);
         let mut provide = keys.provide;
-        // The client identifier: option 61 of the configuration or, as in Go, a zero and the key.
-        let id = match provide.iter().position(|(code, _)| *code == 61) {
+        // The client identifier is the one of the configuration or, as in Go, a zero and the key.
+        let id = match provide.iter().position(|(code, _)| *code == CLIENT_ID) {
             Some(index) => provide.remove(index).1,
-            None => [&[0], &name.as_bytes()[..name.len().min(MAX_ID)]].concat(),
+            None => [&[0], &key.as_bytes()[..key.len().min(MAX_KEY_IN_ID)]].concat(),
         };
         let record = Record {
             container_id: args.container_id.clone(),
@@ -344,7 +367,8 @@ impl Daemon {
         Ok((interface, record))
     }
 
-    /// Releases the lease of an attachment, also one that is only in a record.
+    /// Releases the lease of an attachment, also one that is only in a record. Of the configuration
+    /// only the network's name is read, so that an error in another key does not prevent a DEL.
     ///
     /// # Errors
     /// The text for the plugin: the configuration or the record cannot be read.
@@ -356,15 +380,8 @@ impl Daemon {
         {
             // The address was requested by a daemon that was killed before the answer came. The
             // task releases it.
-            let interface = Interface {
-                netns: self.path(&record.netns),
-                netns_id: record.netns_id,
-                name: record.ifname.clone(),
-                index: record.index,
-                mac: Mac(record.client.mac),
-            };
             let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
-            self.start(interface, record, session);
+            self.start(self.recorded_interface(&record), record, session);
         }
         self.release(&key).await;
         Ok(())
@@ -377,14 +394,15 @@ impl Daemon {
             let (done, released) = oneshot::channel();
             // Sending fails if the task has just ended, and then there is nothing to release.
             if handle.commands.send(LeaseCommand::Release(done)).is_ok() {
+                // An error means that the task has ended before it has processed the command.
                 let _ = released.await;
             }
         }
     }
 }
 
-/// Reads the configuration in the arguments of a call.
-fn read(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
+/// Reads the configuration in the arguments of a call. The error is the text for the plugin.
+fn read_conf(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
     let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
     let keys = Conf::read(&conf, &args.args).map_err(|error| error.to_string())?;
     Ok((conf, keys))

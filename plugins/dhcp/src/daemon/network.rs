@@ -17,6 +17,7 @@ use cni_linux::packet::{Datagram, PacketSocket, udp_socket};
 use cni_linux::{Dad, Error, Link, Mac, Netlink, Netns, OperState, Route, Watch};
 use tokio::io::unix::AsyncFd;
 
+/// The UDP ports of DHCP clients and servers.
 const CLIENT_PORT: u16 = 68;
 const SERVER_PORT: u16 = 67;
 /// The buffer for a received frame. Option 57 of each message limits servers to 1500 bytes.
@@ -34,10 +35,15 @@ pub(crate) struct Interface {
     pub(crate) mac: Mac,
 }
 
-/// Finds an interface by its name in a namespace. The error is the text for the plugin.
+/// Finds an interface by its name in a namespace.
+///
+/// # Errors
+/// The text for the plugin: the namespace or the interface cannot be opened, or the interface has
+/// no MAC.
 pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
     let namespace = Netns::open(&netns).map_err(|error| error.to_string())?;
     let link = namespace.run(Netlink::open).and_then(|netlink| netlink?.link(name));
+    // Go has this text for every error.
     let link = link.map_err(|_| format!("error looking up {name:?}: Link not found"))?;
     let mac = link.mac.ok_or_else(|| format!("interface {name} has no Ethernet address"))?;
     Ok(Interface { netns, netns_id: namespace.id(), name: name.to_owned(), index: link.index, mac })
@@ -115,14 +121,15 @@ impl Interface {
     }
 
     /// Whether the interface has this address. Returns false after an error.
-    pub(crate) fn has(&self, address: Cidr) -> bool {
+    pub(crate) fn has_address(&self, address: Cidr) -> bool {
         let Ok(Some(netlink)) = self.netlink() else { return false };
         let Ok(addresses) = netlink.list_addresses(self.index) else { return false };
         addresses.iter().any(|existing| existing.cidr == address)
     }
 
-    /// Adds the address and the routes of a lease. Those that exist already stay as they are.
-    pub(crate) fn add(&self, result: &AddResult) -> Result<(), Error> {
+    /// Adds the address and the routes of a lease. Those that exist already stay as they are. Does
+    /// nothing if the namespace is gone.
+    pub(crate) fn add_address_and_routes(&self, result: &AddResult) -> Result<(), Error> {
         let Some(netlink) = self.netlink()? else { return Ok(()) };
         let unless_exists =
             |outcome: Result<(), Error>| outcome.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) });
@@ -139,8 +146,9 @@ impl Interface {
         routes.map(|route| unless_exists(netlink.add_route(&route))).fold(Ok(()), Result::and)
     }
 
-    /// Deletes an address. It is not an error if the interface does not have it.
-    pub(crate) fn delete(&self, address: Cidr) -> Result<(), Error> {
+    /// Deletes an address. It is not an error if the interface does not have it or the namespace
+    /// is gone.
+    pub(crate) fn delete_address(&self, address: Cidr) -> Result<(), Error> {
         match self.netlink()?.map(|netlink| netlink.delete_address(self.index, address)) {
             Some(Err(error)) if !error.is_not_found() => Err(error),
             _ => Ok(()),
@@ -148,7 +156,7 @@ impl Interface {
     }
 
     /// Opens the sockets for the messages of a path.
-    fn socket(&self, path: Path) -> io::Result<Socket> {
+    fn open_socket(&self, path: Path) -> io::Result<Socket> {
         let gone = || io::Error::other("its network namespace no longer exists");
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
         let inside = || -> io::Result<Socket> {
@@ -165,11 +173,12 @@ impl Interface {
 
     /// Sends DHCPRELEASE, and closes the sockets. A server on the same link also gets it in a frame
     /// to the broadcast MAC, because the packet may wait for ARP when the interface is deleted
-    /// right after the release.
-    pub(crate) fn release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
+    /// right after the release. `network` is the released address with its prefix.
+    pub(crate) fn send_release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
         let Path::Unicast { to, .. } = path else { return Ok(()) };
-        let socket = self.socket(path)?;
+        let socket = self.open_socket(path)?;
         let mut sent = socket.send(self.mac, bytes, path);
+        // Without the UDP socket, `send` has already sent a frame.
         if socket.udp.is_some() && network.contains(to.into()) {
             sent = socket.send_frame(self.mac, bytes, path).or(sent);
         }
@@ -188,7 +197,7 @@ struct Socket {
 }
 
 impl Socket {
-    /// Sends a message on its path.
+    /// Sends a message on its path: with the UDP socket if there is one, otherwise in a frame.
     fn send(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
         match (&self.udp, path) {
             (Some(socket), Path::Unicast { to, .. }) => socket.send_to(payload, (to, SERVER_PORT)).map(drop),
@@ -244,7 +253,7 @@ impl Exchange {
             return socket.send(interface.mac, bytes, path);
         }
         self.close();
-        let (_, socket) = self.0.insert((path, interface.socket(path)?));
+        let (_, socket) = self.0.insert((path, interface.open_socket(path)?));
         socket.send(interface.mac, bytes, path)
     }
 

@@ -12,7 +12,7 @@ use nix::sys::stat::{Mode, umask};
 use tokio::net::UnixListener;
 
 /// The number of the first descriptor that systemd passes.
-const FIRST: u8 = 3;
+const FIRST_PASSED: u8 = 3;
 
 /// The process that has created the socket and removes its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +23,10 @@ pub(super) enum SocketOwner {
     Systemd,
 }
 
-/// Returns the daemon's socket, and who removes its file.
+/// Returns the daemon's socket, and the process that removes its file.
+///
+/// # Errors
+/// Those of [`passed`] and [`bind`].
 pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, SocketOwner)> {
     let (listener, owner) = match passed()? {
         Some(listener) => (listener, SocketOwner::Systemd),
@@ -44,7 +47,7 @@ fn passed() -> io::Result<Option<StdListener>> {
     }
     match number("LISTEN_FDS") {
         None | Some(0) => Ok(None),
-        Some(1) => Ok(Some(cni_linux::inherited(FIRST)?.into())),
+        Some(1) => Ok(Some(cni_linux::inherited(FIRST_PASSED)?.into())),
         Some(count) => Err(io::Error::other(format!("Too many sockets passed in through socket activation: {count}"))),
     }
 }
@@ -70,6 +73,7 @@ fn bind(path: &Path) -> io::Result<StdListener> {
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 fs::remove_file(path).and_then(|()| create(path)).map_err(failed)
             }
+            // The error that is reported is that the path is in use, not that of this connection.
             Err(_) => Err(failed(error)),
         },
         bound => bound.map_err(failed),

@@ -1,4 +1,4 @@
-//! What is refused, and with which words.
+//! Tests which configurations are accepted, and with which errors the others are refused.
 
 use super::*;
 
@@ -33,7 +33,7 @@ fn defaults_are_go_s() {
 }
 
 #[test]
-fn a_mapping_is_read_as_it_is_meant() {
+fn a_mapping_has_defaults_and_a_canonical_address() {
     let conf = parse(&mapped(r#"{"hostPort":8080,"containerPort":80},{"hostPort":8080,"containerPort":80,"protocol":"UDP","hostIP":"::ffff:192.0.2.1"}"#)).unwrap();
     let expected = Mapping { protocol: Protocol::Tcp, host_ip: None, host_port: 8080, container_port: 80 };
     assert_eq!(conf.mappings[0], expected);
@@ -108,7 +108,7 @@ fn many_mappings_are_not_compared_each_with_each() {
 }
 
 #[test]
-fn del_takes_what_makes_sense() {
+fn del_reads_only_valid_mappings() {
     let keys = mapped(r#"{"hostPort":0},7,{"hostPort":80,"containerPort":80}"#);
     let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"portmap"{keys}}}"#);
     assert_eq!(Conf::valid_mappings(&NetConf::parse(conf).unwrap()).len(), 1);
@@ -117,7 +117,7 @@ fn del_takes_what_makes_sense() {
 }
 
 #[test]
-fn the_words_decide_the_backend() {
+fn options_decide_the_backend() {
     for (keys, backend) in [
         (r#","conditionsV4":["-s","1.2.3.4"]"#, Some(Backend::Iptables)),
         (r#","conditionsV6":["ip6 saddr fd00::1"]"#, Some(Backend::Nftables)),
@@ -155,7 +155,7 @@ fn the_words_decide_the_backend() {
 }
 
 #[test]
-fn a_match_of_nft_may_name_what_is_called_like_an_order() {
+fn a_condition_for_nft_may_have_a_keyword_within_a_name() {
     for condition in ["iifname \\\"drop\\\"", "iifname eth-drop", "ip saddr { 10.0.0.1, 10.0.0.0/8 } ct state new"] {
         let conf = parse(&format!(r#","conditionsV4":["{condition}"]"#)).unwrap();
         assert_eq!(conf.backend, Some(Backend::Nftables), "{condition}");
@@ -163,7 +163,7 @@ fn a_match_of_nft_may_name_what_is_called_like_an_order() {
 }
 
 #[test]
-fn what_is_more_than_a_match_is_refused_by_name() {
+fn a_condition_that_is_not_a_match_is_refused() {
     for (keys, token) in [
         (r#","conditionsV4":["-s","1.2.3.4","-j","ACCEPT"]"#, "\"-j\""),
         (r#","conditionsV4":["-s","1.2.3.4\nCOMMIT"]"#, "\"1.2.3.4\\nCOMMIT\""),

@@ -18,7 +18,7 @@ use nix::unistd::linkat;
 use super::Record;
 
 /// The length in bytes of the longest file that is read.
-const MAX: u64 = 1 << 20;
+const MAX_SIZE: u64 = 1 << 20;
 
 /// The folder of backups, for one network.
 #[derive(Clone, Debug)]
@@ -106,6 +106,7 @@ impl Folder {
             }
             path = match path.parent() {
                 Some(parent) if !parent.as_os_str().is_empty() => parent,
+                // Nothing of a relative path exists yet: ADD creates it in the working directory.
                 _ => return Ok(()),
             };
         }
@@ -135,27 +136,28 @@ impl Backup {
     /// # Errors
     /// Code 5 if it exists and cannot be read.
     pub(crate) fn read(&self) -> Result<Option<Content>> {
-        let garbage = |why: &str| Ok(Some(Content::Garbage(why.to_owned())));
-        let read = || -> io::Result<Option<Vec<u8>>> {
+        let garbage = |why: &str| Content::Garbage(why.to_owned());
+        let read = || -> io::Result<Content> {
             // Opening must not block if the file is a pipe.
             let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
             let metadata = file.metadata()?;
-            if !metadata.is_file() || metadata.len() > MAX {
-                return Ok(None);
+            if !metadata.is_file() || metadata.len() > MAX_SIZE {
+                let why = "it is not a regular file, or is longer than any backup of these plugins";
+                return Ok(garbage(why));
             }
             let mut bytes = Vec::with_capacity(1024);
-            file.take(MAX).read_to_end(&mut bytes)?;
-            Ok(Some(bytes))
-        };
-        match read() {
-            Ok(Some(bytes)) => Ok(Some(match Record::parse(&bytes) {
+            file.take(MAX_SIZE).read_to_end(&mut bytes)?;
+            Ok(match Record::parse(&bytes) {
                 Ok(record) => Content::Record(Box::new(record), bytes),
                 Err(why) => Content::Garbage(why),
-            })),
-            Ok(None) => garbage("it is not a regular file, or is longer than any backup of these plugins"),
+            })
+        };
+        match read() {
+            Ok(content) => Ok(Some(content)),
             Err(error) if is_absent(&error) => Ok(None),
-            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => garbage("it is a symbolic link"),
+            // Because of `O_NOFOLLOW`.
+            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(Some(garbage("it is a symbolic link"))),
             Err(error) => Err(self.failed("read", error)),
         }
     }
@@ -193,6 +195,7 @@ impl Backup {
         let written = write();
         step.end(format_args!("write {}", self.path.display()), &written);
         written.map_err(|error| {
+            // An error of this removal is not reported: the first error is the cause.
             let _ = fs::remove_file(&temporary);
             self.failed("write", error)
         })
@@ -229,7 +232,7 @@ impl Backup {
         Error::join(temporary.err().into_iter().chain(removed.err())).map(|()| has_existed)
     }
 
-    /// Returns the error that the backup cannot be read, written or removed.
+    /// Returns the error for a failed action: `read`, `write` or `remove`.
     fn failed(&self, action: &str, error: io::Error) -> Error {
         let path = self.path.display().to_string();
         Error::caused(Code::IO, format_args!("failed to {action} the backup {}", crate::key::cut(&path)), error)
@@ -243,6 +246,7 @@ impl Backup {
 /// `AlreadyExists` if the file exists; those of the file system.
 fn create(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
+    // If this failed, the second way fails for the same reason, and reports it, or succeeds.
     if let Ok(mut file) = nameless {
         file.write_all(bytes)?;
         let from = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -392,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn too_long_a_name_fails_to_write_and_reads_as_absent() {
+    fn a_name_that_is_too_long_fails_to_write_and_reads_as_absent() {
         let dir = tempfile::tempdir().unwrap();
         let backup = Folder::new(dir.path().to_owned(), "net").backup(&"c".repeat(300), "eth0");
         assert_eq!(backup.write(&record(1)).unwrap_err().code(), Code::IO);
@@ -401,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn asking_whether_it_can_be_written_makes_nothing() {
+    fn check_writable_creates_nothing() {
         let dir = tempfile::tempdir().unwrap();
         Folder::new(dir.path().join("a/b"), "net").check_writable().unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);

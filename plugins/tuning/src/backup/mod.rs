@@ -1,8 +1,8 @@
 //! The backup of an attachment: the values before the first change.
 //!
 //! It is the file `<dataDir>/<containerID>_<ifname>.json` in the Go plugin's format, so that either
-//! plugin restores what the other has saved. Go ignores the further keys: the attachment, its
-//! namespace, sysctls, and the written values.
+//! plugin restores the settings of the interface that the other has saved. Go ignores the further
+//! keys: the attachment, its namespace, sysctls, and the written values.
 //!
 //! Both parts of the file's name may contain `_`, so the name does not identify the attachment. The
 //! content does, but not in Go's files.
@@ -40,7 +40,7 @@ pub(crate) struct Record {
     pub(crate) txqlen: Option<u32>,
     /// The sysctls in the order in which they were written first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(crate) sysctls: Vec<Saved>,
+    pub(crate) sysctls: Vec<SavedSysctl>,
     /// The values that were written to the interface.
     #[serde(skip_serializing_if = "Written::is_empty")]
     pub(crate) written: Written,
@@ -52,7 +52,7 @@ pub(crate) struct Record {
 /// The original and the written values of a sysctl.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub(crate) struct Saved {
+pub(crate) struct SavedSysctl {
     /// The path of its file below /proc/sys.
     pub(crate) path: String,
     /// The value before the first change.
@@ -122,13 +122,16 @@ impl Written {
 }
 
 /// Makes `value` the last one of a history in which each value occurs once.
-pub(crate) fn append<T: PartialEq>(history: &mut Vec<T>, value: T) {
+pub(crate) fn make_last<T: PartialEq>(history: &mut Vec<T>, value: T) {
     history.retain(|old| *old != value);
     history.push(value);
 }
 
 impl Namespace {
     /// Returns the numbers of a namespace.
+    ///
+    /// # Errors
+    /// Code 5 if the identifier of the boot cannot be read.
     pub(crate) fn of(netns: &Netns) -> Result<Namespace> {
         let (device, inode) = netns.id();
         Ok(Namespace { device, inode, boot_id: boot_id()? })
@@ -142,6 +145,9 @@ impl From<&Link> for Interface {
 }
 
 /// Returns the identifier that the kernel has chosen at this boot.
+///
+/// # Errors
+/// Code 5 if it cannot be read.
 pub(crate) fn boot_id() -> Result<String> {
     cni_linux::sysctl::read("kernel/random/boot_id").map_err(|error| Error::from(error).with_code(Code::IO))
 }
@@ -156,7 +162,7 @@ impl Attachment {
 
 impl Record {
     /// Returns a text with name and original value for each setting that DEL restores.
-    pub(crate) fn in_words(&self) -> Vec<String> {
+    pub(crate) fn describe_settings(&self) -> Vec<String> {
         let mut texts: Vec<String> =
             self.sysctls.iter().map(|saved| format!("{}={}", saved.path, saved.original)).collect();
         let mut add_setting =
@@ -170,12 +176,12 @@ impl Record {
     }
 
     /// Returns the saved values of a sysctl, or `None` if the record does not have it.
-    pub(crate) fn find_sysctl(&self, path: &str) -> Option<&Saved> {
+    pub(crate) fn find_sysctl(&self, path: &str) -> Option<&SavedSysctl> {
         self.sysctls.iter().find(|saved| saved.path == path)
     }
 
     /// Whether the record has a setting of the interface.
-    pub(crate) fn has_link(&self) -> bool {
+    pub(crate) fn has_link_settings(&self) -> bool {
         !self.mac.is_empty()
             || self.mtu.is_some()
             || self.promisc.is_some()
@@ -198,13 +204,13 @@ impl Record {
         let formatter = serde_json::ser::PrettyFormatter::with_indent(b" ");
         let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
         // This cannot fail: all keys are strings, and the output is in memory.
-        let written = self.serialize(&mut serializer);
-        debug_assert!(written.is_ok());
+        let outcome = self.serialize(&mut serializer);
+        debug_assert!(outcome.is_ok());
         bytes
     }
 }
 
-impl Saved {
+impl SavedSysctl {
     /// Whether the current value is the one that was written last, in the spelling of the write or
     /// in that of the kernel.
     pub(crate) fn is_in_force(&self, current: &str) -> bool {
@@ -223,7 +229,7 @@ mod tests {
             mtu: Some(1500),
             allmulti: Some(true),
             txqlen: Some(0),
-            sysctls: vec![Saved {
+            sysctls: vec![SavedSysctl {
                 path: "net/ipv4/x".into(),
                 original: "0".into(),
                 written: vec!["1".into()],
@@ -252,7 +258,7 @@ mod tests {
     fn gos_files_are_read() {
         let go = Record::parse(b"{\n \"mac\": \"02:00:00:00:00:01\",\n \"txQLen\": 1000\n}").unwrap();
         assert_eq!((go.mac.as_str(), go.txqlen, go.mtu), ("02:00:00:00:00:01", Some(1000), None));
-        assert!(go.attachment.is_none() && go.has_link() && go.sysctls.is_empty());
+        assert!(go.attachment.is_none() && go.has_link_settings() && go.sysctls.is_empty());
     }
 
     #[test]
@@ -266,13 +272,13 @@ mod tests {
     fn a_history_has_every_value_once_and_the_last_one_is_in_force() {
         let mut history = Vec::new();
         for value in [1, 2, 1, 1, 3] {
-            append(&mut history, value);
+            make_last(&mut history, value);
         }
         assert_eq!(history, [2, 1, 3]);
-        let saved = Saved { written: vec!["1".into(), "0x10".into()], ..Saved::default() };
+        let saved = SavedSysctl { written: vec!["1".into(), "0x10".into()], ..Default::default() };
         assert!(saved.is_in_force("16") && !saved.is_in_force("1"));
-        let saved = Saved { written: vec!["1,2,3".into()], reads: Some("1-3".into()), ..Saved::default() };
+        let saved = SavedSysctl { written: vec!["1,2,3".into()], reads: Some("1-3".into()), ..Default::default() };
         assert!(saved.is_in_force("1-3"));
-        assert!(!Saved::default().is_in_force(""));
+        assert!(!SavedSysctl::default().is_in_force(""));
     }
 }

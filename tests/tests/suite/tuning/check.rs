@@ -53,15 +53,22 @@ fn another_transmit_queue_is_seen() {
 fn another_sysctl_is_seen_with_everything_else_that_differs() {
     let node = Node::new();
     let container = pod(&node);
-    let attachment = tuned(&node, &container, json!({"mtu": 1400, "sysctl": {"net.ipv4.conf.eth0.arp_filter": "1"}}));
+    let sysctls = json!({"net.ipv4.conf.eth0.arp_filter": "1", "net.ipv4.conf.lo.arp_filter": "1"});
+    let attachment = tuned(&node, &container, json!({"mtu": 1400, "sysctl": sysctls}));
     let result = attachment.add_after(&prev(&container)).success();
+    let of_lo = "Error: Tuning configured value of /proc/sys/net/ipv4/conf/lo/arp_filter is 1, current value is 0";
     container.set_sysctl(ARP_FILTER, "0");
+    container.set_sysctl("net/ipv4/conf/lo/arp_filter", "0");
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1300"]);
     let words = [
         "Error: Tuning configured value of /proc/sys/net/ipv4/conf/eth0/arp_filter is 1, current value is 0",
+        of_lo,
         "is 1400, current value is 1300",
     ];
     attachment.check(&result).fails_naming(101, &words);
+    container.exec(&["ip", "link", "del", "eth0"]);
+    let failure = attachment.check(&result).fails_with(3, "Cannot find container link eth0; ");
+    assert!(failure.msg.contains(of_lo), "{}", failure.msg);
     attachment.del_with(&result).success();
 }
 
