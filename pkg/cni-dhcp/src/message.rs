@@ -54,9 +54,9 @@ const MIN_LENGTH: usize = 300;
 /// The length in bytes of the longest message that the client accepts, which it sends to servers.
 const MAX_LENGTH: u16 = 1500;
 /// The length of a message before its options, in bytes.
-const HEADER: usize = 240;
+const HEADER_LENGTH: usize = 240;
 /// The four bytes between header and options.
-const MAGIC: u32 = 0x6382_5363;
+const MAGIC_NUMBER: u32 = 0x6382_5363;
 /// The smallest MTU that is accepted: a smaller one could not carry the packets that every IPv4
 /// host must accept.
 const MIN_MTU: u16 = 576;
@@ -147,14 +147,14 @@ impl Client {
         options.sort_unstable();
         // Each option has its code and its length before the data. One byte ends the list.
         let options_length: usize = options.iter().map(|(_, data)| 2 + data.len()).sum();
-        let mut bytes = vec![0; (HEADER + options_length + 1).max(MIN_LENGTH)];
+        let mut bytes = vec![0; (HEADER_LENGTH + options_length + 1).max(MIN_LENGTH)];
         let mut message = DhcpPacket::new_unchecked(&mut bytes);
         message.set_opcode(DhcpOpCode::Request);
         message.set_hardware_type(ArpHardware::Ethernet);
         message.set_hardware_len(6);
         message.set_transaction_id(xid);
         message.set_client_hardware_address(EthernetAddress(self.mac));
-        message.set_magic_number(MAGIC);
+        message.set_magic_number(MAGIC_NUMBER);
         if self.answers == ReplyMode::Broadcast && !matches!(ask, Ask::Extend { .. } | Ask::Release { .. }) {
             message.set_flags(DhcpFlags::BROADCAST);
         }
@@ -179,7 +179,7 @@ impl Client {
             || message.hardware_len() != 6
             || message.transaction_id() != xid
             || mac != EthernetAddress(self.mac)
-            || message.magic_number() != MAGIC
+            || message.magic_number() != MAGIC_NUMBER
         {
             return None;
         }
