@@ -1,4 +1,4 @@
-//! Decodes any value of Go's encoding `gob`, and encodes structures.
+//! Decodes any value of Go's encoding `gob`. The module `encode` encodes structures.
 //!
 //! A stream is a sequence of messages. Each begins with its length and a type number. A message
 //! with a negative number defines a type; a message with a positive number has a value of a type
@@ -6,7 +6,11 @@
 //! zero is absent, so both ends may be different releases. <https://pkg.go.dev/encoding/gob> has
 //! the format.
 
+mod encode;
+
 use std::collections::HashMap;
+
+pub use encode::{Definition, Fields, sized, write_definition, write_struct};
 
 /// The length in bytes of the largest message that is decoded.
 pub const MAX_MESSAGE: usize = 4 << 20;
@@ -16,6 +20,27 @@ const MAX_NAME: usize = 64;
 const MAX_DEPTH: u32 = 32;
 /// The number of types that a stream may define.
 const MAX_TYPES: usize = 256;
+
+/// The number of Go's type `bool`. Streams use Go's own types without a definition.
+const BOOL: i64 = 1;
+/// The number of Go's type `int`.
+pub const INT: i64 = 2;
+/// The number of Go's type `uint`.
+pub const UINT: i64 = 3;
+/// The number of Go's type `float64`.
+const FLOAT: i64 = 4;
+/// The number of Go's type `[]byte`.
+pub const BYTES: i64 = 5;
+/// The number of Go's type `string`.
+pub const TEXT: i64 = 6;
+
+// The kinds of a defined type: the index of the field of `wireType` that is set (see `definition`).
+const ARRAY: usize = 0;
+const SLICE: usize = 1;
+const STRUCT: usize = 2;
+const MAP: usize = 3;
+const GOB_ENCODER: usize = 4;
+const TEXT_MARSHALER: usize = 6;
 
 /// The reason why a stream cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -127,9 +152,10 @@ impl Reader {
                 return Err(GobError("the message is too long"));
             }
             let Some(message) = input.0.get(..length) else { return Ok(None) };
-            let used = received.len() - input.0.len() + length;
+            let end_of_message = received.len() - input.0.len() + length;
             let value = self.message(Input(message));
-            received.drain(..used);
+            received.drain(..end_of_message);
+            // A type definition has no value, so the next message follows.
             if let Some(value) = value? {
                 return Ok(Some(value));
             }
@@ -141,11 +167,11 @@ impl Reader {
     fn message(&mut self, mut input: Input<'_>) -> Result<Option<Value>> {
         let id = input.int()?;
         if id < 0 {
-            let kind = definition(&mut input)?;
+            let defined = definition(&mut input)?;
             if self.types.len() >= MAX_TYPES {
                 return Err(GobError("there are too many types"));
             }
-            self.types.insert(id.checked_neg().ok_or(GobError("a type has no number"))?, kind);
+            self.types.insert(id.checked_neg().ok_or(GobError("a type has no number"))?, defined);
             return input.end().map(|()| None);
         }
         // A zero precedes a value that is not a structure.
@@ -162,13 +188,13 @@ impl Reader {
             return Err(GobError("a value is nested too deeply"));
         }
         Ok(match id {
-            // Go's own types, which no stream defines.
-            1 => Value::Bool(input.uint()? != 0),
-            2 => Value::Int(input.int()?),
-            3 => Value::Uint(input.uint()?),
-            4 => Value::Float(input.uint()?.swap_bytes()),
-            5 => Value::Bytes(input.bytes()?.to_vec()),
-            6 => Value::Text(input.text()?),
+            BOOL => Value::Bool(input.uint()? != 0),
+            INT => Value::Int(input.int()?),
+            UINT => Value::Uint(input.uint()?),
+            // The bytes are in reverse order, because the last ones are often zero.
+            FLOAT => Value::Float(input.uint()?.swap_bytes()),
+            BYTES => Value::Bytes(input.bytes()?.to_vec()),
+            TEXT => Value::Text(input.text()?),
             _ => match self.types.get(&id).ok_or(GobError("a type is not defined"))? {
                 Type::Opaque => Value::Bytes(input.bytes()?.to_vec()),
                 Type::List(element) => {
@@ -195,50 +221,65 @@ impl Reader {
     }
 }
 
-/// Decodes a type definition, which is Go's structure `wireType`. It has one field for each of
-/// seven kinds (array, slice, structure, map, and three with an encoding of their own), of which
-/// one is set. The first field of that one is the name and number of the type, which are skipped.
+/// Decodes a type definition, which is Go's structure `wireType`. `wireType` has one field for each
+/// of seven kinds (array, slice, structure, map, and three with an encoding of their own), of which
+/// one is set. The value of that field is again a structure: its field 0 is the name and number of
+/// the type, and the following ones depend on the kind.
 fn definition(input: &mut Input<'_>) -> Result<Type> {
     let mut defined = None;
     input.fields(|input, kind| {
-        let (mut members, mut first, mut second) = (Vec::new(), 0, 0);
+        // The fields 1 and 2, as far as they are numbers: the type of the elements of an array or
+        // slice, the types of a map's keys and values. The length of an array is not needed.
+        let (mut first, mut second) = (0, 0);
+        let mut members = Vec::new();
         input.fields(|input, index| {
             match (kind, index) {
-                (_, 0) => input
-                    .fields(|input, index| if index == 0 { input.bytes().map(drop) } else { input.int().map(drop) })?,
-                (2, 1) => {
-                    for _ in 0..input.count()? {
-                        let (mut name, mut id) = (String::new(), 0);
-                        input.fields(|input, index| {
-                            match index {
-                                0 => name = input.text()?,
-                                _ => id = input.int()?,
-                            }
-                            Ok(())
-                        })?;
-                        // Each decoded structure has a copy of the name, so a long one would cost
-                        // memory.
-                        if name.len() > MAX_NAME {
-                            return Err(GobError("a field's name is too long"));
-                        }
-                        members.push((name, id));
-                    }
-                }
+                (_, 0) => skip_name_and_number(input)?,
+                (STRUCT, 1) => members = struct_members(input)?,
                 (_, 1) => first = input.int()?,
                 _ => second = input.int()?,
             }
             Ok(())
         })?;
         defined = Some(match kind {
-            0 | 1 => Type::List(first),
-            2 => Type::Struct(std::mem::take(&mut members)),
-            3 => Type::Map(first, second),
-            4..=6 => Type::Opaque,
+            ARRAY | SLICE => Type::List(first),
+            STRUCT => Type::Struct(members),
+            MAP => Type::Map(first, second),
+            GOB_ENCODER..=TEXT_MARSHALER => Type::Opaque,
             _ => return Err(GobError("a type has an unknown kind")),
         });
         Ok(())
     })?;
     defined.ok_or(GobError("a type has no kind"))
+}
+
+/// Skips the structure with the name and the number of a type that is being defined.
+fn skip_name_and_number(input: &mut Input<'_>) -> Result<()> {
+    input.fields(|input, index| match index {
+        0 => input.bytes().map(drop),
+        _ => input.int().map(drop),
+    })
+}
+
+/// Decodes the list of a structure's fields: the name of each, and the number of its type.
+fn struct_members(input: &mut Input<'_>) -> Result<Vec<(String, i64)>> {
+    let mut members = Vec::new();
+    for _ in 0..input.count()? {
+        let (mut name, mut id) = (String::new(), 0);
+        input.fields(|input, index| {
+            match index {
+                0 => name = input.text()?,
+                _ => id = input.int()?,
+            }
+            Ok(())
+        })?;
+        // Each decoded structure has a copy of the name, so a long one would cost memory.
+        if name.len() > MAX_NAME {
+            return Err(GobError("a field's name is too long"));
+        }
+        members.push((name, id));
+    }
+    Ok(members)
 }
 
 /// The rest of a message that is not decoded yet.
@@ -281,7 +322,7 @@ impl<'a> Input<'a> {
         Ok(bytes.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
     }
 
-    /// Decodes a signed number: its lowest bit is set if it is negative and the others are
+    /// Decodes a signed number. The lowest bit is the sign: if it is set, the other bits are
     /// inverted.
     fn int(&mut self) -> Result<i64> {
         let bits = self.uint()?;
@@ -313,15 +354,18 @@ impl<'a> Input<'a> {
     }
 
     /// Calls `decode_field` with the index of each field of a structure. Before each field is the
-    /// distance of its index from that of the field before, and after the last one is a zero.
+    /// distance of its index from that of the previous field, and after the last one is a zero.
+    /// For the first field, the previous index counts as -1.
     fn fields(&mut self, mut decode_field: impl FnMut(&mut Self, usize) -> Result<()>) -> Result<()> {
-        let mut next = 0_usize;
+        let mut index_plus_one = 0_usize;
         loop {
             match self.size()? {
                 0 => return Ok(()),
-                distance => next = next.checked_add(distance).ok_or(GobError("a field is not defined"))?,
+                distance => {
+                    index_plus_one = index_plus_one.checked_add(distance).ok_or(GobError("a field is not defined"))?;
+                }
             }
-            decode_field(self, next - 1)?;
+            decode_field(self, index_plus_one - 1)?;
         }
     }
 
@@ -331,208 +375,5 @@ impl<'a> Input<'a> {
     }
 }
 
-/// The number of Go's type `int`.
-pub const INT: i64 = 2;
-/// The number of Go's type `uint`.
-pub const UINT: i64 = 3;
-/// The number of Go's type `[]byte`.
-pub const BYTES: i64 = 5;
-/// The number of Go's type `string`.
-pub const TEXT: i64 = 6;
-
-/// The definition of a type that is encoded.
-#[derive(Clone, Copy, Debug)]
-pub enum Definition<'a> {
-    /// A structure: the name of each field, and the number of its type.
-    Struct(&'a [(&'a str, i64)]),
-    /// A slice: the number of the type of its elements.
-    List(i64),
-}
-
-/// Appends the definition of a type with this number. Types that have no name in Go have an empty
-/// one.
-pub fn write_definition(out: &mut Vec<u8>, id: i64, name: &str, definition: Definition<'_>) {
-    let mut common = Fields::default();
-    common.text(name);
-    common.int(id);
-    let mut kind = Fields::default();
-    kind.nested(common);
-    match definition {
-        Definition::Struct([]) => {}
-        Definition::Struct(fields) => kind.list(fields, |(name, id)| {
-            let mut field = Fields::default();
-            field.text(name);
-            field.int(*id);
-            field.end()
-        }),
-        Definition::List(element) => kind.int(element),
-    }
-    // The index of the kind's field in `wireType` (see `definition`), plus one.
-    let gap = if matches!(definition, Definition::List(_)) { 2 } else { 3 };
-    let mut wire_type = Fields { gap, ..Fields::default() };
-    wire_type.put(&kind.end());
-    write_message(out, -id, &wire_type.end());
-}
-
-/// Appends a structure of the type with this number.
-pub fn write_struct(out: &mut Vec<u8>, id: i64, fields: Fields) {
-    write_message(out, id, &fields.end());
-}
-
-/// Appends a message: its length, the type number, and the encoded definition or value.
-fn write_message(out: &mut Vec<u8>, id: i64, body: &[u8]) {
-    let mut head = Vec::new();
-    write_int(&mut head, id);
-    write_uint(out, (head.len() + body.len()) as u64);
-    out.extend(head);
-    out.extend(body);
-}
-
-/// Encodes the fields of a structure, which must be added in their order. A field with the value
-/// zero is left out, as Go does.
-#[derive(Clone, Debug)]
-pub struct Fields {
-    bytes: Vec<u8>,
-    /// The distance of the next field's index from that of the last field that was not left out.
-    gap: u64,
-}
-
-impl Default for Fields {
-    fn default() -> Fields {
-        Fields { bytes: Vec::new(), gap: 1 }
-    }
-}
-
-impl Fields {
-    /// Appends an encoded value as the next field.
-    fn put(&mut self, value: &[u8]) {
-        write_uint(&mut self.bytes, self.gap);
-        self.bytes.extend(value);
-        self.gap = 1;
-    }
-
-    /// Leaves out the next field, because its value is zero.
-    pub fn skip(&mut self) {
-        self.gap += 1;
-    }
-
-    /// Appends a text as the next field.
-    pub fn text(&mut self, text: &str) {
-        self.data(text.as_bytes());
-    }
-
-    /// Appends bytes as the next field.
-    pub fn data(&mut self, data: &[u8]) {
-        if data.is_empty() { self.skip() } else { self.put(&sized(data)) }
-    }
-
-    /// Appends a signed number as the next field.
-    pub fn int(&mut self, number: i64) {
-        let mut bytes = Vec::new();
-        write_int(&mut bytes, number);
-        if number == 0 { self.skip() } else { self.put(&bytes) }
-    }
-
-    /// Appends an unsigned number as the next field.
-    pub fn uint(&mut self, number: u64) {
-        let mut bytes = Vec::new();
-        write_uint(&mut bytes, number);
-        if number == 0 { self.skip() } else { self.put(&bytes) }
-    }
-
-    /// Appends a structure as the next field. Go never leaves out a structure.
-    pub fn nested(&mut self, fields: Fields) {
-        self.put(&fields.end());
-    }
-
-    /// Appends a list as the next field. `encode` returns an element's bytes.
-    pub fn list<T>(&mut self, items: &[T], mut encode: impl FnMut(&T) -> Vec<u8>) {
-        if items.is_empty() {
-            return self.skip();
-        }
-        let mut bytes = Vec::new();
-        write_uint(&mut bytes, items.len() as u64);
-        items.iter().for_each(|item| bytes.extend(encode(item)));
-        self.put(&bytes);
-    }
-
-    /// Ends the structure and returns its bytes.
-    pub fn end(mut self) -> Vec<u8> {
-        self.bytes.push(0);
-        self.bytes
-    }
-}
-
-/// Encodes bytes or a text as an element of a list.
-pub fn sized(data: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    write_uint(&mut bytes, data.len() as u64);
-    bytes.extend(data);
-    bytes
-}
-
-/// Appends an unsigned number. [`Input::uint`] describes the encoding.
-fn write_uint(out: &mut Vec<u8>, number: u64) {
-    if number < 128 {
-        return out.push(number as u8);
-    }
-    let bytes = number.to_be_bytes();
-    let zeros = (number.leading_zeros() / 8) as usize;
-    out.push(((8 - zeros) as u8).wrapping_neg());
-    out.extend(&bytes[zeros..]);
-}
-
-/// Appends a signed number. [`Input::int`] describes the encoding.
-fn write_int(out: &mut Vec<u8>, number: i64) {
-    write_uint(out, ((number << 1) ^ (number >> 63)).cast_unsigned());
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn numbers_are_read_as_they_were_written(number: i64, size: u64) {
-            let mut bytes = Vec::new();
-            write_int(&mut bytes, number);
-            write_uint(&mut bytes, size);
-            let mut input = Input(&bytes);
-            prop_assert_eq!((input.int().unwrap(), input.uint().unwrap()), (number, size));
-            prop_assert!(input.0.is_empty());
-        }
-
-        #[test]
-        fn any_bytes_are_read_or_refused(mut bytes: Vec<u8>) {
-            let mut reader = Reader::default();
-            let before = bytes.len();
-            let _ = reader.take(&mut bytes);
-            prop_assert!(bytes.len() <= before);
-        }
-
-        #[test]
-        fn a_damaged_call_is_read_or_refused(at in 40..400_usize, byte: u8) {
-            let mut bytes = include_bytes!("../testdata/allocate-daemon")[34..].to_vec();
-            let at = at % bytes.len();
-            bytes[at] = byte;
-            let mut reader = Reader::default();
-            while let Ok(Some(_)) = reader.take(&mut bytes) {}
-        }
-    }
-
-    #[test]
-    fn hostile_numbers_and_types_are_refused() {
-        let read = |bytes: &[u8]| Reader::default().take(&mut bytes.to_vec());
-        assert_eq!(read(&[]), Ok(None));
-        assert_eq!(read(&[0xfe, 1]), Ok(None), "half of a length");
-        assert!(read(&[0x80; 300]).is_err(), "a length of 128 bytes");
-        assert!(read(&[0xf8, 255, 255, 255, 255, 255, 255, 255, 255]).is_err(), "a length of all there is");
-        // A list of itself, without end.
-        let mut bytes = Vec::new();
-        write_definition(&mut bytes, 65, "x", Definition::List(65));
-        bytes.extend([70, 0xff, 130, 0]);
-        bytes.extend([1; 67]);
-        assert!(Reader::default().take(&mut bytes).is_err());
-    }
-}
+mod tests;

@@ -16,6 +16,9 @@ use crate::message::{Ask, Client, LeaseParameters, Reply, v4};
 /// The time until the first message is repeated. It doubles with each further message. It is short
 /// because messages may get lost right after the link has come up.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
+/// How many times that wait is doubled at most, so that the number does not overflow. Then it is
+/// longer than each of the default [`Limits`].
+const MAX_DOUBLINGS: u32 = 10;
 /// The pause after a server has refused a request.
 const REFUSED_WAIT: Duration = Duration::from_secs(1);
 /// How many times an offered address is requested before the client discards the offer.
@@ -53,8 +56,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Returns the time that many seconds after the request; `Duration::MAX` for a lease without an
-    /// end, which all bits set in its length mean.
+    /// Returns the time that is this many seconds after the request. Returns `Duration::MAX` if the
+    /// lease has no end, which is a lease time of `u32::MAX`.
     fn after(&self, seconds: u32) -> Duration {
         if self.terms.seconds == u32::MAX {
             Duration::MAX
@@ -105,7 +108,8 @@ pub enum Step {
     Listen(Duration, Path),
     /// Do nothing until this time, without an open socket, and call `step` again.
     Sleep(Duration),
-    /// Give up: no server has granted the first lease in time.
+    /// Give up: no server has granted the first lease in time, or the client identifier is too long
+    /// for a message.
     Failed,
 }
 
@@ -172,6 +176,7 @@ impl Session {
             state: State::Searching,
             deadline,
             random,
+            // `enter` sets the first one.
             xid: 0,
             tries: 0,
             sent: now,
@@ -243,6 +248,7 @@ impl Session {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Step::Failed;
         }
+        // What this state sends, on which path, and when the state ends at the latest.
         let (ask, path, end) = match &self.state {
             State::Bound(lease) => return Step::Sleep(lease.t1()),
             State::Searching => (Ask::Discover, Path::Broadcast, Duration::MAX),
@@ -265,12 +271,14 @@ impl Session {
         };
         if now >= self.next {
             let wait = match self.state {
+                // RFC 2131, 4.4.5: half of the remaining time.
                 State::Renewing(_) | State::Rebinding(_) => (end.saturating_sub(now) / 2).max(MIN_EXTEND),
                 // Before the first lease there is a deadline. After it the client searches without
                 // end, with growing pauses.
                 _ => {
                     let longest = if self.deadline.is_some() { self.limits.answer } else { self.limits.pause };
-                    (FIRST_WAIT * (1 << self.tries.min(10))).min(longest.max(MIN_WAIT))
+                    let doubled = FIRST_WAIT * (1 << self.tries.min(MAX_DOUBLINGS));
+                    doubled.min(longest.max(MIN_WAIT))
                 }
             };
             self.tries += 1;
@@ -281,22 +289,23 @@ impl Session {
                 Err(_) => Step::Failed,
             };
         }
-        let next = self.deadline.map_or(self.next, |deadline| self.next.min(deadline));
+        let until = self.deadline.map_or(self.next, |deadline| self.next.min(deadline));
         // Between two attempts no socket is open, because it would keep the container's namespace
         // alive.
         let listen_until = self.sent.saturating_add(self.limits.answer);
-        if now < listen_until { Step::Listen(next.min(listen_until), path) } else { Step::Sleep(next) }
+        if now < listen_until { Step::Listen(until.min(listen_until), path) } else { Step::Sleep(until) }
     }
 
     /// Processes a message from the network, and returns the change of the lease. Returns `None` if
-    /// there is no change: the message is not a valid answer to this client, or is only a refusal
-    /// of a request.
+    /// there is no change: the message is not a valid answer to this client, or it refuses the
+    /// address of an offer.
     pub fn receive(&mut self, bytes: &[u8], now: Duration) -> Option<Change> {
         let reply = self.client.read(bytes, self.xid)?;
+        // A granted lease counts from the request.
         let since = self.sent;
         match (self.state.clone(), reply) {
             (State::Searching, Reply::Offer(terms)) => {
-                self.enter_same(State::Requesting(terms.clone()), now);
+                self.enter_in_transaction(State::Requesting(terms.clone()), now);
                 Some(Change::Offered(terms))
             }
             (State::Requesting(offer), Reply::Ack(terms))
@@ -346,17 +355,19 @@ impl Session {
     }
 
     /// Enters a state whose messages continue the transaction of the state before.
-    fn enter_same(&mut self, state: State, now: Duration) {
+    fn enter_in_transaction(&mut self, state: State, now: Duration) {
         let xid = self.xid;
         self.enter(state, now);
         self.xid = xid;
     }
 
-    /// Gives up the lease: returns the message that releases it, and its path.
+    /// Gives up the lease with these parameters: returns the message that releases the lease, and
+    /// the message's path.
     ///
     /// # Errors
     /// The client identifier is longer than 255 bytes.
     pub fn release(&mut self, terms: &LeaseParameters) -> Result<(Vec<u8>, Path), String> {
+        // The time does not matter, because the caller ends the session.
         self.enter(State::Searching, self.sent);
         let (from, to) = (terms.address(), terms.server);
         let bytes = self.client.write(Ask::Release { address: from, server: to }, self.xid)?;

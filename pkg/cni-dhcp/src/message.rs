@@ -10,23 +10,60 @@ use cni::result::{AddResult, Dns, IpConfig, Route};
 use serde::{Deserialize, Serialize};
 use smoltcp::wire::{ArpHardware, DhcpFlags, DhcpMessageType, DhcpOpCode, DhcpOption, DhcpPacket, EthernetAddress};
 
+/// The codes of the options (RFC 2132, 3397 and 3442).
+mod code {
+    pub(super) const SUBNET_MASK: u8 = 1;
+    pub(super) const ROUTERS: u8 = 3;
+    pub(super) const NAMESERVERS: u8 = 6;
+    pub(super) const DOMAIN: u8 = 15;
+    pub(super) const MTU: u8 = 26;
+    pub(super) const CLASSFUL_ROUTES: u8 = 33;
+    pub(super) const REQUESTED_ADDRESS: u8 = 50;
+    pub(super) const LEASE_TIME: u8 = 51;
+    pub(super) const MESSAGE_TYPE: u8 = 53;
+    pub(super) const SERVER: u8 = 54;
+    pub(super) const REQUESTED_OPTIONS: u8 = 55;
+    pub(super) const MAX_MESSAGE_SIZE: u8 = 57;
+    pub(super) const T1: u8 = 58;
+    pub(super) const T2: u8 = 59;
+    pub(super) const CLIENT_ID: u8 = 61;
+    pub(super) const SEARCH_DOMAINS: u8 = 119;
+    pub(super) const CLASSLESS_ROUTES: u8 = 121;
+}
+
 /// The options that are requested unless the configuration says otherwise. Classless routes come
 /// first, as RFC 3442 says.
-pub const DEFAULT_REQUEST: [u8; 8] = [121, 3, 1, 33, 6, 15, 119, 26];
+pub const DEFAULT_REQUEST: [u8; 8] = [
+    code::CLASSLESS_ROUTES,
+    code::ROUTERS,
+    code::SUBNET_MASK,
+    code::CLASSFUL_ROUTES,
+    code::NAMESERVERS,
+    code::DOMAIN,
+    code::SEARCH_DOMAINS,
+    code::MTU,
+];
 /// The shortest time in seconds from the request of a lease to its renewal (T1). A lease of less
-/// than twice this time is renewed after its half.
+/// than twice this time is renewed after half of its lease time.
 const MIN_T1: u32 = 10;
 /// The lease time in seconds if the server sends none.
 const DEFAULT_LEASE: u32 = 3600;
-/// The shortest length of a message. Some servers and relays drop shorter ones, because BOOTP has
-/// no shorter ones.
+/// The shortest length of a message in bytes. Some servers and relays drop shorter ones, because
+/// BOOTP has no shorter ones.
 const MIN_LENGTH: usize = 300;
-/// The length of a message before its options.
-const HEADER: usize = 240;
+/// The length in bytes of the longest message that the client accepts, which it sends to servers.
+const MAX_LENGTH: u16 = 1500;
+/// The length of a message before its options, in bytes.
+const HEADER_LENGTH: usize = 240;
 /// The four bytes between header and options.
-const MAGIC: u32 = 0x6382_5363;
+const MAGIC_NUMBER: u32 = 0x6382_5363;
+/// The smallest MTU that is accepted: a smaller one could not carry the packets that every IPv4
+/// host must accept.
+const MIN_MTU: u16 = 576;
 /// The scope `link`, which a route without a gateway has.
 const LINK_SCOPE: u8 = 253;
+/// How many pointers of an encoded domain name are followed, which ends a loop of pointers.
+const MAX_POINTERS: u32 = 16;
 
 /// The destination of servers' answers while the client has no address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,7 +86,7 @@ pub struct Client {
     pub request: Vec<u8>,
     /// The codes and values of the options that the configuration adds to its messages.
     pub provide: Vec<(u8, Vec<u8>)>,
-    /// Whether it asks servers for unicast or broadcast answers.
+    /// The destination that it asks servers to use for their answers.
     pub answers: ReplyMode,
 }
 
@@ -95,27 +132,29 @@ impl Client {
             Ask::Select { .. } | Ask::Confirm { .. } | Ask::Extend { .. } => DhcpMessageType::Request,
             Ask::Release { .. } => DhcpMessageType::Release,
         };
-        let mut options = vec![(53, vec![kind.into()]), (61, self.id.clone())];
+        let mut options = vec![(code::MESSAGE_TYPE, vec![kind.into()]), (code::CLIENT_ID, self.id.clone())];
         if !matches!(ask, Ask::Release { .. }) {
-            options.extend([(57, 1500_u16.to_be_bytes().to_vec()), (55, self.request.clone())]);
+            options.push((code::MAX_MESSAGE_SIZE, MAX_LENGTH.to_be_bytes().to_vec()));
+            options.push((code::REQUESTED_OPTIONS, self.request.clone()));
             options.extend(self.provide.iter().cloned());
         }
         if let Ask::Select { address, .. } | Ask::Confirm { address } = ask {
-            options.push((50, address.octets().to_vec()));
+            options.push((code::REQUESTED_ADDRESS, address.octets().to_vec()));
         }
         if let Ask::Select { server, .. } | Ask::Release { server, .. } = ask {
-            options.push((54, server.octets().to_vec()));
+            options.push((code::SERVER, server.octets().to_vec()));
         }
         options.sort_unstable();
-        let length: usize = options.iter().map(|(_, data)| 2 + data.len()).sum();
-        let mut bytes = vec![0; (HEADER + length + 1).max(MIN_LENGTH)];
+        // Each option has its code and its length before the data. One byte ends the list.
+        let options_length: usize = options.iter().map(|(_, data)| 2 + data.len()).sum();
+        let mut bytes = vec![0; (HEADER_LENGTH + options_length + 1).max(MIN_LENGTH)];
         let mut message = DhcpPacket::new_unchecked(&mut bytes);
         message.set_opcode(DhcpOpCode::Request);
         message.set_hardware_type(ArpHardware::Ethernet);
         message.set_hardware_len(6);
         message.set_transaction_id(xid);
         message.set_client_hardware_address(EthernetAddress(self.mac));
-        message.set_magic_number(MAGIC);
+        message.set_magic_number(MAGIC_NUMBER);
         if self.answers == ReplyMode::Broadcast && !matches!(ask, Ask::Extend { .. } | Ask::Release { .. }) {
             message.set_flags(DhcpFlags::BROADCAST);
         }
@@ -123,8 +162,9 @@ impl Client {
             message.set_client_ip(address);
         }
         let mut writer = message.options_mut();
-        for (kind, data) in &options {
-            writer.emit(DhcpOption { kind: *kind, data }).map_err(|_| format!("option {kind} is too long"))?;
+        for (code, data) in &options {
+            let too_long = |_| format!("option {code} has {} bytes, at most 255 fit", data.len());
+            writer.emit(DhcpOption { kind: *code, data }).map_err(too_long)?;
         }
         writer.end().map_err(|error| error.to_string())?;
         Ok(bytes)
@@ -139,7 +179,7 @@ impl Client {
             || message.hardware_len() != 6
             || message.transaction_id() != xid
             || mac != EthernetAddress(self.mac)
-            || message.magic_number() != MAGIC
+            || message.magic_number() != MAGIC_NUMBER
         {
             return None;
         }
@@ -150,18 +190,19 @@ impl Client {
             let parts: Vec<&[u8]> = parts.map(|option| option.data).collect();
             if parts.is_empty() { None } else { Some(parts.concat()) }
         };
-        let server = find(54).and_then(|data| addresses(&data).first().copied());
-        // The type of the message: DHCPOFFER, DHCPACK or DHCPNAK.
-        match find(53)?[..] {
-            [2] => Some(Reply::Offer(self.terms(message.your_ip(), server?, &find)?)),
-            [5] => Some(Reply::Ack(self.terms(message.your_ip(), server?, &find)?)),
-            [6] => Some(Reply::Nak(server?)),
+        let server = find(code::SERVER).and_then(|data| addresses(&data).first().copied())?;
+        let [kind] = find(code::MESSAGE_TYPE)?[..] else { return None };
+        match DhcpMessageType::from(kind) {
+            DhcpMessageType::Offer => Some(Reply::Offer(self.terms(message.your_ip(), server, &find)?)),
+            DhcpMessageType::Ack => Some(Reply::Ack(self.terms(message.your_ip(), server, &find)?)),
+            DhcpMessageType::Nak => Some(Reply::Nak(server)),
             _ => None,
         }
     }
 
-    /// Reads the parameters of an offer or a lease. `find` returns the value of an option by its
-    /// code. Returns `None` if the address, the server, the mask or the lease time is invalid.
+    /// Decodes the parameters of an offer or a lease. `find` returns the value of an option by its
+    /// code. An option that this client did not request is ignored, except mask and times. Returns
+    /// `None` if the address, the server, the mask or the lease time is invalid.
     fn terms(
         &self,
         address: Ipv4Addr,
@@ -170,40 +211,39 @@ impl Client {
     ) -> Option<LeaseParameters> {
         let number = |code| find(code).and_then(|data| <[u8; 4]>::try_from(data).ok()).map(u32::from_be_bytes);
         let requested = |code| if self.request.contains(&code) { find(code) } else { None };
-        let mask = number(1)?;
+        let mask = number(code::SUBNET_MASK)?;
         let prefix = mask.leading_ones();
-        let seconds = number(51).unwrap_or(DEFAULT_LEASE);
-        if !is_host(address) || !is_host(server) || mask.count_ones() != prefix || prefix == 0 || seconds == 0 {
+        let is_mask_valid = prefix > 0 && mask.count_ones() == prefix;
+        let seconds = number(code::LEASE_TIME).unwrap_or(DEFAULT_LEASE);
+        if !is_host(address) || !is_host(server) || !is_mask_valid || seconds == 0 {
             return None;
         }
         let network = Cidr::new(address.into(), u8::try_from(prefix).ok()?)?;
         // The default times of RFC 2131, 4.4.5. They also replace times that contradict each other:
         // T1 must be before T2, and T2 before the end.
         let (default_t1, default_t2) = (seconds / 2, u32::try_from(u64::from(seconds) * 7 / 8).ok()?);
-        let (t1, t2) = match (number(58).unwrap_or(default_t1), number(59).unwrap_or(default_t2)) {
-            (t1, t2) if t1 < t2 && t2 < seconds => (t1, t2),
-            _ => (default_t1, default_t2),
-        };
+        let t1 = number(code::T1).unwrap_or(default_t1);
+        let t2 = number(code::T2).unwrap_or(default_t2);
+        let (t1, t2) = if t1 < t2 && t2 < seconds { (t1, t2) } else { (default_t1, default_t2) };
         // Times near zero would keep the daemon busy with renewals.
         let min_t1 = seconds.div_ceil(2).min(MIN_T1);
         let (t1, t2) = (t1.max(min_t1), t2.max(min_t1));
         let address_list = |code| requested(code).map(|data| addresses(&data)).unwrap_or_default();
         let text = |data: Vec<u8>| String::from_utf8(data).ok().map(|text| text.trim_end_matches('\0').to_owned());
-        let mtu = requested(26).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);
+        let mtu = requested(code::MTU).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);
         Some(LeaseParameters {
             network,
             server,
             seconds,
             t1,
             t2,
-            routers: address_list(3),
-            classless: requested(121).and_then(|data| classless(&data)),
-            classful: address_list(33).chunks_exact(2).map(|pair| (pair[0], pair[1])).collect(),
-            nameservers: address_list(6),
-            domain: requested(15).and_then(text).filter(|name| is_domain(name)).unwrap_or_default(),
-            search: requested(119).map(|data| domains(&data)).unwrap_or_default(),
-            // A smaller MTU could not carry the packets that every IPv4 host must accept.
-            mtu: mtu.filter(|mtu| *mtu >= 576),
+            routers: address_list(code::ROUTERS),
+            classless: requested(code::CLASSLESS_ROUTES).and_then(|data| classless_routes(&data)),
+            classful: address_list(code::CLASSFUL_ROUTES).chunks_exact(2).map(|pair| (pair[0], pair[1])).collect(),
+            nameservers: address_list(code::NAMESERVERS),
+            domain: requested(code::DOMAIN).and_then(text).filter(|name| is_domain(name)).unwrap_or_default(),
+            search: requested(code::SEARCH_DOMAINS).map(|data| domains(&data)).unwrap_or_default(),
+            mtu: mtu.filter(|mtu| *mtu >= MIN_MTU),
         })
     }
 }
@@ -270,7 +310,8 @@ impl LeaseParameters {
         let mut routes: Vec<Route> = match &self.classless {
             Some(list) => list.iter().filter_map(|(dst, prefix, gateway)| route(*dst, *prefix, *gateway)).collect(),
             None => {
-                let classful = self.classful.iter().filter_map(|(dst, gateway)| route(*dst, class(*dst), *gateway));
+                let classful =
+                    self.classful.iter().filter_map(|(dst, gateway)| route(*dst, class_prefix(*dst), *gateway));
                 classful.chain(gateway.map(|gateway| Route::new(Cidr::default_route(gateway), Some(gateway)))).collect()
             }
         };
@@ -324,9 +365,9 @@ fn addresses(data: &[u8]) -> Vec<Ipv4Addr> {
     data.chunks_exact(4).filter_map(|bytes| <[u8; 4]>::try_from(bytes).ok()).map(Ipv4Addr::from).collect()
 }
 
-/// Returns the prefix of an address's class: 8, 16 or 24. 0.0.0.0 has 0, and other addresses have
-/// 32.
-fn class(address: Ipv4Addr) -> u8 {
+/// Returns the prefix of the network of a classful route: 8, 16 or 24 by the class of the address.
+/// 0.0.0.0, the default route, has 0, and an address of another class has 32.
+fn class_prefix(address: Ipv4Addr) -> u8 {
     match address.octets()[0] {
         _ if address.is_unspecified() => 0,
         0..128 => 8,
@@ -337,55 +378,68 @@ fn class(address: Ipv4Addr) -> u8 {
 }
 
 /// Decodes the classless routes (option 121): destination, prefix and gateway. Only the significant
-/// bytes of a destination are in the option. Returns `None` if it is invalid, which counts as if
-/// the server had not sent it.
-fn classless(mut data: &[u8]) -> Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>> {
+/// bytes of a destination are in the option. Returns `None` for an invalid option, which counts as
+/// if the server had not sent it.
+fn classless_routes(mut data: &[u8]) -> Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>> {
     let mut routes = Vec::new();
     while let Some((prefix, rest)) = data.split_first() {
+        if *prefix > 32 {
+            return None;
+        }
         let significant = usize::from(prefix.div_ceil(8));
-        let (dst, rest) = rest.split_at_checked(significant).filter(|_| *prefix <= 32)?;
-        let (gateway, rest) = rest.split_at_checked(4)?;
+        let (dst, rest) = rest.split_at_checked(significant)?;
+        let (gateway, rest) = rest.split_first_chunk::<4>()?;
         let mut octets = [0; 4];
         octets[..significant].copy_from_slice(dst);
-        routes.push((Ipv4Addr::from(octets), *prefix, addresses(gateway).first().copied()?));
+        routes.push((Ipv4Addr::from(octets), *prefix, Ipv4Addr::from(*gateway)));
         data = rest;
     }
     Some(routes)
 }
 
 /// Decodes the search domains (option 119), which are names in the encoding of DNS (RFC 1035,
-/// 4.1.4). Returns the names before the first error. Names that are not domains are left out.
+/// 4.1.4): a name is a list of labels, and may end with a pointer to the rest of an earlier name.
+/// Returns the names before the first error. Names that are not domains are left out.
 fn domains(data: &[u8]) -> Vec<String> {
-    let (mut names, mut begin) = (Vec::new(), 0);
+    let mut names = Vec::new();
+    let mut begin = 0;
     while begin < data.len() {
-        let (mut labels, mut next, mut jumps) = (Vec::new(), begin, 0);
-        // The position after the first pointer to earlier bytes, where the next name begins.
-        let mut after_pointer = None;
-        loop {
-            match data.get(next).map(|length| usize::from(*length)) {
-                Some(0) => break,
-                Some(length @ 1..64) => {
-                    let Some(label) = data.get(next + 1..next + 1 + length) else { return names };
-                    labels.push(String::from_utf8_lossy(label).into_owned());
-                    next += 1 + length;
-                }
-                // A pointer to the rest of the name. The limit ends a loop of pointers.
-                Some(high @ 192..) if jumps < 16 => {
-                    let Some(low) = data.get(next + 1) else { return names };
-                    after_pointer.get_or_insert(next + 2);
-                    jumps += 1;
-                    next = (high - 192) << 8 | usize::from(*low);
-                }
-                _ => return names,
-            }
-        }
-        begin = after_pointer.unwrap_or(next + 1);
-        let name = labels.join(".");
+        let Some((name, end)) = domain_at(data, begin) else { return names };
+        begin = end;
         if is_domain(&name) {
             names.push(name);
         }
     }
     names
+}
+
+/// Decodes the name at the position `begin` of search domains. Returns the name and the position
+/// of the next one, or `None` if the encoding is invalid.
+fn domain_at(data: &[u8], begin: usize) -> Option<(String, usize)> {
+    let mut labels = Vec::new();
+    let mut position = begin;
+    let mut pointers = 0;
+    // The next name follows the first pointer, wherever that points to.
+    let mut after_first_pointer = None;
+    loop {
+        match data.get(position).map(|byte| usize::from(*byte))? {
+            0 => break,
+            length @ 1..64 => {
+                let label = data.get(position + 1..position + 1 + length)?;
+                labels.push(String::from_utf8_lossy(label).into_owned());
+                position += 1 + length;
+            }
+            // The two highest bits mark a pointer of 14 bits.
+            high @ 192.. if pointers < MAX_POINTERS => {
+                let low = data.get(position + 1)?;
+                after_first_pointer.get_or_insert(position + 2);
+                pointers += 1;
+                position = (high - 192) << 8 | usize::from(*low);
+            }
+            _ => return None,
+        }
+    }
+    Some((labels.join("."), after_first_pointer.unwrap_or(position + 1)))
 }
 
 /// Whether a name has only characters of domain names. Other characters could add lines to

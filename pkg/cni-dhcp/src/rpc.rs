@@ -1,9 +1,10 @@
-//! The two calls from plugin to daemon, in the format of Go's `net/rpc`: a line of HTTP, then gob.
+//! Encodes and decodes the two calls from plugin to daemon, in the format of Go's `net/rpc`: a line
+//! of HTTP, then gob.
 //!
 //! The type numbers, names and fields are those of Go, because a Go plugin may call this daemon,
 //! and this plugin may call a Go daemon.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
 use cni::Cidr;
 use cni::result::{AddResult, Dns, IpConfig, Route};
@@ -14,8 +15,14 @@ use crate::gob::{
 
 /// The line that a client sends first.
 pub const CONNECT: &[u8] = b"CONNECT /_goRPC_ HTTP/1.0\n\n";
-/// The line that a daemon answers to it.
+/// The line that a daemon answers to [`CONNECT`].
 pub const CONNECTED: &[u8] = b"HTTP/1.0 200 Connected to Go RPC\n\n";
+/// The beginning of [`CONNECT`]. The rest, which is the version of HTTP, is not checked.
+const CONNECT_BEGINNING: &str = "CONNECT /_goRPC_ ";
+/// The beginning of [`CONNECTED`].
+const CONNECTED_BEGINNING: &str = "HTTP/1.0 200 Connected to Go RPC";
+/// How many bytes may be received before the end of the line of HTTP.
+const MAX_HTTP_LINE: usize = 4096;
 
 /// The calls that a daemon knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,8 +78,8 @@ pub struct Request {
     pub args: CmdArgs,
 }
 
-// The numbers of the types in a stream. Go's begin at 64, and any others would do. The request and
-// the response are in different streams.
+// The numbers of the types in a stream. Go's begin at 64, but each end accepts any numbers. The
+// request and the response are in different streams.
 const REQUEST: i64 = 64;
 const RESPONSE: i64 = 64;
 const BODY: i64 = 65;
@@ -92,9 +99,10 @@ pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     let mut out = Vec::new();
     let request = [("ServiceMethod", TEXT), ("Seq", UINT)];
     write_definition(&mut out, REQUEST, "Request", Definition::Struct(&request));
-    let mut fields = Fields::default();
-    fields.text(method.name());
-    write_struct(&mut out, REQUEST, fields);
+    let mut head = Fields::default();
+    head.text(method.name());
+    // Seq is 0: a connection has one call. A field with the value zero is not written.
+    write_struct(&mut out, REQUEST, head);
     let cmd_args = [
         ("ContainerID", TEXT),
         ("Netns", TEXT),
@@ -105,13 +113,14 @@ pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
         ("StdinData", BYTES),
     ];
     write_definition(&mut out, BODY, "CmdArgs", Definition::Struct(&cmd_args));
-    let mut fields = Fields::default();
+    let mut body = Fields::default();
     for text in [&args.container_id, &args.netns, &args.ifname, &args.args, &args.path] {
-        fields.text(text);
+        body.text(text);
     }
-    fields.skip();
-    fields.data(&args.stdin);
-    write_struct(&mut out, BODY, fields);
+    // NetnsOverride.
+    body.skip();
+    body.data(&args.stdin);
+    write_struct(&mut out, BODY, body);
     out
 }
 
@@ -121,14 +130,14 @@ pub fn write_response(request: &Request, outcome: Result<Option<&AddResult>, &st
     let mut out = Vec::new();
     let response = [("ServiceMethod", TEXT), ("Seq", UINT), ("Error", TEXT)];
     write_definition(&mut out, RESPONSE, "Response", Definition::Struct(&response));
-    let mut fields = Fields::default();
-    fields.text(&request.name);
-    fields.uint(request.seq);
-    fields.text(outcome.err().unwrap_or_default());
-    write_struct(&mut out, RESPONSE, fields);
+    let mut head = Fields::default();
+    head.text(&request.name);
+    head.uint(request.seq);
+    head.text(outcome.err().unwrap_or_default());
+    write_struct(&mut out, RESPONSE, head);
     match outcome {
         Ok(Some(result)) => write_result(&mut out, result),
-        _ => {
+        Ok(None) | Err(_) => {
             write_definition(&mut out, BODY, "", Definition::Struct(&[]));
             write_struct(&mut out, BODY, Fields::default());
         }
@@ -136,7 +145,8 @@ pub fn write_response(request: &Request, outcome: Result<Option<&AddResult>, &st
     out
 }
 
-/// Appends the definitions of the types of Go's result, and a result.
+/// Appends the definitions of the types of Go's result, and a result. Of the result, only what a
+/// lease has is written: IPs, routes and DNS.
 fn write_result(out: &mut Vec<u8>, result: &AddResult) {
     let types = [
         (
@@ -198,13 +208,13 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
         let mut fields = Fields::default();
         // Interface.
         fields.skip();
-        fields.nested(net(&ip.address));
+        fields.nested(ip_net(&ip.address));
         fields.data(&octets(ip.gateway));
         fields.end()
     });
     fields.list(&result.routes, |route| {
         let mut fields = Fields::default();
-        fields.nested(net(&route.dst));
+        fields.nested(ip_net(&route.dst));
         fields.data(&octets(route.gw));
         for number in [route.mtu, route.advmss, route.priority, route.table, route.scope.map(u32::from)] {
             fields.int(number.unwrap_or_default().into());
@@ -221,14 +231,15 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
 }
 
 /// Encodes a CIDR as Go's `net.IPNet`.
-fn net(cidr: &Cidr) -> Fields {
-    let mut mask = octets(Some(cidr.address()));
-    for (index, byte) in mask.iter_mut().enumerate() {
-        let bits = usize::from(cidr.prefix()).saturating_sub(index * 8).min(8);
-        *byte = 0xff_u8.checked_shl(8 - bits as u32).unwrap_or(0);
-    }
+fn ip_net(cidr: &Cidr) -> Fields {
+    let address = octets(Some(cidr.address()));
+    let mask_byte = |index: usize| {
+        let ones = usize::from(cidr.prefix()).saturating_sub(index * 8).min(8);
+        0xff_u8.checked_shl(8 - ones as u32).unwrap_or(0)
+    };
+    let mask: Vec<u8> = (0..address.len()).map(mask_byte).collect();
     let mut fields = Fields::default();
-    fields.data(&octets(Some(cidr.address())));
+    fields.data(&address);
     fields.data(&mask);
     fields
 }
@@ -251,7 +262,7 @@ pub struct Connection {
     /// The header of a call or response whose body is not complete yet.
     head: Option<Value>,
     /// Whether the line of HTTP has been received.
-    greeted: bool,
+    is_handshake_done: bool,
 }
 
 /// The reason why the received bytes cannot be decoded.
@@ -260,11 +271,11 @@ pub enum RpcError {
     /// The gob is invalid.
     #[error(transparent)]
     Gob(#[from] GobError),
-    /// The first line is not that of Go's `net/rpc`. The value is this line.
+    /// The first line is not that of Go's `net/rpc`. The value is this line. The text is Go's.
     #[error("unexpected HTTP response: {0}")]
-    Greeting(String),
+    HttpLine(String),
     /// A value lacks a field or is not in the range of its type.
-    #[error("the result is invalid: {0}")]
+    #[error("the result of the daemon is invalid: {0}")]
     Invalid(&'static str),
 }
 
@@ -281,37 +292,41 @@ impl Connection {
 
     /// Whether the line of HTTP has been received.
     pub fn handshake_done(&self) -> bool {
-        self.greeted
+        self.is_handshake_done
     }
 
     /// Removes the line of HTTP, which must begin with `expected`, and the empty line after it.
-    /// Returns false if they have not been received completely.
-    fn greeting(&mut self, expected: &str) -> Result<bool, RpcError> {
-        if self.greeted {
+    /// Returns whether they have been received completely.
+    ///
+    /// # Errors
+    /// The received bytes begin otherwise, or are too many without an end of the line.
+    fn take_http_line(&mut self, expected: &str) -> Result<bool, RpcError> {
+        if self.is_handshake_done {
             return Ok(true);
         }
-        let first_line = |bytes: &[u8]| {
-            String::from_utf8_lossy(bytes.split(|byte| *byte == b'\n').next().unwrap_or_default()).into_owned()
-        };
+        // Go's plugin and daemon end the line with a newline, other implementations may end it with
+        // CR and LF.
         let end = (2..=self.received.len()).find(|end| {
             let text = &self.received[..*end];
             text.ends_with(b"\n\n") || text.ends_with(b"\n\r\n")
         });
+        // Another protocol is refused before its line is complete.
         let comparable = self.received.len().min(expected.len());
-        if self.received[..comparable] != expected.as_bytes()[..comparable]
-            || (end.is_none() && self.received.len() > 4096)
-        {
-            return Err(RpcError::Greeting(first_line(&self.received)));
+        let is_as_expected = self.received[..comparable] == expected.as_bytes()[..comparable];
+        let is_too_long = end.is_none() && self.received.len() > MAX_HTTP_LINE;
+        if !is_as_expected || is_too_long {
+            let first_line = self.received.split(|byte| *byte == b'\n').next().unwrap_or_default();
+            return Err(RpcError::HttpLine(String::from_utf8_lossy(first_line).into_owned()));
         }
         if let Some(end) = end {
             self.received.drain(..end);
-            self.greeted = true;
+            self.is_handshake_done = true;
         }
-        Ok(self.greeted)
+        Ok(self.is_handshake_done)
     }
 
     /// Decodes the next header and body. Returns `None` if they have not been received completely.
-    fn pair(&mut self) -> Result<Option<(Value, Value)>, RpcError> {
+    fn head_and_body(&mut self) -> Result<Option<(Value, Value)>, RpcError> {
         if self.head.is_none() {
             self.head = self.reader.take(&mut self.received)?;
         }
@@ -327,10 +342,10 @@ impl Connection {
     /// # Errors
     /// The bytes are not a call; nothing after the error can be decoded.
     pub fn request(&mut self) -> Result<Option<Request>, RpcError> {
-        if !self.greeting("CONNECT /_goRPC_ ")? {
+        if !self.take_http_line(CONNECT_BEGINNING)? {
             return Ok(None);
         }
-        let Some((head, body)) = self.pair()? else { return Ok(None) };
+        let Some((head, body)) = self.head_and_body()? else { return Ok(None) };
         let text = |name: &str| body.text(name).to_owned();
         let args = CmdArgs {
             container_id: text("ContainerID"),
@@ -343,6 +358,7 @@ impl Connection {
         let name = head.text("ServiceMethod").to_owned();
         let seq = match head.get("Seq") {
             Some(Value::Uint(seq)) => *seq,
+            // A field with the value zero is absent.
             _ => 0,
         };
         Ok(Some(Request { method: Method::find(&name), name, seq, args }))
@@ -354,10 +370,10 @@ impl Connection {
     /// # Errors
     /// The bytes are not an answer; nothing after the error can be decoded.
     pub fn response(&mut self) -> Result<Option<Result<AddResult, String>>, RpcError> {
-        if !self.greeting("HTTP/1.0 200 Connected to Go RPC")? {
+        if !self.take_http_line(CONNECTED_BEGINNING)? {
             return Ok(None);
         }
-        let Some((head, body)) = self.pair()? else { return Ok(None) };
+        let Some((head, body)) = self.head_and_body()? else { return Ok(None) };
         match head.text("Error") {
             "" => read_result(&body).map(|result| Some(Ok(result))),
             text => Ok(Some(Err(text.to_owned()))),
@@ -365,19 +381,25 @@ impl Connection {
     }
 }
 
-/// Converts Go's result to ours. A release is answered with an empty one.
+/// Converts Go's result. The answer to a release has an empty result.
+///
+/// # Errors
+/// A value lacks a field or is not in the range of its type.
 fn read_result(body: &Value) -> Result<AddResult, RpcError> {
     let ips = body.list("IPs").iter().map(|ip| {
-        let address = ip.get("Address").and_then(read_net).ok_or(RpcError::Invalid("an address"))?;
+        let address = ip.get("Address").and_then(read_net).ok_or(RpcError::Invalid("a malformed address"))?;
         Ok(IpConfig { interface: None, address, gateway: read_address(ip.bytes("Gateway"))? })
     });
     let routes = body.list("Routes").iter().map(|route| {
-        let dst = route.get("Dst").and_then(read_net).ok_or(RpcError::Invalid("a route's destination"))?;
+        let dst = route.get("Dst").and_then(read_net).ok_or(RpcError::Invalid("a malformed destination of a route"))?;
         let number = |name: &str| -> Result<Option<u32>, RpcError> {
             let number = route.int(name).map(u32::try_from).transpose();
-            number.map_err(|_| RpcError::Invalid("a route's number"))
+            number.map_err(|_| RpcError::Invalid("a number of a route is out of range"))
         };
-        let scope = number("Scope")?.map(u8::try_from).transpose().map_err(|_| RpcError::Invalid("a route's scope"))?;
+        let scope = number("Scope")?
+            .map(u8::try_from)
+            .transpose()
+            .map_err(|_| RpcError::Invalid("the scope of a route is out of range"))?;
         Ok(Route {
             dst,
             gw: read_address(route.bytes("GW"))?,
@@ -413,11 +435,14 @@ fn read_result(body: &Value) -> Result<AddResult, RpcError> {
 /// # Errors
 /// The number of bytes is not that of an address.
 fn read_address(bytes: &[u8]) -> Result<Option<IpAddr>, RpcError> {
-    match bytes.len() {
-        0 => Ok(None),
-        4 => Ok(<[u8; 4]>::try_from(bytes).ok().map(|bytes| Ipv4Addr::from(bytes).into())),
-        16 => Ok(<[u8; 16]>::try_from(bytes).ok().map(|bytes| IpAddr::from(Ipv6Addr::from(bytes)).to_canonical())),
-        _ => Err(RpcError::Invalid("an address")),
+    if bytes.is_empty() {
+        Ok(None)
+    } else if let Ok(v4) = <[u8; 4]>::try_from(bytes) {
+        Ok(Some(IpAddr::from(v4)))
+    } else if let Ok(v6) = <[u8; 16]>::try_from(bytes) {
+        Ok(Some(IpAddr::from(v6).to_canonical()))
+    } else {
+        Err(RpcError::Invalid("a malformed address"))
     }
 }
 
@@ -425,14 +450,15 @@ fn read_address(bytes: &[u8]) -> Result<Option<IpAddr>, RpcError> {
 fn read_net(net: &Value) -> Option<Cidr> {
     let address = read_address(net.bytes("IP")).ok()??;
     let mask = net.bytes("Mask");
-    let ones: u32 = mask.iter().map(|byte| byte.count_ones()).sum();
+    let ones: usize = mask.iter().map(|byte| byte.count_ones() as usize).sum();
     let leading_ones = match mask.iter().position(|byte| *byte != 255) {
         Some(index) => index * 8 + mask[index].leading_ones() as usize,
         None => mask.len() * 8,
     };
-    // The mask of an IPv4 address may be that of its form in IPv6.
+    // The mask of an IPv4 address may be that of its form in IPv6, which begins with 96 more ones.
     let extra = if address.is_ipv4() && mask.len() == 16 { 96 } else { 0 };
-    if leading_ones != ones as usize || (mask.len() != octets(Some(address)).len() && extra == 0) {
+    let has_valid_length = extra > 0 || mask.len() == octets(Some(address)).len();
+    if leading_ones != ones || !has_valid_length {
         return None;
     }
     Cidr::new(address, u8::try_from(ones.checked_sub(extra)?).ok()?)

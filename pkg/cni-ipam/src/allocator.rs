@@ -32,9 +32,9 @@ pub(crate) fn next<O: Occupied>(
     occupied: &mut O,
 ) -> Result<Option<IpAddr>, O::Error> {
     let ranges = set.ranges();
-    // The range that contains `last`, unless the configuration has changed since.
-    let start = last.and_then(|last| Some((ranges.iter().position(|range| range.contains(last))?, last)));
-    let Some((start, last)) = start else {
+    // If the configuration has changed since, `last` may be in none of the ranges.
+    let continued = last.and_then(|last| Some((ranges.iter().position(|range| range.contains(last))?, last)));
+    let Some((current, last)) = continued else {
         for range in ranges {
             if let Some(found) = search(set, range.first(), range.last(), occupied)? {
                 return Ok(Some(found));
@@ -42,33 +42,36 @@ pub(crate) fn next<O: Occupied>(
         }
         return Ok(None);
     };
-    // The rest of that range, then the other ranges in order, then the beginning of that range.
-    if last != ranges[start].last() {
+    // The rest of the current range, then the other ranges in order, then the beginning of the
+    // current range up to `last` itself.
+    if last != ranges[current].last() {
         let after_last = address(last, number(last) + 1);
-        if let Some(found) = search(set, after_last, ranges[start].last(), occupied)? {
+        if let Some(found) = search(set, after_last, ranges[current].last(), occupied)? {
             return Ok(Some(found));
         }
     }
     for step in 1..ranges.len() {
-        let range = &ranges[(start + step) % ranges.len()];
+        let range = &ranges[(current + step) % ranges.len()];
         if let Some(found) = search(set, range.first(), range.last(), occupied)? {
             return Ok(Some(found));
         }
     }
-    search(set, ranges[start].first(), last, occupied)
+    search(set, ranges[current].first(), last, occupied)
 }
 
-/// Returns the lowest address from `from` to `to` that is free and not a gateway of the set. Both
-/// ends are included and belong to the same range. Returns `None` if no address is left.
+/// Returns the lowest address from `from` to `to` that is free and not a gateway of the set, or
+/// `None`. Both ends are included and belong to the same range.
 fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut O) -> Result<Option<IpAddr>, O::Error> {
     let mut from = from;
     loop {
         match occupied.next_free(from)? {
             Some(found) if number(found) > number(to) => return Ok(None),
             Some(found) if !set.is_gateway(found) => return Ok(Some(found)),
+            // A gateway at the end: an address after it might not exist.
+            Some(gateway) if gateway == to => return Ok(None),
             // A gateway is skipped, even if it is not reserved.
-            Some(gateway) if gateway != to => from = address(gateway, number(gateway) + 1),
-            Some(_) | None => return Ok(None),
+            Some(gateway) => from = address(gateway, number(gateway) + 1),
+            None => return Ok(None),
         }
     }
 }
@@ -86,10 +89,10 @@ impl Requested {
     }
 
     /// Adds the addresses of a source, which has lower precedence than all sources before it. Each
-    /// text is `address` or `address/length`, whose length is ignored.
+    /// text is `address` or `address/length`. The length is ignored.
     ///
     /// # Errors
-    /// Code 7 with Go's text for a malformed address.
+    /// Code 7 with Go's text for an empty or malformed text.
     pub fn add<'a>(&mut self, source: &'static str, texts: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let mut addresses: Vec<IpAddr> = Vec::new();
         for text in texts {
@@ -109,11 +112,11 @@ impl Requested {
     /// source of higher precedence overrides.
     ///
     /// # Errors
-    /// Code 7 with Go's text if an address is in no set, or one source names several addresses of
-    /// one set.
+    /// Code 7 with Go's text if an address is in no set, or if one source names several addresses
+    /// of one set.
     pub fn assign(&self, sets: &RangeSets, notes: &Notes) -> Result<Vec<Option<IpAddr>>> {
         // The requested address of each set, with the source that requests it.
-        let mut chosen: Vec<Option<(IpAddr, &str)>> = vec![None; sets.sets().len()];
+        let mut choices: Vec<Option<(IpAddr, &str)>> = vec![None; sets.sets().len()];
         let mut refused = Vec::new();
         for (source, addresses) in &self.sources {
             for address in addresses {
@@ -121,8 +124,8 @@ impl Requested {
                     refused.push(*address);
                     continue;
                 };
-                match chosen[set] {
-                    None => chosen[set] = Some((*address, source)),
+                match choices[set] {
+                    None => choices[set] = Some((*address, source)),
                     Some((chosen, _)) if chosen == *address => {}
                     Some((_, chosen_by)) if chosen_by == *source => refused.push(*address),
                     Some((chosen, chosen_by)) => {
@@ -134,13 +137,13 @@ impl Requested {
             }
         }
         if refused.is_empty() {
-            return Ok(chosen.into_iter().map(|choice| choice.map(|(address, _)| address)).collect());
+            return Ok(choices.into_iter().map(|choice| choice.map(|(address, _)| address)).collect());
         }
         refused.dedup();
         let refused: Vec<String> = refused.iter().map(IpAddr::to_string).collect();
         let msg = format!("failed to allocate all requested IPs: {}", refused.join(" "));
         Err(Error::new(Code::INVALID_CONFIG, msg)
-            .with_details("an address must lie in a range set, and each set gives one"))
+            .with_details("a requested address must be in a range set, and each range set provides one address"))
     }
 }
 

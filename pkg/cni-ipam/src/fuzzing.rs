@@ -1,5 +1,5 @@
-//! Gives cni-fuzz access to the internals of the store: texts of reservations, headers and tables
-//! of the index, also forged ones.
+//! Gives cni-fuzz access to the internals of the store: texts of reservations, and headers and
+//! tables of the index, also forged ones.
 
 use std::fs::File;
 use std::io;
@@ -8,14 +8,14 @@ use std::path::Path;
 
 use crate::host::Host;
 use crate::index::bits::Family;
-use crate::index::header::{Counter, Header};
-use crate::index::table::{HEADER, Key, MIN_SLOTS, PAYLOAD, SLOT, Storage, Table};
+use crate::index::header::{COUNTERS, Counter, Header, MAX_SLOTS};
+use crate::index::table::{Key, MIN_SLOTS, PAGE_LENGTH, PAYLOAD_LENGTH, SLOT_LENGTH, Storage, Table};
 use crate::index::{self, Content, Holder, Index, Record};
 use crate::ranges::number;
 
 /// Returns the address whose reservation has this file name; `None` for other names.
 pub fn address_of_name(name: &[u8]) -> Option<IpAddr> {
-    index::canonical(name)
+    index::address_of_name(name)
 }
 
 /// Returns the trimmed text of a reservation's file; `None` if the file is blank or not a
@@ -27,15 +27,16 @@ pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Decodes the first page of an index. Returns whether the page was accepted.
+/// Decodes the first page of an index, and checks an accepted header. Returns whether the page was
+/// accepted.
 ///
 /// # Panics
-/// An accepted header is impossible, or differs after it was encoded and decoded again.
+/// The accepted header is impossible, or differs after it was encoded and decoded again.
 pub fn read_header(page: &[u8]) -> bool {
     let Some(header) = Header::decode(page) else { return false };
     assert!(header.slots.is_power_of_two() && header.used < header.slots);
     let size = header.file_size();
-    assert!(size.is_some_and(|size| size <= (1 << 30) + HEADER), "{size:?}");
+    assert!(size.is_some_and(|size| size <= PAGE_LENGTH + MAX_SLOTS * SLOT_LENGTH as u64), "{size:?}");
     let Some(again) = Header::decode(&header.encode()) else { panic!("{header:?} is refused after encoding") };
     assert_eq!(again, header);
     true
@@ -44,6 +45,7 @@ pub fn read_header(page: &[u8]) -> bool {
 /// Does [`read_header`] for a page with this body and the checksum of this body.
 pub fn read_forged_header(body: &[u8]) -> bool {
     let mut page = Header::default().encode();
+    // What precedes the length of the body: the magic number and the flag `clean`.
     page.truncate(16);
     page.extend((body.len() as u64).to_le_bytes());
     page.extend(index::hash(body).to_le_bytes());
@@ -65,19 +67,19 @@ pub struct CraftedEntry {
     /// An address, a part of an address, or a hash, depending on the kind.
     pub number: u128,
     /// The content of the entry.
-    pub payload: [u8; PAYLOAD],
+    pub payload: [u8; PAYLOAD_LENGTH],
 }
 
-/// Returns the bytes of an index file with these entries, without a header, and the number of used
-/// slots.
+/// Returns the bytes of an index file with these entries, with zeros instead of the header, and the
+/// number of used slots.
 fn forged_table(slots: u64, entries: &[CraftedEntry]) -> (Vec<u8>, u64) {
-    let mut bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
+    let mut bytes = vec![0; (PAGE_LENGTH + slots * SLOT_LENGTH as u64) as usize];
     let mut used = 0;
     for entry in entries {
         let key = Key { tag: entry.tag, family: entry.family, rank: entry.rank, number: entry.number };
         if entry.tag != 0 {
-            let at = (HEADER + (entry.slot % slots) * SLOT as u64) as usize;
-            bytes[at..at + SLOT].copy_from_slice(&key.encode(&entry.payload));
+            let at = (PAGE_LENGTH + (entry.slot % slots) * SLOT_LENGTH as u64) as usize;
+            bytes[at..at + SLOT_LENGTH].copy_from_slice(&key.encode(&entry.payload));
             used += 1;
         }
     }
@@ -90,6 +92,8 @@ fn forged_table(slots: u64, entries: &[CraftedEntry]) -> (Vec<u8>, u64) {
 /// # Panics
 /// A free address is below the requested one or of the other family.
 pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]) {
+    // For records if `hashes` is empty.
+    const OTHER_HASH: u64 = 9;
     let (bytes, used) = forged_table(MIN_SLOTS, entries);
     let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
     let mut index = Index::forged(Table::over(Storage::Memory(bytes), MIN_SLOTS, used), header);
@@ -101,7 +105,7 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
         if let Ok(Some(free)) = index.next_free(*address) {
             assert!(number(free) >= number(*address) && free.is_ipv4() == address.is_ipv4());
         }
-        let hash = hashes.first().copied().unwrap_or(9);
+        let hash = hashes.first().copied().unwrap_or(OTHER_HASH);
         let record = |holder| Record { address: *address, inode: 1, ctime: (1, 1), mtime_nanos: 1, holder, boot: 1 };
         let _ = index.put(&record(Holder::Content(hash)));
         let _ = index.remove(*address);
@@ -135,12 +139,13 @@ pub fn plant(
         clean: true,
         exact: true,
         slots: MIN_SLOTS,
+        // A header of a full table is refused.
         used: used.min(MIN_SLOTS - 1),
         stamp: index::mark(&File::open(data_dir.join(network))?)?,
         machine: host.machine(),
         boot: host.boot(),
         sequence: 1,
-        counters: counted.iter().take(8).map(counter).collect(),
+        counters: counted.iter().take(COUNTERS).map(counter).collect(),
         ..Header::default()
     };
     let page = header.encode();
@@ -150,7 +155,8 @@ pub fn plant(
     std::fs::write(sidecar.join("index"), bytes)
 }
 
-/// An index in memory that gets only consistent changes, for comparison with a model.
+/// An index in memory that gets only consistent changes, for comparison with a model. A query that
+/// fails gets an empty answer, which differs from that of the model.
 #[derive(Debug)]
 pub struct ConsistentIndex(Index);
 

@@ -33,19 +33,20 @@ struct Runtime {
 /// values that cannot be parsed.
 pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
     let Keys { ipam, runtime_config } = conf.decode().unwrap_or_default();
-    let gateway = |subnet: Option<&Json>, gateway: Option<&Json>| {
+    let gateway_of = |subnet: Option<&Json>, gateway: Option<&Json>| {
         let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
         match gateway.and_then(Json::as_str) {
             Some(text) => Cidr::new(text.parse().ok()?, subnet.prefix()),
+            // The default gateway.
             None => subnet.first(),
         }
     };
-    let mut gateways: Vec<Cidr> = gateway(ipam.subnet.as_ref(), ipam.gateway.as_ref()).into_iter().collect();
+    let mut gateways: Vec<Cidr> = gateway_of(ipam.subnet.as_ref(), ipam.gateway.as_ref()).into_iter().collect();
     for sets in [ipam.ranges.as_ref(), runtime_config.ip_ranges.as_ref()].into_iter().flatten() {
         let Json::Array(sets) = sets else { continue };
         for set in sets {
             let Json::Array(ranges) = set else { continue };
-            gateways.extend(ranges.iter().filter_map(|range| gateway(range.get("subnet"), range.get("gateway"))));
+            gateways.extend(ranges.iter().filter_map(|range| gateway_of(range.get("subnet"), range.get("gateway"))));
         }
     }
     gateways

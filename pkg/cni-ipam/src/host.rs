@@ -1,7 +1,8 @@
 //! Identifies the machine and its current boot, for the records of reservations.
 //!
-//! Only hashes of the IDs are stored. A reservation counts as one of an earlier boot only if
-//! machine and boot are known. The time of the boot is only read if there is such a reservation.
+//! Only hashes of the IDs are stored. A reservation counts as one of an earlier boot only if the
+//! IDs of machine and boot are known. The time of the boot is only read if there is such a
+//! reservation.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ pub struct Host {
     machine: Option<u64>,
     /// The hash of the boot ID, or `None` if that is unknown.
     boot: Option<u64>,
-    /// The path of /proc/uptime.
+    /// The path of /proc/uptime. Empty if the time of the boot is unknown.
     uptime: PathBuf,
 }
 
@@ -53,7 +54,7 @@ impl Host {
 
     /// Returns the time of this boot by the current clock, or `None` if it is unknown.
     pub(crate) fn booted(&self) -> Option<Timestamp> {
-        // `btime` of /proc/stat has only whole seconds, and reading that file is slow.
+        // `btime` in /proc/stat has only whole seconds, and reading /proc/stat is slow.
         let text = fs::read_to_string(&self.uptime).ok()?;
         let up: f64 = text.split_ascii_whitespace().next()?.parse().ok()?;
         let up = Duration::try_from_secs_f64(up).ok()?;

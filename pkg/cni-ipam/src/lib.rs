@@ -3,13 +3,13 @@
 //! Modules, from the configuration to the disk:
 //!
 //! - [`ranges`]: ranges and range sets, checked by Go's rules.
-//! - [`allocator`]: which address of each set an attachment gets.
+//! - [`allocator`]: the choice of an address from each set.
 //! - [`store`]: the folder of reservations, byte for byte Go's, behind its lock ([`lock`]).
-//! - `index`: beside the folder, a table of what is in it, so that no verb reads every reservation.
-//!   It can always be thrown away.
-//! - [`gateways`]: the gateways of a configuration, for the plugin that delegates.
-//! - [`host`]: which boot of which machine this is, so that reservations of an earlier boot can be
-//!   identified.
+//! - `index`: a table of the reservations, so that no verb has to read every file of the folder. It
+//!   may be deleted at any time.
+//! - [`gateways`]: the gateways of a configuration, for the plugin that delegates to host-local.
+//! - [`host`]: the identity of this machine and of its boot, by which reservations of an earlier
+//!   boot are recognised.
 //!
 //! This crate knows no plugin, no result and no network state. The folder is authoritative, and
 //! other programs write to it. The index is used only while the folder has the mtime that was set

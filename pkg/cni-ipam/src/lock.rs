@@ -18,12 +18,12 @@ use nix::libc::{O_CREAT, O_NONBLOCK};
 /// How long a verb waits for the lock by default.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
 
-/// What happens if the folder does not exist.
+/// The treatment of a folder that does not exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MissingFolder {
-    /// It is created: ADD.
+    /// ADD creates it.
     Create,
-    /// Nothing: every other verb.
+    /// Every other verb creates nothing, and there is nothing to lock.
     Leave,
 }
 
@@ -40,8 +40,10 @@ pub(crate) struct Guard {
 /// [`MissingFolder::Leave`].
 ///
 /// # Errors
-/// Code 11 after `limit` or a signal, with the process that holds the lock; code 5 if the folder or
-/// the file cannot be created or opened.
+/// - Code 11 if another process holds the lock until `limit` has passed or a signal arrives. The
+///   message names that process.
+/// - Code 11 if other processes remove the lock file again and again until `limit` has passed.
+/// - Code 5 if the folder or the lock file cannot be created, opened or locked.
 pub(crate) fn acquire(
     path: &Path,
     missing: MissingFolder,
@@ -63,24 +65,21 @@ pub(crate) fn acquire(
                 let doing = format!("failed to open {}: it is a dangling symbolic link", lock_path.display());
                 return Err(Error::caused(Code::IO, doing, error));
             }
-            Err(error) if missing == MissingFolder::Leave && cannot_exist(&error) => return Ok(None),
-            // Another process removed the folder between the two calls.
+            Err(error) if missing == MissingFolder::Leave && means_missing_folder(&error) => return Ok(None),
+            // Another process removed the folder after it was created.
             Err(error) if error.kind() == io::ErrorKind::NotFound && machine.now() < deadline => continue,
             Err(error) => {
                 return Err(Error::caused(Code::IO, format_args!("failed to open {}", lock_path.display()), error));
             }
         };
         let step = Step::begin();
-        let file = wait(file, &lock_path, machine, on_sigterm, Limit { deadline, length: limit });
-        step.end(format_args!("lock {}", lock_path.display()), &file);
-        let file = file?;
-        let is_locked_file = |metadata: Metadata| {
-            file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (metadata.dev(), metadata.ino()))
-        };
-        if std::fs::metadata(&lock_path).is_ok_and(is_locked_file) {
+        let locked = lock_file(file, &lock_path, machine, on_sigterm, Limit { deadline, length: limit });
+        step.end(format_args!("lock {}", lock_path.display()), &locked);
+        let lock = locked?;
+        if is_at_path(&lock, &lock_path) {
             let folder = File::open(path)
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to open {}", path.display()), error))?;
-            return Ok(Some(Guard { lock: file, folder }));
+            return Ok(Some(Guard { lock, folder }));
         }
         if machine.now() >= deadline {
             return Err(not_locked(&lock_path, limit, "another process keeps removing it"));
@@ -88,9 +87,18 @@ pub(crate) fn acquire(
     }
 }
 
+/// Whether the path still leads to this file, and not to another one or nowhere.
+fn is_at_path(file: &File, path: &Path) -> bool {
+    let identity = |metadata: Metadata| (metadata.dev(), metadata.ino());
+    match (file.metadata(), std::fs::metadata(path)) {
+        (Ok(of_file), Ok(of_path)) => identity(of_file) == identity(of_path),
+        _ => false,
+    }
+}
+
 /// Whether the error means that the folder does not exist: it is missing, it has a name that no
 /// folder can have, or a plain file is in its place.
-fn cannot_exist(error: &io::Error) -> bool {
+fn means_missing_folder(error: &io::Error) -> bool {
     use nix::libc::{ENAMETOOLONG, ENOENT, ENOTDIR};
     match error.raw_os_error() {
         Some(errno) => matches!(errno, ENOENT | ENAMETOOLONG | ENOTDIR),
@@ -99,7 +107,8 @@ fn cannot_exist(error: &io::Error) -> bool {
     }
 }
 
-/// Opens or creates the lock file as Go does. O_NONBLOCK, because opening a FIFO would block.
+/// Opens or creates the lock file for reading, as Go does, with O_NONBLOCK, because opening a FIFO
+/// would block. O_CREAT is a custom flag, because std creates only files that are written.
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).mode(0o750).custom_flags(O_CREAT | O_NONBLOCK).open(path)
 }
@@ -109,8 +118,12 @@ fn not_locked(path: &Path, limit: Duration, why: &str) -> Error {
     Error::new(Code::TRY_AGAIN, format!("failed to lock {} within {} s: {why}", path.display(), limit.as_secs_f32()))
 }
 
-/// Locks an open file. `path` is for the error.
-fn wait(file: File, path: &Path, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File> {
+/// Waits for the lock of an open file. `path` is for the error.
+///
+/// # Errors
+/// - Code 11 if another process holds the lock until the limit or until a signal arrives.
+/// - Code 5 if the file cannot be locked.
+fn lock_file(file: File, path: &Path, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File> {
     flock::lock(file, machine, on_sigterm, limit).map_err(|Refused { cause, holder }| {
         let holder = match holder {
             Some(holder) => format!("it is held by {holder}"),

@@ -130,6 +130,7 @@ impl RangeConf {
             return Err(Error::config(format!("RangeEnd {last} not in network {subnet}")));
         }
         if number(first) > number(last) {
+            // Go has no text of its own for this case.
             return Err(Error::config(format!("RangeStart {first} not in network {subnet}"))
                 .with_details(format!("the range would end at {last}, before it begins")));
         }
@@ -170,18 +171,19 @@ impl Range {
     }
 }
 
-/// Returns the position of the first range that overlaps another one, or `None` if no ranges
-/// overlap.
+/// Returns the position in `ranges` of the first range that overlaps another one, or `None` if no
+/// ranges overlap.
 ///
-/// Sorts the ranges by their first addresses, so that each has to be compared only with the next
-/// one and with the highest address so far: a configuration may have tens of thousands of ranges.
+/// Sorts the ranges by their first addresses, IPv4 before IPv6, so that each has to be compared
+/// only with the next one and with the highest address so far: a configuration may have tens of
+/// thousands of ranges.
 fn first_overlapping<'a>(ranges: impl Iterator<Item = &'a Range>) -> Option<usize> {
     let mut sorted: Vec<(usize, &Range)> = ranges.enumerate().collect();
     sorted.sort_unstable_by_key(|(_, range)| range.first);
     let mut highest_so_far: Option<IpAddr> = None;
     let mut overlapping: Vec<usize> = Vec::new();
-    for (index, (position, range)) in sorted.iter().enumerate() {
-        let overlaps_next = sorted.get(index + 1).is_some_and(|(_, next)| next.first <= range.last);
+    for (sorted_position, (position, range)) in sorted.iter().enumerate() {
+        let overlaps_next = sorted.get(sorted_position + 1).is_some_and(|(_, next)| next.first <= range.last);
         let overlaps_earlier = highest_so_far.is_some_and(|highest| highest >= range.first);
         if overlaps_next || overlaps_earlier {
             overlapping.push(*position);
@@ -222,11 +224,12 @@ impl RangeSet {
             }
             ranges.push(range);
         }
-        if let Some(position) = first_overlapping(ranges.iter())
-            && let (range, later) = (&ranges[position], &ranges[position + 1..])
-            && let Some(other) = later.iter().find(|other| range.overlaps(other))
-        {
-            return Err(Error::config(format!("subnets {range} and {other} overlap")));
+        if let Some(position) = first_overlapping(ranges.iter()) {
+            let range = &ranges[position];
+            // Go names the first pair. No earlier range overlaps another one.
+            if let Some(other) = ranges[position + 1..].iter().find(|other| range.overlaps(other)) {
+                return Err(Error::config(format!("subnets {range} and {other} overlap")));
+            }
         }
         Ok(RangeSet(ranges))
     }
@@ -259,22 +262,27 @@ impl RangeSet {
         self.0.iter().any(|range| range.gateway == address)
     }
 
+    /// Whether the address is in a range of the set and not a gateway of the set.
+    pub fn can_allocate(&self, address: IpAddr) -> bool {
+        self.find(address).is_some() && !self.is_gateway(address)
+    }
+
     /// Returns the gateways that are inside the set's ranges, each once. They are never allocated.
     pub fn inner_gateways(&self) -> Vec<IpAddr> {
+        // Each search in the sorted ranges is a binary search.
         let sorted = self.sorted();
-        let mut gateways: Vec<IpAddr> =
-            self.0.iter().map(Range::gateway).filter(|ip| overlaps_any(&sorted, *ip, *ip)).collect();
+        let is_inside = |gateway: &IpAddr| overlaps_any(&sorted, *gateway, *gateway);
+        let mut gateways: Vec<IpAddr> = self.0.iter().map(Range::gateway).filter(is_inside).collect();
         gateways.sort_unstable();
         gateways.dedup();
         gateways
     }
 
-    /// Returns the number of addresses that can be allocated.
+    /// Returns the number of addresses that can be allocated. The number is at most `u128::MAX`,
+    /// which is one less than the number of IPv6 addresses.
     pub fn capacity(&self) -> u128 {
-        let addresses = self
-            .0
-            .iter()
-            .fold(0u128, |sum, range| sum.saturating_add((number(range.last) - number(range.first)).saturating_add(1)));
+        let size = |range: &Range| (number(range.last) - number(range.first)).saturating_add(1);
+        let addresses = self.0.iter().map(size).fold(0, u128::saturating_add);
         addresses.saturating_sub(self.inner_gateways().len() as u128)
     }
 }
@@ -300,8 +308,9 @@ impl RangeSets {
             all.push(std::slice::from_ref(single));
         }
         all.extend(sets.iter().map(Vec::as_slice));
-        // Go parses all texts while it decodes the configuration, so these errors come first and do
-        // not begin with the set's position.
+        // Go parses all texts while it decodes the configuration, so errors of the texts come
+        // before all others and do not begin with the set's position. `check` parses the texts
+        // again.
         for (position, set) in all.iter().enumerate() {
             for conf in *set {
                 conf.parse().map_err(|error| error.with_details(format!("in range set {position}")))?;
@@ -338,11 +347,13 @@ impl RangeSets {
             all.extend(set.0.iter().map(|range| (position, range)));
         }
         let Some(overlapping) = first_overlapping(all.iter().map(|(_, range)| *range)) else { return Ok(()) };
-        let (position, _) = all[overlapping];
-        let sorted = self.0[position].sorted();
-        for (other_position, range) in all {
-            if other_position > position && overlaps_any(&sorted, range.first, range.last) {
-                return Err(Error::config(format!("range set {position} overlaps with {other_position}")));
+        let (set, _) = all[overlapping];
+        let sorted = self.0[set].sorted();
+        // The ranges of one set do not overlap, and no earlier range overlaps another one. So the
+        // other range is in a later set.
+        for (other_set, range) in all {
+            if other_set > set && overlaps_any(&sorted, range.first, range.last) {
+                return Err(Error::config(format!("range set {set} overlaps with {other_set}")));
             }
         }
         Ok(())

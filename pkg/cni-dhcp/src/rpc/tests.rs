@@ -105,7 +105,7 @@ fn every_field_of_a_result_arrives() {
 fn another_protocol_is_refused_at_once() {
     let mut client = Connection::default();
     client.push(b"HTTP/1.0 404 Not Found\n\n");
-    assert_eq!(client.response(), Err(RpcError::Greeting("HTTP/1.0 404 Not Found".into())));
+    assert_eq!(client.response(), Err(RpcError::HttpLine("HTTP/1.0 404 Not Found".into())));
     let mut daemon = Connection::default();
     daemon.push(b"GET / HTTP/1.1");
     assert!(daemon.request().is_err());

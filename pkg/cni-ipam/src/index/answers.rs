@@ -1,4 +1,4 @@
-//! Queries an index. They change nothing and read only the table.
+//! Queries an index. The queries change nothing and read only the table and the header.
 //!
 //! An answer may be outdated, because it describes the folder at an earlier time. So the caller
 //! reads the file of an address before it acts on the answer.
@@ -7,9 +7,9 @@ use std::io;
 use std::net::IpAddr;
 
 use super::oldest::oldest_key;
-use super::record::{RECORD, family, from_payload, to_address};
+use super::record::{RECORD, address_from_payload, family, to_address};
 use super::table::TableError;
-use super::{Holder, Index, Record, bits, is_of};
+use super::{Holder, Index, Record, bits, is_counter_of};
 use crate::ranges::{Range, RangeSet, number};
 
 impl Index {
@@ -50,19 +50,19 @@ impl Index {
         Ok(foreign.map(|record| record.address).collect())
     }
 
-    /// Returns the set's addresses that have been reserved longest, the oldest first, as the last
-    /// rebuild has stored them. They are only right while the index is exact. Empty if the rebuild
-    /// was not for this set.
+    /// Returns the addresses of the set that have been reserved longest, the oldest first, as the
+    /// last rebuild has stored them. The answer is only right while the index is exact. Returns
+    /// none if the rebuild was not for this set.
     pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
         let mut known = Vec::new();
         while let Some(payload) = self.table.get(&oldest_key(set, known.len() as u32))? {
-            known.push(from_payload(&payload));
+            known.push(address_from_payload(&payload));
         }
         Ok(known)
     }
 
-    /// Returns the addresses whose files have a content with this hash, in no order: those of one
-    /// attachment.
+    /// Returns the addresses whose files have a content with this hash, in no order. They belong to
+    /// one attachment, unless two contents have the same hash.
     pub(crate) fn held(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
         let mut addresses = Vec::new();
         while let Some(address) = self.held_at(hash, addresses.len() as u32)? {
@@ -75,18 +75,19 @@ impl Index {
     /// gaps; `None` behind the last one.
     fn held_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
         let Some(payload) = self.table.get(&Index::held_key(hash, rank))? else { return Ok(None) };
-        Ok(Some(from_payload(&payload)))
+        Ok(Some(address_from_payload(&payload)))
     }
 
-    /// Returns how many addresses have this hash, by a binary search for the first rank that does
-    /// not exist.
+    /// Returns how many addresses have this hash, which is the first rank that does not exist.
+    /// Finds the rank by a binary search, because reading all ranks would be slow for many
+    /// addresses.
     pub(super) fn count_held(&self, hash: u64) -> Result<u32, TableError> {
-        let (mut low, mut high) = (0, 1);
-        while self.held_at(hash, high - 1)?.is_some() {
-            (low, high) = (high, high.saturating_mul(2));
+        let (mut low, mut beyond) = (0, 1);
+        while self.held_at(hash, beyond - 1)?.is_some() {
+            (low, beyond) = (beyond, beyond.saturating_mul(2));
         }
-        // Ranks below `low` exist, `high - 1` does not.
-        high -= 1;
+        // All ranks below `low` exist, the rank `high` does not.
+        let mut high = beyond - 1;
         while low < high {
             let middle = low + (high - low) / 2;
             if self.held_at(hash, middle)?.is_some() { low = middle + 1 } else { high = middle }
@@ -109,6 +110,6 @@ impl Index {
 
     /// Returns how many addresses of the range are occupied, or `None` if the range has no counter.
     pub(crate) fn counted(&self, range: &Range) -> Option<u64> {
-        self.header.counters.iter().find(|counter| is_of(counter, range)).map(|counter| counter.used)
+        self.header.counters.iter().find(|counter| is_counter_of(counter, range)).map(|counter| counter.used)
     }
 }

@@ -6,10 +6,12 @@
 //! *full*, not if it only has some bits. Words without bits are not stored, so a large free range
 //! needs no space.
 
-use super::table::{Key, PAYLOAD, Table, TableError};
+use super::table::{Key, PAYLOAD_LENGTH, Table, TableError};
 
 /// The tag of a word of level 0; level n has this plus n.
 pub(crate) const WORD: u8 = 16;
+/// How many bits of an address select the bit of a word: a word has 2^6 bits.
+const BITS_PER_LEVEL: u32 = 6;
 
 /// The family of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +46,7 @@ impl Family {
     }
 }
 
-/// Returns the key of a word in the table. `number` is its position in its level.
+/// Returns the key of a word in the table. `number` is the position of the word in its level.
 fn key(family: Family, level: u32, number: u128) -> Key {
     Key { tag: WORD + level as u8, family: family.number(), rank: 0, number }
 }
@@ -54,7 +56,18 @@ fn shr(number: u128, bits: u32) -> u128 {
     number.checked_shr(bits).unwrap_or(0)
 }
 
-/// Reads a word. One that is not stored is 0.
+/// Whether a tree of this family has this level.
+fn has_level(family: Family, level: u32) -> bool {
+    level * BITS_PER_LEVEL < family.width()
+}
+
+/// Returns the position of an address in a level: the number of the word, and the bit in the word.
+fn position(address: u128, level: u32) -> (u128, u32) {
+    let bits_below = level * BITS_PER_LEVEL;
+    (shr(address, bits_below + BITS_PER_LEVEL), (shr(address, bits_below) & 63) as u32)
+}
+
+/// Reads a word. A word that is not stored is 0.
 fn word(table: &Table, family: Family, level: u32, number: u128) -> Result<u64, TableError> {
     let Some(payload) = table.get(&key(family, level, number))? else { return Ok(0) };
     let mut bytes = [0; 8];
@@ -68,7 +81,7 @@ fn set_word(table: &mut Table, family: Family, level: u32, number: u128, word: u
     if word == 0 {
         return table.remove(&key);
     }
-    let mut payload = [0; PAYLOAD];
+    let mut payload = [0; PAYLOAD_LENGTH];
     payload[..8].copy_from_slice(&word.to_le_bytes());
     table.put(&key, &payload)
 }
@@ -76,10 +89,10 @@ fn set_word(table: &mut Table, family: Family, level: u32, number: u128, word: u
 /// Marks an address as occupied.
 pub(crate) fn occupy(table: &mut Table, family: Family, address: u128) -> Result<(), TableError> {
     let mut level = 0;
-    while level * 6 < family.width() {
-        let number = shr(address, level * 6 + 6);
+    while has_level(family, level) {
+        let (number, bit) = position(address, level);
         let before = word(table, family, level, number)?;
-        let after = before | 1 << (shr(address, level * 6) & 63);
+        let after = before | 1 << bit;
         if after != before {
             set_word(table, family, level, number, after)?;
         }
@@ -96,15 +109,16 @@ pub(crate) fn occupy(table: &mut Table, family: Family, address: u128) -> Result
 /// Marks an address as free.
 pub(crate) fn vacate(table: &mut Table, family: Family, address: u128) -> Result<(), TableError> {
     let mut level = 0;
-    while level * 6 < family.width() {
-        let number = shr(address, level * 6 + 6);
+    while has_level(family, level) {
+        let (number, bit) = position(address, level);
         let before = word(table, family, level, number)?;
-        let after = before & !(1 << (shr(address, level * 6) & 63));
+        let after = before & !(1 << bit);
         if after != before {
             set_word(table, family, level, number, after)?;
         }
         // The bit in the level above is set only if this word was full.
-        if before != u64::MAX {
+        let was_full = before == u64::MAX;
+        if !was_full {
             break;
         }
         level += 1;
@@ -114,33 +128,29 @@ pub(crate) fn vacate(table: &mut Table, family: Family, address: u128) -> Result
 
 /// Whether an address is occupied.
 pub(crate) fn is_occupied(table: &Table, family: Family, address: u128) -> Result<bool, TableError> {
-    Ok(word(table, family, 0, shr(address, 6))? >> (address & 63) & 1 == 1)
+    let (number, bit) = position(address, 0);
+    Ok(word(table, family, 0, number)? & 1 << bit != 0)
 }
 
 /// Returns the lowest free address that is not below `from`. `None` if all addresses up to the end
 /// of the family are occupied.
+///
+/// Goes up until a word has a bit that is not set, and from there down to the address.
 pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Option<u128>, TableError> {
     let (mut level, mut start) = (0, from);
-    loop {
-        let shift = level * 6;
-        if shift >= family.width() {
-            return Ok(None);
-        }
-        let number = shr(start, shift + 6);
-        let free_bits = !word(table, family, level, number)? & (u64::MAX << (shr(start, shift) & 63));
-        if free_bits == 0 {
-            // The rest of this word has no free address: continue one level up, with the bit of the
-            // next word.
-            let Some(next) = (number + 1).checked_mul(1u128.checked_shl(shift + 6).unwrap_or(0)) else {
-                return Ok(None);
-            };
-            if next == 0 || next > family.max() {
-                return Ok(None);
-            }
+    while has_level(family, level) {
+        let (number, bit) = position(start, level);
+        let unset_bits = !word(table, family, level, number)? & (u64::MAX << bit);
+        if unset_bits == 0 {
+            // All addresses from `start` to the end of this word are occupied: continue one level
+            // up, with the first address of the next word.
+            let addresses_per_word = 1_u128.checked_shl((level + 1) * BITS_PER_LEVEL);
+            let next_word = addresses_per_word.and_then(|addresses| (number + 1).checked_mul(addresses));
+            let Some(next) = next_word.filter(|next| *next <= family.max()) else { return Ok(None) };
             (level, start) = (level + 1, next);
             continue;
         }
-        let found = (number << 6 | u128::from(free_bits.trailing_zeros())) << shift;
+        let found = (number << BITS_PER_LEVEL | u128::from(unset_bits.trailing_zeros())) << (level * BITS_PER_LEVEL);
         // The last word of a level may extend beyond the family's last address.
         if found > family.max() {
             return Ok(None);
@@ -148,9 +158,10 @@ pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Opt
         if level == 0 {
             return Ok(Some(found));
         }
-        // Continue one level down, in the word of this bit: it is not full, so it has a free bit.
+        // Continue one level down, in the word of this bit: it is not full, so it has an unset bit.
         (level, start) = (level - 1, found);
     }
+    Ok(None)
 }
 
 #[cfg(test)]

@@ -1,32 +1,37 @@
-//! Encodes and decodes the header of an index, its first page. It says which state of the folder
-//! the table describes.
+//! Encodes and decodes the header of an index, its first page, which identifies the state of the
+//! folder that the table describes.
 //!
-//! If the header is not *clean*, the table must not be queried. A rebuild still uses its records.
+//! If the header is not *clean*, the table must not be queried. A rebuild still uses the table's
+//! records.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
 use super::bits::Family;
-use super::table::{HEADER, SLOT, hash};
+use super::table::{PAGE_LENGTH, SLOT_LENGTH, hash};
 use crate::host::Timestamp;
 
 /// The first bytes of the file. They change with the format of the page, of the slots, or of
 /// [`hash`]: an index of another format is not read, but rebuilt.
 const MAGIC: &[u8; 8] = b"cni-ix\x00\x03";
-/// The offset of the field `clean`. It is not in the checksum, so one small write changes it.
-pub(crate) const STATE: u64 = 8;
+/// The offset of the field `clean`. The checksum does not include it, so one small write changes
+/// it.
+pub(crate) const CLEAN_AT: u64 = 8;
+/// The bytes before the part with the checksum: [`MAGIC`], `clean`, the length and the checksum of
+/// that part.
+const PREFIX: usize = 32;
 /// How many ranges have a counter at most.
 pub(crate) const COUNTERS: usize = 32;
 /// The largest table that is accepted, in slots: 1 GiB, enough for five million reservations.
-const MAX_SLOTS: u64 = 1 << 24;
+pub(crate) const MAX_SLOTS: u64 = 1 << 24;
 
 /// Identifies a state of the folder: every change of the folder changes its times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub(crate) device: u64,
     pub(crate) inode: u64,
-    pub(crate) mtime: (i64, u32),
-    pub(crate) ctime: (i64, u32),
+    pub(crate) mtime: Timestamp,
+    pub(crate) ctime: Timestamp,
 }
 
 impl Stamp {
@@ -41,21 +46,21 @@ impl Stamp {
     }
 }
 
-/// How many addresses of a range are occupied.
+/// The number of occupied addresses of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Counter {
     pub(crate) family: Family,
     pub(crate) first: u128,
     pub(crate) last: u128,
     pub(crate) used: u64,
-    /// The header's sequence number when the counter was last used. The one that was not used
-    /// longest is replaced if there is no room for another.
+    /// The header's sequence number when the counter was last used. If there is no room for another
+    /// counter, the one with the lowest number is replaced.
     pub(crate) last_used: u64,
 }
 
 impl Counter {
     /// Whether the address is in the range.
-    pub(crate) fn has(&self, family: Family, number: u128) -> bool {
+    pub(crate) fn covers(&self, family: Family, number: u128) -> bool {
         self.family == family && (self.first..=self.last).contains(&number)
     }
 }
@@ -77,22 +82,22 @@ pub(crate) struct Header {
     pub(crate) shared: bool,
     /// The number of slots of the table, a power of two.
     pub(crate) slots: u64,
-    /// How many of them are used.
+    /// The number of slots that have an entry.
     pub(crate) used: u64,
     pub(crate) stamp: Stamp,
     /// A hash of the machine's ID.
     pub(crate) machine: u64,
     /// A hash of the boot's ID.
     pub(crate) boot: u64,
-    /// The time of the oldest reservation of an earlier boot that could be released, or an earlier
-    /// time. `None` if there is none.
-    pub(crate) earlier: Option<Timestamp>,
+    /// No reclaimable reservation has a ctime before this one. `None` if no reservation is
+    /// reclaimable: made in an earlier boot, and therefore to be released.
+    pub(crate) oldest_reclaimable: Option<Timestamp>,
     /// The number of times that the header was written.
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
 }
 
-/// Writes numbers in little-endian order.
+/// A buffer to which numbers are appended in little-endian order.
 pub(super) struct Writer(pub(super) Vec<u8>);
 
 impl Writer {
@@ -102,13 +107,13 @@ impl Writer {
     pub(super) fn u128(&mut self, value: u128) {
         self.0.extend_from_slice(&value.to_le_bytes());
     }
-    fn time(&mut self, (seconds, nanoseconds): (i64, u32)) {
+    fn time(&mut self, (seconds, nanoseconds): Timestamp) {
         self.u64(seconds as u64);
         self.u64(u64::from(nanoseconds));
     }
 }
 
-/// Reads numbers that [`Writer`] has written; `None` at the end.
+/// The rest of a buffer of [`Writer`]. Its methods return the next number, or `None` at the end.
 pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl Reader<'_> {
@@ -123,13 +128,13 @@ impl Reader<'_> {
     pub(super) fn u128(&mut self) -> Option<u128> {
         self.take().map(u128::from_le_bytes)
     }
-    fn time(&mut self) -> Option<(i64, u32)> {
+    fn time(&mut self) -> Option<Timestamp> {
         Some((self.u64()? as i64, self.u64()? as u32))
     }
 }
 
 impl Header {
-    /// Returns the bytes of the page. The rest of the page is unused.
+    /// Returns the bytes at the beginning of the page. The rest of the page is unused.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = Writer(Vec::with_capacity(512));
         let flags = [self.exact, self.unread, self.shared, self.foreign];
@@ -142,8 +147,8 @@ impl Header {
         body.time(self.stamp.ctime);
         body.u64(self.machine);
         body.u64(self.boot);
-        body.u64(u64::from(self.earlier.is_some()));
-        body.time(self.earlier.unwrap_or_default());
+        body.u64(u64::from(self.oldest_reclaimable.is_some()));
+        body.time(self.oldest_reclaimable.unwrap_or_default());
         body.u64(self.sequence);
         body.u64(self.counters.len() as u64);
         for counter in &self.counters {
@@ -166,7 +171,7 @@ impl Header {
 
     /// Returns the length of the index file with this header, or `None` if it is impossible.
     pub(crate) fn file_size(&self) -> Option<u64> {
-        self.slots.checked_mul(SLOT as u64)?.checked_add(HEADER)
+        self.slots.checked_mul(SLOT_LENGTH as u64)?.checked_add(PAGE_LENGTH)
     }
 
     /// Decodes a page. Returns `None` if the page is not a header of this format, is damaged, or
@@ -176,7 +181,6 @@ impl Header {
         if page.take::<8>()? != *MAGIC {
             return None;
         }
-        // `clean` precedes the part with the checksum, so one small write can change it.
         let clean = page.u64()? == 1;
         let (length, sum) = (usize::try_from(page.u64()?).ok()?, page.u64()?);
         let mut body = Reader(page.0.get(..length)?);
@@ -191,8 +195,8 @@ impl Header {
         let (device, inode) = (body.u64()?, body.u64()?);
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
         (header.machine, header.boot) = (body.u64()?, body.u64()?);
-        let (has_earlier, earlier) = (body.u64()? == 1, body.time()?);
-        header.earlier = has_earlier.then_some(earlier);
+        let (is_any_reclaimable, oldest_reclaimable) = (body.u64()? == 1, body.time()?);
+        header.oldest_reclaimable = is_any_reclaimable.then_some(oldest_reclaimable);
         header.sequence = body.u64()?;
         let counter_count = body.u64()?;
         let is_possible = header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
@@ -210,9 +214,10 @@ impl Header {
     }
 }
 
-/// The length of a header with all counters.
-const FULL: usize = 32 + 17 * 8 + COUNTERS * 56;
-const _: () = assert!(FULL <= HEADER as usize, "a full header must fit its page");
+/// The length of a header with all counters. Besides the counters it has 17 numbers of 8 bytes. A
+/// counter has three of 8 bytes and two of 16 bytes.
+const MAX_LENGTH: usize = PREFIX + 17 * 8 + COUNTERS * (3 * 8 + 2 * 16);
+const _: () = assert!(MAX_LENGTH <= PAGE_LENGTH as usize, "a header with all counters must fit its page");
 
 #[cfg(test)]
 mod tests {
@@ -231,7 +236,7 @@ mod tests {
             stamp: Stamp { device: 1, inode: 2, mtime: (-3, 4), ctime: (5, 999_999_999) },
             machine: 6,
             boot: 7,
-            earlier: Some((9, 10)),
+            oldest_reclaimable: Some((9, 10)),
             sequence: 8,
             counters: vec![counter; COUNTERS],
         }
@@ -240,7 +245,7 @@ mod tests {
     #[test]
     fn a_header_survives_its_page_and_fits_it() {
         let bytes = sample().encode();
-        assert!(bytes.len() <= HEADER as usize);
+        assert!(bytes.len() <= PAGE_LENGTH as usize);
         assert_eq!(Header::decode(&bytes), Some(sample()));
     }
 
@@ -248,7 +253,7 @@ mod tests {
     #[test]
     fn a_header_of_an_older_build_is_read() {
         let mut page = sample().encode();
-        let body = page.split_off(32);
+        let body = page.split_off(PREFIX);
         let remembered = [1_u64, 0, 24, 0x0a00_0001, 0, 0x0a00_00fe, 0, 0x0a00_0001, 0, 4 << 8 | 4];
         let mut body = body[..body.len() - 8].to_vec();
         remembered.iter().for_each(|word| body.extend_from_slice(&word.to_le_bytes()));
@@ -271,7 +276,7 @@ mod tests {
     #[test]
     fn one_small_write_makes_a_header_dirty_but_keeps_it_readable() {
         let mut bytes = sample().encode();
-        bytes[STATE as usize..][..8].fill(0);
+        bytes[CLEAN_AT as usize..][..8].fill(0);
         assert_eq!(Header::decode(&bytes), Some(Header { clean: false, ..sample() }));
     }
 

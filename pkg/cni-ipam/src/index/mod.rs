@@ -2,21 +2,23 @@
 //!
 //! It is one file, `<dataDir>/.cni/<network>/index`: a header page ([`header`]) and a table
 //! ([`table`]) with four kinds of entries: a record for each address, the addresses of each
-//! attachment, a tree that finds free addresses ([`bits`]), and the oldest reservations of full
-//! sets ([`oldest`]). It is only a cache: the files decide who has an address, and the index may be
-//! deleted at any time.
+//! attachment, a tree that finds free addresses ([`bits`]), and the oldest reservations of sets
+//! ([`oldest`]). The index is only a cache: the files decide which attachment has an address, and
+//! the index may be deleted at any time.
 //!
 //! # How a stale index is recognised
 //!
-//! A program that changes the folder holds its lock, Go's plugin too, and so do all functions here
-//! except [`peek`]. When a file is created or removed, the kernel sets the folder's mtime to the
-//! present time. A clean header has an mtime that the kernel never sets by itself: a time in the
-//! past with random nanoseconds, which [`mark`] has set. So as long as the folder has the mtime of
-//! the header, no file was created or removed. A change has these steps:
+//! A program that changes the folder holds its lock, Go's plugin too, and so do the callers of all
+//! functions here except [`peek`] and [`peek_header`]. When a file is created or removed, the
+//! kernel sets the folder's mtime to the present time. A clean header has an mtime that the kernel
+//! never sets by itself: a time in the past with random nanoseconds, which [`mark`] has set. So as
+//! long as the folder has the mtime of the header, no file was created or removed. A change has
+//! these steps:
 //!
 //! 1. [`Index::begin`] compares the folder with the header, and makes the header dirty.
 //! 2. The caller creates and removes files. Before it creates one, it [`put`](Index::put)s a
-//!    provisional record: if it is killed then, the rebuild knows that this plugin made the file.
+//!    provisional record: if the process is killed after the file was created, the rebuild knows
+//!    that this plugin created the file.
 //! 3. [`Index::mark`] gives the folder a new mtime in the past.
 //! 4. [`Index::put`] and [`Index::remove`] change the table in place.
 //! 5. [`Index::finish`] writes a clean header with the new mtime.
@@ -25,15 +27,15 @@
 //! index. Even if the dirty header did not reach the disk, the folder's mtime differs from step 2
 //! on.
 //!
-//! A program that ignores the lock is noticed by the mtime too, unless it changes the folder
-//! between 1 and 3, which takes microseconds. Such a change is found by the next rebuild, at the
-//! latest when a range seems to be full ([`Index::is_exact`]). A rebuild marks the folder before it
-//! reads it, so it misses nothing. A file that is edited in place does not change the folder's
-//! mtime. Reservations are not edited in normal operation, and every verb reads a file before it
-//! acts on it, but until the next rebuild the new owner's DEL does not find the file.
+//! A change by a program that ignores the lock is noticed by the mtime too, except between 1 and 3,
+//! which takes microseconds. Such a change is found by the next rebuild, at the latest when a range
+//! seems to be full ([`Index::is_exact`]). A rebuild marks the folder before it reads it, so it
+//! misses nothing. A file that is edited in place does not change the folder's mtime. Reservations
+//! are not edited in normal operation, and every verb reads a file before it acts on it, but until
+//! the next rebuild the new owner's DEL does not find the file.
 //!
-//! The present mtime would not do instead of step 3: the kernel's clock for it ticks every few
-//! milliseconds, so two changes may leave the same mtime.
+//! The mtime that the kernel sets could not replace step 3: the kernel's clock for it ticks every
+//! few milliseconds, so two changes may leave the same mtime.
 
 mod answers;
 pub(crate) mod bits;
@@ -53,20 +55,20 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::host::{Host, Timestamp};
 use crate::ranges::{Range, number};
-use header::{Counter, Header, STATE, Stamp};
-use record::{RECORD, family, to_payload};
-use table::{HEADER, Key, Storage, Table, TableError};
+use header::{CLEAN_AT, Counter, Header, Stamp};
+use record::{RECORD, address_to_payload, family};
+use table::{Key, PAGE_LENGTH, Storage, Table, TableError};
 
 pub(crate) use rebuild::{Content, MAX_LENGTH, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
-pub(crate) use rebuild::{canonical, classify};
+pub(crate) use rebuild::{address_of_name, classify};
 pub(crate) use record::{Holder, LINKING, Record};
 pub(crate) use table::hash;
 
 /// The tag of the entries with the addresses of an attachment.
-const HOLDER: u8 = 2;
-/// For how many records memory is allocated at most before they have been read: the header may be
-/// wrong about their number.
+const HELD: u8 = 2;
+/// The largest number of records for which memory is allocated before they have been read: the
+/// header may be wrong about their number.
 const MAX_PREALLOCATED: usize = 1 << 16;
 
 /// The index of one folder. The caller holds the folder's lock.
@@ -80,12 +82,14 @@ pub(crate) struct Index {
     is_marked: bool,
 }
 
-/// Opens the index if it describes the folder as it is now. Returns `None` if the index must be
-/// rebuilt.
-pub(crate) fn open(path: &Path, folder: &Stamp, host: &Host) -> Option<Index> {
+/// Opens the index if it is clean and describes the folder with this stamp, in this boot of this
+/// machine. Returns `None` if the index must be rebuilt.
+pub(crate) fn open(path: &Path, folder_stamp: &Stamp, host: &Host) -> Option<Index> {
     let file = open_file(path, OpenOptions::new().read(true).write(true)).ok()?;
     let header = read_header(&file)?;
-    if !header.clean || header.stamp != *folder || header.machine != host.machine() || header.boot != host.boot() {
+    let is_current = header.clean && header.stamp == *folder_stamp;
+    // In another boot, a rebuild finds the reservations of earlier boots.
+    if !is_current || header.machine != host.machine() || header.boot != host.boot() {
         return None;
     }
     let table = Table::over(Storage::File(file), header.slots, header.used);
@@ -100,9 +104,9 @@ fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
 }
 
 /// Reads the header. Returns `None` if the header is invalid, or if the file does not have the
-/// length that follows from the header: memory is allocated by that length.
+/// length that follows from the header: memory is allocated for the length that the header states.
 fn read_header(file: &File) -> Option<Header> {
-    let mut page = [0; HEADER as usize];
+    let mut page = [0; PAGE_LENGTH as usize];
     file.read_exact_at(&mut page, 0).ok()?;
     let header = Header::decode(&page)?;
     (header.file_size()? == file.metadata().ok()?.len()).then_some(header)
@@ -113,9 +117,9 @@ pub(crate) fn peek_header(path: &Path) -> Option<Header> {
     read_header(&open_file(path, OpenOptions::new().read(true)).ok()?)
 }
 
-/// Queries an index without the lock, for STATUS. Returns `None` if there is no index, or if the
-/// folder was changed before or during the query. `folder_stamp` returns the folder's present
-/// stamp.
+/// Queries an index without the lock, for STATUS. Returns `None` if there is no index, if the index
+/// is damaged or does not describe the folder, if the folder was changed during the query, or if
+/// `query` returned `None`. `folder_stamp` returns the folder's present stamp.
 pub(crate) fn peek<T>(
     path: &Path,
     folder_stamp: impl Fn() -> Option<Stamp>,
@@ -137,19 +141,22 @@ pub(crate) fn peek<T>(
     is_unchanged.then_some(answer)
 }
 
-/// Returns the records and the header of an index, even if it is dirty or stale: each record is
-/// still right about a file that has its inode and times. Returns nothing if there is no index.
+/// Returns the records and the header of an index, even if the index is dirty or stale: each record
+/// is still right about a file that has the inode and times of the record. Returns no records and
+/// an empty header if there is no index.
 pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Header) {
     let read = || -> Option<(HashMap<IpAddr, Record>, Header)> {
         let file = open_file(path, OpenOptions::new().read(true)).ok()?;
         let header = read_header(&file)?;
-        let mut records = HashMap::with_capacity(MAX_PREALLOCATED.min(header.used as usize / 2));
+        // A record has a second entry, among the addresses of its attachment.
+        let expected = header.used as usize / 2;
+        let mut records = HashMap::with_capacity(MAX_PREALLOCATED.min(expected));
         let outcome = Table::over(Storage::File(file), header.slots, header.used).for_each(|key, payload| {
             if key.tag == RECORD {
                 let mut record = Record::decode(key, payload);
                 if header.machine != host.machine() || header.machine == 0 {
-                    // The index comes from another machine, perhaps with a copied disk: its boots
-                    // mean nothing here.
+                    // The index may come from another machine, with a copied disk. The boots of
+                    // that machine mean nothing here.
                     record.boot = 0;
                 }
                 records.insert(record.address, record);
@@ -162,8 +169,8 @@ pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>,
 }
 
 impl Index {
-    /// Returns a new index in memory with these records, each of another address. It has counters
-    /// for the same ranges as the old index, whose header is `old_header`.
+    /// Returns a new index in memory with these records. No two are of the same address. The index
+    /// has counters for the same ranges as the old index, whose header is `old_header`.
     pub(crate) fn of(records: &[Record], old_header: &Header, host: &Host) -> Result<Index, TableError> {
         let unread = records.iter().any(|record| record.holder == Holder::Unread);
         let foreign = records.iter().any(|record| record.holder == Holder::Unknown);
@@ -174,7 +181,8 @@ impl Index {
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, is_marked: false };
         index.header.counters = old_header.counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
-        // The same as `put`, but faster, because no address has a record yet.
+        // The same as `put`, but faster, because no address has a record yet. `ranks` has the next
+        // rank of each attachment.
         let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
         for record in records {
             let (family, number) = (family(record.address), number(record.address));
@@ -186,7 +194,7 @@ impl Index {
             }
             if record.is_occupied() {
                 bits::occupy(&mut index.table, family, number)?;
-                for counter in index.header.counters.iter_mut().filter(|counter| counter.has(family, number)) {
+                for counter in index.header.counters.iter_mut().filter(|counter| counter.covers(family, number)) {
                     counter.used += 1;
                 }
             }
@@ -204,8 +212,9 @@ impl Index {
             if Stamp::of(&folder.metadata()?) != self.header.stamp {
                 return Ok(false);
             }
-            file.write_all_at(&[0; 8], STATE)?;
+            file.write_all_at(&0_u64.to_le_bytes(), CLEAN_AT)?;
         }
+        // From now on, a change by another program can be missed.
         self.header.exact = false;
         Ok(true)
     }
@@ -217,14 +226,14 @@ impl Index {
         Ok(())
     }
 
-    /// Sets the stamp that [`mark`] has returned for the folder. A rebuild calls it, which marks
-    /// the folder before it reads it and creates the index.
+    /// Sets the stamp that [`mark`] has returned for the folder. A rebuild uses this function
+    /// instead of [`Index::mark`], because it marks the folder before the index exists.
     pub(crate) fn set_stamp(&mut self, stamp: Stamp) {
         self.header.stamp = stamp;
         self.is_marked = true;
     }
 
-    /// Step 5 of a change: writes a clean header, unless the folder could not be marked.
+    /// Step 5 of a change: writes a clean header, unless the folder has not been marked.
     pub(crate) fn finish(&mut self) -> Result<(), TableError> {
         if self.table.is_crowded() {
             self.grow()?;
@@ -240,7 +249,8 @@ impl Index {
     }
 
     /// Writes an index that is in memory to the file at `path`, which is replaced atomically. From
-    /// then on the index uses the file.
+    /// then on the index uses the file. The header is clean if the folder has been marked. Writes
+    /// nothing if the index is in a file already.
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         self.header.clean = self.is_marked;
@@ -262,6 +272,7 @@ impl Index {
 
     /// Moves all entries to a table of twice the size. A file is replaced, not changed in place.
     fn grow(&mut self) -> Result<(), TableError> {
+        // A table that would not be crowded with an entry in each present slot has twice the slots.
         let mut table = Table::in_memory(self.table.slots());
         let mut outcome = Ok(());
         self.table.for_each(|key, payload| {
@@ -301,15 +312,16 @@ impl Index {
         self.header.shared = true;
     }
 
-    /// Returns the time of the oldest reservation of an earlier boot that could be released, or an
-    /// earlier time. `None` if there is none.
-    pub(crate) fn earlier(&self) -> Option<Timestamp> {
-        self.header.earlier
+    /// Returns a time before which no reclaimable reservation was made, or `None` if no reservation
+    /// is reclaimable: made in an earlier boot, and therefore to be released.
+    pub(crate) fn oldest_reclaimable(&self) -> Option<Timestamp> {
+        self.header.oldest_reclaimable
     }
 
-    /// Sets that time. The header is written with the next change.
-    pub(crate) fn set_earlier(&mut self, earlier: Option<Timestamp>) {
-        self.header.earlier = earlier;
+    /// Sets the time of the oldest reclaimable reservation. The header is written with the next
+    /// change.
+    pub(crate) fn set_oldest_reclaimable(&mut self, time: Option<Timestamp>) {
+        self.header.oldest_reclaimable = time;
     }
 
     /// Adds the record of an address, or replaces it.
@@ -326,23 +338,23 @@ impl Index {
         self.update_dependents(address, before, None)
     }
 
-    /// Updates the other entries and the counters after the record of an address has changed from
-    /// `before` to `after`.
+    /// Updates the attachment's addresses, the tree and the counters after the record of an address
+    /// has changed from `before` to `after`.
     fn update_dependents(
         &mut self,
         address: IpAddr,
         before: Option<Record>,
         after: Option<Record>,
     ) -> Result<(), TableError> {
-        let content = |record: Option<Record>| match record.map(|record| record.holder) {
+        let hash_of = |record: Option<Record>| match record.map(|record| record.holder) {
             Some(Holder::Content(hash)) => Some(hash),
             _ => None,
         };
-        if content(before) != content(after) {
-            if let Some(hash) = content(before) {
+        if hash_of(before) != hash_of(after) {
+            if let Some(hash) = hash_of(before) {
                 self.remove_held(hash, address)?;
             }
-            if let Some(hash) = content(after) {
+            if let Some(hash) = hash_of(after) {
                 let rank = self.count_held(hash)?;
                 self.put_held(hash, rank, address)?;
             }
@@ -355,7 +367,7 @@ impl Index {
             _ => return Ok(()),
         }
         for counter in self.header.counters.iter_mut() {
-            if counter.has(family, number) {
+            if counter.covers(family, number) {
                 let used = counter.used;
                 counter.used = if is_occupied(after) { used.saturating_add(1) } else { used.saturating_sub(1) };
             }
@@ -365,18 +377,19 @@ impl Index {
 
     /// Returns the key of an entry with an address of the attachment whose files have this hash.
     fn held_key(hash: u64, rank: u32) -> Key {
-        Key { tag: HOLDER, family: 0, rank, number: u128::from(hash) }
+        Key { tag: HELD, family: 0, rank, number: u128::from(hash) }
     }
 
-    /// Stores an address of the attachment with this hash, with a rank.
+    /// Stores an address of the attachment with this hash, under a rank.
     fn put_held(&mut self, hash: u64, rank: u32, address: IpAddr) -> Result<(), TableError> {
-        self.table.put(&Index::held_key(hash, rank), &to_payload(address))
+        self.table.put(&Index::held_key(hash, rank), &address_to_payload(address))
     }
 
-    /// Removes an address from those of the attachment with this hash. The last one gets its rank,
-    /// so that ranks have no gap.
+    /// Removes an address from those of the attachment with this hash. The last address gets the
+    /// rank of the removed one, so that ranks have no gap.
     fn remove_held(&mut self, hash: u64, address: IpAddr) -> Result<(), TableError> {
         let addresses = self.held(hash)?;
+        // The address with the rank n is the element n.
         let Some(rank) = addresses.iter().position(|other| *other == address) else {
             return Err(TableError::Corrupt);
         };
@@ -391,7 +404,7 @@ impl Index {
     /// whole table; from then on the range has a counter.
     pub(crate) fn count(&mut self, range: &Range) -> Result<u64, TableError> {
         let sequence = self.header.sequence;
-        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_of(counter, range)) {
+        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_counter_of(counter, range)) {
             counter.last_used = sequence;
             return Ok(counter.used);
         }
@@ -399,7 +412,7 @@ impl Index {
         let used =
             records.iter().filter(|record| record.is_occupied() && range.contains(record.address)).count() as u64;
         self.header.start_counting(range);
-        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_of(counter, range)) {
+        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_counter_of(counter, range)) {
             counter.used = used;
         }
         Ok(used)
@@ -412,7 +425,7 @@ impl Index {
         Index { table, header, path: None, is_marked: true }
     }
 
-    /// Returns how many reads and writes there were so far.
+    /// Returns the number of reads and writes of the table so far.
     #[cfg(test)]
     pub(crate) fn accesses(&self) -> u64 {
         self.table.accesses()
@@ -420,16 +433,17 @@ impl Index {
 }
 
 /// Whether the counter is for this range.
-fn is_of(counter: &Counter, range: &Range) -> bool {
+fn is_counter_of(counter: &Counter, range: &Range) -> bool {
     (counter.family, counter.first, counter.last)
         == (family(range.first()), number(range.first()), number(range.last()))
 }
 
 impl Header {
-    /// Adds a counter for a range that has none. If there is no room, the new counter replaces the
-    /// one that was not used for the longest time. The counter is 0: the caller must count.
+    /// Adds a counter for a range, unless the range has one. If there is no room, the new counter
+    /// replaces the one that was not used for the longest time. The new counter is 0: the caller
+    /// must count.
     pub(crate) fn start_counting(&mut self, range: &Range) {
-        if self.counters.iter().any(|counter| is_of(counter, range)) {
+        if self.counters.iter().any(|counter| is_counter_of(counter, range)) {
             return;
         }
         let (first, last) = (number(range.first()), number(range.last()));
@@ -446,7 +460,8 @@ impl Header {
 /// nanoseconds. Returns the folder's new stamp.
 ///
 /// # Errors
-/// Also if the file system does not store nanoseconds: then two marks could be equal.
+/// The mtime cannot be set, or the file system does not store nanoseconds: then two marks could be
+/// equal.
 pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
     let nanoseconds = random_nanos()?;
     let yesterday = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs().saturating_sub(86_400);
@@ -458,11 +473,13 @@ pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
     Ok(stamp)
 }
 
-/// Returns a random number of nanoseconds that is not divisible by 1000: coarse clocks and tools
-/// that copy files set round times.
+/// Returns a random number of nanoseconds that is not divisible by 1000, because the times of
+/// coarse clocks, and of tools that copy files, are.
 pub(crate) fn random_nanos() -> io::Result<u32> {
     let random = getrandom::u32().map_err(|error| io::Error::other(error.to_string()))?;
-    Ok(random % 999_999_000 / 1000 * 1000 + 1 + random % 999)
+    let thousands = random % 999_999_000 / 1000 * 1000;
+    let remainder = 1 + random % 999;
+    Ok(thousands + remainder)
 }
 
 #[cfg(test)]

@@ -1,14 +1,15 @@
 //! Finds the oldest reservations of a range set, which the error of a full set names: they are the
 //! most likely leftovers.
 //!
-//! A rebuild that a full set has caused finds them and stores them in the table: a runtime repeats
-//! a failed ADD every second, and reading 65,000 records each time would take longer than
-//! everything else. They are not updated, because they are only used while no address has changed
-//! since that rebuild (the index is exact). For another set all records are read.
+//! A rebuild during an ADD finds the oldest reservations and stores them in the table: a runtime
+//! repeats a failed ADD every second, and reading 65,000 records each time would take longer than
+//! everything else. The stored ones are not updated, because they are only used while no address
+//! has changed since that rebuild (the index is exact). For a set of another configuration all
+//! records are read.
 
 use std::net::IpAddr;
 
-use super::record::{Record, to_payload};
+use super::record::{Record, UNRELIABLE_CTIME, address_to_payload};
 use super::table::{Key, TableError};
 use super::{Index, hash};
 use crate::host::Timestamp;
@@ -16,15 +17,15 @@ use crate::ranges::{RangeSet, RangeSets};
 
 /// The number of reservations that are found and stored for a set.
 const COUNT: usize = 3;
-/// The tag of the table's entries that store them.
-const TAG: u8 = 4;
+/// The tag of the table's entries that store these reservations.
+const OLDEST: u8 = 4;
 
 /// Returns the key of the entry for the oldest reservation (`rank` 0), the next one (1) and so on.
 pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
-    // The gateways matter because no attachment gets them, and the text of a set does not have
-    // them.
+    // No attachment gets a gateway, so a set with other gateways has another key. The text of a
+    // range does not have its gateway.
     let text: String = set.ranges().iter().map(|range| format!("{range} {},", range.gateway())).collect();
-    Key { tag: TAG, family: 0, rank, number: u128::from(hash(text.as_bytes())) }
+    Key { tag: OLDEST, family: 0, rank, number: u128::from(hash(text.as_bytes())) }
 }
 
 /// Returns the addresses of the set that have been reserved longest, the oldest first. `records`
@@ -32,13 +33,12 @@ pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
 pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
     let mut oldest: Vec<(Timestamp, IpAddr)> = Vec::with_capacity(COUNT + 1);
     for record in records {
-        // The ctime (0, 0) means that the file had just changed when the folder was read, so it
-        // counts as the newest.
-        let since = if record.ctime == (0, 0) { (i64::MAX, 0) } else { record.ctime };
+        // A file that had just changed when the folder was read counts as the newest.
+        let since = if record.ctime == UNRELIABLE_CTIME { (i64::MAX, 0) } else { record.ctime };
         let entry = (since, record.address);
-        let is_older = oldest.len() < COUNT || oldest.last() > Some(&entry);
-        let is_in_set = |address| set.find(address).is_some() && !set.is_gateway(address);
-        if is_older && record.is_occupied() && is_in_set(record.address) {
+        // Checked first, because the other conditions take longer.
+        let is_among_oldest = oldest.len() < COUNT || oldest.last() > Some(&entry);
+        if is_among_oldest && record.is_occupied() && set.can_allocate(record.address) {
             oldest.insert(oldest.partition_point(|other| *other < entry), entry);
             oldest.truncate(COUNT);
         }
@@ -47,17 +47,18 @@ pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
 }
 
 impl Index {
-    /// Finds the oldest reservations of a set that are not stored, by reading all records.
+    /// Returns the addresses of the set that have been reserved longest, the oldest first. Reads
+    /// all records, unlike [`oldest`](Index::oldest).
     pub(crate) fn search_oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
         Ok(oldest_of(&self.records()?, set))
     }
 
-    /// Finds the oldest reservations of these sets and stores them. `records` are all records of
-    /// this index.
-    pub(crate) fn store_oldest(&mut self, full_sets: &RangeSets, records: &[Record]) -> Result<(), TableError> {
-        for set in full_sets.sets() {
+    /// Finds the oldest reservations of each set and stores them for [`oldest`](Index::oldest).
+    /// `records` are all records of this index.
+    pub(crate) fn store_oldest(&mut self, sets: &RangeSets, records: &[Record]) -> Result<(), TableError> {
+        for set in sets.sets() {
             for (rank, address) in oldest_of(records, set).into_iter().enumerate() {
-                self.table.put(&oldest_key(set, rank as u32), &to_payload(address))?;
+                self.table.put(&oldest_key(set, rank as u32), &address_to_payload(address))?;
             }
             if self.table.is_crowded() {
                 self.grow()?;

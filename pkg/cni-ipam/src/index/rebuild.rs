@@ -2,8 +2,8 @@
 //! that are new or changed.
 //!
 //! Nothing in the folder is changed. A file is a reservation only if its name is an address as Go's
-//! plugin and this one spell it; other files are ignored. Metadata is read with std, because the C
-//! library of a 32-bit machine cuts off inodes and times.
+//! plugin and this one spell it; other files are ignored. Metadata is read with std instead of nix,
+//! because the C library of a 32-bit machine cuts off inodes and times.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -19,31 +19,38 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
+use super::record::UNRELIABLE_CTIME;
 use super::{Holder, Record, hash};
+use crate::host::Timestamp;
 
 /// The length of the longest reservation, in bytes. Only this much of a longer file is read.
 pub(crate) const MAX_LENGTH: u64 = 64 * 1024;
 /// The length of the longest container ID, in bytes. A longer first line is not an ID.
 const MAX_ID_LENGTH: usize = 4096;
-/// A file that changed less than this many seconds ago may change again without getting other
-/// times: the kernel's clock for them is coarse.
+/// How many characters of such a line messages show.
+const SHOWN_LENGTH: usize = 64;
+/// The length of the longest text of an address, in bytes.
+const MAX_ADDRESS_LENGTH: usize = 45;
+/// A file that changed less than this many seconds ago may change again and get the same times: the
+/// kernel's clock for the times of files is coarse.
 const CLOCK_UNCERTAINTY: i64 = 2;
 
 /// Returns the address that is the file's name. Returns `None` if the name is not an address, or is
 /// spelt differently from how these plugins and Go's write that address.
-pub(crate) fn canonical(name: &[u8]) -> Option<IpAddr> {
+pub(crate) fn address_of_name(name: &[u8]) -> Option<IpAddr> {
     // A quick check for most other names: longer than any address, or another first character.
-    if name.len() > 45 || !name.first().is_some_and(|byte| byte.is_ascii_hexdigit() || *byte == b':') {
+    if name.len() > MAX_ADDRESS_LENGTH || !name.first().is_some_and(|byte| byte.is_ascii_hexdigit() || *byte == b':') {
         return None;
     }
     let name = std::str::from_utf8(name).ok()?;
     let address: IpAddr = name.parse().ok()?;
-    // An IPv4 address has only one spelling that can be parsed.
-    let is_canonical = match address {
+    let has_same_spelling = match address {
+        // Only one spelling of an IPv4 address can be parsed.
         IpAddr::V4(_) => true,
+        // Go writes an IPv4-mapped address as IPv4.
         IpAddr::V6(v6) => v6.to_ipv4_mapped().is_none() && v6.to_string() == name,
     };
-    is_canonical.then_some(address)
+    has_same_spelling.then_some(address)
 }
 
 /// Returns the addresses that are names of files in the folder, without reading a file. STATUS uses
@@ -51,7 +58,7 @@ pub(crate) fn canonical(name: &[u8]) -> Option<IpAddr> {
 pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for entry in std::fs::read_dir(folder)? {
-        addresses.extend(canonical(entry?.file_name().as_bytes()));
+        addresses.extend(address_of_name(entry?.file_name().as_bytes()));
     }
     Ok(addresses)
 }
@@ -67,7 +74,7 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
     let mut records = Vec::with_capacity(known.len());
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
-        let Some(address) = canonical(entry.file_name().as_bytes()) else { continue };
+        let Some(address) = address_of_name(entry.file_name().as_bytes()) else { continue };
         // `DirEntry::metadata` uses the folder's descriptor. With a path for each file it would
         // take twice the time.
         let metadata = match entry.metadata() {
@@ -83,6 +90,7 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
             // A file without a known owner is read again: older builds did not read files that are
             // too long.
             Some(known) if !matches!(known.holder, Holder::Unread | Holder::Unknown) && is_same(known, &metadata) => {
+                // The file's ctime replaces that of a provisional record.
                 Record { ctime: ctime(&metadata), ..*known }
             }
             _ => new_record(address, &metadata, read(folder, address), now),
@@ -94,18 +102,18 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
 
 /// Returns the record of a file whose metadata cannot be read.
 fn unread_record(address: IpAddr) -> Record {
-    Record { address, inode: 0, ctime: (0, 0), mtime_nanos: 0, holder: Holder::Unread, boot: 0 }
+    Record { address, inode: 0, ctime: UNRELIABLE_CTIME, mtime_nanos: 0, holder: Holder::Unread, boot: 0 }
 }
 
 /// Returns the time when the file was last changed in any way, in seconds and nanoseconds.
-fn ctime(metadata: &Metadata) -> (i64, u32) {
+fn ctime(metadata: &Metadata) -> Timestamp {
     (metadata.ctime(), metadata.ctime_nsec() as u32)
 }
 
 /// Whether `metadata` belongs to the file that the record describes, and the file is unchanged.
 fn is_same(known: &Record, metadata: &Metadata) -> bool {
     known.inode == metadata.ino()
-        && known.is_of_ctime(ctime(metadata))
+        && known.matches_ctime(ctime(metadata))
         && known.mtime_nanos == metadata.mtime_nsec() as u32
 }
 
@@ -120,6 +128,7 @@ pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
 
 /// Returns the record of a file that was just read. `now` is in seconds.
 fn new_record(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
+    // A ctime in the future is not reliable either: the clock was set back.
     let is_ctime_reliable = (0..=now - CLOCK_UNCERTAINTY).contains(&metadata.ctime());
     let holder = match content {
         Ok(Content::Text(text)) => Holder::Content(hash(&text)),
@@ -127,7 +136,8 @@ fn new_record(address: IpAddr, metadata: &Metadata, content: io::Result<Content>
         Ok(Content::Foreign) => Holder::Unknown,
         Err(_) => Holder::Unread,
     };
-    let ctime = if is_ctime_reliable { ctime(metadata) } else { (0, 0) };
+    let ctime = if is_ctime_reliable { ctime(metadata) } else { UNRELIABLE_CTIME };
+    // Only the process that creates a reservation records the boot.
     Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
 }
 
@@ -142,8 +152,8 @@ pub(crate) enum Content {
     /// The reservation's text, without white space at both ends, as in Go's plugin. For a file that
     /// is too long: the owner that its beginning names.
     Text(Vec<u8>),
-    /// Something that is neither a reservation nor free: not a regular file, or a file that is too
-    /// long and does not name an owner.
+    /// Neither a reservation nor free: not a regular file, or a file that is too long and does not
+    /// name an owner.
     Foreign,
 }
 
@@ -164,6 +174,7 @@ pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
     let file: OwnedFd = match openat(folder.as_fd(), name, flags, Mode::empty()) {
         Ok(file) => file,
         Err(Errno::ENOENT) => return Ok(Content::Absent),
+        // A symbolic link or a socket.
         Err(Errno::ELOOP | Errno::ENXIO) => return Ok(Content::Foreign),
         Err(error) => return Err(error.into()),
     };
@@ -172,11 +183,12 @@ pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
         return Ok(Content::Foreign);
     }
     let mut bytes = Vec::with_capacity(256);
+    // One byte more, by which `classify` recognises a longer file.
     file.take(MAX_LENGTH + 1).read_to_end(&mut bytes)?;
     Ok(classify(&bytes))
 }
 
-/// Returns what a file with these bytes is.
+/// Returns the content of a file with these bytes.
 pub(crate) fn classify(bytes: &[u8]) -> Content {
     if bytes.len() as u64 > MAX_LENGTH {
         return owner_of_oversized(&bytes[..MAX_LENGTH as usize]);
@@ -185,16 +197,17 @@ pub(crate) fn classify(bytes: &[u8]) -> Content {
         return Content::Blank;
     }
     match std::str::from_utf8(bytes) {
+        // White space beyond ASCII.
         Ok(text) if text.trim().is_empty() => Content::Blank,
         Ok(text) => Content::Text(text.trim().as_bytes().to_vec()),
         Err(_) => Content::Text(bytes.trim_ascii().to_vec()),
     }
 }
 
-/// Returns the owner that the beginning of a file names, which is too long: a container ID in the
-/// first line and, if the second line is the name of an interface, that interface. The file is
-/// treated as a reservation of this owner, so that the owner's DEL, or a GC without the owner,
-/// removes it.
+/// Returns the text of the owner that the beginning of an oversized file names: the container ID in
+/// the first line and, if the second line begins with the name of an interface, that interface. The
+/// file is treated as a reservation of this owner, so that the owner's DEL, or a GC for which the
+/// owner is not valid, removes the file.
 fn owner_of_oversized(beginning: &[u8]) -> Content {
     let text = String::from_utf8_lossy(beginning);
     let text = text.trim_start();
@@ -202,8 +215,9 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     let (id, rest) = text.split_at(end);
     let id = match id.trim_end() {
         "" => return Content::Foreign,
-        // The line is too long for an ID. No ID contains `…`, so this owner matches no attachment.
-        id if id.len() > MAX_ID_LENGTH => format!("{}…", id.chars().take(64).collect::<String>()),
+        // The line is too long for an ID. Messages show its beginning. No ID contains `…`, so this
+        // owner matches no attachment.
+        id if id.len() > MAX_ID_LENGTH => format!("{}…", id.chars().take(SHOWN_LENGTH).collect::<String>()),
         id => id.to_owned(),
     };
     let ifname = rest.strip_prefix("\r\n").and_then(|rest| rest.split(|c: char| c.is_whitespace() || c == '\0').next());
@@ -221,7 +235,7 @@ mod tests {
     #[test]
     fn only_one_spelling_of_an_address_is_a_reservation() {
         for name in ["10.0.0.1", "0.0.0.0", "fd00::2", "::", "::a01:203", "fd00::1:0:0:1"] {
-            assert_eq!(canonical(name.as_bytes()).map(|address| address.to_string()).as_deref(), Some(name));
+            assert_eq!(address_of_name(name.as_bytes()).map(|address| address.to_string()).as_deref(), Some(name));
         }
         for name in [
             "lock",
@@ -238,9 +252,9 @@ mod tests {
             "beef",
             "10.0.0.1 ",
         ] {
-            assert_eq!(canonical(name.as_bytes()), None, "{name}");
+            assert_eq!(address_of_name(name.as_bytes()), None, "{name}");
         }
-        assert_eq!(canonical(b"10.0.0.1\xff"), None);
+        assert_eq!(address_of_name(b"10.0.0.1\xff"), None);
     }
 
     #[test]
@@ -300,7 +314,7 @@ mod tests {
         std::fs::write(folder.path().join("10.0.0.2"), "a").unwrap();
         let open = File::open(folder.path()).unwrap();
         let metadata = std::fs::metadata(folder.path().join("10.0.0.2")).unwrap();
-        let address = canonical(b"10.0.0.2").unwrap();
+        let address = address_of_name(b"10.0.0.2").unwrap();
         let at = |now: i64| new_record(address, &metadata, read(&open, address), now);
         assert!(!is_same(&at(metadata.ctime()), &metadata));
         assert!(!is_same(&at(metadata.ctime() - 100), &metadata), "a clock that was set back");

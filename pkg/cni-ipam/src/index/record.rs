@@ -6,8 +6,8 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::bits::Family;
-use super::table::{Key, PAYLOAD, Payload};
-use crate::host::Host;
+use super::table::{Key, PAYLOAD_LENGTH, Payload};
+use crate::host::{Host, Timestamp};
 use crate::ranges::number;
 
 /// The tag of a record in the table.
@@ -19,6 +19,14 @@ pub(super) const RECORD: u8 = 1;
 pub(crate) const LINKING: u32 = u32::MAX;
 /// How many seconds after the provisional record the file is linked at most.
 const LINKED_WITHIN: i64 = 10;
+/// The ctime in the record of a file that had changed so recently, when it was read, that another
+/// change could have left the same time. Such a record matches no file.
+pub(crate) const UNRELIABLE_CTIME: Timestamp = (0, 0);
+
+// The numbers of the holders that are not a hash: `hash` never returns them.
+const FREE: u64 = 0;
+const UNKNOWN: u64 = 1;
+const UNREAD: u64 = 2;
 
 /// The holder of an address, according to a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,9 +47,9 @@ pub(crate) enum Holder {
 pub(crate) struct Record {
     pub(crate) address: IpAddr,
     pub(crate) inode: u64,
-    /// The time of the last change in seconds and nanoseconds, or zeros if the file had changed so
-    /// recently that another change could have left the same time.
-    pub(crate) ctime: (i64, u32),
+    /// The time of the last change of any kind, or [`UNRELIABLE_CTIME`]. The nanoseconds of a
+    /// provisional record are [`LINKING`].
+    pub(crate) ctime: Timestamp,
     pub(crate) mtime_nanos: u32,
     pub(crate) holder: Holder,
     /// A hash of the boot in which this plugin made the reservation. 0 if another program may have
@@ -63,15 +71,15 @@ pub(super) fn to_address(family: u8, number: u128) -> IpAddr {
 }
 
 /// Encodes an address as the payload of an entry.
-pub(super) fn to_payload(address: IpAddr) -> Payload {
-    let mut payload = [0; PAYLOAD];
+pub(super) fn address_to_payload(address: IpAddr) -> Payload {
+    let mut payload = [0; PAYLOAD_LENGTH];
     payload[..16].copy_from_slice(&number(address).to_le_bytes());
     payload[16] = family(address).number();
     payload
 }
 
-/// Decodes an address that [`to_payload`] has encoded.
-pub(super) fn from_payload(payload: &Payload) -> IpAddr {
+/// Decodes an address that [`address_to_payload`] has encoded.
+pub(super) fn address_from_payload(payload: &Payload) -> IpAddr {
     let mut bytes = [0; 16];
     bytes.copy_from_slice(&payload[..16]);
     to_address(payload[16], u128::from_le_bytes(bytes))
@@ -83,56 +91,63 @@ impl Record {
         Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }
     }
 
-    /// Returns the payload of the record's entry.
+    /// Returns the payload of the record's entry: five words, which [`decode`](Record::decode)
+    /// reads in this order.
     pub(super) fn encode(&self) -> Payload {
-        let mut payload = [0; PAYLOAD];
-        payload[..8].copy_from_slice(&self.inode.to_le_bytes());
-        payload[8..16].copy_from_slice(&self.ctime.0.to_le_bytes());
-        payload[16..20].copy_from_slice(&self.ctime.1.to_le_bytes());
-        payload[20..24].copy_from_slice(&self.mtime_nanos.to_le_bytes());
+        let (seconds, nanos) = self.ctime;
         let holder = match self.holder {
-            Holder::Free => 0,
-            Holder::Unknown => 1,
-            Holder::Unread => 2,
+            Holder::Free => FREE,
+            Holder::Unknown => UNKNOWN,
+            Holder::Unread => UNREAD,
             Holder::Content(hash) => hash,
         };
-        payload[24..32].copy_from_slice(&holder.to_le_bytes());
-        payload[32..].copy_from_slice(&self.boot.to_le_bytes());
+        let both_nanos = u64::from(self.mtime_nanos) << 32 | u64::from(nanos);
+        let words = [self.inode, seconds as u64, both_nanos, holder, self.boot];
+        let mut payload = [0; PAYLOAD_LENGTH];
+        for (bytes, word) in payload.chunks_exact_mut(8).zip(words) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
         payload
     }
 
     /// Decodes the record in an entry of the table.
     pub(super) fn decode(key: &Key, payload: &Payload) -> Record {
-        let word = |offset: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&payload[offset..offset + 8]);
-            u64::from_le_bytes(bytes)
-        };
+        let mut words = [0; PAYLOAD_LENGTH / 8];
+        for (word, bytes) in words.iter_mut().zip(payload.as_chunks::<8>().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+        let [inode, seconds, both_nanos, holder, boot] = words;
         Record {
             address: to_address(key.family, key.number),
-            inode: word(0),
-            ctime: (word(8) as i64, word(16) as u32),
-            mtime_nanos: (word(16) >> 32) as u32,
-            holder: match word(24) {
-                0 => Holder::Free,
-                1 => Holder::Unknown,
-                2 => Holder::Unread,
+            inode,
+            ctime: (seconds as i64, both_nanos as u32),
+            mtime_nanos: (both_nanos >> 32) as u32,
+            holder: match holder {
+                FREE => Holder::Free,
+                UNKNOWN => Holder::Unknown,
+                UNREAD => Holder::Unread,
                 hash => Holder::Content(hash),
             },
-            boot: word(32),
+            boot,
         }
     }
 
-    /// Whether this plugin made the reservation on this machine before it was booted.
+    /// Whether this plugin made the reservation in an earlier boot of this machine, and the record
+    /// can show that the file is still the same. The record of another machine's reservation has no
+    /// boot.
     pub(crate) fn is_of_earlier_boot(&self, host: &Host) -> bool {
+        // 0 means unknown.
         let are_boots_known = self.boot != 0 && host.boot() != 0 && host.machine() != 0;
-        are_boots_known && self.boot != host.boot() && matches!(self.holder, Holder::Content(_)) && self.ctime != (0, 0)
+        are_boots_known
+            && self.boot != host.boot()
+            && matches!(self.holder, Holder::Content(_))
+            && self.ctime != UNRELIABLE_CTIME
     }
 
-    /// Whether a file with this ctime is unchanged since the record was made.
-    pub(super) fn is_of_ctime(&self, ctime: (i64, u32)) -> bool {
+    /// Whether a file that has this ctime now has not changed since the record was made.
+    pub(super) fn matches_ctime(&self, ctime: Timestamp) -> bool {
         match self.ctime {
-            (0, 0) => false,
+            UNRELIABLE_CTIME => false,
             (seconds, LINKING) => (seconds..=seconds.saturating_add(LINKED_WITHIN)).contains(&ctime.0),
             recorded => recorded == ctime,
         }

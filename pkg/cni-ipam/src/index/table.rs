@@ -8,19 +8,30 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// The bytes of a slot: 2 for the checksum, 1 tag, 1 family, 4 rank, 16 number, 40 payload.
-pub(crate) const SLOT: usize = 64;
-/// The bytes of a payload.
-pub(crate) const PAYLOAD: usize = 40;
-/// The bytes before the first slot.
-pub(crate) const HEADER: u64 = 4096;
+/// The length of a slot in bytes.
+pub(crate) const SLOT_LENGTH: usize = 64;
+/// The length of a payload in bytes.
+pub(crate) const PAYLOAD_LENGTH: usize = 40;
+/// The length in bytes of the header page, which is before the first slot.
+pub(crate) const PAGE_LENGTH: u64 = 4096;
 /// The number of slots of the smallest table.
 pub(crate) const MIN_SLOTS: u64 = 512;
-/// How many slots are read at a time. As a table is never more than 5/8 full, one read is nearly
-/// always enough to find a key.
+/// How many slots a search reads at a time. As a table is never more than 5/8 full, one read is
+/// nearly always enough to find a key.
 const CHUNK: u64 = 8;
+/// How many slots are read at a time if all are visited.
+const LARGE_CHUNK: usize = 4096;
+
+// Where the fields of a slot are.
+const CHECKSUM_AT: Range<usize> = 0..2;
+const TAG_AT: usize = 2;
+const FAMILY_AT: usize = 3;
+const RANK_AT: Range<usize> = 4..8;
+const NUMBER_AT: Range<usize> = 8..24;
+const PAYLOAD_AT: Range<usize> = 24..SLOT_LENGTH;
 
 /// The key of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,7 +47,7 @@ pub(crate) struct Key {
 }
 
 /// The payload of an entry.
-pub(crate) type Payload = [u8; PAYLOAD];
+pub(crate) type Payload = [u8; PAYLOAD_LENGTH];
 
 /// Where the slots are: a file, or memory where no file can be written.
 #[derive(Debug)]
@@ -106,19 +117,19 @@ pub(crate) struct Table {
     pub(crate) storage: Storage,
     /// The number of slots, a power of two.
     slots: u64,
-    /// How many slots have an entry.
+    /// The number of slots that have an entry.
     used: u64,
-    /// How many reads and writes there were.
+    /// The number of reads and writes so far.
     accesses: Cell<u64>,
 }
 
-type Slot = [u8; SLOT];
+type Slot = [u8; SLOT_LENGTH];
 
 /// Returns the hash of a text: FNV-1a with a finaliser, because the hashes of the standard library
 /// may change, and these are in a file. Never 0 to 2.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     let fnv = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
-    // 0 to 2 stand for `Holder::Free`, `Unknown` and `Unread`.
+    // In a record, 0 to 2 stand for `Holder::Free`, `Unknown` and `Unread`.
     mix(fnv).max(3)
 }
 
@@ -140,55 +151,61 @@ impl Key {
 
     /// Returns the slot with this key and payload.
     pub(crate) fn encode(&self, payload: &Payload) -> Slot {
-        let mut slot = [0; SLOT];
-        slot[2] = self.tag;
-        slot[3] = self.family;
-        slot[4..8].copy_from_slice(&self.rank.to_le_bytes());
-        slot[8..24].copy_from_slice(&self.number.to_le_bytes());
-        slot[24..].copy_from_slice(payload);
+        let mut slot = [0; SLOT_LENGTH];
+        slot[TAG_AT] = self.tag;
+        slot[FAMILY_AT] = self.family;
+        slot[RANK_AT].copy_from_slice(&self.rank.to_le_bytes());
+        slot[NUMBER_AT].copy_from_slice(&self.number.to_le_bytes());
+        slot[PAYLOAD_AT].copy_from_slice(payload);
         let sum = checksum(&slot);
-        slot[..2].copy_from_slice(&sum);
+        slot[CHECKSUM_AT].copy_from_slice(&sum);
         slot
     }
 }
 
-/// Returns the checksum of a slot. It adds whole words, because a rebuild computes hundreds of
-/// thousands of checksums.
+/// Returns the checksum of a slot, without the bytes of the checksum itself. Mixes whole words
+/// instead of bytes, because a rebuild computes hundreds of thousands of checksums.
 fn checksum(slot: &[u8]) -> [u8; 2] {
-    let head = u64::from_le_bytes([0, 0, slot[2], slot[3], slot[4], slot[5], slot[6], slot[7]]);
-    let sum = slot[8..].chunks_exact(8).fold(mix(head ^ 0x5107), |sum, bytes| {
+    // The first word, with zeros instead of the checksum.
+    let mut head = [0; 8];
+    head[CHECKSUM_AT.end..].copy_from_slice(&slot[CHECKSUM_AT.end..NUMBER_AT.start]);
+    // The constants are arbitrary, but part of the file's format.
+    let initial = mix(u64::from_le_bytes(head) ^ 0x5107);
+    let sum = slot[NUMBER_AT.start..].chunks_exact(8).fold(initial, |sum, bytes| {
         let mut word = [0; 8];
         word.copy_from_slice(bytes);
         (sum ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
     });
-    let sum = mix(sum);
-    ((sum >> 48) as u16).to_le_bytes()
+    ((mix(sum) >> 48) as u16).to_le_bytes()
 }
 
 /// Returns the entry in a slot, or `None` if the slot is free.
 ///
 /// # Errors
-/// [`TableError::Corrupt`] if the checksum is wrong.
+/// [`TableError::Corrupt`] if the checksum is wrong, or a slot without a tag has other bytes.
 pub(crate) fn decode(slot: &[u8]) -> Result<Option<(Key, Payload)>, TableError> {
-    if slot[2] == 0 {
+    if slot[TAG_AT] == 0 {
+        // A free slot has no checksum, so all its bytes are 0.
         return if slot.iter().all(|byte| *byte == 0) { Ok(None) } else { Err(TableError::Corrupt) };
     }
-    if slot[..2] != checksum(slot) {
+    if slot[CHECKSUM_AT] != checksum(slot) {
         return Err(TableError::Corrupt);
     }
-    let (mut rank, mut number, mut payload) = ([0; 4], [0; 16], [0; PAYLOAD]);
-    rank.copy_from_slice(&slot[4..8]);
-    number.copy_from_slice(&slot[8..24]);
-    payload.copy_from_slice(&slot[24..SLOT]);
+    let (mut rank, mut number, mut payload) = ([0; 4], [0; 16], [0; PAYLOAD_LENGTH]);
+    rank.copy_from_slice(&slot[RANK_AT]);
+    number.copy_from_slice(&slot[NUMBER_AT]);
+    payload.copy_from_slice(&slot[PAYLOAD_AT]);
     let (rank, number) = (u32::from_le_bytes(rank), u128::from_le_bytes(number));
-    Ok(Some((Key { tag: slot[2], family: slot[3], rank, number }, payload)))
+    Ok(Some((Key { tag: slot[TAG_AT], family: slot[FAMILY_AT], rank, number }, payload)))
 }
 
 impl Table {
-    /// Returns an empty table in memory that is not crowded with `entries` entries.
+    /// Returns an empty table in memory that does not become [crowded](Table::is_crowded) by this
+    /// many entries.
     pub(crate) fn in_memory(entries: u64) -> Table {
+        // 7/4 slots for each entry are a little more than the limit, 8/5.
         let slots = (entries.saturating_mul(7) / 4 + 1).next_power_of_two().max(MIN_SLOTS);
-        let bytes = vec![0; (HEADER + slots * SLOT as u64) as usize];
+        let bytes = vec![0; (PAGE_LENGTH + slots * SLOT_LENGTH as u64) as usize];
         Table::over(Storage::Memory(bytes), slots, 0)
     }
 
@@ -212,70 +229,74 @@ impl Table {
         self.used * 8 > self.slots * 5
     }
 
-    /// Returns how many reads and writes there were, for tests of the cost.
+    /// Returns the number of reads and writes so far, for tests of the cost.
     #[cfg(test)]
     pub(crate) fn accesses(&self) -> u64 {
         self.accesses.get()
     }
 
     /// Counts a read or write.
-    fn count(&self) {
+    fn count_access(&self) {
         self.accesses.set(self.accesses.get() + 1);
     }
 
     /// Returns the offset of a slot in the storage.
     fn offset(&self, slot: u64) -> u64 {
-        HEADER + slot * SLOT as u64
+        PAGE_LENGTH + slot * SLOT_LENGTH as u64
     }
 
-    /// Returns the slot where the search for a key begins.
+    /// Returns the slot where the search for a key begins. The number of slots is a power of two,
+    /// so this is the hash modulo that number.
     fn home(&self, key: &Key) -> u64 {
         key.hash() & (self.slots - 1)
     }
 
     /// Writes a slot.
     fn write_slot(&mut self, slot: u64, bytes: &Slot) -> Result<(), TableError> {
-        self.count();
+        self.count_access();
         let offset = self.offset(slot);
         Ok(self.storage.write(bytes, offset)?)
     }
 
-    /// Calls `visit` for each slot from `slot` on, at most once for each, with its entry or `None`
-    /// for a free slot, until `visit` returns a value. Returns that value.
+    /// Calls `visit` for each slot, from `start` to the end and then from the first slot on, until
+    /// `visit` returns a value. Returns that value. `visit` gets the number of the slot, and its
+    /// entry or `None` for a free slot.
     ///
     /// # Errors
-    /// A slot is damaged; `visit` never returned a value.
+    /// - [`TableError::Corrupt`] if a slot is damaged, or if `visit` returned no value for any
+    ///   slot.
+    /// - [`TableError::Io`] if the file cannot be read.
     fn walk<T>(
         &self,
-        slot: u64,
+        start: u64,
         mut visit: impl FnMut(u64, Option<(Key, Payload)>) -> Option<T>,
     ) -> Result<T, TableError> {
-        let mut chunk = [0; CHUNK as usize * SLOT];
-        let mut position = slot;
+        let mut buffer = [0; CHUNK as usize * SLOT_LENGTH];
+        let mut position = start;
         let mut remaining = self.slots;
         while remaining > 0 {
-            let slots = CHUNK.min(self.slots - position).min(remaining);
+            let count = CHUNK.min(self.slots - position).min(remaining);
             let offset = self.offset(position);
-            self.count();
-            let bytes = match &self.storage {
+            self.count_access();
+            let chunk = match &self.storage {
                 // Not copied, because a rebuild does this hundreds of thousands of times.
                 Storage::Memory(bytes) => {
                     let from = offset as usize;
-                    bytes.get(from..from + slots as usize * SLOT).ok_or(TableError::Corrupt)?
+                    bytes.get(from..from + count as usize * SLOT_LENGTH).ok_or(TableError::Corrupt)?
                 }
                 Storage::File(file) => {
-                    let bytes = &mut chunk[..slots as usize * SLOT];
-                    file.read_exact_at(bytes, offset)?;
-                    bytes
+                    let chunk = &mut buffer[..count as usize * SLOT_LENGTH];
+                    file.read_exact_at(chunk, offset)?;
+                    chunk
                 }
             };
-            for (index, bytes) in bytes.chunks_exact(SLOT).enumerate() {
-                if let Some(found) = visit(position + index as u64, decode(bytes)?) {
-                    return Ok(found);
+            for (index, slot) in chunk.chunks_exact(SLOT_LENGTH).enumerate() {
+                if let Some(value) = visit(position + index as u64, decode(slot)?) {
+                    return Ok(value);
                 }
             }
-            remaining -= slots;
-            position = (position + slots) & (self.slots - 1);
+            remaining -= count;
+            position = (position + count) & (self.slots - 1);
         }
         Err(TableError::Corrupt)
     }
@@ -297,6 +318,7 @@ impl Table {
     pub(crate) fn put(&mut self, key: &Key, payload: &Payload) -> Result<(), TableError> {
         let (slot, before) = self.find(key)?;
         if before.is_none() {
+            // One slot stays free, because a search ends at a free slot.
             if self.used + 1 >= self.slots {
                 return Err(TableError::Corrupt);
             }
@@ -309,14 +331,16 @@ impl Table {
     pub(crate) fn remove(&mut self, key: &Key) -> Result<(), TableError> {
         let (mut hole, Some(_)) = self.find(key)? else { return Ok(()) };
         let mut moves: Vec<(u64, Slot)> = Vec::new();
+        // The number of slots is a power of two, so `& mask` continues past the end at the first
+        // slot.
         let mask = self.slots - 1;
         self.walk((hole + 1) & mask, |slot, entry| {
-            let Some((key, payload)) = entry else { return Some(()) };
+            let Some((other, payload)) = entry else { return Some(()) };
             // An entry can move into the hole if the search for it begins at the hole or before.
-            let distance_from_home = slot.wrapping_sub(self.home(&key)) & mask;
+            let distance_from_home = slot.wrapping_sub(self.home(&other)) & mask;
             let distance_from_hole = slot.wrapping_sub(hole) & mask;
             if distance_from_home >= distance_from_hole {
-                moves.push((hole, key.encode(&payload)));
+                moves.push((hole, other.encode(&payload)));
                 hole = slot;
             }
             None
@@ -325,19 +349,20 @@ impl Table {
             self.write_slot(slot, &bytes)?;
         }
         self.used = self.used.saturating_sub(1);
-        self.write_slot(hole, &[0; SLOT])
+        self.write_slot(hole, &[0; SLOT_LENGTH])
     }
 
     /// Calls `visit` for each entry, in no order. Damaged slots are skipped.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Key, &Payload)) -> io::Result<()> {
-        let mut bytes = vec![0; SLOT << 12];
-        let end = HEADER + self.slots * SLOT as u64;
-        let mut offset = HEADER;
+        let mut bytes = vec![0; LARGE_CHUNK * SLOT_LENGTH];
+        let end = self.offset(self.slots);
+        let mut offset = PAGE_LENGTH;
         while offset < end {
             let part = bytes.len().min((end - offset) as usize);
-            self.count();
+            self.count_access();
             self.storage.read(&mut bytes[..part], offset)?;
-            for (key, payload) in bytes[..part].chunks_exact(SLOT).filter_map(|slot| decode(slot).ok().flatten()) {
+            for (key, payload) in bytes[..part].chunks_exact(SLOT_LENGTH).filter_map(|slot| decode(slot).ok().flatten())
+            {
                 visit(&key, &payload);
             }
             offset += part as u64;
@@ -363,7 +388,7 @@ mod tests {
             let mut model: HashMap<u128, u8> = HashMap::new();
             for (number, add, value) in steps {
                 if add {
-                    table.put(&key(number), &[value; PAYLOAD]).unwrap();
+                    table.put(&key(number), &[value; PAYLOAD_LENGTH]).unwrap();
                     model.insert(number, value);
                 } else {
                     table.remove(&key(number)).unwrap();
@@ -386,7 +411,7 @@ mod tests {
         let mut table = Table::in_memory(0);
         let last: Vec<u128> = (0..).filter(|n| table.home(&key(*n)) >= MIN_SLOTS - 2).take(9).collect();
         for number in &last {
-            table.put(&key(*number), &[7; PAYLOAD]).unwrap();
+            table.put(&key(*number), &[7; PAYLOAD_LENGTH]).unwrap();
         }
         for (gone, number) in last.iter().enumerate() {
             table.remove(&key(*number)).unwrap();
@@ -400,7 +425,7 @@ mod tests {
     #[test]
     fn a_damaged_slot_is_noticed() {
         let mut table = Table::in_memory(0);
-        table.put(&key(1), &[7; PAYLOAD]).unwrap();
+        table.put(&key(1), &[7; PAYLOAD_LENGTH]).unwrap();
         let slot = table.find(&key(1)).unwrap().0;
         let offset = table.offset(slot) + 30;
         table.storage.write(&[8], offset).unwrap();
@@ -412,9 +437,9 @@ mod tests {
     fn a_full_table_is_an_error_and_no_endless_loop() {
         let mut table = Table::in_memory(0);
         for number in 0..u128::from(MIN_SLOTS) - 1 {
-            table.put(&key(number), &[0; PAYLOAD]).unwrap();
+            table.put(&key(number), &[0; PAYLOAD_LENGTH]).unwrap();
         }
-        assert!(table.put(&key(9999), &[0; PAYLOAD]).is_err());
+        assert!(table.put(&key(9999), &[0; PAYLOAD_LENGTH]).is_err());
         assert!(table.get(&key(9999)).unwrap().is_none());
     }
 }

@@ -193,12 +193,8 @@ fn an_index_of_another_boot_or_machine_only_gives_its_records() {
     assert_eq!(old_records(&path, &Host::new("machine", "later")).0[&v4(1)], record(v4(1), Holder::Content(7)));
     let elsewhere = old_records(&path, &Host::new("other", "boot")).0;
     assert_eq!(elsewhere[&v4(1)].boot, 0, "made on another machine: not known when");
-    File::create(open_folder_path(&folder).join("x")).unwrap();
+    File::create(folder.path().join("x")).unwrap();
     assert_ne!(Stamp::of(&open_folder.metadata().unwrap()), stamp, "the kernel moved the folder's mtime");
-}
-
-fn open_folder_path(folder: &tempfile::TempDir) -> &Path {
-    folder.path()
 }
 
 #[test]
@@ -229,9 +225,9 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
     for (slots, used) in sizes {
         let header = Header { clean: true, slots, used, ..Header::default() };
         // As long as its size wraps to, and of the length of a small index.
-        for length in [HEADER, HEADER + 512 * 64] {
+        for length in [PAGE_LENGTH, PAGE_LENGTH + 512 * 64] {
             forge(&path, &header, length);
-            let believed = slots == 512 && length > HEADER;
+            let believed = slots == 512 && length > PAGE_LENGTH;
             assert_eq!(open(&path, &Stamp::default(), &Host::default()).is_some(), believed, "{slots} {length}");
             let peeked = peek(&path, || Some(Stamp::default()), |_| Ok(Some(())));
             assert_eq!(peeked.is_some(), believed, "{slots} {length}");
@@ -240,7 +236,7 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
     }
     // A sparse file may be as long as one likes: room is made for what is read, not for what is
     // promised.
-    forge(&path, &Header { slots: 1 << 20, used: (1 << 20) - 1, ..Header::default() }, HEADER + (64 << 20));
+    forge(&path, &Header { slots: 1 << 20, used: (1 << 20) - 1, ..Header::default() }, PAGE_LENGTH + (64 << 20));
     assert!(old_records(&path, &Host::default()).0.capacity() < 4 * MAX_PREALLOCATED);
 }
 
@@ -251,7 +247,7 @@ fn forged_counters_saturate() {
     let counter =
         Counter { family: bits::Family::V4, first: 0, last: u128::from(u32::MAX), used: u64::MAX, last_used: u64::MAX };
     let header = Header { clean: true, slots: 512, sequence: u64::MAX, counters: vec![counter], ..Header::default() };
-    forge(&path, &header, HEADER + 512 * 64);
+    forge(&path, &header, PAGE_LENGTH + 512 * 64);
     let mut index = open(&path, &Stamp::default(), &Host::default()).unwrap();
     index.put(&record(v4(1), Holder::Content(7))).unwrap();
     index.is_marked = true;

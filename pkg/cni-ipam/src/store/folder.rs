@@ -2,7 +2,8 @@
 //!
 //! The caller holds the store's lock. A reservation must not be visible before it is complete,
 //! because the Go plugin never frees the address of an empty file. So a file is written without a
-//! name and then linked. Nothing is synced to the disk, because no container survives a power loss.
+//! name and then linked to its name. Nothing is synced to the disk, because no container survives a
+//! power loss.
 
 use std::fs::{File, FileTimes, OpenOptions};
 use std::io::{self, Write};
@@ -33,16 +34,16 @@ pub(crate) struct Folder {
 /// The outcome of creating a reservation.
 #[derive(Debug)]
 pub(crate) enum LinkOutcome {
-    /// It was created.
-    NewReservation(Record),
+    /// It was created. The value is its record.
+    Created(Record),
     /// A file with this name exists already.
     Exists,
 }
 
 impl Folder {
-    /// Creates a reservation. `before_link` is called just before the file gets its name, with a
-    /// preliminary record, which it can store: if this process is killed right after, the record
-    /// exists.
+    /// Creates a reservation. `boot` is the hash of the boot ID for the record, or 0. `before_link`
+    /// is called just before the file gets its name, with a provisional record, which it can store:
+    /// if this process is killed right after, the record exists.
     ///
     /// # Errors
     /// The file cannot be written. No file with this name has been created then.
@@ -54,7 +55,7 @@ impl Folder {
         before_link: &mut dyn FnMut(&Record),
     ) -> io::Result<LinkOutcome> {
         let step = Step::begin();
-        let record = |file: &File| -> io::Result<Record> {
+        let record_of = |file: &File| -> io::Result<Record> {
             let metadata = file.metadata()?;
             Ok(Record {
                 address,
@@ -67,12 +68,13 @@ impl Folder {
         };
         let name = address.to_string();
         let written = self.write_and_link(content, &name, &mut |file| {
-            let record = record(file)?;
+            let record = record_of(file)?;
             before_link(&Record { ctime: (record.ctime.0, LINKING), ..record });
             Ok(())
         });
         let outcome = match written {
-            Ok(Some(file)) => record(&file).map(LinkOutcome::NewReservation).inspect_err(|_| drop(self.unlink(&name))),
+            // Without a record the reservation is removed again, because this is an error.
+            Ok(Some(file)) => record_of(&file).map(LinkOutcome::Created).inspect_err(|_| drop(self.unlink(&name))),
             Ok(None) => Ok(LinkOutcome::Exists),
             Err(error) => Err(error),
         };
@@ -94,18 +96,17 @@ impl Folder {
             before_link(&file)?;
             self.link(&file, name).map(|()| file)
         });
+        let exists = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
         let linked = match unnamed {
-            // After an error that is not final, such as a lack of space, another method may
-            // succeed.
-            Err(error) if !is_final(&error) && error.kind() != io::ErrorKind::AlreadyExists => {
-                self.write_temporary(content, name, before_link)
-            }
+            // Perhaps the file system lacks O_TMPFILE.
+            Err(error) if !exists(&error) && !is_final(&error) => self.write_temporary(content, name, before_link),
             outcome => outcome,
         };
         match linked {
             Ok(file) => Ok(Some(file)),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+            Err(error) if exists(&error) => Ok(None),
             Err(error) if is_final(&error) => Err(error),
+            // Perhaps the sidecar is not writable.
             Err(_) => self.write_in_place(content, name),
         }
     }
@@ -119,7 +120,8 @@ impl Folder {
     /// Gives an open file a name in the folder.
     fn link(&self, file: &File, name: &str) -> io::Result<()> {
         match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
-            // Linking a descriptor directly needs CAP_DAC_READ_SEARCH. Through /proc it does not.
+            // Linking a descriptor directly fails so without CAP_DAC_READ_SEARCH. Linking its path
+            // in /proc does not need the capability.
             Err(Errno::ENOENT) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)
@@ -137,6 +139,7 @@ impl Folder {
         before_link: &mut dyn FnMut(&File) -> io::Result<()>,
     ) -> io::Result<File> {
         let temporary = self.sidecar.join(format!("new.{}", std::process::id()));
+        // A killed process may have had the same ID. Usually the file does not exist.
         let _ = std::fs::remove_file(&temporary);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         let linked = fill(file, content).and_then(|file| {
@@ -150,7 +153,8 @@ impl Folder {
 
     /// Creates a file under its final name and then writes it, as the Go plugin does. If this
     /// process is killed in between, an empty file remains, whose address only these plugins
-    /// consider free. Returns `None` if the name exists.
+    /// consider free. There is no provisional record, because the file has its name from the
+    /// beginning. Returns `None` if the name exists.
     fn write_in_place(&self, content: &str, name: &str) -> io::Result<Option<File>> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let file = match openat(self.file.as_fd(), name, flags, Mode::from_bits_truncate(0o600)) {
@@ -167,7 +171,7 @@ impl Folder {
         }
     }
 
-    /// Removes a file of the folder. Returns `false` if it did not exist.
+    /// Removes a file of the folder. Returns whether the file existed.
     pub(crate) fn unlink(&self, name: &str) -> io::Result<bool> {
         let step = Step::begin();
         let removed = match unlinkat(self.file.as_fd(), name, UnlinkatFlags::NoRemoveDir) {
@@ -179,7 +183,8 @@ impl Folder {
         removed
     }
 
-    /// Returns the address that was allocated last from a set, or `None` if its file has no valid
+    /// Returns the address that was allocated last from a set. Returns `None` if its file does not
+    /// exist, cannot be read or has no valid address: then the allocation begins at the first
     /// address.
     pub(crate) fn last_reserved(&self, set: usize) -> Option<IpAddr> {
         match crate::index::read_name(&self.file, &last_reserved_name(set)) {
@@ -203,23 +208,26 @@ impl Folder {
         file.set_len(text.len() as u64)
     }
 
-    /// Returns what is unusual about an address's file, such as `it is a directory, not a
-    /// reservation`, or `None`.
+    /// Returns what is unusual about the file of an address, such as `it is a directory, not a
+    /// reservation`. Returns `None` for a usual file, or if there is none.
     pub(crate) fn peculiarity(&self, address: IpAddr) -> Option<String> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
         let kind = metadata.file_type();
-        Some(match metadata.len() {
-            _ if kind.is_dir() => "it is a directory, not a reservation".to_owned(),
-            _ if kind.is_symlink() => "it is a symbolic link, not a reservation".to_owned(),
-            _ if !kind.is_file() => "it is not a regular file".to_owned(),
-            length if length > crate::index::MAX_LENGTH => {
-                format!("its file has {length} bytes, more than any reservation")
-            }
-            _ => return None,
-        })
+        if kind.is_dir() {
+            Some("it is a directory, not a reservation".to_owned())
+        } else if kind.is_symlink() {
+            Some("it is a symbolic link, not a reservation".to_owned())
+        } else if !kind.is_file() {
+            Some("it is not a regular file".to_owned())
+        } else if metadata.len() > crate::index::MAX_LENGTH {
+            Some(format!("its file has {} bytes, more than any reservation", metadata.len()))
+        } else {
+            None
+        }
     }
 
-    /// Returns the time of a reservation, which is its file's ctime.
+    /// Returns the time of a reservation, which is its file's ctime, in whole seconds. Returns
+    /// `None` if the file does not exist.
     pub(crate) fn made_at(&self, address: IpAddr) -> Option<SystemTime> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
         u64::try_from(metadata.ctime()).ok().map(|seconds| UNIX_EPOCH + Duration::from_secs(seconds))
@@ -231,9 +239,9 @@ fn last_reserved_name(set: usize) -> String {
     format!("last_reserved_ip.{set}")
 }
 
-/// Writes the content, and sets the file's mtime to the current second with random nanoseconds. So
-/// a file with the same inode and times is this file, even if the file system uses inodes again
-/// quickly.
+/// Writes the content to a new file, and sets the file's mtime to the current second with random
+/// nanoseconds. So a file with the same inode and times is this file, even if the file system uses
+/// inodes again quickly.
 fn fill(mut file: File, content: &str) -> io::Result<File> {
     file.write_all(content.as_bytes())?;
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -242,8 +250,8 @@ fn fill(mut file: File, content: &str) -> io::Result<File> {
     Ok(file)
 }
 
-/// Whether another method of writing would fail in the same way: no space, a full quota, a
-/// read-only or broken disk.
+/// Whether every method of writing would fail with this error: no space, a full quota, a read-only
+/// or broken disk.
 fn is_final(error: &io::Error) -> bool {
     use nix::libc::{EDQUOT, EFBIG, EIO, ENOSPC, EROFS};
     matches!(error.raw_os_error(), Some(ENOSPC | EDQUOT | EROFS | EIO | EFBIG))

@@ -1,10 +1,11 @@
 //! Finds an owner's reservations in the index, and confirms each by reading its file.
 //!
 //! Nothing is changed here. The owner of a file that cannot be read (a broken disk, no memory,
-//! missing permission) is unknown, and the work on the other files continues. If the index says
-//! that the owner has that address, the result contains an error beside the other reservations.
-//! Every verb but STATUS tries again to read files that were unreadable when the index was built,
-//! and only notes that they still are: an error would make every DEL of the network fail.
+//! missing permission) is unknown, and the work on the other files continues. If the unreadable
+//! file belongs to the owner according to the index, the result has an error beside the
+//! reservations. Every verb but STATUS tries again to read files that were unreadable when the
+//! index was built, and only notes that they still are: an error would make every DEL of the
+//! network fail.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -13,11 +14,11 @@ use cni::{Code, Error, Result};
 
 use super::{Locked, Noted, Owner, Reservation, Trouble};
 use crate::index::table::TableError;
-use crate::index::{self, Content, Index};
+use crate::index::{self, Content, Index, hash};
 
 /// How many of the unreadable files a verb tries to read again.
 const MAX_RETRIED: usize = 16;
-/// How long it tries.
+/// How long a verb tries to read them again.
 const RETRY_TIME: Duration = Duration::from_millis(200);
 
 /// All reservations that can be read, and the files that cannot.
@@ -36,40 +37,45 @@ pub struct Listed {
 pub(super) struct Reserved {
     /// The addresses whose files name the owner.
     pub(super) addresses: Vec<IpAddr>,
-    /// One error for each file that cannot be read, of which the index says that it names the
-    /// owner.
+    /// One error for each file that cannot be read and that names the owner according to the index.
     pub(super) errors: Vec<Error>,
 }
 
 impl Reserved {
-    /// Returns the addresses.
+    /// Returns the addresses if they are complete.
     ///
     /// # Errors
-    /// A file could not be read, so the addresses may be incomplete.
-    pub(super) fn all(self) -> Result<Vec<IpAddr>> {
+    /// Code 5 if a file could not be read.
+    pub(super) fn complete(self) -> Result<Vec<IpAddr>> {
         Error::join(self.errors).map(|()| self.addresses)
     }
 }
 
 impl Locked {
-    /// Reads the reservation of one address.
+    /// Reads the file of an address.
+    ///
+    /// # Errors
+    /// Code 5 if the file exists and cannot be read.
     pub(super) fn read(&self, address: IpAddr) -> Result<Content> {
         let doing = || format!("failed to read {}/{address}", self.folder.path.display());
         index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
     }
 
-    /// Whether a file that was unreadable when the index was built can be read now. If not, writes
-    /// a note once. Of many such files only [`MAX_RETRIED`] are tried, because a broken disk takes
-    /// long for each and other processes wait for the lock. GC tries all.
-    pub(super) fn could_read_more(&mut self, index: &Index) -> Result<bool, Trouble> {
+    /// Tries again to read the files that were unreadable when the index was built. Returns whether
+    /// one of them can be read now. If not, writes a note, once.
+    ///
+    /// Of many such files only [`MAX_RETRIED`] are tried, because a broken disk takes long for each
+    /// and other processes wait for the lock. GC reads all of them in any case.
+    pub(super) fn retry_unread(&mut self, index: &Index) -> Result<bool, Trouble> {
         let mut unread = index.unread().map_err(TableError::Io)?;
-        let all = unread.len();
-        if all > MAX_RETRIED {
+        let total = unread.len();
+        if total > MAX_RETRIED {
             // A selection that depends on the process ID, so that each call tries other files.
-            unread.rotate_left(std::process::id() as usize % all);
+            unread.rotate_left(std::process::id() as usize % total);
             unread.truncate(MAX_RETRIED);
         }
-        let (mut first_error, began) = (None, Instant::now());
+        let began = Instant::now();
+        let mut first_error = None;
         for address in unread {
             match self.read(address) {
                 Ok(_) => return Ok(true),
@@ -81,7 +87,11 @@ impl Locked {
         }
         if let (Some(first_error), Noted::No) = (first_error, self.unread_noted) {
             self.unread_noted = Noted::Yes;
-            let others = if all == 1 { String::new() } else { format!(" (and {} other files)", all - 1) };
+            let others = match total - 1 {
+                0 => String::new(),
+                1 => " (and 1 other file)".to_owned(),
+                others => format!(" (and {others} other files)"),
+            };
             self.store
                 .options
                 .notes
@@ -90,16 +100,17 @@ impl Locked {
         Ok(false)
     }
 
-    /// Returns the addresses whose files have this content. `hash` is the content's hash, by which
-    /// the index finds them; each file is read and compared.
+    /// Returns the addresses whose files have this content. The index finds them by the hash of the
+    /// content. Each file is read and compared.
     ///
     /// # Errors
-    /// [`Trouble::Stale`] if a file has another content than the index says and the folder may have
-    /// changed since the index was built.
-    pub(super) fn held(&mut self, hash: u64, content: &[u8]) -> Result<Reserved, Trouble> {
-        let mut listed = self.index()?.held(hash)?;
+    /// - [`Trouble::Stale`] if a file has another content than the index says and the folder may
+    ///   have changed since the index was built.
+    /// - [`Trouble::Index`] if the index cannot be read.
+    pub(super) fn held(&mut self, content: &[u8]) -> Result<Reserved, Trouble> {
+        let index = self.index()?;
+        let (mut listed, is_exact) = (index.held(hash(content))?, index.is_exact());
         listed.sort_unstable();
-        let is_exact = self.index()?.is_exact();
         let mut reserved = Reserved { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
         for address in listed {
             match self.read(address) {
@@ -116,10 +127,9 @@ impl Locked {
     /// Returns the reservations of `owner`: those that name the container and the interface or, if
     /// there are none, those that name only the container, as very old plugins wrote them.
     pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
-        let [full_hash, id_hash] = owner.hashes();
-        let reserved = self.held(full_hash, owner.content().trim().as_bytes())?;
+        let reserved = self.held(owner.content().trim().as_bytes())?;
         let has_none = reserved.addresses.is_empty() && reserved.errors.is_empty();
-        if has_none { self.held(id_hash, owner.id.as_bytes()) } else { Ok(reserved) }
+        if has_none { self.held(owner.id().as_bytes()) } else { Ok(reserved) }
     }
 
     /// Returns the addresses that are reserved for `owner`: those that name the container and the
@@ -128,10 +138,11 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.
     pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        self.attempt(|locked| locked.held_by_owner(owner))?.all()
+        self.attempt(|locked| locked.held_by_owner(owner))?.complete()
     }
 
-    /// Returns all reservations. Reads every file.
+    /// Returns all reservations. Reads every file whose name is an address. Files that cannot be
+    /// read are part of the result.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read.
@@ -146,6 +157,7 @@ impl Locked {
         for address in addresses {
             match self.read(address) {
                 Ok(Content::Text(text)) => listed.reservations.push(Reservation::of(&self.folder, address, &text)),
+                // It is unusual; see below.
                 Ok(Content::Foreign) => {}
                 Ok(Content::Absent | Content::Blank) => continue,
                 Err(error) => {

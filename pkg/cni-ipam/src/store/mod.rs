@@ -47,7 +47,7 @@ pub use release::Collected;
 pub use reserve::{Lease, NewReservation, RepeatPolicy};
 pub use status::Usage;
 
-/// The default folder for the folders of all networks.
+/// The default folder that contains the folder of each network.
 pub const DEFAULT_DATA_DIR: &str = "/var/lib/cni/networks";
 
 /// The owner of a reservation: one interface of one container.
@@ -78,8 +78,8 @@ impl Owner {
         format!("{}\r\n{}", self.id, self.ifname)
     }
 
-    /// Returns the hashes by which the index finds this owner's addresses: of the content with
-    /// container ID and interface, and of the old content with the container ID alone.
+    /// Returns the hashes of the contents that name this owner: of the content with container ID
+    /// and interface, and of the very old content with the container ID alone.
     fn hashes(&self) -> [u64; 2] {
         [index::hash(self.content().trim().as_bytes()), index::hash(self.id.as_bytes())]
     }
@@ -186,14 +186,20 @@ pub struct Locked {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Trust {
     /// The file cannot be used: this verb has an index in memory.
-    None,
+    Nothing,
     /// The file can be written, but its content is damaged.
-    Place,
+    OnlyWriting,
     /// The record of a reservation, if inode and times of its file are the same.
     Records,
     /// The whole index, if the folder has the mtime that was set with it.
-    Index,
+    WholeIndex,
 }
+
+/// How many times an operation is tried. Each failure lowers the level of trust, or another program
+/// has changed the folder.
+const MAX_ATTEMPTS: usize = 5;
+/// How many addresses a message lists.
+const MAX_LISTED: usize = 8;
 
 /// The failure of one attempt of an operation.
 enum Trouble {
@@ -214,6 +220,15 @@ impl From<TableError> for Trouble {
 impl From<Error> for Trouble {
     fn from(error: Error) -> Trouble {
         Trouble::Final(error)
+    }
+}
+
+/// Formats a list of addresses for a message: `10.0.0.2, 10.0.0.3 and 7 more`.
+fn address_list(addresses: &[IpAddr]) -> String {
+    let listed: Vec<String> = addresses.iter().take(MAX_LISTED).map(ToString::to_string).collect();
+    match addresses.len() - listed.len() {
+        0 => listed.join(", "),
+        more => format!("{} and {more} more", listed.join(", ")),
     }
 }
 
@@ -269,11 +284,13 @@ impl Store {
     /// Locks the store, and creates its folder if it does not exist.
     ///
     /// # Errors
-    /// Code 11 after `limit` or a signal, with the process that holds the lock. Code 5 if the
-    /// folder or the lock file cannot be created or opened.
+    /// - Code 11 if the lock was not released until `limit` has passed or a signal arrives. The
+    ///   message names the process that holds the lock.
+    /// - Code 5 if the folder or the lock file cannot be created or opened.
     pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
         match self.acquire(MissingFolder::Create, OnSigterm::Kill, limit, machine)? {
             Some(locked) => Ok(locked),
+            // Impossible with `MissingFolder::Create`.
             None => Err(Error::new(Code::INTERNAL, format!("{} was neither found nor created", self.path.display()))),
         }
     }
@@ -291,7 +308,8 @@ impl Store {
     /// have caused this undo.
     ///
     /// # Errors
-    /// Code 11 after `limit`; code 5, after all have been tried.
+    /// - Code 11 if the lock was not released until `limit` has passed.
+    /// - Code 5 if a reservation cannot be read or removed. The others have been removed.
     pub fn undo(&self, reservations: &[NewReservation], limit: Duration, machine: &dyn Machine) -> Result<()> {
         match self.acquire(MissingFolder::Leave, OnSigterm::Finish, limit, machine)? {
             Some(mut locked) => locked.undo(reservations),
@@ -315,7 +333,7 @@ impl Store {
             _lock: lock,
             store: self.clone(),
             index: None,
-            trust: Trust::Index,
+            trust: Trust::WholeIndex,
             range_sets: None,
             unread_noted: Noted::No,
         }))
@@ -333,20 +351,15 @@ impl Store {
 
     /// Writes a note with the addresses whose files are not reservations, if there are any.
     fn note_foreign(&self, foreign: &mut [IpAddr]) {
-        const MAX_LISTED: usize = 8;
-        foreign.sort_unstable();
-        let listed: Vec<String> = foreign.iter().take(MAX_LISTED).map(ToString::to_string).collect();
-        let others = match foreign.len().saturating_sub(MAX_LISTED) {
-            0 => String::new(),
-            others => format!(" and {others} others"),
-        };
-        if !listed.is_empty() {
-            self.options.notes.note(format_args!(
-                "{} in {}{others}: not a reservation, so no DEL and no GC frees the address; remove it if no container uses it",
-                listed.join(", "),
-                self.path.display()
-            ));
+        if foreign.is_empty() {
+            return;
         }
+        foreign.sort_unstable();
+        self.options.notes.note(format_args!(
+            "{} in {}: not a reservation, so no DEL and no GC frees the address; remove it if no container uses it",
+            address_list(foreign),
+            self.path.display()
+        ));
     }
 
     /// Writes a note, once, that the index file cannot be used. Everything works without it.
@@ -365,42 +378,48 @@ impl Locked {
     /// about the index, the next attempt trusts less of it.
     ///
     /// # Errors
-    /// The final error of `operation`; code 11 if the folder keeps changing.
+    /// - The final error of `operation`.
+    /// - Code 11 if the folder has changed during each of [`MAX_ATTEMPTS`] attempts.
     fn attempt<T>(&mut self, mut operation: impl FnMut(&mut Locked) -> Result<T, Trouble>) -> Result<T> {
-        for _ in 0..5 {
+        for _ in 0..MAX_ATTEMPTS {
             match operation(self) {
                 Ok(value) => return Ok(value),
                 Err(Trouble::Final(error)) => return Err(error),
                 Err(Trouble::Stale) => self.distrust(Trust::Records),
-                Err(Trouble::Index(TableError::Corrupt)) if self.trust == Trust::Place => self.distrust(Trust::None),
-                Err(Trouble::Index(TableError::Corrupt)) => self.distrust(Trust::Place),
+                Err(Trouble::Index(TableError::Corrupt)) if self.trust == Trust::OnlyWriting => {
+                    self.distrust(Trust::Nothing)
+                }
+                Err(Trouble::Index(TableError::Corrupt)) => self.distrust(Trust::OnlyWriting),
                 Err(Trouble::Index(TableError::Io(error))) => {
                     self.store.note_unusable_index(error);
-                    self.distrust(Trust::None);
+                    self.distrust(Trust::Nothing);
                 }
             }
         }
-        let msg = format!("another program changes {} without taking its lock", self.folder.path.display());
+        let path = self.folder.path.display();
+        let msg = format!("failed to read {path} in a consistent state: another program changes it without its lock");
         Err(Error::new(Code::TRY_AGAIN, msg))
     }
 
-    /// Returns an index that is true for the folder: the one on disk, or else a new one.
+    /// Returns an index that describes the folder: the one on disk, or else a new one.
     fn index(&mut self) -> Result<&mut Index, Trouble> {
         if self.index.is_none() {
-            let found = if self.trust == Trust::Index { self.open_index()? } else { None };
+            let found = if self.trust == Trust::WholeIndex { self.open_index()? } else { None };
             let index = match found {
                 Some(index) => index,
                 None => self.rebuild()?,
             };
             // A file that was unreadable when the index was built may be the wanted one, so if it
             // can be read now, the index is built again.
-            self.index = Some(if self.could_read_more(&index)? { self.rebuild()? } else { index });
+            let can_read_more = self.retry_unread(&index)?;
+            self.index = Some(if can_read_more { self.rebuild()? } else { index });
         }
         // It is `Some` now.
         self.index.as_mut().ok_or(Trouble::Stale)
     }
 
-    /// Opens the index on disk. Returns `None` if there is none, or it is not true for the folder.
+    /// Opens the index on disk. Returns `None` if there is none, or it does not describe the
+    /// folder.
     fn open_index(&self) -> Result<Option<Index>, Trouble> {
         let metadata = self.folder.file.metadata().map_err(|error| self.store.io_error("read", error))?;
         Ok(index::open(&self.store.index_path(), &Stamp::of(&metadata), &self.store.options.host))
@@ -412,42 +431,41 @@ impl Locked {
         self.trust = self.trust.min(trust);
     }
 
-    /// Reads the folder, and writes a new index to the disk or, if that fails, keeps it in memory.
+    /// Reads the folder, and writes a new index to the disk or, if that fails, keeps the new index
+    /// in memory.
     fn rebuild(&mut self) -> Result<Index, Trouble> {
         let path = self.store.index_path();
         // The folder gets its new mtime before it is read. A change during the reading then changes
         // the mtime, so the index will not be used.
-        let stamp = match self.trust {
-            Trust::None => None,
-            _ => match self.prepare() {
-                Ok(stamp) => Some(stamp),
-                Err(error) => {
-                    self.store.note_unusable_index(error);
-                    None
-                }
-            },
+        let stamp = if self.trust == Trust::Nothing {
+            None
+        } else {
+            self.prepare().inspect_err(|error| self.store.note_unusable_index(error)).ok()
         };
         let host = &self.store.options.host;
         let (known, mut old_header) = match self.trust {
-            Trust::None | Trust::Place => Default::default(),
-            Trust::Records | Trust::Index => index::old_records(&path, host),
+            // No records, and an empty header.
+            Trust::Nothing | Trust::OnlyWriting => Default::default(),
+            Trust::Records | Trust::WholeIndex => index::old_records(&path, host),
         };
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io_error("read", error))?;
         for range in self.range_sets.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
             old_header.start_counting(range);
         }
+        // It counts the ranges of the old header, and those of this ADD.
         let mut index = Index::of(&records, &old_header, host)?;
         if let Some(range_sets) = &self.range_sets {
             index.store_oldest(range_sets, &records)?;
         }
-        index.set_earlier(self.earlier_in(&records));
+        index.set_oldest_reclaimable(self.oldest_reclaimable_in(&records));
         if !reboot::is_local(&self.folder.file) {
             index.set_shared();
         }
         if let Some(stamp) = stamp {
             index.set_stamp(stamp);
             if let Err(error) = index.save(&path) {
+                // The index stays in memory.
                 self.store.note_unusable_index(error);
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! Every file is read before it is removed, and only regular files whose names are addresses are
 //! removed. The ranges are not used, because the configuration may have changed since ADD. As in
-//! Go, a very old reservation that has the container's ID alone is released only if there is none
+//! Go, DEL releases a very old reservation that has the container's ID alone only if there is none
 //! with the interface.
 
 use std::collections::HashSet;
@@ -11,11 +11,11 @@ use std::net::IpAddr;
 use cni::{Code, Error, Result};
 
 use super::lookup::Reserved;
-use super::{Locked, Owner, Reservation, Trouble};
+use super::{Locked, Owner, Reservation, Trouble, Trust};
 use crate::index::table::TableError;
 use crate::index::{Content, Holder, Index, Record, hash};
 
-/// With more removals than these, building a new index is faster than changing it for each.
+/// How many removals change the index in place. For more, building a new index is faster.
 const MAX_CHANGES_IN_PLACE: usize = 32;
 
 /// The outcome of GC.
@@ -34,7 +34,10 @@ impl Locked {
     /// are none.
     ///
     /// # Errors
-    /// Code 5, after all have been tried.
+    /// - Code 5 if the folder cannot be read.
+    /// - Code 5 if a reservation of `owner` cannot be read or removed. The others have been
+    ///   removed.
+    /// - Code 11 if the folder keeps changing.
     pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
         let Reserved { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
         let (removed, error) = self.remove(&addresses);
@@ -48,28 +51,28 @@ impl Locked {
     /// boot are removed first, even those of valid owners.
     ///
     /// # Errors
-    /// Code 5 if the folder cannot be read. Later errors are part of the result.
+    /// - Code 5 if the folder cannot be read. Later errors are part of the result.
+    /// - Code 11 if the folder keeps changing.
     pub fn collect(&mut self, valid: &[Owner]) -> Result<Collected> {
         self.reclaim()?;
-        let valid: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
+        let valid_hashes: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
         let occupied = self.attempt(|locked| {
             let records = locked.index()?.records().map_err(TableError::Io)?;
-            let is_occupied = |record: &Record| record.holder != Holder::Free;
-            Ok(records.into_iter().filter(is_occupied).collect::<Vec<_>>())
+            Ok(records.into_iter().filter(Record::is_occupied).collect::<Vec<_>>())
         })?;
         let (mut invalid, mut foreign) = (Vec::new(), Vec::new());
         let mut errors = Vec::new();
         for record in &occupied {
-            if matches!(record.holder, Holder::Content(hash) if valid.contains(&hash)) {
+            if matches!(record.holder, Holder::Content(recorded) if valid_hashes.contains(&recorded)) {
                 continue;
             }
             match self.read(record.address) {
                 // The content of the file decides, not the index.
-                Ok(Content::Text(text)) if !valid.contains(&hash(&text)) => {
+                Ok(Content::Text(text)) if !valid_hashes.contains(&hash(&text)) => {
                     invalid.push(Reservation::of(&self.folder, record.address, &text));
                 }
                 Ok(Content::Foreign) => foreign.push(record.address),
-                Ok(_) => {}
+                Ok(Content::Text(_) | Content::Absent | Content::Blank) => {}
                 Err(error) => errors.push(error),
             }
         }
@@ -91,13 +94,13 @@ impl Locked {
     /// their addresses. Leaves those that have changed since.
     ///
     /// # Errors
-    /// Code 5, after all have been tried.
+    /// Code 5 if a reservation cannot be read or removed. The others have been removed.
     pub fn release_chosen(&mut self, chosen: &[Reservation]) -> Result<Vec<IpAddr>> {
         let (mut unchanged, mut errors) = (Vec::with_capacity(chosen.len()), Vec::new());
         for reservation in chosen {
             let now = |text: &[u8]| Reservation::of(&self.folder, reservation.address, text);
             match self.read(reservation.address) {
-                // Go's plugin takes the lock, an operator's script may ignore it.
+                // A program that ignores the lock may have replaced the file since `list`.
                 Ok(Content::Text(text)) if now(&text) == *reservation => unchanged.push(reservation.address),
                 Ok(_) => {}
                 Err(error) => errors.push(error),
@@ -114,15 +117,16 @@ impl Locked {
         if addresses.is_empty() {
             return (Vec::new(), None);
         }
-        // If the folder is not as the index says, the index must be rebuilt, but the files are
-        // removed in any case.
-        if !matches!(self.begin(), Ok(true)) {
-            self.distrust(super::Trust::Records);
+        // If the folder is not as the index says, or the index cannot be written, the index must be
+        // rebuilt, but the files are removed in any case.
+        if !matches!(self.begin_change(), Ok(true)) {
+            self.distrust(Trust::Records);
         }
         let mut removed = Vec::with_capacity(addresses.len());
         let mut errors = Vec::new();
         for address in addresses {
             match self.folder.unlink(&address.to_string()) {
+                // Also if the file has disappeared: the address is free.
                 Ok(_) => removed.push(*address),
                 Err(error) => {
                     let doing = format!("failed to remove {}/{address}", self.folder.path.display());
@@ -131,28 +135,30 @@ impl Locked {
             }
         }
         if removed.len() > MAX_CHANGES_IN_PLACE {
-            self.distrust(super::Trust::Records);
-            // An error here only means that the next verb has to build the index.
+            self.distrust(Trust::Records);
+            // Builds a new index. An error here only means that the next verb has to do that.
             let _ = self.attempt(|locked| locked.index().map(|_| ()));
         } else {
-            self.settle(|index| removed.iter().try_for_each(|address| index.remove(*address)));
+            self.finish_change(|index| removed.iter().try_for_each(|address| index.remove(*address)));
         }
         (removed, Error::join(errors).err())
     }
 
-    /// Step 1 of a change of the folder (see the head of the module `index`). Returns `false` if
-    /// the index is not true for the folder any more.
-    pub(super) fn begin(&mut self) -> Result<bool, Trouble> {
+    /// Does step 1 of a change of the folder (see the head of the module `index`). Returns `false`
+    /// if the index does not describe the folder any more.
+    pub(super) fn begin_change(&mut self) -> Result<bool, Trouble> {
         self.index()?;
+        // Not the returned reference, which would borrow the folder too.
         match &mut self.index {
             Some(index) => Ok(index.begin(&self.folder.file)?),
             None => Ok(false),
         }
     }
 
-    /// Steps 3 to 5 after the folder has been changed: `change` updates the index. If that fails,
-    /// the index file stays marked as dirty, so the next verb rebuilds it.
-    pub(super) fn settle(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
+    /// Does steps 3 to 5 after the folder has been changed. Step 4 is `change`, which updates the
+    /// index. If a step fails, the index file stays marked as dirty, so the next verb rebuilds it.
+    /// Does nothing if there is no index.
+    pub(super) fn finish_change(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
         let Some(mut index) = self.index.take() else { return };
         let outcome = (|| {
             if index.is_on_disk() {
@@ -163,10 +169,10 @@ impl Locked {
         })();
         match outcome {
             Ok(()) => self.index = Some(index),
-            Err(TableError::Corrupt) => self.distrust(super::Trust::Place),
+            Err(TableError::Corrupt) => self.distrust(Trust::OnlyWriting),
             Err(TableError::Io(error)) => {
                 self.store.note_unusable_index(error);
-                self.distrust(super::Trust::None);
+                self.distrust(Trust::Nothing);
             }
         }
     }

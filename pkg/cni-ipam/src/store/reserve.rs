@@ -1,8 +1,8 @@
 //! ADD: reserves one address of each range set, or none at all.
 //!
-//! All addresses are chosen before the first file is created, so a refusal changes nothing. Undoing
-//! an ADD removes only the files that this ADD created, not all reservations of the attachment: if
-//! a repeated ADD fails, the running container must keep its addresses.
+//! All addresses are chosen before the first file is created, so a refusal reserves nothing.
+//! Undoing an ADD removes only the files that this ADD created, not all reservations of the
+//! attachment: if a repeated ADD fails, the running container must keep its addresses.
 
 use std::net::IpAddr;
 use std::time::SystemTime;
@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use cni::{Code, Error, Result};
 
 use super::folder::LinkOutcome;
-use super::{Locked, Owner, Trouble};
+use super::{Locked, MAX_LISTED, Owner, Trouble};
 use crate::allocator::{self, Occupied, Requested};
 use crate::index::table::TableError;
 use crate::index::{Content, Index, Record};
@@ -56,9 +56,6 @@ struct Choice {
     is_reused: bool,
 }
 
-/// How many addresses an error message lists.
-const MAX_LISTED: usize = 8;
-
 /// The occupied addresses according to an index.
 struct IndexedAddresses<'a>(&'a Index);
 
@@ -76,10 +73,13 @@ impl Locked {
     /// used again. First releases reservations of an earlier boot, if the options ask for that.
     ///
     /// # Errors
-    /// Nothing has been reserved. Code 11: a set has no free address. Code 102: the owner has an
-    /// address of a set already, or another owner has the requested address. Code 7: the requested
-    /// address is a gateway or in no set. Code 5: a file cannot be created. The messages begin with
-    /// Go's texts.
+    /// Nothing has been reserved. The messages of the first three begin with Go's texts.
+    /// - Code 11 if a set has no free address.
+    /// - Code 102 if the owner has an address of a set already, or if the requested address is not
+    ///   free.
+    /// - Code 7 if the requested address is a gateway or in no set.
+    /// - Code 5 if the folder cannot be read, or a file cannot be created.
+    /// - Code 11 if the folder keeps changing.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
         self.range_sets = Some(sets.clone());
@@ -88,33 +88,36 @@ impl Locked {
             let mut choices = Vec::with_capacity(requested.len());
             for (position, (set, requested)) in sets.sets().iter().zip(&requested).enumerate() {
                 let choice = locked.choose(owner, position, set, *requested).map_err(|trouble| match trouble {
-                    Trouble::Final(error) => {
-                        Trouble::Final(error.context(format_args!("failed to allocate for range {position}")))
-                    }
+                    Trouble::Final(error) => Trouble::Final(in_set(position, error)),
                     other => other,
                 })?;
                 choices.push(choice);
             }
             for range in sets.sets().iter().flat_map(RangeSet::ranges) {
-                // Adds a counter for the range, from which STATUS answers.
+                // Adds a counter for the range to the index, from which STATUS answers. The number
+                // itself is not needed here.
                 locked.index()?.count(range)?;
             }
-            let mut addresses = Vec::with_capacity(choices.len());
-            // The addresses to reserve, each with the position of its set.
-            let mut new: Vec<(usize, IpAddr)> = Vec::new();
-            for (position, (set, choice)) in sets.sets().iter().zip(&choices).enumerate() {
-                addresses.extend(set.find(choice.address).map(|range| (range.clone(), choice.address)));
-                if !choice.is_reused {
-                    new.push((position, choice.address));
-                }
-            }
+            // The addresses that the owner does not have yet, each with the position of its set.
+            let new: Vec<(usize, IpAddr)> = choices
+                .iter()
+                .enumerate()
+                .filter(|(_, choice)| !choice.is_reused)
+                .map(|(position, choice)| (position, choice.address))
+                .collect();
             let records = if new.is_empty() { Vec::new() } else { locked.create_all(owner, &new)? };
+            // Every choice is in a range of its set.
+            let with_range =
+                |(set, choice): (&RangeSet, &Choice)| Some((set.find(choice.address)?.clone(), choice.address));
             let new_reservation = |record: Record| NewReservation {
                 address: record.address,
                 inode: record.inode,
                 content: owner.content(),
             };
-            Ok(Lease { addresses, new_reservations: records.into_iter().map(new_reservation).collect() })
+            Ok(Lease {
+                addresses: sets.sets().iter().zip(&choices).filter_map(with_range).collect(),
+                new_reservations: records.into_iter().map(new_reservation).collect(),
+            })
         })
     }
 
@@ -122,8 +125,10 @@ impl Locked {
     /// configuration.
     ///
     /// # Errors
-    /// Those of [`reserve`](Locked::reserve); [`Trouble::Stale`] if the folder has to be read again
-    /// first.
+    /// - [`Trouble::Final`] with an error of [`reserve`](Locked::reserve) if the set has no address
+    ///   for the owner.
+    /// - [`Trouble::Stale`] if the folder has to be read again first.
+    /// - [`Trouble::Index`] if the index cannot be read.
     fn choose(
         &mut self,
         owner: &Owner,
@@ -131,42 +136,22 @@ impl Locked {
         set: &RangeSet,
         requested: Option<IpAddr>,
     ) -> Result<Choice, Trouble> {
-        // A reservation names the container and the interface. Very old ones name only the
-        // container.
-        let [full_hash, id_hash] = owner.hashes();
-        let mut reserved = self.held(full_hash, owner.content().trim().as_bytes())?.all()?;
+        let mut reserved = self.held(owner.content().trim().as_bytes())?.complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
-            // A reservation that names only the container is not used again, because it may belong
-            // to another interface.
-            for address in &reserved {
-                let is_requested = requested.is_none_or(|requested| requested == *address);
-                if is_requested && set.find(*address).is_some() && !set.is_gateway(*address) {
-                    return Ok(Choice { address: *address, is_reused: true });
-                }
+            let is_requested = |address: IpAddr| requested.is_none_or(|requested| requested == address);
+            let reusable = reserved.iter().find(|address| is_requested(**address) && set.can_allocate(**address));
+            if let Some(address) = reusable {
+                return Ok(Choice { address: *address, is_reused: true });
             }
         }
         if let Some(address) = requested {
-            if set.is_gateway(address) {
-                return Err(Error::config(format!("requested ip {address} is subnet's gateway")).into());
-            }
-            if !matches!(self.read(address)?, Content::Absent | Content::Blank) {
-                let holder = self.describe(address);
-                let msg = format!("requested IP address {address} is not available in range set {set}: {holder}");
-                return Err(Error::new(Code::CONFLICT, msg).into());
-            }
+            self.check_requested(address, set)?;
         }
-        reserved.extend(self.held(id_hash, owner.id().as_bytes())?.all()?);
+        // Very old reservations name only the container. They are not used again, because they may
+        // belong to another interface, but they make this ADD a repeated one.
+        reserved.extend(self.held(owner.id().as_bytes())?.complete()?);
         if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
-            let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
-            let listed: Vec<String> = reserved.iter().take(MAX_LISTED).map(|address| self.describe(*address)).collect();
-            let advice = match self.store.options.on_repeat {
-                RepeatPolicy::Refuse => "run DEL to release it, or set \"reuse\": true in ipam to get it again",
-                RepeatPolicy::Reuse => {
-                    "run DEL to release it; \"reuse\" cannot return it, because it is not the requested address, is a gateway, or was reserved without an interface name"
-                }
-            };
-            let details = format!("{}; {advice}", listed.join(", "));
-            return Err(Error::new(Code::CONFLICT, msg).with_details(details).into());
+            return Err(self.repeated(owner, *address, &reserved).into());
         }
         if let Some(address) = requested {
             return Ok(Choice { address, is_reused: false });
@@ -181,7 +166,41 @@ impl Locked {
         }
     }
 
-    /// Returns the error, code 11, for a set without a free address. It names the oldest holders.
+    /// Checks that a requested address of the set can be allocated and is free.
+    ///
+    /// # Errors
+    /// - Code 7 with Go's text if the address is a gateway.
+    /// - Code 102 if the address is not free. The message begins with Go's text and names the
+    ///   holder.
+    /// - Code 5 if the file of the address cannot be read.
+    fn check_requested(&self, address: IpAddr, set: &RangeSet) -> Result<()> {
+        if set.is_gateway(address) {
+            return Err(Error::config(format!("requested ip {address} is subnet's gateway")));
+        }
+        if !matches!(self.read(address)?, Content::Absent | Content::Blank) {
+            let holder = self.describe(address);
+            let msg = format!("requested IP address {address} is not available in range set {set}: {holder}");
+            return Err(Error::new(Code::CONFLICT, msg));
+        }
+        Ok(())
+    }
+
+    /// Returns the error, code 102, for an owner that has this address of a set already. The
+    /// details list the addresses that are reserved for the owner.
+    fn repeated(&self, owner: &Owner, address: IpAddr, reserved: &[IpAddr]) -> Error {
+        let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
+        let listed: Vec<String> = reserved.iter().take(MAX_LISTED).map(|address| self.describe(*address)).collect();
+        let advice = match self.store.options.on_repeat {
+            RepeatPolicy::Refuse => "run DEL to release it, or set \"reuse\": true in ipam to get it again",
+            RepeatPolicy::Reuse => {
+                "run DEL to release it; \"reuse\" cannot return it, because it is not the requested address, is a gateway, or was reserved without an interface name"
+            }
+        };
+        Error::new(Code::CONFLICT, msg).with_details(format!("{}; {advice}", listed.join(", ")))
+    }
+
+    /// Returns the error, code 11, for a set without a free address. The details name the holders
+    /// of the oldest reservations.
     fn exhausted(&mut self, set: &RangeSet) -> Result<Error, Trouble> {
         let total = set.capacity();
         let mut error = Error::new(
@@ -190,7 +209,8 @@ impl Locked {
         );
         let mut oldest = self.index()?.oldest(set)?;
         if oldest.is_empty() && total > 0 {
-            // The index stores the oldest holders only for the sets of the call that rebuilt it.
+            // The index stores the oldest reservations only for the sets of the ADD that rebuilt
+            // it.
             oldest = self.index()?.search_oldest(set)?;
         }
         let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
@@ -219,40 +239,33 @@ impl Locked {
     /// records.
     ///
     /// # Errors
-    /// A file cannot be created; the others have been removed again. [`Trouble::Stale`] if the
-    /// folder has changed.
+    /// The reservations that were created before the error have been removed again.
+    /// - [`Trouble::Final`] with code 5 if a file cannot be created.
+    /// - [`Trouble::Stale`] if the folder has changed since the index was opened.
+    /// - [`Trouble::Index`] if the index cannot be written.
     fn create_all(&mut self, owner: &Owner, addresses: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
-        if !self.begin()? {
+        if !self.begin_change()? {
             return Err(Trouble::Stale);
         }
         let mut created: Vec<Record> = Vec::with_capacity(addresses.len());
         let mut index_outcome = Ok(());
         for (position, address) in addresses {
-            match self.create(owner, *address, &mut index_outcome) {
-                Ok(LinkOutcome::NewReservation(record)) => created.push(record),
-                outcome => {
-                    let name = |address: &IpAddr| format!("{}/{address}", self.folder.path.display());
-                    for record in &created {
-                        if let Err(error) = self.folder.unlink(&record.address.to_string()) {
-                            let name = name(&record.address);
-                            self.store
-                                .options
-                                .notes
-                                .note(format_args!("failed to remove the new reservation {name}: {error}"));
-                        }
-                    }
-                    // The index file stays marked as dirty, so the next process rebuilds it.
-                    self.index = None;
-                    return Err(match outcome {
-                        Err(error) => {
-                            let doing = format!("failed to create {}", name(address));
-                            let error = Error::caused(Code::IO, doing, error);
-                            error.context(format_args!("failed to allocate for range {position}")).into()
-                        }
-                        Ok(_) => Trouble::Stale,
-                    });
+            let trouble = match self.create(owner, *address, &mut index_outcome) {
+                Ok(LinkOutcome::Created(record)) => {
+                    created.push(record);
+                    continue;
                 }
-            }
+                // According to the index, the address was free.
+                Ok(LinkOutcome::Exists) => Trouble::Stale,
+                Err(error) => {
+                    let doing = format!("failed to create {}/{address}", self.folder.path.display());
+                    Trouble::Final(in_set(*position, Error::caused(Code::IO, doing, error)))
+                }
+            };
+            self.remove_created(&created);
+            // The index file stays marked as dirty, so the next process rebuilds it.
+            self.index = None;
+            return Err(trouble);
         }
         for (position, address) in addresses {
             if let Err(error) = self.folder.set_last_reserved(*position, *address) {
@@ -264,16 +277,30 @@ impl Locked {
                     .note(format_args!("failed to write {path}/last_reserved_ip.{position}: {error}"));
             }
         }
-        self.settle(|index| {
+        self.finish_change(|index| {
             index_outcome?;
             created.iter().try_for_each(|record| index.put(record))
         });
         Ok(created)
     }
 
+    /// Removes reservations that this call has just created. Writes a note about one that cannot be
+    /// removed.
+    fn remove_created(&self, created: &[Record]) {
+        for Record { address, .. } in created {
+            if let Err(error) = self.folder.unlink(&address.to_string()) {
+                let path = self.folder.path.display();
+                self.store
+                    .options
+                    .notes
+                    .note(format_args!("failed to remove the new reservation {path}/{address}: {error}"));
+            }
+        }
+    }
+
     /// Creates one reservation. Replaces a blank file of that name.
     ///
-    /// Just before the file gets its name, a preliminary record is written to the index. If that
+    /// Just before the file gets its name, a provisional record is written to the index. If that
     /// fails, the error is stored in `index_outcome`, and the reservation is created even so: the
     /// caller then discards the index.
     pub(super) fn create(
@@ -285,10 +312,11 @@ impl Locked {
         // On a disk that another machine may also use, a different boot ID does not prove that the
         // container is gone, so the record gets no boot ID.
         let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
-        let (content, boot) = (owner.content(), if is_shared { 0 } else { self.store.options.host.boot() });
+        let boot = if is_shared { 0 } else { self.store.options.host.boot() };
+        let content = owner.content();
         let index = &mut self.index;
         let mut before_link = |record: &Record| {
-            // An index in memory does not outlive this process, so it needs no preliminary record.
+            // An index in memory does not outlive this process, so it needs no provisional record.
             if let Some(index) = index.as_mut().filter(|index| index.is_on_disk() && index_outcome.is_ok()) {
                 *index_outcome = index.put(record);
             }
@@ -306,7 +334,7 @@ impl Locked {
     /// been replaced or changed since.
     ///
     /// # Errors
-    /// Code 5, after all have been tried.
+    /// Code 5 if a reservation cannot be read or removed. The others have been removed.
     pub fn undo(&mut self, reservations: &[NewReservation]) -> Result<()> {
         use std::os::unix::fs::MetadataExt;
         let (mut unchanged, mut errors) = (Vec::new(), Vec::new());
@@ -322,9 +350,15 @@ impl Locked {
                 Err(error) => errors.push(error),
             }
         }
-        errors.extend(self.remove(&unchanged).1);
+        let (_, error) = self.remove(&unchanged);
+        errors.extend(error);
         Error::join(errors)
     }
+}
+
+/// Adds to an error that it is about the range set with this position, in Go's words.
+fn in_set(position: usize, error: Error) -> Error {
+    error.context(format_args!("failed to allocate for range {position}"))
 }
 
 /// Formats a duration in its largest sensible unit: `90 s`, `15 min`, `3 h`, `12 days`.

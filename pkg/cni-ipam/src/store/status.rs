@@ -30,6 +30,11 @@ pub struct Usage {
 }
 
 impl Usage {
+    /// Returns the usage of a set of which this many addresses are used.
+    fn of(set: &RangeSet, used: u128) -> Usage {
+        Usage { set: set.to_string(), used, total: set.capacity() }
+    }
+
     /// Whether no address is free.
     pub fn is_exhausted(&self) -> bool {
         self.used >= self.total
@@ -48,50 +53,56 @@ impl Store {
     /// # Errors
     /// Code 5 if the folder exists but cannot be read.
     pub fn usage(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
-        let is_in_set = |set: &RangeSet, name: &IpAddr| set.find(*name).is_some() && !set.is_gateway(*name);
-        let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
-        let from_index = index::peek(&self.index_path(), stamp, |index| {
-            let counts = sets.sets().iter().map(|set| used(index, set));
-            counts.collect::<Result<Option<Vec<u128>>, _>>()
-        });
-        let to_usage = |counts: Vec<u128>| -> Vec<Usage> {
-            let usage = |(set, used): (&RangeSet, u128)| Usage { set: set.to_string(), used, total: set.capacity() };
-            sets.sets().iter().zip(counts).map(usage).collect()
-        };
-        let count = |addresses: Vec<IpAddr>| {
-            let count_in = |set| addresses.iter().filter(|address| is_in_set(set, address)).count() as u128;
-            to_usage(sets.sets().iter().map(count_in).collect())
-        };
-        let mut usage = match from_index {
-            Some(counts) => to_usage(counts),
+        let mut usage = match self.usage_by_index(sets) {
+            Some(usage) => usage,
             None => {
-                let by_names = count(self.names()?);
+                let by_names = usage_of(sets, &self.names()?);
+                // Names of blank files count as used, so the files are read before a set is
+                // reported as exhausted.
                 let occupied = if by_names.iter().any(Usage::is_exhausted) { self.occupied() } else { None };
-                occupied.map_or(by_names, count)
+                occupied.map_or(by_names, |occupied| usage_of(sets, &occupied))
             }
         };
         // Reservations of an earlier boot do not count, because the next ADD releases them.
         if usage.iter().any(Usage::is_exhausted) {
-            let reclaimable = self.reclaimable();
-            for (usage, set) in usage.iter_mut().zip(sets.sets()) {
-                let free = reclaimable.iter().filter(|address| is_in_set(set, address)).count();
-                usage.used = usage.used.saturating_sub(free as u128);
+            let reclaimable = self.reclaimable().unwrap_or_default();
+            for (usage, reclaimable) in usage.iter_mut().zip(usage_of(sets, &reclaimable)) {
+                usage.used = usage.used.saturating_sub(reclaimable.used);
             }
         }
         Ok(usage)
     }
-}
 
-impl Store {
+    /// Returns the usage of each set according to the counters of the index. Returns `None` if the
+    /// index does not describe the folder, or has no counter for a range.
+    fn usage_by_index(&self, sets: &RangeSets) -> Option<Vec<Usage>> {
+        index::peek(
+            &self.index_path(),
+            || self.stamp(),
+            |index| {
+                let mut usage = Vec::with_capacity(sets.sets().len());
+                for set in sets.sets() {
+                    let Some(used) = used(index, set)? else { return Ok(None) };
+                    usage.push(Usage::of(set, used));
+                }
+                Ok(Some(usage))
+            },
+        )
+    }
+
+    /// Returns the present stamp of the folder, or `None` if the folder cannot be read.
+    fn stamp(&self) -> Option<Stamp> {
+        std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata))
+    }
+
     /// Writes a note with the addresses whose files are not reservations, as far as the index knows
     /// them. Takes no lock.
     pub fn report_foreign(&self) {
-        let stamp = || std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata));
-        let foreign = index::peek(&self.index_path(), stamp, |index| Ok(Some(index.foreign()?)));
+        let foreign = index::peek(&self.index_path(), || self.stamp(), |index| Ok(Some(index.foreign()?)));
         self.note_foreign(&mut foreign.unwrap_or_default());
     }
 
-    /// Returns the number of names in the folder that are addresses, 0 if the folder does not
+    /// Returns the number of names in the folder that are addresses, or 0 if the folder does not
     /// exist. Takes no lock and opens no file.
     ///
     /// # Errors
@@ -101,7 +112,8 @@ impl Store {
     }
 
     /// Returns the addresses whose files are not blank, or `None` if the folder cannot be read.
-    /// Reads only files for which even an outdated index has no record.
+    /// Reads only files that have no record in the index, even an outdated one, or have changed
+    /// since their record.
     fn occupied(&self) -> Option<Vec<IpAddr>> {
         let folder = File::open(self.path()).ok()?;
         let (known, _) = index::old_records(&self.index_path(), &self.options.host);
@@ -109,10 +121,13 @@ impl Store {
         Some(records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect())
     }
 
-    /// Returns the names in the folder that are addresses.
+    /// Returns the names in the folder that are addresses, or none if the folder does not exist.
+    ///
+    /// # Errors
+    /// Code 5 if the folder exists but cannot be read.
     fn names(&self) -> Result<Vec<IpAddr>> {
         match index::names_in(self.path()) {
-            Ok(names) => Ok(names.into_iter().collect()),
+            Ok(names) => Ok(names),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
             Err(error) => {
                 let doing = format!("failed to read {}", self.path().display());
@@ -122,13 +137,14 @@ impl Store {
     }
 
     /// Checks that ADD can write to the network's folder or, if that does not exist, to the nearest
-    /// existing folder above it. Returns an error in `Some` if the disk has no free blocks or
-    /// inodes, which may pass by itself.
+    /// existing folder above it. A full disk is not an error of the check, because it may pass by
+    /// itself: returns in `Some` the error, code 5, that ADD would have.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be written until an operator repairs something.
     pub fn check_writable(&self) -> Result<Option<Error>> {
         for path in self.path().ancestors() {
+            // The last ancestor of a relative path is empty.
             let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
             let failed = |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
             match std::fs::metadata(path) {
@@ -151,6 +167,15 @@ impl Store {
     }
 }
 
+/// Returns the usage of each set if exactly these addresses are occupied.
+fn usage_of(sets: &RangeSets, occupied: &[IpAddr]) -> Vec<Usage> {
+    let of_set = |set: &RangeSet| {
+        let used = occupied.iter().filter(|address| set.can_allocate(**address)).count();
+        Usage::of(set, used as u128)
+    };
+    sets.sets().iter().map(of_set).collect()
+}
+
 /// Returns the number of used addresses of a set according to the index's counters, or `None` if
 /// one of its ranges has no counter.
 fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
@@ -160,7 +185,8 @@ fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::Tab
         sum += u128::from(used);
     }
     for gateway in set.inner_gateways() {
-        // Saturating, in case the counter is damaged.
+        // The counters include an occupied gateway, but a gateway is not one of the addresses to
+        // allocate. Saturating, in case a counter is damaged.
         sum = sum.saturating_sub(u128::from(index.is_occupied(gateway)?));
     }
     Ok(Some(sum))

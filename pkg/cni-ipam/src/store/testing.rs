@@ -1,4 +1,4 @@
-//! What the tests of this crate share: a machine that is a value.
+//! Provides the machine that the tests of this crate use.
 
 use std::io;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use cni::machine::{Child, Machine, Output, RunError};
 
-/// The real clock, and SIGTERM at a test's will.
+/// A machine with the real clock. A test sets whether it has received SIGTERM.
 #[derive(Debug, Default)]
 pub(crate) struct TestMachine {
     pub(crate) terminated: AtomicBool,

@@ -1,8 +1,7 @@
-//! The store on a real file system: what it writes, what it leaves alone, and against a model with
-//! killed, foreign and racing users. Here is what the tests share: a store in a folder of its own.
+//! Tests the store on a real file system: what it writes, what it does not touch, and how it
+//! compares with a model. This file has what the tests share: a store in a folder of its own.
 
 mod hostile;
-
 mod model;
 mod reboot;
 mod release;
@@ -87,7 +86,8 @@ fn asking(address: &str) -> Requested {
     requested
 }
 
-/// A new file, likely with the inode of the old one, within the same tick of the kernel's clock.
+/// Replaces a file by a new one, likely with the same inode and within the same tick of the
+/// kernel's clock.
 fn replace(net: &Net, name: &str, content: &str) {
     drop(fs::remove_file(net.path(name)));
     net.write(name, content);

@@ -1,4 +1,5 @@
-//! Long sequences of steps by ours, by others and by death, against a model; and threads.
+//! Long sequences of steps by this store, by other programs and by killed processes, compared with
+//! a model; and threads on one store.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -37,8 +38,9 @@ fn threads_on_one_store_get_distinct_addresses() {
     assert_eq!(net.lock().list().unwrap().reservations.len(), 160);
 }
 
-/// What happens to a store, by ours, by others, and by death.
-
+/// A change of a store: by its operations, by another program (`Foreign...`), or by a process that
+/// is killed (`Killed...`). The numbers are those of a container and of an address's last byte.
+/// `stage` is how many steps the killed process has done.
 #[derive(Clone, Debug)]
 enum Step {
     Add(u8),
@@ -80,17 +82,18 @@ fn content(number: u8) -> String {
     format!("c{number}\r\neth0")
 }
 
-/// Changes a file as a process would that is killed after so many of the steps that `index` counts.
+/// Creates the reservation of an address, or removes it without `content`, as a process that is
+/// killed after `stage` of the steps after step 1 that the head of `index` numbers.
 fn killed(net: &Net, address: &str, content: Option<&str>, stage: u8) {
     let mut locked = net.lock();
-    assert!(locked.begin().is_ok_and(|fresh| fresh));
+    assert!(locked.begin_change().is_ok_and(|fresh| fresh));
     let address_ip: IpAddr = address.parse().unwrap();
     if stage == 0 {
         return;
     }
     let made = match content {
         Some(content) => match locked.folder.create(address_ip, content, 7, &mut |_| ()).unwrap() {
-            folder::LinkOutcome::NewReservation(record) => Some(record),
+            folder::LinkOutcome::Created(record) => Some(record),
             folder::LinkOutcome::Exists => return,
         },
         None => {
@@ -110,7 +113,7 @@ fn killed(net: &Net, address: &str, content: Option<&str>, stage: u8) {
     }
 }
 
-/// The truth, as the files tell it.
+/// Returns the contents of the files that are not blank, by their addresses.
 fn truth(net: &Net) -> BTreeMap<IpAddr, String> {
     let Ok(entries) = fs::read_dir(net.store.path()) else { return BTreeMap::new() };
     let read = |entry: std::io::Result<fs::DirEntry>| {

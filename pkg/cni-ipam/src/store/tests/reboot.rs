@@ -1,4 +1,4 @@
-//! Reboots: what an earlier boot has left, and what it costs to know that there is nothing.
+//! Tests which reservations of an earlier boot are reclaimed, and that they are searched only once.
 
 use std::cell::RefCell;
 
@@ -7,7 +7,7 @@ use cni_testkit::require;
 
 use super::*;
 
-/// A machine whose boot began `up` seconds ago.
+/// Returns a machine whose boot began `up` seconds ago.
 fn booted(root: &Path, boot: &str, up: &str) -> Host {
     for (name, content) in [("etc/machine-id", "m"), ("proc/sys/kernel/random/boot_id", boot), ("proc/uptime", up)] {
         let path = root.join(name);
@@ -17,7 +17,8 @@ fn booted(root: &Path, boot: &str, up: &str) -> Host {
     Host::read(root)
 }
 
-/// Only what outlives a reboot can be of an earlier boot.
+/// Probes that the store's folder outlives a reboot: only then it can have reservations of an
+/// earlier boot.
 fn on_disk(net: &Net) -> Probed {
     let folder = net.data.path();
     let local = crate::store::reboot::is_local(&File::open(folder).unwrap());
@@ -62,9 +63,9 @@ fn only_the_first_add_of_a_boot_releases_and_reports() {
     assert_eq!(second.usage(&pool).unwrap()[0].used, 4, "not full, so no search for old reservations");
     assert_eq!(add(&second, "d", &pool).unwrap(), "10.0.0.6");
     let path = net.store.path().display();
-    let told = format!("3 reservations in {path} were made before this boot and are released: 10.0.0.2 to 10.0.0.4");
+    let told = format!("released 3 reservations in {path}, made before this boot: 10.0.0.2, 10.0.0.3, 10.0.0.4");
     assert_eq!(*lines.borrow(), [told]);
-    assert_eq!(header(&net).earlier, None);
+    assert_eq!(header(&net).oldest_reclaimable, None);
     assert_eq!(net.names(), ["10.0.0.5", "10.0.0.6", "last_reserved_ip.0", "lock"]);
     // Were the uptime asked for again, this one would be noticed.
     fs::remove_file(root.path().join("proc/uptime")).unwrap();
@@ -86,7 +87,7 @@ fn status_counts_reclaimable_addresses_as_free() {
     assert_eq!(used(&second), [1, 0]);
     // DEL puts the folder in order, and leaves what is not its own.
     second.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap().release(&owner("a")).unwrap();
-    assert!(header(&net).earlier.is_some());
+    assert!(header(&net).oldest_reclaimable.is_some());
     net.write("10.0.0.2", "go\r\neth0");
     assert_eq!(used(&second), [2, 0]);
     assert_eq!(net.names().len(), 11);
@@ -104,11 +105,11 @@ fn a_clock_set_late_postpones_the_search_without_repeating_it() {
     // A boot that seems to have begun before the reservation was made.
     let (second, lines) = store(&net, booted(root.path(), "two", "500000"));
     add(&second, "b", &pool).unwrap();
-    assert!(header(&net).earlier.is_some() && lines.borrow().is_empty());
+    assert!(header(&net).oldest_reclaimable.is_some() && lines.borrow().is_empty());
     fs::write(root.path().join("proc/uptime"), "0").unwrap();
     assert_eq!(add(&second, "a", &pool).unwrap(), "10.0.0.4");
     assert_eq!(net.names(), ["10.0.0.3", "10.0.0.4", "last_reserved_ip.0", "lock"]);
-    assert_eq!(header(&net).earlier, None);
+    assert_eq!(header(&net).oldest_reclaimable, None);
 }
 
 #[test]
@@ -122,7 +123,7 @@ fn very_many_are_released_at_once_and_leave_a_true_index() {
     let (second, _) = store(&net, booted(root.path(), "two", "0"));
     add(&second, "a", &pool).unwrap();
     assert_eq!(second.usage(&pool).unwrap()[0].used, 1);
-    assert_eq!((net.names().len(), header(&net).earlier), (3, None));
+    assert_eq!((net.names().len(), header(&net).oldest_reclaimable), (3, None));
 }
 
 #[test]
@@ -134,7 +135,7 @@ fn a_reservation_of_a_killed_add_is_reclaimed_after_reboot() {
         let (first, _) = store(&net, booted(root.path(), "one", "1000"));
         add(&first, "a", &pool).unwrap();
         let mut locked = first.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
-        assert!(matches!(locked.begin(), Ok(true)));
+        assert!(matches!(locked.begin_change(), Ok(true)));
         for address in ["10.0.0.3", "10.0.0.4"] {
             locked.create(&owner("killed"), address.parse().unwrap(), &mut Ok(())).unwrap();
         }

@@ -1,4 +1,4 @@
-//! When the index may be believed: changes that it could not see.
+//! Tests changes that the index on disk does not have: it must not be trusted then.
 
 use super::*;
 
@@ -23,15 +23,15 @@ fn an_unnoticed_removal_is_found_before_reporting_exhaustion() {
         net.add(id, &pool).unwrap();
     }
     let mut locked = net.lock();
-    assert!(locked.begin().is_ok_and(|fresh| fresh));
+    assert!(locked.begin_change().is_ok_and(|fresh| fresh));
     // Without the lock, in the few microseconds between the comparison and the mark.
     fs::remove_file(net.path("10.0.0.3")).unwrap();
-    let folder::LinkOutcome::NewReservation(record) =
+    let folder::LinkOutcome::Created(record) =
         locked.folder.create("10.0.0.6".parse().unwrap(), "e\r\neth0", 0, &mut |_| ()).unwrap()
     else {
         panic!("10.0.0.6 was free");
     };
-    locked.settle(|index| index.put(&record));
+    locked.finish_change(|index| index.put(&record));
     drop(locked);
     assert_eq!(net.store.usage(&pool).unwrap()[0].used, 5, "so the index was deceived");
     assert_eq!(net.add("f", &pool).unwrap(), ["10.0.0.3"]);
