@@ -236,7 +236,8 @@ fn eprint(line: &str) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failed;
 
-/// Handles one call of a plugin: writes its result or its error to stdout, and logs it.
+/// Handles one call of a plugin: writes its result or its error to stdout, and logs the call. A
+/// panic of the plugin is an error, too.
 ///
 /// # Errors
 /// [`Failed`], after the error has been written to stdout.
