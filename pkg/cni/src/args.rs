@@ -14,7 +14,7 @@ impl CniArgs {
     /// Parses the variable's value.
     ///
     /// # Errors
-    /// Code 4 with Go's text for a pair without `=` or without a key, even with `IgnoreUnknown`.
+    /// Code 4 with Go's text if a pair has no `=` or no key, even with `IgnoreUnknown`.
     pub fn parse(text: &str) -> Result<CniArgs> {
         let mut pairs = Vec::new();
         for pair in text.split(';').filter(|pair| !pair.is_empty()) {
@@ -42,7 +42,7 @@ impl CniArgs {
     /// Checks that all keys are in `known`, unless `IgnoreUnknown` is true.
     ///
     /// # Errors
-    /// Code 4 with Go's text for unknown keys, or if `IgnoreUnknown` is not a boolean.
+    /// Code 4 with Go's text if a key is unknown, or if `IgnoreUnknown` is not a boolean.
     pub fn check_known(&self, known: &[&str]) -> Result<()> {
         let ignores_unknown = match self.get("IgnoreUnknown") {
             None => false,

@@ -4,13 +4,25 @@
 //! that is derived from it. The alias identifies the link. The name allows finding it without
 //! listing all links, and before the alias is set: the kernel (6.18) ignores `IFLA_IFALIAS` in the
 //! request that creates a link, so a second request sets it. `IFLA_GROUP` is accepted in the first
-//! request. A link whose ADD was killed between the two has its network's
-//! [group](AttachmentId::group), by which GC finds it.
+//! request. A link whose ADD was killed between the two requests has no alias yet, but its
+//! network's [group](AttachmentId::group), by which GC finds it.
 
 use crate::hash::{sha512, sha512_hex};
 
 /// The longest alias that the kernel accepts, in bytes (IFALIASZ without the terminating zero).
 const ALIAS_MAX: usize = 255;
+
+/// The beginning of the names of links on the host.
+const HOST_PREFIX: &str = "veth";
+
+/// The number of hex digits in the name of a link on the host.
+const HOST_DIGITS: usize = 8;
+
+/// The beginning of the names of ifb devices.
+const IFB_PREFIX: &str = "bwp";
+
+/// The number of hex digits in the name of an ifb device.
+const IFB_DIGITS: usize = 12;
 
 /// The identity of an attachment: one interface of one container in one network.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -71,9 +83,8 @@ impl AttachmentId {
     /// It has 31 bits, because iproute2 refuses more, and is above 255, because administrators use
     /// small numbers.
     pub fn group(network: &str) -> u32 {
-        let hash = sha512(&[network.as_bytes()]);
-        let first_bytes = hash.iter().take(4).fold(0, |number, byte| number << 8 | u32::from(*byte));
-        let group = first_bytes & 0x7fff_ffff;
+        let [first, second, third, fourth, ..] = sha512(&[network.as_bytes()]);
+        let group = u32::from_be_bytes([first, second, third, fourth]) & 0x7fff_ffff;
         if group > 255 { group } else { group | 0x100 }
     }
 
@@ -90,45 +101,44 @@ impl AttachmentId {
 
     /// Returns the name of the attachment's link on the host: `veth` and 8 hex digits. The Go
     /// plugins choose these digits at random, here they are derived from the attachment. `attempt`
-    /// is 0, or the next number if another link has the name already.
+    /// begins at 0, and is one higher after each name that another link already has.
     pub fn host_name(&self, attempt: u32) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         // None of the names contains a slash, so different attachments have different texts.
         let text = format!("{network}/{container_id}/{ifname}/");
-        format!("veth{}", sha512_hex(&[text.as_bytes(), &attempt.to_be_bytes()], 8))
+        format!("{HOST_PREFIX}{}", sha512_hex(&[text.as_bytes(), &attempt.to_be_bytes()], HOST_DIGITS))
     }
 
     /// Whether a name has the form of [`host_name`](AttachmentId::host_name).
     pub fn is_host_name(name: &str) -> bool {
-        is_hash(name, "veth", 8)
+        is_derived_name(name, HOST_PREFIX, HOST_DIGITS)
     }
 
     /// Returns the name of the ifb device on which the plugin bandwidth limits what the container
     /// sends. As in the Go plugin, the name does not depend on CNI_IFNAME.
     pub fn ifb_name(&self) -> String {
-        format!("{IFB_PREFIX}{}", sha512_hex(&[self.network.as_bytes(), self.container_id.as_bytes()], 12))
+        format!("{IFB_PREFIX}{}", sha512_hex(&[self.network.as_bytes(), self.container_id.as_bytes()], IFB_DIGITS))
     }
 
     /// Returns the name of the ifb device if another interface of the container already uses
     /// [`ifb_name`](AttachmentId::ifb_name).
     pub fn own_ifb_name(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
-        format!("{IFB_PREFIX}{}", sha512_hex(&[format!("{network}/{container_id}/{ifname}").as_bytes()], 12))
+        let text = format!("{network}/{container_id}/{ifname}");
+        format!("{IFB_PREFIX}{}", sha512_hex(&[text.as_bytes()], IFB_DIGITS))
     }
 
-    /// Whether a name has the form of [`ifb_name`](AttachmentId::ifb_name).
+    /// Whether a name has the form of [`ifb_name`](AttachmentId::ifb_name) and
+    /// [`own_ifb_name`](AttachmentId::own_ifb_name).
     pub fn is_ifb_name(name: &str) -> bool {
-        is_hash(name, IFB_PREFIX, 12)
+        is_derived_name(name, IFB_PREFIX, IFB_DIGITS)
     }
 }
 
-/// The beginning of the names of ifb devices.
-const IFB_PREFIX: &str = "bwp";
-
 /// Whether a name consists of `prefix` and as many lower-case hex digits as `digits` says.
-fn is_hash(name: &str, prefix: &str, digits: usize) -> bool {
-    let hash = name.strip_prefix(prefix).unwrap_or_default();
-    hash.len() == digits && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+fn is_derived_name(name: &str, prefix: &str, digits: usize) -> bool {
+    name.strip_prefix(prefix)
+        .is_some_and(|hash| hash.len() == digits && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')))
 }
 
 #[cfg(test)]

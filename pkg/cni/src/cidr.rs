@@ -15,7 +15,7 @@ use serde::ser::{Serialize, Serializer};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Cidr(IpNetwork);
 
-/// A text is not an address with a prefix length. Displays as in Go.
+/// The error of a text that is not an address with a prefix length. Displays as in Go.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid CIDR address: {0}")]
 pub struct ParseCidrError(String);
@@ -33,15 +33,12 @@ impl Cidr {
 
     /// Returns `0.0.0.0/0` or `::/0`, in the address family of `family_of`.
     pub fn default_route(family_of: IpAddr) -> Cidr {
-        match family_of {
-            IpAddr::V4(_) => Cidr(IpNetwork::from(IpAddr::V4(Ipv4Addr::UNSPECIFIED))).with_prefix(0),
-            IpAddr::V6(_) => Cidr(IpNetwork::from(IpAddr::V6(Ipv6Addr::UNSPECIFIED))).with_prefix(0),
-        }
-    }
-
-    /// Returns the same address with another prefix length, at most the length of the address.
-    fn with_prefix(self, prefix: u8) -> Cidr {
-        Cidr::new(self.address(), prefix.min(self.bits())).unwrap_or(self)
+        let unspecified = match family_of {
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        };
+        // No prefix is shorter than 0, so the prefix length is always valid.
+        Cidr::new(unspecified, 0).unwrap_or(Cidr::host(unspecified))
     }
 
     /// Returns the address, with its host bits.
@@ -84,9 +81,9 @@ impl Cidr {
         self.0.contains(address)
     }
 
-    /// Returns the first address after the network's own, with the network's prefix length: the
-    /// gateway if none is configured. Returns `None` if the network's address is the highest one of
-    /// its address family.
+    /// Returns the first address after the network's own, with the network's prefix length. IPAM
+    /// plugins use it as the gateway if the configuration has none. Returns `None` if the network's
+    /// address is the highest one of its address family.
     pub fn first(&self) -> Option<Cidr> {
         let first = match self.network().address() {
             IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),
@@ -107,21 +104,21 @@ impl FromStr for Cidr {
     fn from_str(text: &str) -> Result<Cidr, ParseCidrError> {
         let error = || ParseCidrError(text.to_owned());
         let (address, prefix) = text.split_once('/').ok_or_else(error)?;
-        if prefix.is_empty() || prefix.len() > 4 || !prefix.bytes().all(|digit| digit.is_ascii_digit()) {
+        // `parse` accepts a sign.
+        if !prefix.bytes().all(|byte| byte.is_ascii_digit()) {
             return Err(error());
         }
         let address: IpAddr = address.parse().map_err(|_| error())?;
-        let prefix: u16 = prefix.parse().map_err(|_| error())?;
+        let prefix: u8 = prefix.parse().map_err(|_| error())?;
         // As in Go, an IPv4-mapped address (::ffff:10.1.2.3/120) becomes an IPv4 address
         // (10.1.2.3/24).
-        let (address, prefix) = match address {
-            IpAddr::V6(v6) if prefix >= 96 => match v6.to_ipv4_mapped() {
-                Some(v4) => (IpAddr::V4(v4), prefix - 96),
-                None => (address, prefix),
-            },
-            _ => (address, prefix),
-        };
-        u8::try_from(prefix).ok().and_then(|prefix| Cidr::new(address, prefix)).ok_or_else(error)
+        if let IpAddr::V6(v6) = address
+            && let Some(v4) = v6.to_ipv4_mapped()
+            && prefix >= 96
+        {
+            return Cidr::new(IpAddr::V4(v4), prefix - 96).ok_or_else(error);
+        }
+        Cidr::new(address, prefix).ok_or_else(error)
     }
 }
 
@@ -190,6 +187,11 @@ mod tests {
     #[test]
     fn a_mapped_address_is_ipv4_as_in_go() {
         assert_eq!("::ffff:10.0.0.1/120".parse::<Cidr>().unwrap().to_string(), "10.0.0.1/24");
+    }
+
+    #[test]
+    fn a_prefix_length_may_have_leading_zeros_as_in_go() {
+        assert_eq!("10.1.2.3/00024".parse::<Cidr>().unwrap().to_string(), "10.1.2.3/24");
     }
 
     #[test]

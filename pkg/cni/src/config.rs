@@ -26,7 +26,8 @@ pub struct NetConf {
     ipam_type: String,
 }
 
-/// The standard keys that every plugin has.
+/// The standard keys that every plugin has, without `name` and `cniVersion`, which
+/// [`network_name`] and [`version_text`] read.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Standard {
@@ -36,6 +37,7 @@ struct Standard {
     ipam: Option<Ipam>,
 }
 
+/// The standard key of `ipam`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Ipam {
@@ -48,11 +50,12 @@ impl NetConf {
     /// the parsed `raw`.
     ///
     /// # Errors
-    /// Code 6 for a value of a wrong type, 7 for an invalid name.
+    /// - Code 6 if a value has a wrong type.
+    /// - Code 7 if the name is missing or invalid.
     pub(crate) fn new(raw: Vec<u8>, json: Json, version: Version) -> Result<NetConf> {
         let standard: Standard =
             json.decode().map_err(|error| Error::caused(Code::DECODE, "error unmarshall network config", error))?;
-        let name = name(&json)?.to_owned();
+        let name = network_name(&json)?.to_owned();
         Ok(NetConf { raw, json, name, version, ipam_type: standard.ipam.unwrap_or_default().kind })
     }
 
@@ -60,11 +63,14 @@ impl NetConf {
     /// ADD.
     ///
     /// # Errors
-    /// Code 1 for an unknown version, 6 for invalid JSON, 7 for an invalid name.
+    /// - Code 1 if the version is not supported.
+    /// - Code 6 if `raw` is not a JSON object, or a value has a wrong type.
+    /// - Code 7 if the name is missing or invalid.
     pub fn parse(raw: impl Into<Vec<u8>>) -> Result<NetConf> {
         let raw = raw.into();
         let json = parse_object(&raw)?;
-        name(&json)?;
+        // As in Go, an error about the name comes before one about the version.
+        network_name(&json)?;
         let text = version_text(&json)?;
         let version = Version::find(&text).ok_or_else(|| incompatible("incompatible CNI versions", &text))?;
         NetConf::new(raw, json, version)
@@ -98,7 +104,7 @@ impl NetConf {
     /// Decodes the plugin's own keys.
     ///
     /// # Errors
-    /// Code 6 for a value of a wrong type; the message names the key's path.
+    /// Code 6 if a value has a wrong type. The message names the key's path.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T> {
         self.json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))
     }
@@ -143,8 +149,10 @@ impl From<RuntimeDns> for Dns {
 
 /// Returns the name resolution that an interface plugin reports in its result instead of IPAM's:
 /// `runtime_dns`, the value of `runtimeConfig.dns`, or, if that is absent, `conf_dns`, the value of
-/// `dns` in the configuration. Returns `None` if both are absent or `conf_dns` is empty. The Go
-/// plugins ignore `runtimeConfig.dns`, so a `runtime_dns` of a wrong type is only noted.
+/// `dns` in the configuration, or, if that is empty too, `None`.
+///
+/// A `runtime_dns` of a wrong type is noted and counts as absent, because the Go plugins ignore
+/// `runtimeConfig.dns`.
 pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
     if let Some(json) = runtime_dns {
         match json.decode::<RuntimeDns>() {
@@ -171,8 +179,9 @@ pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
 /// Returns the network's name.
 ///
 /// # Errors
-/// Code 6 if the name is not a string, 7 if it is missing or invalid.
-pub(crate) fn name(json: &Json) -> Result<&str> {
+/// - Code 6 if the name is not a string.
+/// - Code 7 if the name is missing or invalid.
+pub(crate) fn network_name(json: &Json) -> Result<&str> {
     let name = match json.get("name") {
         None => "",
         Some(Json::String(text)) => text.as_str(),
@@ -182,25 +191,24 @@ pub(crate) fn name(json: &Json) -> Result<&str> {
     Ok(name)
 }
 
-/// Returns the value of `cniVersion`, or 0.1.0 if that is absent or empty.
+/// Returns the value of `cniVersion`, or `0.1.0` if that is absent or empty.
 ///
 /// # Errors
 /// Code 6 if `cniVersion` is not a string.
 pub(crate) fn version_text(json: &Json) -> Result<String> {
     match json.get("cniVersion") {
         None => Ok("0.1.0".to_owned()),
-        Some(Json::String(text)) if text.is_empty() => Ok("0.1.0".to_owned()),
-        Some(Json::String(text)) => Ok(text.clone()),
+        Some(Json::String(text)) => Ok(if text.is_empty() { "0.1.0" } else { text }.to_owned()),
         Some(_) => Err(Error::new(Code::DECODE, "decoding version from network config: cniVersion: expected a string")),
     }
 }
 
-/// Returns the error, code 1, about a configuration whose `cniVersion` is `config`, with Go's
+/// Returns the error, code 1, about a configuration whose `cniVersion` is `cni_version`, with Go's
 /// details.
-pub fn incompatible(msg: &str, config: &str) -> Error {
+pub fn incompatible(msg: &str, cni_version: &str) -> Error {
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
     Error::new(Code::INCOMPATIBLE_VERSION, msg)
-        .with_details(format!("config is \"{config}\", plugin supports [{}]", supported.join(" ")))
+        .with_details(format!("config is \"{cni_version}\", plugin supports [{}]", supported.join(" ")))
 }
 
 /// The attachments that GC must keep, each a container ID and an interface name.
@@ -209,7 +217,7 @@ pub struct ValidAttachments(BTreeSet<(String, String)>);
 
 /// An element of `cni.dev/valid-attachments`.
 #[derive(Deserialize)]
-struct Attachment {
+struct WireAttachment {
     #[serde(default, rename = "containerID")]
     container_id: String,
     #[serde(default)]
@@ -224,21 +232,22 @@ impl ValidAttachments {
     /// Code 7 if both keys are missing, the value is not a list, or an element has no container ID
     /// or no interface name.
     pub(crate) fn from_config(json: &Json) -> Result<ValidAttachments> {
-        const KEY: &str = "cni.dev/valid-attachments";
-        let list = json.get_or_null(KEY).or_else(|| json.get_or_null("cni.dev/attachments"));
+        const KEYS: [&str; 2] = ["cni.dev/valid-attachments", "cni.dev/attachments"];
+        let Some((key, list)) = KEYS.into_iter().find_map(|key| Some((key, json.get_or_null(key)?))) else {
+            return Err(Error::config(format!("GC needs the key {}: without it nothing is removed", KEYS[0])));
+        };
         let items = match list {
-            None => return Err(Error::config(format!("GC needs the key {KEY}: without it nothing is removed"))),
-            Some(Json::Null) => return Ok(ValidAttachments::default()),
-            Some(Json::Array(items)) => items,
-            Some(_) => return Err(Error::config(format!("{KEY} is not a list: nothing is removed"))),
+            Json::Null => return Ok(ValidAttachments::default()),
+            Json::Array(items) => items,
+            _ => return Err(Error::config(format!("{key} is not a list: nothing is removed"))),
         };
         let mut valid = BTreeSet::new();
         for (index, item) in items.iter().enumerate() {
-            let Attachment { container_id, ifname } =
-                item.decode().map_err(|error| Error::config(format!("{KEY}[{index}]: {error}: nothing is removed")))?;
+            let WireAttachment { container_id, ifname } =
+                item.decode().map_err(|error| Error::config(format!("{key}[{index}]: {error}: nothing is removed")))?;
             if container_id.is_empty() || ifname.is_empty() {
                 return Err(Error::config(format!(
-                    "{KEY}[{index}] has no containerID or no ifname: nothing is removed"
+                    "{key}[{index}] has no containerID or no ifname: nothing is removed"
                 )));
             }
             valid.insert((container_id, ifname));
@@ -264,10 +273,11 @@ impl<I: Into<String>, N: Into<String>> FromIterator<(I, N)> for ValidAttachments
 }
 
 /// Parses an address that a runtime requests in `ips` or in `IP` of CNI_ARGS: `address` or
-/// `address/prefix`. Returns the address.
+/// `address/prefix`. Returns it without the prefix length. As in Go, an IPv4-mapped address is an
+/// IPv4 address.
 ///
 /// # Errors
-/// Code 7 with Go's text.
+/// Code 7 with Go's text if the text has neither form.
 pub fn parse_requested_address(text: &str) -> Result<IpAddr> {
     let address = match text.parse::<crate::Cidr>() {
         Ok(cidr) => Some(cidr.address()),

@@ -29,6 +29,9 @@ use crate::{Code, Error, Result};
 /// its lock.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(55);
 
+/// The longest part of a program's output in an error message, in characters.
+const MAX_EXCERPT: usize = 1000;
+
 /// A plugin that was found on CNI_PATH, to be run for one call.
 #[derive(Debug)]
 pub struct Delegate<'a> {
@@ -50,7 +53,8 @@ struct Timeouts {
 /// Returns how long delegates may take: `delegateTimeout`, or [`DEFAULT_TIMEOUT`] without that key.
 ///
 /// # Errors
-/// Code 6 if `delegateTimeout` is not a whole number, 7 if it is not between 1 and 300 seconds.
+/// - Code 6 if `delegateTimeout` is not a whole number.
+/// - Code 7 if `delegateTimeout` is not between 1 and 300 seconds.
 pub fn timeout(conf: &NetConf) -> Result<Duration> {
     match conf.decode::<Timeouts>()?.delegate_timeout {
         None => Ok(DEFAULT_TIMEOUT),
@@ -65,14 +69,15 @@ impl<'a> Delegate<'a> {
     /// Finds the plugin with the type `kind` on CNI_PATH.
     ///
     /// # Errors
-    /// Code 4 with Go's text if CNI_PATH has no such plugin, 7 if `kind` is not a file name; for an
-    /// invalid `delegateTimeout` those of [`timeout`]. DEL and GC only note the latter.
+    /// - Code 4 with Go's text if CNI_PATH has no such plugin.
+    /// - Code 7 with Go's text if `kind` is not a file name.
+    /// - Those of [`timeout`] if the verb is neither DEL nor GC. Those two must clean up even with
+    ///   an invalid `delegateTimeout`, which they only note.
     pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
         let program = find_plugin(kind, &call.environment.plugin_folders())?;
-        // DEL and GC must clean up even with an invalid timeout, which the other verbs refuse.
         let verb = call.environment.command.as_str();
         let timeout = match timeout(&call.conf) {
-            Err(error) if verb == "DEL" || verb == "GC" => {
+            Err(error) if verb == Verb::Del.as_str() || verb == Verb::Gc.as_str() => {
                 call.notes.note(format_args!("{error}; {} s are used", DEFAULT_TIMEOUT.as_secs()));
                 DEFAULT_TIMEOUT
             }
@@ -89,11 +94,12 @@ impl<'a> Delegate<'a> {
     }
 
     /// Runs the delegate's ADD and returns its result. Registers the delegate's DEL on `rollback`,
-    /// unless the attachment had its addresses before this call.
+    /// unless the attachment had its addresses before this call: DEL would release addresses that a
+    /// running container may use.
     ///
     /// # Errors
-    /// The delegate's own error. If the delegate was interrupted or its answer is not a result, its
-    /// DEL has been run.
+    /// Those of [`interpret`], and code 6 if the answer of ADD is not a result. If the delegate may
+    /// have left changes, its DEL has been run, with the same exception.
     pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
         let had_lease = self.reuses_lease()?;
@@ -115,16 +121,20 @@ impl<'a> Delegate<'a> {
     }
 
     /// Whether the attachment has addresses that ADD will return again: `ipam` has `"reuse": true`,
-    /// and the delegate's CHECK succeeds. The caller must not run DEL for such an attachment: DEL
-    /// would release addresses that a running container may use.
+    /// and the delegate's CHECK succeeds.
+    ///
+    /// # Errors
+    /// Those of [`interpret`] if it stays unknown whether the attachment has addresses.
     fn reuses_lease(&self) -> Result<bool> {
         if self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse")) != Some(&Json::Bool(true)) {
             return Ok(false);
         }
         match self.run(Verb::Check) {
             Ok(_) => Ok(true),
+            // Code 11: CHECK could not be completed, so there may be addresses.
+            Err(Failure::Answered(error)) if error.code() == Code::TRY_AGAIN => Err(error),
             // The attachment has no address, or the configuration's version has no CHECK.
-            Err(Failure::Answered(error)) if error.code() != Code::TRY_AGAIN => Ok(false),
+            Err(Failure::Answered(_)) => Ok(false),
             Err(failure) => Err(failure.into()),
         }
     }
@@ -132,7 +142,7 @@ impl<'a> Delegate<'a> {
     /// Runs the delegate's CHECK.
     ///
     /// # Errors
-    /// The delegate's own.
+    /// Those of [`interpret`].
     pub fn check(&self) -> Result<()> {
         Ok(self.run(Verb::Check).map(drop)?)
     }
@@ -140,7 +150,7 @@ impl<'a> Delegate<'a> {
     /// Runs the delegate's DEL.
     ///
     /// # Errors
-    /// The delegate's own.
+    /// Those of [`interpret`].
     pub fn del(&self) -> Result<()> {
         Ok(self.run(Verb::Del).map(drop)?)
     }
@@ -148,7 +158,7 @@ impl<'a> Delegate<'a> {
     /// Runs the delegate's GC.
     ///
     /// # Errors
-    /// The delegate's own.
+    /// Those of [`interpret`].
     pub fn gc(&self) -> Result<()> {
         Ok(self.run(Verb::Gc).map(drop)?)
     }
@@ -156,12 +166,15 @@ impl<'a> Delegate<'a> {
     /// Runs the delegate's STATUS.
     ///
     /// # Errors
-    /// The delegate's own.
+    /// Those of [`interpret`].
     pub fn status(&self) -> Result<()> {
         Ok(self.run(Verb::Status).map(drop)?)
     }
 
     /// Runs the delegate, writes its stderr to the notes and returns its stdout.
+    ///
+    /// # Errors
+    /// Those of [`interpret`].
     fn run(&self, verb: Verb) -> Result<Vec<u8>, Failure> {
         let child = Child {
             program: self.program.clone(),
@@ -181,10 +194,11 @@ impl<'a> Delegate<'a> {
         interpret(&self.program, verb, output)
     }
 
-    /// Decodes the output of the delegate's ADD.
+    /// Decodes the output of the delegate's ADD. As in Go, `null` is an empty result. A result
+    /// without `cniVersion` is in the configuration's version.
     ///
     /// # Errors
-    /// Code 6 if it is not a result in the configuration's version.
+    /// Code 6 if the output is not a result.
     fn decode_result(&self, stdout: &[u8]) -> Result<AddResult> {
         let json = Json::parse(stdout)
             .map_err(|error| self.invalid_result(format_args!("failed to unmarshal raw result: {error}"), stdout))?;
@@ -204,7 +218,7 @@ impl<'a> Delegate<'a> {
 /// Checks that a plugin's `type` is a file name, not a path.
 ///
 /// # Errors
-/// Code 7 with Go's texts.
+/// Code 7 with Go's text if the `type` is empty or not a file name.
 pub fn check_plugin_name(kind: &str) -> Result<()> {
     if kind.is_empty() {
         return Err(Error::config("no plugin name provided"));
@@ -219,7 +233,9 @@ pub fn check_plugin_name(kind: &str) -> Result<()> {
 /// name in `folders`.
 ///
 /// # Errors
-/// Code 4 or 7 with Go's texts, which other programs search for.
+/// With Go's texts, which other programs search for:
+/// - Code 4 if there are no folders, or none of them has the plugin.
+/// - Code 7 if `kind` is not a file name.
 pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     check_plugin_name(kind)?;
     if folders.is_empty() {
@@ -246,7 +262,7 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     Err(Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_PATH"))
 }
 
-/// How a plugin failed, which decides whether it may have left changes.
+/// The error of a plugin that failed, by whether the plugin may have left changes.
 #[derive(Debug)]
 pub enum Failure {
     /// The plugin printed an error, so it has undone its changes.
@@ -269,8 +285,10 @@ impl From<Failure> for Error {
 /// Returns the stdout of a plugin that succeeded. `output` is the outcome of running `program`.
 ///
 /// # Errors
-/// The error that the plugin printed, with its code. If the plugin printed none: code 11 if it
-/// exceeded its time or a signal ended this process's wait, 5 if it could not be run, else 999.
+/// The error that the plugin printed, with its code. If the plugin printed none:
+/// - Code 5 if the plugin could not be started, or its input or output failed.
+/// - Code 11 if the plugin exceeded its time, or this process received a signal to end.
+/// - Code 999 if the plugin ended with another status than 0.
 pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());
@@ -288,18 +306,17 @@ pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -
         return Err(Failure::Answered(error));
     }
     let stderr = excerpt(&stderr);
-    let msg = match (stdout.is_empty(), stderr.is_empty()) {
-        (true, true) => format!("netplugin failed with no error message: {doing}: {status}"),
-        (true, false) => format!("netplugin failed: {stderr:?}: {doing}: {status}"),
-        (false, _) => {
-            let stdout = excerpt(&stdout);
-            format!("netplugin failed but error parsing its diagnostic message {stdout:?}: {doing}: {status}")
-        }
+    let what = if !stdout.is_empty() {
+        format!("netplugin failed but error parsing its diagnostic message {:?}", excerpt(&stdout))
+    } else if !stderr.is_empty() {
+        format!("netplugin failed: {stderr:?}")
+    } else {
+        "netplugin failed with no error message".to_owned()
     };
-    Err(Failure::Unanswered(Error::new(Code::INTERNAL, msg)))
+    Err(Failure::Unanswered(Error::new(Code::INTERNAL, format!("{what}: {doing}: {status}"))))
 }
 
-/// The JSON of an error.
+/// The JSON of an error that a plugin prints.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct PrintedError {
@@ -322,11 +339,11 @@ fn printed_error(stdout: &[u8]) -> Option<Error> {
     Some(Error::new(Code(printed.code), printed.msg).with_details(printed.details))
 }
 
-/// Returns the beginning of a program's output, at most 1,000 characters, for an error message.
+/// Returns a program's output for an error message, cut after [`MAX_EXCERPT`] characters.
 fn excerpt(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let text = text.trim();
-    match text.char_indices().nth(1000) {
+    match text.char_indices().nth(MAX_EXCERPT) {
         Some((end, _)) => format!("{} …", &text[..end]),
         None => text.to_owned(),
     }

@@ -4,9 +4,11 @@ use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::path::{Component, Path, PathBuf};
 
-/// The largest configuration file in bytes, which is also the largest configuration that a plugin
-/// accepts on stdin.
-const LONGEST: u64 = 16 << 20;
+use crate::skel::MAX_STDIN;
+
+/// The largest configuration file in bytes: the largest configuration that a plugin accepts on
+/// stdin.
+const MAX_LENGTH: u64 = MAX_STDIN as u64;
 
 /// Returns the content of a regular file of at most 16 MiB. Follows symbolic links.
 ///
@@ -18,16 +20,17 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
         return Err(io::Error::other("it is not a regular file"));
     }
     let mut bytes = Vec::new();
-    File::open(path)?.take(LONGEST + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > LONGEST {
+    // One byte more shows that the file is too long.
+    File::open(path)?.take(MAX_LENGTH + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_LENGTH {
         return Err(io::Error::other("it is longer than 16 MiB"));
     }
     Ok(bytes)
 }
 
-/// Returns a path without `.`, `..` and superfluous slashes, simplified lexically like Go's
-/// `filepath.Clean`, which the Go plugins use. So `link/..` becomes `.`, although the kernel would
-/// go to the parent of the folder that `link` points to.
+/// Returns a path without `.`, superfluous slashes, and each `..` that a folder precedes. It is
+/// simplified lexically like Go's `filepath.Clean`, which the Go plugins use. So `link/..` becomes
+/// `.`, although the kernel would go to the parent of the folder that `link` points to.
 pub fn clean(path: &str) -> PathBuf {
     let mut clean = PathBuf::new();
     for component in Path::new(path).components() {
@@ -69,8 +72,8 @@ mod tests {
         std::os::unix::fs::symlink(&path, &link).unwrap();
         assert_eq!(read(&link).unwrap_err().kind(), io::ErrorKind::NotFound);
         let file = File::create(&path).unwrap();
-        file.set_len(LONGEST).unwrap();
-        assert_eq!(read(&link).unwrap().len() as u64, LONGEST);
+        file.set_len(MAX_LENGTH).unwrap();
+        assert_eq!(read(&link).unwrap().len() as u64, MAX_LENGTH);
         file.set_len(5 << 30).unwrap();
         assert_eq!(read(&path).unwrap_err().to_string(), "it is longer than 16 MiB");
         let fifo = folder.path().join("fifo");

@@ -13,13 +13,17 @@ pub fn sha512(parts: &[&[u8]]) -> [u8; 64] {
     hash.finalize().into()
 }
 
-/// Returns the first `digits` hex digits of the SHA-512 of `parts`, one after the other.
+/// Returns the first `digits` hex digits, at most all 128, of the SHA-512 of `parts`, one after the
+/// other.
 pub fn sha512_hex(parts: &[&[u8]], digits: usize) -> String {
-    let mut hex = String::with_capacity(digits + 1);
-    for byte in &sha512(parts)[..digits.div_ceil(2).min(64)] {
+    let hash = sha512(parts);
+    let needed_bytes = digits.div_ceil(2).min(hash.len());
+    let mut hex = String::with_capacity(2 * needed_bytes);
+    for byte in &hash[..needed_bytes] {
         // Writing to a String cannot fail.
         let _ = write!(hex, "{byte:02x}");
     }
+    // The last byte has one digit too many if `digits` is odd.
     hex.truncate(digits);
     hex
 }

@@ -9,6 +9,10 @@ use crate::{Code, Error, Result};
 /// of 255 bytes.
 pub const MAX_NETWORK_NAME: usize = 200;
 
+/// The longest interface name in bytes that the kernel accepts: IFNAMSIZ without the terminating
+/// zero.
+const MAX_INTERFACE_NAME: usize = 15;
+
 /// Whether a text is a letter or a digit, followed by letters, digits, `_`, `.` and `-`.
 fn is_identifier(text: &str) -> bool {
     text.bytes().next().is_some_and(|first| first.is_ascii_alphanumeric())
@@ -18,7 +22,7 @@ fn is_identifier(text: &str) -> bool {
 /// Checks the characters of CNI_CONTAINERID.
 ///
 /// # Errors
-/// Code 4 with Go's text; the ID is in the details.
+/// Code 4 with Go's text if a character is not allowed or the ID is empty. The details are the ID.
 pub fn check_container_id(id: &str) -> Result<()> {
     if is_identifier(id) {
         return Ok(());
@@ -29,7 +33,8 @@ pub fn check_container_id(id: &str) -> Result<()> {
 /// Checks the characters of a network's name, not its length.
 ///
 /// # Errors
-/// Code 7 with Go's text; the name is in the details.
+/// Code 7 with Go's text if the name is empty or a character is not allowed. The details are the
+/// name.
 pub fn check_network_name(name: &str) -> Result<()> {
     if name.is_empty() {
         return Err(Error::config("missing network name"));
@@ -40,41 +45,41 @@ pub fn check_network_name(name: &str) -> Result<()> {
     Err(Error::config("invalid characters found in network name").with_details(name))
 }
 
-/// Checks CNI_IFNAME of an ADD: a valid [link name](check_interface_name) that cannot mean another
-/// interface.
+/// Checks CNI_IFNAME of an ADD: a [valid link name](check_interface_name) that every kernel accepts
+/// for a new link, and does not change.
 ///
-/// DEL and CHECK must not use this check, because an earlier release may have created an attachment
-/// with such a name.
+/// DEL and CHECK use [`check_interface_name`] instead, because an earlier release may have created
+/// an attachment with a name that this check refuses.
 ///
 /// # Errors
-/// Code 4.
+/// Code 4 if the name is not valid.
 pub fn check_new_interface_name(name: &str) -> Result<()> {
     check_interface_name(name)?;
-    match ambiguity(name) {
+    match unfit_for_new_link(name) {
         Some(why) => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("interface name {name:?} {why} (CNI_IFNAME)"))),
         None => Ok(()),
     }
 }
 
-/// Checks the name of a link on the host, such as a bridge, in a configuration.
+/// Checks the name of a link on the host, such as a bridge, in a configuration. `key` is the key of
+/// the configuration that has the name.
 ///
 /// # Errors
-/// Code 7; the message begins with `what`, the key, and the name.
-pub fn check_host_link_name(what: &str, name: &str) -> Result<()> {
-    let refuse = |why: &str| Err(Error::config(format!("{what} {name:?}: {why}")));
-    if let Err(error) = check_interface_name(name) {
-        return refuse(error.msg());
+/// Code 7 if the name is not valid for a new link or is that of the loopback interface.
+pub fn check_host_link_name(key: &str, name: &str) -> Result<()> {
+    let refuse = |why: &str| Err(Error::config(format!("{key} {name:?}: {why}")));
+    if let Some(invalid) = invalid_link_name(name) {
+        return refuse(invalid.msg);
     }
-    match ambiguity(name) {
+    match unfit_for_new_link(name) {
         Some(why) => refuse(&format!("the name {why}")),
         None if name == "lo" => refuse("the name is that of the loopback interface"),
         None => Ok(()),
     }
 }
 
-/// Returns why a valid link name may mean another interface than the one created with this name, or
-/// `None` if it cannot.
-fn ambiguity(name: &str) -> Option<&'static str> {
+/// Returns why a link should not be created with a valid link name, or `None` if it can be.
+fn unfit_for_new_link(name: &str) -> Option<&'static str> {
     match name {
         // The kernel replaces `%d` in the name of a new link by a number.
         _ if name.contains('%') => Some("contains %, which the kernel takes for a template"),
@@ -84,18 +89,32 @@ fn ambiguity(name: &str) -> Option<&'static str> {
     }
 }
 
-/// Checks that the kernel accepts a text as the name of a link.
+/// Checks that the kernel accepts CNI_IFNAME as the name of a link.
 ///
 /// # Errors
-/// Code 4 with Go's text.
+/// Code 4 with Go's text and details if it does not.
 pub fn check_interface_name(name: &str) -> Result<()> {
-    let invalid = |msg: &str, details: &str| {
-        Err(Error::new(Code::INVALID_ENVIRONMENT, format!("{msg} (CNI_IFNAME)")).with_details(details))
-    };
+    match invalid_link_name(name) {
+        Some(InvalidName { msg, details }) => {
+            Err(Error::new(Code::INVALID_ENVIRONMENT, format!("{msg} (CNI_IFNAME)")).with_details(details))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Why the kernel does not accept a name, in Go's words.
+struct InvalidName<'a> {
+    msg: &'static str,
+    details: &'a str,
+}
+
+/// Returns why the kernel does not accept a text as the name of a link, or `None` if it does.
+fn invalid_link_name(name: &str) -> Option<InvalidName<'_>> {
+    let invalid = |msg, details| Some(InvalidName { msg, details });
     if name.is_empty() {
         return invalid("interface name is empty", "");
     }
-    if name.len() > 15 {
+    if name.len() > MAX_INTERFACE_NAME {
         return invalid("interface name is too long", "interface name should be less than 16 characters");
     }
     if name == "." || name == ".." {
@@ -109,7 +128,7 @@ pub fn check_interface_name(name: &str) -> Result<()> {
     if name.chars().any(|c| c == '/' || c == ':' || c.is_whitespace()) {
         return invalid("interface name contains / or : or whitespace characters", name);
     }
-    Ok(())
+    None
 }
 
 #[cfg(test)]

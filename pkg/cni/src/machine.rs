@@ -22,11 +22,11 @@ pub trait Machine {
     /// Returns the time of the monotonic clock.
     fn now(&self) -> Instant;
 
-    /// Runs a program without a shell, waits for its end and returns its output. The program has an
-    /// empty signal mask, and the kernel kills it if this process dies.
+    /// Runs a program without a shell, waits until it has ended and returns its output. The program
+    /// has an empty signal mask, and the kernel kills it if this process dies.
     ///
     /// # Errors
-    /// See [`RunError`]. The program does not run any more when this returns.
+    /// See [`RunError`]. Even after an error the program does not run any more.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError>;
 }
 

@@ -7,6 +7,9 @@
 //!
 //! An undo removes only objects that this attachment alone uses: never a bridge, never a shared
 //! chain.
+//!
+//! [`Notes`], here because the stack reports failing undos to it, receives remarks for the operator
+//! from all parts of a plugin.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};

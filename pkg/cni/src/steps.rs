@@ -1,7 +1,8 @@
 //! Log lines with durations: one for each call at the level `info`, one for each step at `debug`.
 //!
 //! They go to the logger of the crate `log`, which `cni-plugin` installs if CNI_LOG is set. Without
-//! a logger a step costs one comparison: no clock is read and no text is formatted.
+//! a logger a step costs one comparison: no clock is read and no text is formatted. [`fields`]
+//! reads such a line.
 
 use std::fmt;
 use std::time::Instant;
@@ -54,7 +55,8 @@ impl Step {
         }
     }
 
-    /// Logs the run of a program with its exit status, and if it failed also its input and output.
+    /// Logs the run of a program and how it ended, and if it failed also its output (`said`) and
+    /// its input (`request`).
     pub fn end_program(self, what: impl fmt::Display, stdin: &[u8], output: &Output) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -68,7 +70,8 @@ impl Step {
     }
 }
 
-/// Returns the first 8 KiB of a text, so that a log line does not become too long.
+/// Returns the first 8 KiB of a program's input or output, so that a log line does not become too
+/// long.
 fn beginning(bytes: &[u8]) -> String {
     const LIMIT: usize = 8 << 10;
     String::from_utf8_lossy(bytes.get(..LIMIT).unwrap_or(bytes)).into_owned()
@@ -127,19 +130,22 @@ impl<T: fmt::Display> fmt::Display for Quoted<T> {
 /// words without `=`.
 pub fn fields(line: &str) -> Vec<(String, String)> {
     let (mut fields, mut rest) = (Vec::new(), line);
-    while let Some((word, after_word)) = rest.split_once([' ', '=']) {
-        let has_value = rest.as_bytes().get(word.len()) == Some(&b'=');
-        rest = after_word;
-        if has_value {
-            let (value, after_value) = split_value(rest);
+    while let Some(end_of_word) = rest.find([' ', '=']) {
+        let (word, delimiter_and_rest) = rest.split_at(end_of_word);
+        if let Some(after_equals) = delimiter_and_rest.strip_prefix('=') {
+            let (value, after_value) = split_value(after_equals);
             fields.push((word.to_owned(), value));
             rest = after_value;
+        } else {
+            rest = delimiter_and_rest.trim_start_matches(' ');
         }
     }
     fields
 }
 
-/// Returns the unquoted value at the beginning of a text, and the rest of the text.
+/// Returns the unquoted value at the beginning of a text, and the rest of the text after the space
+/// that follows the value. Replaces the escapes of Rust's `Debug`, by which [`Quoted`] quotes.
+/// Leaves out an escape that a cut line makes invalid.
 fn split_value(text: &str) -> (String, &str) {
     let Some(quoted) = text.strip_prefix('"') else {
         let (bare, rest) = text.split_once(' ').unwrap_or((text, ""));
@@ -155,12 +161,14 @@ fn split_value(text: &str) -> (String, &str) {
                 Some('r') => value.push('\r'),
                 Some('0') => value.push('\0'),
                 Some('u') => {
+                    // The digits are in braces: `\u{1b}`.
                     let digits: String = chars.by_ref().skip(1).take_while(|digit| *digit != '}').collect();
                     value.extend(u32::from_str_radix(&digits, 16).ok().and_then(char::from_u32));
                 }
-                other => value.extend(other),
+                Some(escaped) => value.push(escaped),
+                None => break,
             },
-            other => value.push(other),
+            unescaped => value.push(unescaped),
         }
     }
     (value, chars.as_str().trim_start())

@@ -14,18 +14,27 @@ pub fn rfc3339(since_epoch: Duration) -> String {
 
 /// Returns the year, month and day of the date `days` after 1970-01-01, in the Gregorian calendar.
 fn civil_date(days: u64) -> (u64, u64, u64) {
-    // Counted from 0000-03-01, in eras of 400 years, which all have 146,097 days. Years that begin
-    // in March have the leap day as their last day, and the lengths of their months follow a
-    // formula.
-    let days = days + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    (year, month, day)
+    // Any 400 years in a row have this number of days, so a far date does not need a long loop.
+    const DAYS_OF_400_YEARS: u64 = 146_097;
+    let mut year = 1970 + days / DAYS_OF_400_YEARS * 400;
+    let mut month = 1;
+    let mut days = days % DAYS_OF_400_YEARS;
+    while days >= days_of_month(year, month) {
+        days -= days_of_month(year, month);
+        (year, month) = if month == 12 { (year + 1, 1) } else { (year, month + 1) };
+    }
+    (year, month, days + 1)
+}
+
+/// Returns the number of days of a month, which is counted from 1.
+fn days_of_month(year: u64, month: u64) -> u64 {
+    let is_leap_year = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    match month {
+        2 if is_leap_year => 29,
+        2 => 28,
+        4 | 6 | 9 | 11 => 30,
+        _ => 31,
+    }
 }
 
 #[cfg(test)]
@@ -42,6 +51,7 @@ mod tests {
             (1_795_225_384, "2026-11-21T01:43:04.007Z"),
             (4_107_542_399, "2100-02-28T23:59:59.007Z"),
             (4_107_542_400, "2100-03-01T00:00:00.007Z"),
+            (16_725_225_599, "2499-12-31T23:59:59.007Z"),
         ] {
             assert_eq!(rfc3339(Duration::new(seconds, 7_000_000)), expected);
         }

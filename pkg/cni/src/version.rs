@@ -1,27 +1,28 @@
 //! The versions of the CNI specification.
 //!
 //! A configuration's `cniVersion` must be exactly the text of one of [`Version::ALL`]. CHECK exists
-//! since 0.4.0, GC and STATUS since 1.1.0. As in Go, whether the version has the verb is checked
-//! before whether the version is supported, so [`parse_triple`] also reads unsupported versions.
+//! since 0.4.0, GC and STATUS since 1.1.0. The skeleton checks, as Go does, first whether the
+//! version has the verb, and then whether the version is supported. So [`parse_triple`] also reads
+//! versions that are not supported.
 
 use std::fmt;
 
 /// A supported version of the specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Version {
-    /// 0.1.0: `ip4` and `ip6`
+    /// 0.1.0: results have `ip4` and `ip6`.
     V0_1_0,
-    /// 0.2.0: VERSION
+    /// 0.2.0 added VERSION.
     V0_2_0,
-    /// 0.3.0: lists of plugins; `interfaces` and `ips`
+    /// 0.3.0 added lists of plugins. Results have `interfaces` and `ips` instead.
     V0_3_0,
-    /// 0.3.1
+    /// 0.3.1 changed nothing that these plugins read or write.
     V0_3_1,
-    /// 0.4.0: CHECK; DEL gets `prevResult`
+    /// 0.4.0 added CHECK, and `prevResult` for DEL.
     V0_4_0,
-    /// 1.0.0: `ips[].version` is gone
+    /// 1.0.0 removed `ips[].version`.
     V1_0_0,
-    /// 1.1.0: GC, STATUS; more fields in interfaces and routes
+    /// 1.1.0 added GC, STATUS, and fields of interfaces and routes.
     V1_1_0,
 }
 
@@ -110,8 +111,8 @@ pub fn parse_triple(text: &str) -> Result<[u64; 3], String> {
     if parts.len() > 3 {
         return Err(format!("invalid version \"{text}\": too many parts"));
     }
-    for (slot, part) in triple.iter_mut().zip(parts) {
-        *slot =
+    for (number, part) in triple.iter_mut().zip(parts) {
+        *number =
             part.parse().map_err(|_| format!("failed to convert version part \"{part}\" of \"{text}\" to a number"))?;
     }
     Ok(triple)

@@ -48,15 +48,17 @@ impl ConfFolder {
     /// # Errors
     /// Code 5 if the folder exists and cannot be read.
     pub fn files(&self) -> Result<Vec<ConfFile>> {
-        Ok(files(&self.0, &[".conflist", ".conf", ".json"])?.into_iter().map(ConfFile::read).collect())
+        Ok(list_files(&self.0, &[".conflist", ".conf", ".json"])?.into_iter().map(ConfFile::read).collect())
     }
 
     /// Returns the network `name`: the first list with this name or, if there is none, the first
     /// single plugin with it. Invalid files that come before it are reported to `notes`.
     ///
     /// # Errors
-    /// The network's file is invalid; there is no such network (Go's texts, with the reasons why
-    /// other files are invalid as details).
+    /// - Code 5 if the folder exists and cannot be read.
+    /// - The file's error if an invalid file has the network's name.
+    /// - Code 7 with Go's texts if no file has the network. The details are the errors of the
+    ///   invalid files.
     pub fn find(&self, name: &str, notes: &Notes) -> Result<NetworkList> {
         let mut files = self.files()?;
         if files.is_empty() {
@@ -98,6 +100,7 @@ impl ConfFile {
         };
         let list = if is_list(&path) { read_list(&path, &raw) } else { NetworkList::parse_single(&raw) };
         let list = list.map_err(|error| error.context(format_args!("failed to load {}", path.display())));
+        // An error is already in `list`.
         let name = Json::parse(&raw).ok().and_then(|json| Some(json.get("name")?.as_str()?.to_owned()));
         ConfFile { path, name, list }
     }
@@ -108,25 +111,29 @@ fn is_list(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b".conflist")
 }
 
-/// Parses a list, and appends the plugins of its folder (see the module) to its own plugins.
+/// Parses `raw`, the content of the list at `path`, and appends the plugins of the folder that has
+/// the network's name to those of the list.
 fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
-    let mut list = NetworkList::parse_open(raw)?;
+    let mut list = NetworkList::parse_inlined(raw)?;
     // An invalid name could be the path of any folder. Every verb refuses it later.
     if !list.load_only_inlined() && ident::check_network_name(list.name()).is_ok() {
         let folder = path.with_file_name(list.name());
-        for path in files(&folder, &[".conf"])? {
-            let failed = |error: Error| error.context(path.display());
+        for path in list_files(&folder, &[".conf"])? {
             let raw = file::read(&path)
                 .map_err(|error| Error::caused(Code::IO, format_args!("error reading {}", path.display()), error))?;
-            list.plugins.push(PluginConf::parse(&String::from_utf8_lossy(&raw)).map_err(failed)?);
+            let plugin = PluginConf::parse(&String::from_utf8_lossy(&raw));
+            list.plugins.push(plugin.map_err(|error| error.context(path.display()))?);
         }
     }
-    list.complete()
+    list.require_plugins()
 }
 
 /// Returns the paths of a folder's files with one of these suffixes, sorted by name. Returns none
 /// if the folder does not exist or is not a directory.
-fn files(folder: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
+///
+/// # Errors
+/// Code 5 if the folder cannot be read.
+fn list_files(folder: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", folder.display()), error);
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -139,7 +146,8 @@ fn files(folder: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
         let has_suffix = suffixes.iter().any(|suffix| name.ends_with(suffix.as_bytes()));
         // A dangling symbolic link has no metadata. It is included, and reported when it is read.
-        if has_suffix && fs::metadata(&path).map_or(true, |metadata| metadata.is_file()) {
+        let may_be_file = fs::metadata(&path).map_or(true, |metadata| metadata.is_file());
+        if has_suffix && may_be_file {
             paths.push(path);
         }
     }

@@ -51,7 +51,7 @@ pub struct Runtime<'m> {
     pub machine: &'m dyn Machine,
     /// The folders in which plugins are searched: CNI_PATH.
     pub plugin_folders: Vec<PathBuf>,
-    /// The environment variables for plugins. The six of the protocol are replaced in each call.
+    /// The environment variables for plugins. Each call replaces the six of the protocol.
     pub environment: Vec<(OsString, OsString)>,
     /// The result cache.
     pub cache: Cache,
@@ -61,7 +61,8 @@ pub struct Runtime<'m> {
     pub notes: Notes,
 }
 
-/// What the runtime decides about a container's interface, without the network.
+/// The parameters of a container's interface, which the runtime chooses. The name of the network is
+/// in the [`NetworkList`].
 #[derive(Clone, Debug, Default)]
 pub struct Attachment {
     /// CNI_CONTAINERID

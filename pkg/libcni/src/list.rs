@@ -41,25 +41,29 @@ impl NetworkList {
     /// Parses a list, without the folder of plugins that may belong to its file.
     ///
     /// # Errors
-    /// Code 6 or 7 with Go's texts: the JSON is invalid, a key has a wrong type, there are no
-    /// plugins.
+    /// With Go's texts:
+    /// - Code 6 if `raw` is not a JSON object, or a key has a wrong type.
+    /// - Code 7 if a value is invalid, or there are no plugins.
     pub fn parse(raw: &[u8]) -> Result<NetworkList> {
-        NetworkList::parse_open(raw)?.complete()
+        NetworkList::parse_inlined(raw)?.require_plugins()
     }
 
-    /// Parses a list that may still get plugins from a folder, so that it may have none of its own.
-    pub(super) fn parse_open(raw: &[u8]) -> Result<NetworkList> {
+    /// Parses a list, which may have no plugins, because those of a folder may be added.
+    ///
+    /// # Errors
+    /// As [`parse`](NetworkList::parse), except that the key `plugins` may be missing.
+    pub(super) fn parse_inlined(raw: &[u8]) -> Result<NetworkList> {
         let failed = |error: Error| error.context("error parsing configuration list");
         let text = String::from_utf8_lossy(raw);
         let members = Members::parse(&text).map_err(failed)?;
         let json = Json::parse(raw).map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
-        let name = match string(&json, "name").map_err(failed)? {
+        let name = match find_string(&json, "name").map_err(failed)? {
             None | Some("") => return Err(failed(Error::config("no name"))),
             Some(name) => name.to_owned(),
         };
-        let load_only_inlined = switch(&json, "loadOnlyInlinedPlugins").map_err(failed)?;
+        let load_only_inlined = bool_or_false(&json, "loadOnlyInlinedPlugins").map_err(failed)?;
         let plugins = match members.get("plugins") {
-            Some(array) => inlined(array).map_err(failed)?,
+            Some(array) => parse_plugins(array).map_err(failed)?,
             None if load_only_inlined => {
                 return Err(failed(Error::config("no 'plugins' key although loadOnlyInlinedPlugins is true")));
             }
@@ -68,8 +72,9 @@ impl NetworkList {
         Ok(NetworkList {
             name,
             cni_version: highest_version(&json).map_err(failed)?,
-            disable_check: switch(&json, "disableCheck").map_err(failed)? || args_disable_check(&json),
-            disable_gc: switch(&json, "disableGC").map_err(failed)?,
+            disable_check: bool_or_false(&json, "disableCheck").map_err(failed)?
+                || json.get("args").is_some_and(args_disable_check),
+            disable_gc: bool_or_false(&json, "disableGC").map_err(failed)?,
             load_only_inlined,
             plugins,
             raw: raw.to_vec(),
@@ -85,13 +90,16 @@ impl NetworkList {
         let json = Json::parse(raw).map_err(|error| Error::new(Code::DECODE, error.to_string()))?;
         let mut list = Members::default();
         list.set("name", &plugin.name)?;
-        list.set("cniVersion", string(&json, "cniVersion")?.unwrap_or_default())?;
+        list.set("cniVersion", find_string(&json, "cniVersion")?.unwrap_or_default())?;
         list.set("plugins", &[&plugin.members])?;
         NetworkList::parse(&list.to_bytes()?)
     }
 
-    /// Returns the list if it has plugins, and an error with code 7 if it has none.
-    pub(super) fn complete(self) -> Result<NetworkList> {
+    /// Returns the list.
+    ///
+    /// # Errors
+    /// Code 7 if it has no plugins.
+    pub(super) fn require_plugins(self) -> Result<NetworkList> {
         if self.plugins.is_empty() { Err(Error::config("no plugin configs found")) } else { Ok(self) }
     }
 
@@ -109,7 +117,7 @@ impl NetworkList {
     /// Returns the version of the specification that the plugins' configurations get.
     ///
     /// # Errors
-    /// Code 1 if it is not supported.
+    /// Code 1 if the version is not supported.
     pub fn version(&self) -> Result<Version> {
         Version::find(&self.cni_version)
             .ok_or_else(|| config::incompatible("incompatible CNI versions", &self.cni_version))
@@ -160,9 +168,10 @@ impl NetworkList {
     }
 }
 
+/// The keys of a plugin's object that the runtime reads.
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Known {
+struct RuntimeKeys {
     #[serde(rename = "type")]
     kind: String,
     name: String,
@@ -173,17 +182,19 @@ impl PluginConf {
     /// Parses a plugin's object.
     ///
     /// # Errors
-    /// Code 6 or 7 with Go's texts.
+    /// With Go's texts:
+    /// - Code 6 if the text is not a JSON object, or a key has a wrong type.
+    /// - Code 7 if there is no `type`.
     pub fn parse(text: &str) -> Result<PluginConf> {
         let failed = |error: Error| error.context("error parsing configuration");
         let members = Members::parse(text).map_err(failed)?;
-        let known = Json::parse(text.as_bytes()).and_then(|json| json.decode::<Known>());
-        let known = known.map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
-        if known.kind.is_empty() {
+        let keys = Json::parse(text.as_bytes()).and_then(|json| json.decode::<RuntimeKeys>());
+        let keys = keys.map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
+        if keys.kind.is_empty() {
             return Err(failed(Error::config("missing 'type'")));
         }
-        let capabilities = known.capabilities.into_iter().filter(|(_, enabled)| *enabled).map(|(name, _)| name);
-        Ok(PluginConf { kind: known.kind, name: known.name, capabilities: capabilities.collect(), members })
+        let capabilities = keys.capabilities.into_iter().filter(|(_, enabled)| *enabled).map(|(name, _)| name);
+        Ok(PluginConf { kind: keys.kind, name: keys.name, capabilities: capabilities.collect(), members })
     }
 
     /// Returns the plugin's type, which is the name of its program.
@@ -211,16 +222,18 @@ impl PluginConf {
 
     /// Whether `args.cni.disable-check` of this plugin disables CHECK for the list.
     fn disable_check(&self) -> bool {
+        // `parse` has checked the whole object, so its part is valid JSON.
         let args = self.members.get("args").and_then(|args| Json::parse(args.get().as_bytes()).ok());
-        args.is_some_and(|args| args_disable_check(&Json::Object(vec![("args".to_owned(), args)])))
+        args.is_some_and(|args| args_disable_check(&args))
     }
 }
 
 /// Parses the array `plugins` of a list.
 ///
 /// # Errors
-/// Code 7 if it is not an array or is empty; that of an invalid plugin, with its index.
-fn inlined(array: &RawValue) -> Result<Vec<PluginConf>> {
+/// - Code 7 if `plugins` is not an array or is empty.
+/// - The error of the first invalid plugin, with its index.
+fn parse_plugins(array: &RawValue) -> Result<Vec<PluginConf>> {
     let objects = elements(array).map_err(|_| Error::config("'plugins' is not a list"))?;
     if objects.is_empty() {
         return Err(Error::config("no plugins in list"));
@@ -236,8 +249,8 @@ fn inlined(array: &RawValue) -> Result<Vec<PluginConf>> {
 /// Returns the string under a key, or `None` without the key.
 ///
 /// # Errors
-/// Code 6 for another type.
-fn string<'a>(json: &'a Json, key: &str) -> Result<Option<&'a str>> {
+/// Code 6 if the value is not a string.
+fn find_string<'a>(json: &'a Json, key: &str) -> Result<Option<&'a str>> {
     match json.get(key) {
         None => Ok(None),
         Some(Json::String(text)) => Ok(Some(text)),
@@ -249,8 +262,9 @@ fn string<'a>(json: &'a Json, key: &str) -> Result<Option<&'a str>> {
 /// counts as one.
 ///
 /// # Errors
-/// Code 7 for another string, 6 for another type.
-fn switch(json: &Json, key: &str) -> Result<bool> {
+/// - Code 6 if the value is neither a boolean nor a string.
+/// - Code 7 if the value is another string.
+fn bool_or_false(json: &Json, key: &str) -> Result<bool> {
     match json.get(key) {
         None => Ok(false),
         Some(Json::Bool(value)) => Ok(*value),
@@ -261,11 +275,10 @@ fn switch(json: &Json, key: &str) -> Result<bool> {
     }
 }
 
-/// Whether `args.cni.disable-check` is true, or a string `true` in any case. The values under
-/// `args` may have any type, so another one is not an error.
-fn args_disable_check(json: &Json) -> bool {
-    let value = json.get("args").and_then(|args| args.get("cni")).and_then(|cni| cni.get("disable-check"));
-    match value {
+/// Whether `cni.disable-check` in the value of `args` is true, or a string `true` in any case. The
+/// values under `args` may have any type, so another one is not an error.
+fn args_disable_check(args: &Json) -> bool {
+    match args.get("cni").and_then(|cni| cni.get("disable-check")) {
         Some(Json::Bool(value)) => *value,
         Some(Json::String(text)) => text.eq_ignore_ascii_case("true"),
         _ => false,
@@ -276,14 +289,16 @@ fn args_disable_check(json: &Json) -> bool {
 /// it returns `cniVersion` as it was written.
 ///
 /// # Errors
-/// Code 6 for a wrong type, 7 if an element of `cniVersions` is not a version.
+/// - Code 6 if `cniVersion` is not a string, or `cniVersions` is not a list of strings.
+/// - Code 7 if an element of `cniVersions` is not a version.
 fn highest_version(json: &Json) -> Result<String> {
-    let single = string(json, "cniVersion")?.unwrap_or_default();
+    let single = find_string(json, "cniVersion")?.unwrap_or_default();
     let listed = match json.get("cniVersions") {
         None => return Ok(single.to_owned()),
         Some(Json::Array(items)) => items,
         Some(_) => return Err(Error::new(Code::DECODE, "invalid type of cniVersions: expected a list of strings")),
     };
+    // A missing `cniVersion` counts as none here, although `Version::find` takes it for 0.1.0.
     let mut highest = Some(single).filter(|text| !text.is_empty()).and_then(Version::find);
     for (index, item) in listed.iter().enumerate() {
         let Json::String(text) = item else {
@@ -291,6 +306,7 @@ fn highest_version(json: &Json) -> Result<String> {
             return Err(Error::new(Code::DECODE, msg));
         };
         parse_triple(text).map_err(|why| Error::config(format!("invalid cniVersions[{index}]: {why}")))?;
+        // A version that is not supported is `None`, which is less than every version.
         highest = highest.max(Version::find(text));
     }
     Ok(highest.map_or_else(|| single.to_owned(), |version| version.to_string()))

@@ -56,8 +56,9 @@ impl Members {
         self.0.retain(|(key, _)| !key.eq_ignore_ascii_case(name));
     }
 
-    /// Sets a key, and removes all keys that differ from it only in case. The key becomes the last
-    /// one, because the last one counts if a plugin's decoder treats further keys as equal.
+    /// Sets a key, and removes all keys that differ from it only in the case of ASCII letters. The
+    /// key becomes the last one, which counts if a plugin's decoder, like Go's, also ignores the
+    /// case of other letters.
     ///
     /// # Errors
     /// Code 999 if the value cannot be written as JSON.

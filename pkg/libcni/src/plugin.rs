@@ -38,8 +38,8 @@ impl Runtime<'_> {
     /// stderr becomes a note.
     ///
     /// # Errors
-    /// The plugin's error with its code; code 4 if the plugin does not exist, 11 after the
-    /// deadline.
+    /// - Code 4 if the plugin does not exist.
+    /// - Those of [`interpret`], such as the error that the plugin printed, with its code.
     pub(super) fn run(&self, kind: &str, verb: Verb, variables: Variables, request: &[u8]) -> Result<Vec<u8>> {
         let program = find_plugin(kind, &self.plugin_folders)?;
         let child = Child {
@@ -72,7 +72,7 @@ impl Runtime<'_> {
             let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();
             folders.join(":".as_ref())
         });
-        let own: [(&str, OsString); 6] = [
+        let of_protocol: [(&str, OsString); 6] = [
             ("CNI_COMMAND", verb.as_str().into()),
             ("CNI_CONTAINERID", variables.container_id.into()),
             ("CNI_NETNS", variables.netns.into()),
@@ -80,9 +80,10 @@ impl Runtime<'_> {
             ("CNI_ARGS", variables.args.into()),
             ("CNI_PATH", path),
         ];
-        let inherited = self.environment.iter().filter(|(key, _)| !own.iter().any(|(name, _)| key == name)).cloned();
-        let inherited: Vec<_> = inherited.collect();
-        inherited.into_iter().chain(own.into_iter().map(|(name, value)| (name.into(), value))).collect()
+        let is_of_protocol = |key: &OsString| of_protocol.iter().any(|(name, _)| key == name);
+        let mut all: Vec<_> = self.environment.iter().filter(|(key, _)| !is_of_protocol(key)).cloned().collect();
+        all.extend(of_protocol.into_iter().map(|(name, value)| (name.into(), value)));
+        all
     }
 }
 

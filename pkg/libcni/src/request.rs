@@ -15,7 +15,7 @@ use cni::config::ValidAttachments;
 /// The keys that a verb adds to a plugin's object.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AddedKeys<'a> {
-    /// `prevResult`: the result of the plugin before it, or of the ADD.
+    /// `prevResult`: in an ADD the result of the plugin before this one, else the ADD's result.
     pub(super) prev_result: Option<&'a RawValue>,
     /// The value of each capability. A plugin gets those that it declares, as `runtimeConfig`.
     pub(super) capability_args: Option<&'a Members>,
@@ -23,6 +23,7 @@ pub(super) struct AddedKeys<'a> {
     pub(super) valid: Option<&'a ValidAttachments>,
 }
 
+/// An element of `cni.dev/valid-attachments`.
 #[derive(Serialize)]
 struct WireAttachment<'a> {
     #[serde(rename = "containerID")]
@@ -40,7 +41,7 @@ pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, added: AddedKeys<'
     request.set("cniVersion", list.cni_version())?;
     request.set("name", list.name())?;
     let runtime_config = runtime_config(plugin, added.capability_args);
-    // If it is empty, a `runtimeConfig` in the list's file stays.
+    // If the runtime has no values for the plugin, a `runtimeConfig` in the list's file stays.
     if !runtime_config.is_empty() {
         request.set("runtimeConfig", &runtime_config)?;
     }
@@ -57,7 +58,7 @@ pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, added: AddedKeys<'
     request.to_bytes()
 }
 
-/// Returns the values of those capabilities that the plugin declares.
+/// Returns the values of those capabilities that the plugin declares, as its `runtimeConfig`.
 fn runtime_config(plugin: &PluginConf, capability_args: Option<&Members>) -> Members {
     let Some(values) = capability_args else { return Members::default() };
     let value_of = |name: &str| values.get_exact(name).map(|value| (name.to_owned(), value.to_owned()));

@@ -9,6 +9,7 @@ use cni::skel::Verb;
 use cni::version::Version;
 use cni::{Code, Error, Result};
 
+/// The JSON of an answer to VERSION.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 struct Reply {
@@ -17,10 +18,12 @@ struct Reply {
 }
 
 impl Runtime<'_> {
-    /// Returns the versions that the plugin `kind` says that it supports.
+    /// Returns the versions that the plugin `kind` supports by its own answer.
     ///
     /// # Errors
-    /// Code 4 if the plugin does not exist, 6 if its answer cannot be decoded, the plugin's error.
+    /// - Code 4 if the plugin does not exist.
+    /// - Code 6 if its answer cannot be decoded or lacks a key.
+    /// - The plugin's own error.
     pub fn supported_versions(&self, kind: &str) -> Result<Vec<String>> {
         // Plugins of the specification's first versions check these variables before the command.
         let dummy = || "dummy".to_owned();
@@ -37,11 +40,13 @@ impl Runtime<'_> {
                 .with_details(String::from_utf8_lossy(&stdout))
         };
         let reply = Json::parse(&stdout).and_then(|json| json.decode::<Reply>()).map_err(|e| failed(e.to_string()))?;
-        match (reply.cni_version.as_str(), reply.supported_versions.is_empty()) {
+        let lacks_list = reply.supported_versions.is_empty();
+        match (reply.cni_version.as_str(), lacks_list) {
             ("", _) => Err(failed("it lacks cniVersion".to_owned())),
+            (_, false) => Ok(reply.supported_versions),
+            // As in Go: answers of 0.2.0 do not need the list.
             ("0.2.0", true) => Ok(vec!["0.1.0".to_owned(), "0.2.0".to_owned()]),
             (_, true) => Err(failed("it lacks supportedVersions".to_owned())),
-            (_, false) => Ok(reply.supported_versions),
         }
     }
 }

@@ -33,7 +33,8 @@ pub enum Json {
     Object(Vec<(String, Json)>),
 }
 
-/// A document could not be parsed, or a structure not be decoded. Displays as `path: reason`.
+/// The error of a document that is not JSON, or of a value that does not have the decoded type.
+/// Displays as `path: reason`, or as `reason` if it is about the whole document.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct JsonError {
     path: String,
@@ -48,15 +49,16 @@ impl Json {
     pub fn parse(bytes: &[u8]) -> Result<Json, JsonError> {
         check_depth(bytes)?;
         let text = String::from_utf8_lossy(bytes);
-        let mut reader = serde_json::Deserializer::from_str(&text);
-        reader.disable_recursion_limit(); // `check_depth` has checked the depth
-        let json = Json::deserialize(&mut reader).map_err(JsonError::new)?;
-        reader.end().map_err(JsonError::new)?;
+        let mut parser = serde_json::Deserializer::from_str(&text);
+        parser.disable_recursion_limit(); // `check_depth` has checked the depth
+        let json = Json::deserialize(&mut parser).map_err(JsonError::new)?;
+        parser.end().map_err(JsonError::new)?;
         Ok(json)
     }
 
-    /// Returns the member of an object whose key is `name` in any case. Of duplicates, returns the
-    /// last one that is not `null`. Returns `None` if there is none, or if this is not an object.
+    /// Returns the value of an object's key that is `name` in any case. Of duplicates, the last one
+    /// that is not `null` counts. Returns `None` if the key is absent or always `null`, or if this
+    /// is not an object.
     pub fn get(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
         let (_, value) =
@@ -64,8 +66,8 @@ impl Json {
         Some(value)
     }
 
-    /// Returns the same as [`get`](Json::get), but `Some(Json::Null)` if the member exists and is
-    /// `null`.
+    /// Returns the same as [`get`](Json::get), but `Some(Json::Null)` if the key exists and is
+    /// always `null`.
     pub fn get_or_null(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
         let exists = members.iter().any(|(key, _)| key.eq_ignore_ascii_case(name));
@@ -89,7 +91,7 @@ impl Json {
     /// do not have them. A value of a wrong type ends the search.
     pub fn unknown_keys<T: DeserializeOwned>(&self) -> Vec<UnknownKey> {
         let recorder = UnknownKeyRecorder::default();
-        // A value of a wrong type is reported by `decode`.
+        // Only the recorded keys matter. `decode` reports a value of a wrong type.
         let _ = T::deserialize(Reader { json: self, recorder: Some(&recorder) });
         recorder.unknown.into_inner()
     }
@@ -107,8 +109,9 @@ impl Json {
     }
 }
 
-/// Checks the depth of nesting by counting the brackets outside of strings, before serde_json,
-/// whose own limit is switched off, recurses into them.
+/// Checks the depth of nesting by counting the brackets outside of strings, because
+/// [`Json::parse`] switches serde_json's own limit off. Does not check whether the brackets match:
+/// serde_json reports that.
 ///
 /// # Errors
 /// The document is nested deeper than [`MAX_DEPTH`].
@@ -169,6 +172,7 @@ impl<'de> Deserialize<'de> for Json {
                 Ok(Json::Number(value.into()))
             }
             fn visit_f64<E>(self, value: f64) -> Result<Json, E> {
+                // Only NaN and infinity are not numbers, and JSON has neither.
                 Ok(serde_json::Number::from_f64(value).map_or(Json::Null, Json::Number))
             }
             fn visit_str<E>(self, value: &str) -> Result<Json, E> {
@@ -202,10 +206,9 @@ impl JsonError {
         JsonError { path: String::new(), reason: reason.to_string() }
     }
 
-    /// Puts a key, or an index as `[0]`, before the path.
-    fn under(mut self, segment: impl fmt::Display) -> JsonError {
-        let separator = if self.path.is_empty() || self.path.starts_with('[') { "" } else { "." };
-        self.path = format!("{segment}{separator}{}", self.path);
+    /// Puts `parent`, a key or an index such as `[0]`, before the path.
+    fn under(mut self, parent: &str) -> JsonError {
+        self.path = join(parent, &self.path);
         self
     }
 
@@ -240,7 +243,7 @@ pub struct UnknownKey {
     pub known: &'static [&'static str],
 }
 
-/// Records the unknown keys while a tree is decoded.
+/// Records the unknown keys while a tree is decoded. All readers of the tree share it.
 #[derive(Default)]
 struct UnknownKeyRecorder {
     /// The keys and indexes from the document to the value that is being decoded.
@@ -264,11 +267,11 @@ impl UnknownKeyRecorder {
     }
 }
 
-/// Appends a key or an index to a path: `ipam` and `ranges` give `ipam.ranges`, `ranges` and `[0]`
-/// give `ranges[0]`.
-fn join(path: &str, segment: &str) -> String {
-    let separator = if path.is_empty() || segment.starts_with('[') { "" } else { "." };
-    format!("{path}{separator}{segment}")
+/// Joins two parts of a path, each of which may be empty: `ipam` and `ranges` give `ipam.ranges`,
+/// `ranges` and `[0]` give `ranges[0]`.
+fn join(parent: &str, child: &str) -> String {
+    let separator = if parent.is_empty() || child.is_empty() || child.starts_with('[') { "" } else { "." };
+    format!("{parent}{separator}{child}")
 }
 
 /// A serde deserializer that reads a value of a tree.
@@ -280,18 +283,19 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Calls `decode` with this reader, while `segment`, its key or index, is part of the
-    /// recorder's path.
-    fn below<T>(self, segment: impl FnOnce() -> String, decode: impl FnOnce(Self) -> T) -> T {
-        let Some(recorder) = self.recorder else { return decode(self) };
-        recorder.path.borrow_mut().push(segment());
-        let decoded = decode(self);
-        recorder.path.borrow_mut().pop();
-        decoded
+    /// Decodes the value as `seed` asks. `segment` is the value's key, or its index such as `[0]`:
+    /// the paths of unknown keys and of an error contain it.
+    fn decode_at<'de, S: DeserializeSeed<'de>>(self, segment: &str, seed: S) -> Result<S::Value, JsonError> {
+        if let Some(recorder) = self.recorder {
+            recorder.path.borrow_mut().push(segment.to_owned());
+        }
+        let decoded = seed.deserialize(self);
+        if let Some(recorder) = self.recorder {
+            recorder.path.borrow_mut().pop();
+        }
+        decoded.map_err(|error| error.under(segment))
     }
-}
 
-impl<'a> Reader<'a> {
     /// Returns the error about a value of the wrong type.
     fn mismatch<'de, V: Visitor<'de>>(&self, visitor: &V) -> JsonError {
         de::Error::invalid_type(self.json.kind(), visitor)
@@ -301,10 +305,10 @@ impl<'a> Reader<'a> {
 /// Defines the methods for scalars: `null` gives the type's zero, any other value must have the
 /// type.
 macro_rules! scalars {
-    ($($method:ident => $zero:ident($value:expr)),* $(,)?) => {$(
+    ($($method:ident => $visit:ident($zero:expr)),* $(,)?) => {$(
         fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
             match self.json {
-                Json::Null => visitor.$zero($value),
+                Json::Null => visitor.$visit($zero),
                 _ => self.deserialize_any(visitor),
             }
         }
@@ -320,7 +324,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
             Json::Bool(value) => visitor.visit_bool(*value),
             Json::Number(number) => number.deserialize_any(visitor).map_err(JsonError::new),
             Json::String(text) => visitor.visit_str(text),
-            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, recorder: self.recorder }),
+            Json::Array(_) => self.deserialize_seq(visitor),
             Json::Object(_) => self.deserialize_map(visitor),
         }
     }
@@ -357,11 +361,12 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     }
 
     fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        match self.json {
-            Json::Null => visitor.visit_seq(Items { items: [].iter(), index: 0, recorder: self.recorder }),
-            Json::Array(items) => visitor.visit_seq(Items { items: items.iter(), index: 0, recorder: self.recorder }),
-            _ => Err(self.mismatch(&visitor)),
-        }
+        let items = match self.json {
+            Json::Null => [].iter(),
+            Json::Array(items) => items.iter(),
+            _ => return Err(self.mismatch(&visitor)),
+        };
+        visitor.visit_seq(Items { items: items.enumerate(), recorder: self.recorder })
     }
 
     fn deserialize_tuple<V: Visitor<'de>>(self, _: usize, visitor: V) -> Result<V::Value, JsonError> {
@@ -380,20 +385,16 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     /// Passes all members in the document's order. Which of duplicates counts is up to the type
     /// that collects them.
     fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        match self.json {
-            Json::Null => {
-                visitor.visit_map(Members { members: Vec::new().into_iter(), value: None, recorder: self.recorder })
-            }
-            Json::Object(members) => visitor.visit_map(Members {
-                members: members.iter().map(|(key, value)| (key.as_str(), value)).collect::<Vec<_>>().into_iter(),
-                value: None,
-                recorder: self.recorder,
-            }),
-            _ => Err(self.mismatch(&visitor)),
-        }
+        let members: Vec<(&str, &Json)> = match self.json {
+            Json::Null => Vec::new(),
+            Json::Object(members) => members.iter().map(|(key, value)| (key.as_str(), value)).collect(),
+            _ => return Err(self.mismatch(&visitor)),
+        };
+        visitor.visit_map(Members { unread: members.into_iter(), key_read: None, recorder: self.recorder })
     }
 
-    /// Passes each field that the object has, once and in the structure's spelling.
+    /// Passes each field that the object has and that is not `null`, once and in the structure's
+    /// spelling. `null` instead of the object has no fields.
     fn deserialize_struct<V: Visitor<'de>>(
         self,
         _: &'static str,
@@ -403,18 +404,12 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         if let Some(recorder) = self.recorder {
             recorder.record_unknown(self.json, fields);
         }
-        match self.json {
-            Json::Null | Json::Object(_) => visitor.visit_map(Members {
-                members: fields
-                    .iter()
-                    .filter_map(|field| self.json.get(field).map(|value| (*field, value)))
-                    .collect::<Vec<_>>()
-                    .into_iter(),
-                value: None,
-                recorder: self.recorder,
-            }),
-            _ => Err(self.mismatch(&visitor)),
+        if !matches!(self.json, Json::Null | Json::Object(_)) {
+            return Err(self.mismatch(&visitor));
         }
+        let members: Vec<(&str, &Json)> =
+            fields.iter().filter_map(|field| Some((*field, self.json.get(field)?))).collect();
+        visitor.visit_map(Members { unread: members.into_iter(), key_read: None, recorder: self.recorder })
     }
 
     fn deserialize_enum<V: Visitor<'de>>(
@@ -440,8 +435,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
 
 /// The elements of an array, for serde.
 struct Items<'a> {
-    items: std::slice::Iter<'a, Json>,
-    index: usize,
+    items: std::iter::Enumerate<std::slice::Iter<'a, Json>>,
     recorder: Option<&'a UnknownKeyRecorder>,
 }
 
@@ -449,20 +443,17 @@ impl<'de> SeqAccess<'de> for Items<'_> {
     type Error = JsonError;
 
     fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, JsonError> {
-        let Some(item) = self.items.next() else { return Ok(None) };
-        let index = self.index;
-        self.index += 1;
+        let Some((index, item)) = self.items.next() else { return Ok(None) };
         let reader = Reader { json: item, recorder: self.recorder };
-        let decoded = reader.below(|| format!("[{index}]"), |reader| seed.deserialize(reader));
-        decoded.map(Some).map_err(|error| error.under(format_args!("[{index}]")))
+        reader.decode_at(&format!("[{index}]"), seed).map(Some)
     }
 }
 
 /// The members of an object, for serde.
 struct Members<'a> {
-    members: std::vec::IntoIter<(&'a str, &'a Json)>,
+    unread: std::vec::IntoIter<(&'a str, &'a Json)>,
     /// The member whose key has been read and whose value has not.
-    value: Option<(&'a str, &'a Json)>,
+    key_read: Option<(&'a str, &'a Json)>,
     recorder: Option<&'a UnknownKeyRecorder>,
 }
 
@@ -470,19 +461,18 @@ impl<'de> MapAccess<'de> for Members<'_> {
     type Error = JsonError;
 
     fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, JsonError> {
-        self.value = self.members.next();
-        match self.value {
+        self.key_read = self.unread.next();
+        match self.key_read {
             Some((key, _)) => seed.deserialize(key.into_deserializer()).map(Some),
             None => Ok(None),
         }
     }
 
     fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, JsonError> {
-        let Some((key, value)) = self.value.take() else {
+        let Some((key, value)) = self.key_read.take() else {
             return Err(JsonError::new("a value was asked for before its key"));
         };
-        let reader = Reader { json: value, recorder: self.recorder };
-        reader.below(|| key.to_owned(), |reader| seed.deserialize(reader)).map_err(|error| error.under(key))
+        Reader { json: value, recorder: self.recorder }.decode_at(key, seed)
     }
 }
 

@@ -5,7 +5,8 @@
 //! version. The answer to the runtime is encoded in the configuration's version. If that version
 //! cannot express the result, ADD fails and is rolled back.
 //!
-//! The number 0 and an absent number differ: a route's table 0 or an IP's interface 0 is kept.
+//! Where 0 is a valid number, it differs from an absent one: a route's table 0 and an address's
+//! interface 0 are kept.
 
 use std::net::IpAddr;
 
@@ -129,25 +130,26 @@ impl Dns {
     }
 }
 
-/// A result could not be decoded, or not be expressed in a version. Displays Go's text if there is
-/// one.
+/// The error of a result that cannot be decoded, or cannot be expressed in a version. Displays Go's
+/// text if there is one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResultError {
     /// The JSON does not have the form of its version.
     #[error("{0}")]
     Json(JsonError),
-    /// The result has a version of another form of results than the configuration's version.
+    /// The result's version is unknown, or its results have another form than those of the
+    /// configuration's version.
     #[error(
         "result type supports [{}] but unmarshalled CNIVersion is \"{found}\"",
-        .family.versions().map(Version::as_str).collect::<Vec<_>>().join(" ")
+        .expected.versions().map(Version::as_str).collect::<Vec<_>>().join(" ")
     )]
     WrongVersion {
-        /// The form of results that was expected.
-        family: Shape,
+        /// The form that results of the configuration's version have.
+        expected: Shape,
         /// The result's `cniVersion`.
         found: String,
     },
-    /// The result names an unknown version.
+    /// The result has an unknown version.
     #[error("unsupported CNI result version \"{0}\"")]
     UnknownVersion(String),
     /// A result of 0.1.0 or 0.2.0 must have an address.
@@ -172,14 +174,15 @@ impl AddResult {
     /// `cniVersion`, that version must use the same form.
     ///
     /// # Errors
-    /// The result has a version of another form, or the JSON does not have this form.
+    /// The result's `cniVersion` is unknown or a version of another form, or the JSON does not have
+    /// this form.
     pub fn decode_as(json: &Json, version: Version) -> Result<AddResult, ResultError> {
         let found = version_text(json)?;
-        let family = version.shape();
-        if !found.is_empty() && Version::find(found).map(Version::shape) != Some(family) {
-            return Err(ResultError::WrongVersion { family, found: found.to_owned() });
+        let expected = version.shape();
+        if !found.is_empty() && Version::find(found).map(Version::shape) != Some(expected) {
+            return Err(ResultError::WrongVersion { expected, found: found.to_owned() });
         }
-        wire::decode(json, family)
+        wire::decode(json, expected)
     }
 
     /// Returns the position of the interface with this name and sandbox in
@@ -191,15 +194,16 @@ impl AddResult {
     /// Encodes the result in `version` as indented JSON, as the Go plugins print it.
     ///
     /// # Errors
-    /// [`ResultError::NoAddress`]
+    /// [`ResultError::NoAddress`] if `version` is 0.1.0 or 0.2.0 and the result has no address.
     pub fn encode(&self, version: Version) -> Result<Vec<u8>, ResultError> {
         Ok(pretty(&self.to_value(version)?))
     }
 
-    /// Converts the result to a JSON value of `version`, for a `prevResult` or the result cache.
+    /// Converts the result to a value that serializes to the JSON of `version`, for a `prevResult`
+    /// or the result cache.
     ///
     /// # Errors
-    /// [`ResultError::NoAddress`]
+    /// [`ResultError::NoAddress`] if `version` is 0.1.0 or 0.2.0 and the result has no address.
     pub fn to_value(&self, version: Version) -> Result<Encoded<'_>, ResultError> {
         wire::encode(self, version)
     }
@@ -219,13 +223,13 @@ fn version_text(json: &Json) -> Result<&str, ResultError> {
     }
 }
 
-/// Decodes an address. Returns `None` for an empty string, as Go does.
+/// Decodes an address. As in Go, an empty string gives `None`, and an IPv4-mapped address is an
+/// IPv4 address.
 fn optional_address<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<IpAddr>, D::Error> {
     match String::deserialize(deserializer)?.as_str() {
         "" => Ok(None),
-        text => match text.parse() {
-            Ok(IpAddr::V6(v6)) => Ok(Some(v6.to_canonical())),
-            Ok(address) => Ok(Some(address)),
+        text => match text.parse::<IpAddr>() {
+            Ok(address) => Ok(Some(address.to_canonical())),
             Err(_) => Err(serde::de::Error::custom(format_args!("invalid IP address: {text}"))),
         },
     }

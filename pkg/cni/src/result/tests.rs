@@ -1,4 +1,4 @@
-//! Every shape, both ways, and what must not be lost between them.
+//! Every form of results, encoded and decoded, and the values that must not get lost.
 
 use super::*;
 

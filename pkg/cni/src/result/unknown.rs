@@ -6,22 +6,23 @@ use serde_json::{Map, Value};
 use crate::json::Json;
 use crate::version::Shape;
 
-/// The unknown keys of a result with their values, as a JSON value of the result's structure, in
-/// which the known keys are missing. Elements of arrays keep their positions; `null` if nothing is
-/// unknown.
+/// The unknown keys of a result with their values, as a copy of the result without the known keys.
+/// An array with unknown keys in an element keeps all elements, so that each keeps its position. A
+/// part without unknown keys is `null` or missing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unknown(Value);
 
-/// A known key, and the known keys of the object (or of the objects in the array) that is its
-/// value. An empty list means that the whole value is known.
+/// A known key, and the known keys in its value, which is an object or an array of objects. An
+/// empty list means that the whole value is known.
 struct Known(&'static str, &'static [Known]);
 
+/// The key `dns`, which all results have.
 const DNS: Known =
     Known("dns", &[Known("nameservers", &[]), Known("domain", &[]), Known("search", &[]), Known("options", &[])]);
 
-/// The known keys of results of 0.1.0 and 0.2.0. Keys of other versions are listed too, so that
+/// The known keys of results of 0.1.0 and 0.2.0. Keys of newer versions are listed too, so that
 /// they are dropped instead of being passed on.
-const OLDEST: [Known; 7] = [
+const IP4_IP6_KEYS: [Known; 7] = [
     Known("cniVersion", &[]),
     Known("ip4", &[]),
     Known("ip6", &[]),
@@ -31,8 +32,9 @@ const OLDEST: [Known; 7] = [
     DNS,
 ];
 
-/// The known keys of results of 0.3.0 and newer.
-const IPS: [Known; 7] = [
+/// The known keys of results of 0.3.0 and newer. Keys of older versions are listed too, so that
+/// they are dropped instead of being passed on.
+const IPS_KEYS: [Known; 7] = [
     Known("cniVersion", &[]),
     Known("ip4", &[]),
     Known("ip6", &[]),
@@ -67,20 +69,19 @@ impl Unknown {
     /// Returns the unknown keys of a result that has the given form.
     pub(super) fn of(json: &Json, shape: Shape) -> Unknown {
         Unknown(match shape {
-            Shape::Ip4Ip6 => unknown(json, &OLDEST),
-            Shape::VersionedIps | Shape::Ips => unknown(json, &IPS),
+            Shape::Ip4Ip6 => without_known(json, &IP4_IP6_KEYS),
+            Shape::VersionedIps | Shape::Ips => without_known(json, &IPS_KEYS),
         })
     }
 
-    /// Returns the unknown keys without those in elements of `interfaces`, `ips` and `routes`,
-    /// which results of 0.1.0 and 0.2.0 do not have.
+    /// Returns the unknown keys without those in elements of the arrays `interfaces`, `ips` and
+    /// `routes`, which results of 0.1.0 and 0.2.0 do not have.
     #[must_use]
     pub fn without_elements(&self) -> Unknown {
-        let mut members = self.0.clone();
-        if let Value::Object(members) = &mut members {
-            members.retain(|name, _| !["interfaces", "ips", "routes"].contains(&name.as_str()));
-        }
-        Unknown(if members.as_object().is_some_and(Map::is_empty) { Value::Null } else { members })
+        let Value::Object(members) = &self.0 else { return self.clone() };
+        let mut members = members.clone();
+        members.retain(|key, _| !["interfaces", "ips", "routes"].contains(&key.as_str()));
+        Unknown(object_or_null(members))
     }
 
     /// Whether there are no unknown keys.
@@ -90,53 +91,67 @@ impl Unknown {
 
     /// Adds the unknown keys to an encoded result.
     pub(super) fn add_to(&self, result: &mut Value) {
-        add(result, &self.0);
+        merge(result, &self.0);
     }
 }
 
-/// Returns `json` without the keys in `known`; `null` if no other key is in it.
-fn unknown(json: &Json, known: &[Known]) -> Value {
+/// Returns a part of a result without the keys in `known`, or `null` if it has no other key.
+fn without_known(json: &Json, known: &[Known]) -> Value {
     match json {
         Json::Array(items) => {
-            let items: Vec<Value> = items.iter().map(|item| unknown(item, known)).collect();
+            let items: Vec<Value> = items.iter().map(|item| without_known(item, known)).collect();
             if items.iter().all(Value::is_null) { Value::Null } else { Value::Array(items) }
         }
-        Json::Object(members) => {
-            let mut unknown_members = Map::new();
-            for (key, value) in members {
-                match known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) {
-                    None => drop(unknown_members.insert(key.clone(), Value::from(value))),
-                    Some(Known(_, [])) => {}
-                    Some(_) if *value == Json::Null => {}
-                    // Of duplicate keys, the last one that is not null counts, so its unknown keys
-                    // replace those of an earlier one.
-                    Some(Known(name, inner)) => match unknown(value, inner) {
-                        Value::Null => drop(unknown_members.remove(*name)),
-                        value => drop(unknown_members.insert((*name).to_owned(), value)),
-                    },
-                }
-            }
-            if unknown_members.is_empty() { Value::Null } else { Value::Object(unknown_members) }
-        }
-        _ => Value::Null,
+        Json::Object(members) => object_or_null(unknown_members(members, known)),
+        Json::Null | Json::Bool(_) | Json::Number(_) | Json::String(_) => Value::Null,
     }
+}
+
+/// Returns the members of an object whose keys are not in `known`, and those members whose value
+/// has unknown keys in it.
+fn unknown_members(members: &[(String, Json)], known: &[Known]) -> Map<String, Value> {
+    let mut unknown = Map::new();
+    for (key, value) in members {
+        let Some(Known(name, known_inside)) = known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) else {
+            unknown.insert(key.clone(), Value::from(value));
+            continue;
+        };
+        if known_inside.is_empty() || *value == Json::Null {
+            continue;
+        }
+        // Of duplicate keys, the last one that is not null counts, so its unknown keys replace
+        // those of an earlier one.
+        unknown.remove(*name);
+        let inside = without_known(value, known_inside);
+        if !inside.is_null() {
+            unknown.insert((*name).to_owned(), inside);
+        }
+    }
+    unknown
+}
+
+/// Returns an object with these members, or `null` if there are none.
+fn object_or_null(members: Map<String, Value>) -> Value {
+    if members.is_empty() { Value::Null } else { Value::Object(members) }
 }
 
 /// Merges `unknown` into `result`: adds the members that `result` does not have, and merges the
 /// objects and the array elements that both have.
-fn add(result: &mut Value, unknown: &Value) {
+fn merge(result: &mut Value, unknown: &Value) {
     match (result, unknown) {
         (Value::Object(members), Value::Object(unknown)) => {
             for (key, value) in unknown {
-                match members.get_mut(key) {
-                    Some(member) => add(member, value),
-                    None => drop(members.insert(key.clone(), value.clone())),
+                if let Some(member) = members.get_mut(key) {
+                    merge(member, value);
+                } else {
+                    members.insert(key.clone(), value.clone());
                 }
             }
         }
         (Value::Array(items), Value::Array(unknown)) => {
-            items.iter_mut().zip(unknown).for_each(|(item, unknown)| add(item, unknown));
+            items.iter_mut().zip(unknown).for_each(|(item, unknown)| merge(item, unknown));
         }
+        // `null`: there is nothing unknown in this part of the result.
         _ => {}
     }
 }

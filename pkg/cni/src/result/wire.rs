@@ -21,28 +21,28 @@ use std::net::IpAddr;
 /// # Errors
 /// The JSON does not have this form.
 pub(super) fn decode(json: &Json, shape: Shape) -> Result<AddResult, ResultError> {
-    let known = match shape {
+    let decoded = match shape {
         Shape::Ip4Ip6 => json.decode::<ReadIp4Ip6>().map(AddResult::from),
         // `ips[].version` of 0.3.0 to 0.4.0 is ignored: the address has its family already.
         Shape::VersionedIps | Shape::Ips => json.decode::<ReadIps>().map(AddResult::from),
     };
-    let known = known.map_err(ResultError::Json)?;
-    Ok(AddResult { unknown: Unknown::of(json, shape), ..known })
+    let decoded = decoded.map_err(ResultError::Json)?;
+    Ok(AddResult { unknown: Unknown::of(json, shape), ..decoded })
 }
 
 /// Converts a result to the form that `version` has.
 ///
 /// # Errors
-/// [`ResultError::NoAddress`]
+/// [`ResultError::NoAddress`] if `version` is 0.1.0 or 0.2.0 and the result has no address.
 pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>, ResultError> {
     let known = match version.shape() {
         Shape::Ip4Ip6 => Wire::Ip4Ip6(WriteIp4Ip6::new(result, version)?),
         Shape::VersionedIps => Wire::VersionedIps(WriteVersionedIps::new(result, version)),
         Shape::Ips => Wire::Sorted(sorted(&WriteIps::new(result, version))),
     };
-    let unknown = match known {
-        Wire::Ip4Ip6(_) => result.unknown.without_elements(),
-        Wire::VersionedIps(_) | Wire::Sorted(_) => result.unknown.clone(),
+    let unknown = match version.shape() {
+        Shape::Ip4Ip6 => result.unknown.without_elements(),
+        Shape::VersionedIps | Shape::Ips => result.unknown.clone(),
     };
     if unknown.is_empty() {
         return Ok(Encoded(known));
@@ -56,16 +56,20 @@ pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub(super) enum Wire<'a> {
+    /// The form of 0.1.0 and 0.2.0, with the keys in declared order.
     Ip4Ip6(WriteIp4Ip6<'a>),
+    /// The form of 0.3.0 to 0.4.0, with the keys in declared order.
     VersionedIps(WriteVersionedIps<'a>),
+    /// Any form, with the keys sorted.
     Sorted(BTreeMap<String, Value>),
 }
 
-/// Returns the members of a value, sorted by key. Inner objects are sorted too as long as no
-/// dependency enables serde_json's feature `preserve_order`.
-fn sorted(value: &impl Serialize) -> BTreeMap<String, Value> {
-    match serde_json::to_value(value) {
+/// Returns the members of a structure or an object, sorted by key. Inner objects are sorted too as
+/// long as no dependency enables serde_json's feature `preserve_order`.
+fn sorted(object: &impl Serialize) -> BTreeMap<String, Value> {
+    match serde_json::to_value(object) {
         Ok(Value::Object(members)) => members.into_iter().collect(),
+        // Does not happen: `object` becomes an object, and no part of it fails to serialize.
         _ => BTreeMap::new(),
     }
 }
@@ -101,6 +105,7 @@ struct ReadIp4Ip6 {
     dns: Dns,
 }
 
+/// The value of `ip4` or `ip6`, for decoding.
 #[derive(Deserialize)]
 struct ReadFamily {
     ip: Cidr,
@@ -115,6 +120,7 @@ impl From<ReadIp4Ip6> for AddResult {
         let mut result = AddResult { dns: read.dns, ..AddResult::default() };
         for family in [read.ip4, read.ip6].into_iter().flatten() {
             result.ips.push(IpConfig { interface: None, address: family.ip, gateway: family.gateway });
+            // A route of these versions has no other keys.
             result.routes.extend(family.routes.into_iter().map(|route| Route::new(route.dst, route.gw)));
         }
         result
@@ -133,6 +139,7 @@ pub(super) struct WriteIp4Ip6<'a> {
     dns: &'a Dns,
 }
 
+/// The value of `ip4` or `ip6`, for encoding.
 #[derive(Debug, Serialize)]
 struct WriteFamily {
     ip: Cidr,
@@ -142,22 +149,30 @@ struct WriteFamily {
     routes: Vec<Route>,
 }
 
+impl WriteFamily {
+    /// Returns the first address of a family with the routes of this family, or `None` if the
+    /// result has no address of this family. `is_of_family` decides which addresses and
+    /// destinations belong to the family.
+    fn find(result: &AddResult, is_of_family: impl Fn(&Cidr) -> bool) -> Option<WriteFamily> {
+        let ip = result.ips.iter().find(|ip| is_of_family(&ip.address))?;
+        let routes = result.routes.iter().filter(|route| is_of_family(&route.dst));
+        Some(WriteFamily {
+            ip: ip.address,
+            gateway: ip.gateway,
+            // A route of these versions has no other keys.
+            routes: routes.map(|route| Route::new(route.dst, route.gw)).collect(),
+        })
+    }
+}
+
 impl<'a> WriteIp4Ip6<'a> {
     /// Returns the first address of each family, each with the routes of its family.
     ///
     /// # Errors
-    /// [`ResultError::NoAddress`]
+    /// [`ResultError::NoAddress`] if the result has no address.
     fn new(result: &'a AddResult, version: Version) -> Result<Self, ResultError> {
-        let family = |is_ipv4: bool| {
-            let ip = result.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4)?;
-            let routes = result.routes.iter().filter(|route| route.dst.is_ipv4() == is_ipv4);
-            Some(WriteFamily {
-                ip: ip.address,
-                gateway: ip.gateway,
-                routes: routes.map(|route| Route::new(route.dst, route.gw)).collect(),
-            })
-        };
-        let (ip4, ip6) = (family(true), family(false));
+        let ip4 = WriteFamily::find(result, Cidr::is_ipv4);
+        let ip6 = WriteFamily::find(result, |cidr| !cidr.is_ipv4());
         if ip4.is_none() && ip6.is_none() {
             return Err(ResultError::NoAddress);
         }
@@ -179,6 +194,7 @@ pub(super) struct WriteVersionedIps<'a> {
     dns: &'a Dns,
 }
 
+/// An address with the number of its family: `4` or `6`.
 #[derive(Debug, Serialize)]
 struct WriteVersionedIp<'a> {
     version: &'static str,
@@ -187,7 +203,7 @@ struct WriteVersionedIp<'a> {
 }
 
 impl<'a> WriteVersionedIps<'a> {
-    /// Returns the result in this form, each address with the number of its family.
+    /// Returns the result in this form.
     fn new(result: &'a AddResult, version: Version) -> Self {
         let with_family =
             |ip: &'a IpConfig| WriteVersionedIp { version: if ip.address.is_ipv4() { "4" } else { "6" }, ip };
@@ -217,7 +233,7 @@ struct WriteIps<'a> {
 }
 
 impl<'a> WriteIps<'a> {
-    /// Returns the result in this form. Before 1.1.0, an interface has fewer fields.
+    /// Returns the result in this form.
     fn new(result: &'a AddResult, version: Version) -> Self {
         let interfaces = match version {
             Version::V1_1_0 => result.interfaces.clone(),

@@ -41,6 +41,12 @@ impl Verb {
         let all = [Verb::Add, Verb::Check, Verb::Del, Verb::Gc, Verb::Status, Verb::Version];
         all.into_iter().find(|verb| verb.as_str() == text)
     }
+
+    /// Whether a call of this verb is about one attachment, which CNI_CONTAINERID and CNI_IFNAME
+    /// name.
+    pub(super) fn has_attachment(self) -> bool {
+        matches!(self, Verb::Add | Verb::Check | Verb::Del)
+    }
 }
 
 /// The environment of a call: the `CNI_*` variables as text, and all variables for delegates.
@@ -63,7 +69,7 @@ pub struct Environment {
     /// All variables, with duplicates.
     all: Vec<(OsString, OsString)>,
     /// The names of the `CNI_*` variables whose values are not UTF-8.
-    not_text: Vec<String>,
+    not_utf8: Vec<String>,
 }
 
 impl Environment {
@@ -75,38 +81,38 @@ impl Environment {
     /// Returns the environment that consists of these pairs. The last one of several with the same
     /// name counts.
     pub fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
-        let mut environment = Environment { all: variables.into_iter().collect(), ..Environment::default() };
-        let mut not_text = Vec::new();
-        let all = &environment.all;
-        let mut text = |name: &str| match all.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.to_str())
-        {
-            Some(Some(value)) => value.to_owned(),
-            Some(None) => {
-                not_text.push(name.to_owned());
+        let all: Vec<(OsString, OsString)> = variables.into_iter().collect();
+        let mut not_utf8 = Vec::new();
+        let mut value_of = |name: &str| {
+            let Some((_, value)) = all.iter().rev().find(|(key, _)| key == name) else { return String::new() };
+            value.to_str().map(str::to_owned).unwrap_or_else(|| {
+                not_utf8.push(name.to_owned());
                 String::new()
-            }
-            None => String::new(),
+            })
         };
-        environment.command = text("CNI_COMMAND");
-        environment.container_id = text("CNI_CONTAINERID");
-        environment.netns = text("CNI_NETNS");
-        environment.ifname = text("CNI_IFNAME");
-        environment.args = text("CNI_ARGS");
-        environment.path = text("CNI_PATH");
-        let netns_override = text("CNI_NETNS_OVERRIDE");
-        environment.netns_override = netns_override == "1" || netns_override.eq_ignore_ascii_case("true");
-        environment.not_text = not_text;
-        environment
+        let netns_override = value_of("CNI_NETNS_OVERRIDE");
+        Environment {
+            command: value_of("CNI_COMMAND"),
+            container_id: value_of("CNI_CONTAINERID"),
+            netns: value_of("CNI_NETNS"),
+            ifname: value_of("CNI_IFNAME"),
+            args: value_of("CNI_ARGS"),
+            path: value_of("CNI_PATH"),
+            netns_override: netns_override == "1" || netns_override.eq_ignore_ascii_case("true"),
+            all,
+            not_utf8,
+        }
     }
 
     /// Returns the verb in CNI_COMMAND, or `None` if that is empty, as when a person starts the
     /// plugin.
     ///
     /// # Errors
-    /// Code 4 for an unknown verb. `plugin` is the plugin's name in that error.
+    /// Code 4 if CNI_COMMAND is not a verb, or is not UTF-8. `plugin` is the plugin's name for the
+    /// error.
     pub(super) fn verb(&self, plugin: &str) -> Result<Option<Verb>> {
-        if self.not_text.iter().any(|name| name == "CNI_COMMAND") {
-            return Err(not_text("CNI_COMMAND"));
+        if self.not_utf8.iter().any(|name| name == "CNI_COMMAND") {
+            return Err(invalid_utf8("CNI_COMMAND"));
         }
         if self.command.is_empty() {
             return Ok(None);
@@ -119,33 +125,32 @@ impl Environment {
     }
 
     /// Checks that the variables that the verb needs exist and are valid. As in Go, an invalid
-    /// value is reported rather than a missing variable that comes later in the order.
+    /// value is reported before missing variables.
     ///
     /// # Errors
-    /// Code 4 for a value that is invalid or not UTF-8, or with the names of all missing variables.
+    /// Code 4 if a value is invalid or not UTF-8, or if variables are missing. The error names all
+    /// missing ones.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
-        if let Some(name) = self.not_text.first() {
-            return Err(not_text(name));
+        if let Some(name) = self.not_utf8.first() {
+            return Err(invalid_utf8(name));
         }
-        // A variable's name, its value, whether the verb needs it, and the check of its value.
-        type Rule<'a> = (&'static str, &'a str, bool, fn(&str) -> Result<()>);
-        let has_attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
-        // ADD has stricter rules for names, because DEL must also remove an interface that an
-        // earlier release or a Go plugin has created.
-        let check_ifname =
-            if verb == Verb::Add { ident::check_new_interface_name } else { ident::check_interface_name };
-        let rules: [Rule<'_>; 4] = [
-            ("CNI_CONTAINERID", &self.container_id, has_attachment, ident::check_container_id),
-            ("CNI_NETNS", &self.netns, has_attachment && verb != Verb::Del, |_| Ok(())),
-            ("CNI_IFNAME", &self.ifname, has_attachment, check_ifname),
-            ("CNI_PATH", &self.path, verb != Verb::Version, |_| Ok(())),
+        let variables = [
+            ("CNI_CONTAINERID", &self.container_id, verb.has_attachment()),
+            ("CNI_NETNS", &self.netns, matches!(verb, Verb::Add | Verb::Check)),
+            ("CNI_IFNAME", &self.ifname, verb.has_attachment()),
+            ("CNI_PATH", &self.path, verb != Verb::Version),
         ];
         let mut absent = Vec::new();
-        for (name, value, needed, check) in rules {
-            match value {
-                _ if !needed => {}
-                "" => absent.push(name),
-                value => check(value)?,
+        for (name, value, is_needed) in variables {
+            match name {
+                _ if !is_needed => {}
+                _ if value.is_empty() => absent.push(name),
+                "CNI_CONTAINERID" => ident::check_container_id(value)?,
+                // ADD has stricter rules for names, because DEL must also remove an interface that
+                // an earlier release or a Go plugin has created.
+                "CNI_IFNAME" if verb == Verb::Add => ident::check_new_interface_name(value)?,
+                "CNI_IFNAME" => ident::check_interface_name(value)?,
+                _ => {}
             }
         }
         if absent.is_empty() { Ok(()) } else { Err(missing(&absent)) }
@@ -165,7 +170,7 @@ impl Environment {
 }
 
 /// Returns the error, code 4, of a variable whose value is not UTF-8.
-fn not_text(name: &str) -> Error {
+fn invalid_utf8(name: &str) -> Error {
     Error::new(Code::INVALID_ENVIRONMENT, format!("environment variable {name} is not valid UTF-8"))
 }
 

@@ -54,9 +54,10 @@ pub trait Plugin {
     /// Returns the keys of a configuration that this plugin does not read.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey>;
 
-    /// Checks possible answers of the IPAM plugin as ADD would. Returns one entry for each answer:
-    /// the error of an ADD with it, or `None`. `earlier` has the addresses that earlier plugins of
-    /// the list gave to the container. The default suits a plugin that runs no IPAM plugin.
+    /// Checks possible answers of the IPAM plugin as ADD would. Returns for each answer the error
+    /// of an ADD that gets it, or `None` if that ADD would succeed. `earlier` has the addresses
+    /// that earlier plugins of the list gave to the container. The default suits a plugin that runs
+    /// no IPAM plugin.
     ///
     /// # Errors
     /// The error of an ADD about the configuration itself.
@@ -97,9 +98,10 @@ pub trait Plugin {
     /// [is a shortage](Error::is_shortage), which may pass by itself, it only writes a note.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 
-    /// Writes the attachment's packet filter rules again that another program has removed. This is
-    /// not a verb of the specification; only `cnitool rules restore` calls it. Returns `None` if
-    /// the plugin, or this configuration, has no such rules.
+    /// Finds the packet filter rules of the attachment that another program has removed and, with
+    /// [`RestoreMode::Write`], writes them again. This is not a verb of the specification; only
+    /// `cnitool rules restore` calls it. Returns `None` if the plugin, or this configuration, has
+    /// no packet filter rules.
     ///
     /// # Errors
     /// The rules cannot be read or written. Nothing has been changed then.
@@ -225,16 +227,17 @@ pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, std
     }
 }
 
-/// Writes one line to stderr. A closed stderr is ignored.
+/// Writes one line to stderr. Ignores errors: there is no other place to report them.
 fn eprint(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// The call failed and the error has been written.
+/// The error of a call that failed and whose error has been written to stdout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failed;
 
-/// Handles one call of a plugin: writes its result or its error to stdout, and logs it.
+/// Handles one call of a plugin: writes its result or its error to stdout, and logs the call. A
+/// panic of the plugin is an error, too.
 ///
 /// # Errors
 /// [`Failed`], after the error has been written to stdout.
@@ -244,16 +247,15 @@ pub fn dispatch(
     environment: &Environment,
     mut streams: Streams<'_>,
 ) -> Result<(), Failed> {
-    let mut version = Version::NEWEST;
-    let mut network = String::new();
     let timer = CallTimer::begin();
-    let facts = CallFacts { version: &mut version, network: &mut network };
-    let outcome = catch_panic(plugin, || handle(plugin, machine, environment, &mut streams, facts));
-    timer.end(plugin.name(), environment, &network, &outcome);
+    let mut facts = CallFacts { version: Version::NEWEST, network: String::new() };
+    let outcome = catch_panic(plugin, || handle(plugin, machine, environment, &mut streams, &mut facts));
+    timer.end(plugin.name(), environment, &facts.network, &outcome);
     outcome.map_err(|error| {
-        let written = streams.stdout.write_all(&encode_error(&error, version)).and_then(|()| streams.stdout.flush());
+        let bytes = encode_error(&error, facts.version);
+        let written = streams.stdout.write_all(&bytes).and_then(|()| streams.stdout.flush());
         if let Err(why) = written {
-            streams.notes.note(format_args!("{error} (and this could not be written to stdout: {why})"));
+            streams.notes.note(format_args!("{error} (this error could not be written to stdout: {why})"));
         }
         Failed
     })
@@ -277,11 +279,12 @@ fn encode_error(error: &Error, version: Version) -> Vec<u8> {
 }
 
 /// Facts that [`handle`] learns from the configuration, and that its caller also needs if it fails.
-struct CallFacts<'k> {
-    /// The specification version of an error's JSON.
-    version: &'k mut Version,
-    /// The network's name, for the log.
-    network: &'k mut String,
+struct CallFacts {
+    /// The specification version in which an error is encoded. It is the newest until `handle` has
+    /// read the configuration's, and if that is not supported.
+    version: Version,
+    /// The network's name for the log, or the empty string until `handle` has read it.
+    network: String,
 }
 
 /// Checks the environment and the configuration and runs the verb. Writes the result to stdout; an
@@ -291,7 +294,7 @@ fn handle(
     machine: &dyn Machine,
     environment: &Environment,
     streams: &mut Streams<'_>,
-    facts: CallFacts<'_>,
+    facts: &mut CallFacts,
 ) -> Result<()> {
     let Some(verb) = environment.verb(plugin.name())? else {
         // Without CNI_COMMAND a person has started the plugin.
@@ -303,25 +306,9 @@ fn handle(
         return write_out(streams.stdout, &version_reply(&mut streams.stdin));
     }
     environment.check(verb)?;
-
-    let raw = read_config(&mut streams.stdin)?;
-    let json = config::parse_object(&raw)?;
-    if let Ok(text) = config::version_text(&json) {
-        *facts.version = Version::find(&text).unwrap_or(Version::NEWEST);
-    }
-    let name = config::name(&json)?;
-    name.clone_into(facts.network);
-    let name_length = name.len();
-    let supported = check_version(verb, &config::version_text(&json)?)?;
-    let conf = NetConf::new(raw, json, supported)?;
-    if verb == Verb::Add && name_length > ident::MAX_NETWORK_NAME {
-        let msg = format!("network name is too long: {name_length} bytes, at most {} fit", ident::MAX_NETWORK_NAME);
-        return Err(Error::config(msg).with_details(conf.name()));
-    }
-
-    let has_attachment = matches!(verb, Verb::Add | Verb::Check | Verb::Del);
+    let conf = read_conf(verb, streams, facts)?;
     // GC and STATUS ignore the variables that name an attachment.
-    let variable = |value: &str| if has_attachment { value.to_owned() } else { String::new() };
+    let variable = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
     let mut call = Call {
         container_id: variable(&environment.container_id),
         netns: Some(PathBuf::from(variable(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
@@ -331,8 +318,8 @@ fn handle(
         machine,
         notes: streams.notes.clone(),
     };
-    // An ADD into the namespace of the runtime itself would change the host's network. A path that
-    // cannot be opened is left to the plugin, because some plugins do not use it.
+    // An ADD into the plugin's own namespace would change the host's network. An error about a path
+    // that cannot be opened is left to the plugin, because some plugins do not use it.
     let is_own_netns = !environment.netns_override
         && call.netns.as_deref().is_some_and(|path| machine.is_own_netns(path).unwrap_or(false));
     let own_netns_error = || {
@@ -344,39 +331,62 @@ fn handle(
     }
     match verb {
         Verb::Add => add(plugin, &call, streams.stdout),
-        Verb::Check => catch_panic(plugin, || plugin.check(&call)),
+        Verb::Check => plugin.check(&call),
         Verb::Del if is_own_netns => {
             // DEL removes what is outside the container, and then reports the error.
             call.netns = None;
             let outcome = catch_panic(plugin, || plugin.del(&call));
             Err(own_netns_error().and(outcome.err()))
         }
-        Verb::Del => catch_panic(plugin, || plugin.del(&call)),
-        Verb::Gc => {
-            let valid = ValidAttachments::from_config(call.conf.json())?;
-            catch_panic(plugin, || plugin.gc(&call, &valid))
-        }
+        Verb::Del => plugin.del(&call),
+        Verb::Gc => plugin.gc(&call, &ValidAttachments::from_config(call.conf.json())?),
         Verb::Status => status(plugin, &call),
         // Answered above.
         Verb::Version => Ok(()),
     }
 }
 
+/// Reads the configuration from stdin, and checks its name, its version and its standard keys.
+/// Stores the name and the version in `facts` as soon as they are known.
+///
+/// # Errors
+/// - Code 1 if the version is not supported or does not have the verb.
+/// - Code 5 or 11 if stdin cannot be read, see [`read_stdin`].
+/// - Code 6 if the configuration is not a JSON object, or a value has a wrong type.
+/// - Code 7 if the name is missing or invalid or, for ADD, too long.
+fn read_conf(verb: Verb, streams: &mut Streams<'_>, facts: &mut CallFacts) -> Result<NetConf> {
+    let raw = read_stdin(&mut streams.stdin)?;
+    let json = config::parse_object(&raw)?;
+    // The error about the name is encoded in the configuration's version too. An error about the
+    // version itself comes later, because Go checks the name first.
+    let version_text = config::version_text(&json);
+    if let Some(version) = version_text.as_deref().ok().and_then(Version::find) {
+        facts.version = version;
+    }
+    config::network_name(&json)?.clone_into(&mut facts.network);
+    let version = check_version(verb, &version_text?)?;
+    let conf = NetConf::new(raw, json, version)?;
+    let (length, limit) = (conf.name().len(), ident::MAX_NETWORK_NAME);
+    if verb == Verb::Add && length > limit {
+        let msg = format!("network name is too long: {length} bytes, at most {limit} fit");
+        return Err(Error::config(msg).with_details(conf.name()));
+    }
+    Ok(conf)
+}
+
 /// Runs ADD and writes its result. Commits the ADD after the whole result has been written; on
 /// every error before that, dropping `rollback` undoes the ADD.
 fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<()> {
-    catch_panic(plugin, || {
-        let Added { result, rollback } = plugin.add(call)?;
-        if call.machine.terminated() {
-            return Err(Error::new(Code::TRY_AGAIN, "interrupted by a signal: all of this ADD was rolled back"));
-        }
-        // Other programs compare this error's text for equality, so nothing is added to it.
-        let encoded = result.encode(call.conf.version());
-        let bytes = encoded.map_err(|error| Error::new(Code::INCOMPATIBLE_VERSION, error.to_string()))?;
-        write_out(stdout, &bytes)?;
-        rollback.commit();
-        Ok(())
-    })
+    let Added { result, rollback } = plugin.add(call)?;
+    if call.machine.terminated() {
+        return Err(Error::new(Code::TRY_AGAIN, "interrupted by a signal: all of this ADD was rolled back"));
+    }
+    // Other programs compare this error's text for equality, so nothing is added to it.
+    let encoded = result.encode(call.conf.version());
+    let bytes = encoded.map_err(|error| Error::new(Code::INCOMPATIBLE_VERSION, error.to_string()))?;
+    write_out(stdout, &bytes)?;
+    rollback.commit();
+    Ok(())
 }
 
 /// Runs STATUS. Only writes a note on a shortage that may pass by itself: a runtime that gets an
@@ -385,7 +395,7 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
 /// # Errors
 /// Code 50, or the plugin's more specific code, if no ADD can succeed until something is repaired.
 fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
-    let Err(error) = catch_panic(plugin, || plugin.status(call)) else { return Ok(()) };
+    let Err(error) = plugin.status(call) else { return Ok(()) };
     if error.is_shortage() {
         call.notes.note(format_args!("STATUS succeeds, but the next ADD may fail: {error}"));
         return Ok(());
@@ -398,10 +408,10 @@ fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
     })
 }
 
-/// Runs `verb` and turns a panic in it into an error of code 999. Before this function returns, the
-/// unwinding has dropped every rollback of the verb, which has undone its changes.
-fn catch_panic(plugin: &dyn Plugin, verb: impl FnOnce() -> Result<()>) -> Result<()> {
-    catch_unwind(AssertUnwindSafe(verb)).unwrap_or_else(|panic| {
+/// Calls `function` and turns a panic in it into an error of code 999. Before this function
+/// returns, the unwinding has dropped every rollback in `function`, which has undone the changes.
+fn catch_panic(plugin: &dyn Plugin, function: impl FnOnce() -> Result<()>) -> Result<()> {
+    catch_unwind(AssertUnwindSafe(function)).unwrap_or_else(|panic| {
         let text = match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
             (Some(text), _) => text,
             (None, Some(text)) => text.as_str(),
@@ -412,6 +422,9 @@ fn catch_panic(plugin: &dyn Plugin, verb: impl FnOnce() -> Result<()>) -> Result
 }
 
 /// Writes the result to stdout and flushes it.
+///
+/// # Errors
+/// Code 11 at the deadline or after a signal, 5 if stdout cannot be written.
 fn write_out(stdout: &mut dyn Write, bytes: &[u8]) -> Result<()> {
     stdout
         .write_all(bytes)
@@ -419,7 +432,7 @@ fn write_out(stdout: &mut dyn Write, bytes: &[u8]) -> Result<()> {
         .map_err(|error| stream_error("failed to write the result to stdout", error))
 }
 
-/// Returns the error of a stream: code 11 at the deadline or after a signal, else 5.
+/// Returns the error of a stream, with code 11 at the deadline or after a signal, else 5.
 fn stream_error(doing: &str, error: std::io::Error) -> Error {
     let code = if error.kind() == std::io::ErrorKind::TimedOut { Code::TRY_AGAIN } else { Code::IO };
     Error::caused(code, doing, error)
@@ -428,9 +441,9 @@ fn stream_error(doing: &str, error: std::io::Error) -> Error {
 /// Reads the configuration from stdin.
 ///
 /// # Errors
-/// Code 5 if stdin is a terminal, cannot be read or has more than [`MAX_STDIN`] bytes; 11 at the
-/// deadline.
-fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
+/// - Code 5 if stdin is a terminal (`None`), cannot be read, or has more than [`MAX_STDIN`] bytes.
+/// - Code 11 at the deadline or after a signal.
+fn read_stdin(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
     let Some(stdin) = stdin else {
         return Err(Error::new(
             Code::IO,
@@ -438,6 +451,7 @@ fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
         ));
     };
     let mut bytes = Vec::with_capacity(4096);
+    // One byte more shows that the configuration is too long.
     stdin
         .take(MAX_STDIN as u64 + 1)
         .read_to_end(&mut bytes)
@@ -448,38 +462,41 @@ fn read_config(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns the version of a configuration whose `cniVersion` is `config`, with the checks, their
-/// order and the texts of the Go plugins.
+/// Returns the version of a configuration whose `cniVersion` is `cni_version`, with the checks,
+/// their order and the texts of the Go plugins.
 ///
 /// # Errors
-/// Code 1 if these plugins do not know the version, or `verb` does not exist in it; 6 if the text
-/// is not a version.
-fn check_version(verb: Verb, config: &str) -> Result<Version> {
-    let introduced = match verb {
-        Verb::Check => Some(("CHECK", Version::V0_4_0)),
-        Verb::Gc => Some(("GC", Version::V1_1_0)),
-        Verb::Status => Some(("STATUS", Version::V1_1_0)),
+/// - Code 1 if the version is not supported, or does not have the verb.
+/// - Code 6 if the verb is not in all versions and the text is not a version.
+fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
+    let first_with_verb = match verb {
         Verb::Add | Verb::Del | Verb::Version => None,
+        Verb::Check => Some(Version::V0_4_0),
+        Verb::Gc | Verb::Status => Some(Version::V1_1_0),
     };
-    if let Some((verb, introduced)) = introduced {
+    if let Some(first_with_verb) = first_with_verb {
         let triple = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
-        let configured = triple(config)?;
-        if configured < triple(introduced.as_str())? {
-            return Err(config::incompatible(&format!("config version does not allow {verb}"), config));
+        let configured = triple(cni_version)?;
+        let verb = verb.as_str();
+        if configured < triple(first_with_verb.as_str())? {
+            return Err(config::incompatible(&format!("config version does not allow {verb}"), cni_version));
         }
         if configured > triple(Version::NEWEST.as_str())? {
-            return Err(config::incompatible(&format!("plugin version does not allow {verb}"), config));
+            return Err(config::incompatible(&format!("plugin version does not allow {verb}"), cni_version));
         }
     }
-    Version::find(config).ok_or_else(|| config::incompatible("incompatible CNI versions", config))
+    Version::find(cni_version).ok_or_else(|| config::incompatible("incompatible CNI versions", cni_version))
 }
 
-/// Returns the answer to VERSION, in the version that the JSON on stdin has if these plugins know
-/// it, else in the newest. Any other input is ignored, and a terminal is not read.
+/// Returns the answer to VERSION, in the version that the JSON on stdin has, or in the newest if
+/// stdin is a terminal, has no version or has one that is not supported.
 fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
-    let requested = read_config(stdin).ok().and_then(|bytes| {
+    // VERSION always succeeds, so errors of stdin are ignored.
+    let requested = read_stdin(stdin).ok().and_then(|bytes| {
         let json = Json::parse(&bytes).ok()?;
-        Version::find(json.get("cniVersion")?.as_str().filter(|text| !text.is_empty())?)
+        // In a configuration an empty version would be 0.1.0.
+        let text = json.get("cniVersion")?.as_str().filter(|text| !text.is_empty())?;
+        Version::find(text)
     });
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
     let version = requested.unwrap_or(Version::NEWEST);

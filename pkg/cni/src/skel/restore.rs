@@ -1,4 +1,5 @@
-//! Writing packet filter rules again after another program has removed them.
+//! The types of [`Plugin::restore_rules`](super::Plugin::restore_rules), which writes packet filter
+//! rules again after another program has removed them.
 
 use super::Call;
 use crate::rollback::Rollback;
@@ -24,11 +25,13 @@ pub struct Restored<'a> {
 }
 
 impl<'a> Restored<'a> {
-    /// For a plugin whose CHECK compares nothing but rules: takes the outcome of that CHECK as
-    /// `checked`, and calls `write` if rules are missing and `mode` asks for writing.
+    /// Returns the outcome for a plugin whose CHECK compares nothing but rules. `checked` is the
+    /// outcome of that CHECK. Calls `write` if rules are missing and `mode` is
+    /// [`RestoreMode::Write`].
     ///
     /// # Errors
-    /// An error in `checked` that is not a difference; those of `write`.
+    /// - The error in `checked` if CHECK failed for another reason than missing rules.
+    /// - The error of `write`.
     pub fn after_check(
         call: &Call<'_>,
         mode: RestoreMode,
@@ -37,6 +40,7 @@ impl<'a> Restored<'a> {
     ) -> Result<Restored<'a>> {
         let missing = match checked {
             Ok(()) => Vec::new(),
+            // Some rules are missing, or all.
             Err(error) if [Code::CHECK_FAILED, Code::UNKNOWN_CONTAINER].contains(&error.code()) => {
                 vec![error.msg().to_owned()]
             }

@@ -8,13 +8,13 @@ use std::time::Instant;
 use super::*;
 use crate::machine::{Child, Output, RunError};
 
-/// A machine on which `/own` is the plugin's own namespace and nothing can be run.
+/// A machine on which `/own` is the plugin's own namespace and no program can be run.
 #[derive(Default)]
-struct Values {
+struct FakeMachine {
     terminated: Cell<bool>,
 }
 
-impl Machine for Values {
+impl Machine for FakeMachine {
     fn is_own_netns(&self, path: &Path) -> io::Result<bool> {
         Ok(path == Path::new("/own"))
     }
@@ -29,7 +29,7 @@ impl Machine for Values {
     }
 }
 
-/// Remembers what was called; its ADD can be undone.
+/// A plugin that records its calls. Its ADD can be undone.
 #[derive(Default)]
 struct Recorder {
     calls: RefCell<Vec<String>>,
@@ -87,22 +87,23 @@ impl Plugin for Recorder {
     }
 }
 
-struct Said {
+/// The exit and the output of a call.
+struct Outcome {
     failed: bool,
-    out: String,
+    stdout: String,
     notes: String,
 }
 
-impl Said {
+impl Outcome {
     fn code(&self) -> u64 {
-        assert!(self.failed, "succeeded: {}", self.out);
+        assert!(self.failed, "succeeded: {}", self.stdout);
         self.json()["code"].as_u64().unwrap()
     }
     fn msg(&self) -> String {
         self.json()["msg"].as_str().unwrap().to_owned()
     }
     fn json(&self) -> serde_json::Value {
-        serde_json::from_str(&self.out).unwrap()
+        serde_json::from_str(&self.stdout).unwrap()
     }
 }
 
@@ -114,43 +115,38 @@ fn environment(command: &str, changes: &[(&str, &str)]) -> Environment {
     Environment::new(pairs.into_iter().map(|(key, value)| (key.into(), value.into())))
 }
 
-fn say(plugin: &Recorder, environment: &Environment, stdin: &str) -> Said {
-    say_on(plugin, &Values::default(), environment, stdin, &mut Vec::new())
+fn call(plugin: &Recorder, environment: &Environment, stdin: &str) -> Outcome {
+    call_on(plugin, &FakeMachine::default(), environment, stdin, &mut Vec::new())
 }
 
-trait Wire: Write {
+/// The stdout of a plugin, whose text can be read afterwards.
+trait Stdout: Write {
     fn text(&self) -> String;
 }
 
-impl Wire for Vec<u8> {
+impl Stdout for Vec<u8> {
     fn text(&self) -> String {
         String::from_utf8(self.clone()).unwrap()
     }
 }
 
-fn say_on(plugin: &Recorder, machine: &Values, environment: &Environment, stdin: &str, out: &mut dyn Wire) -> Said {
+fn call_on(
+    plugin: &Recorder,
+    machine: &FakeMachine,
+    environment: &Environment,
+    stdin: &str,
+    stdout: &mut dyn Stdout,
+) -> Outcome {
     let notes = Rc::new(RefCell::new(String::new()));
     let sink = Rc::clone(&notes);
     let mut stdin = stdin.as_bytes();
-    let mut relay = Relay(out);
     let streams = Streams {
         stdin: Some(&mut stdin),
-        stdout: &mut relay,
+        stdout: &mut *stdout,
         notes: Notes::new(move |line| sink.borrow_mut().push_str(line)),
     };
     let failed = dispatch(plugin, machine, environment, streams).is_err();
-    Said { failed, out: out.text(), notes: notes.borrow().clone() }
-}
-
-struct Relay<'a>(&'a mut dyn Wire);
-
-impl Write for Relay<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes)
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
-    }
+    Outcome { failed, stdout: stdout.text(), notes: notes.borrow().clone() }
 }
 
 const CONF: &str = r#"{"cniVersion":"1.1.0","name":"net","type":"recorder","cni.dev/valid-attachments":[]}"#;
@@ -169,7 +165,7 @@ fn each_verb_calls_its_handler_and_no_other() {
         ("STATUS", "status   "),
     ] {
         let plugin = Recorder::default();
-        say(&plugin, &environment(command, &[]), CONF);
+        call(&plugin, &environment(command, &[]), CONF);
         assert_eq!(*plugin.calls.borrow(), [expected]);
     }
 }
@@ -177,9 +173,9 @@ fn each_verb_calls_its_handler_and_no_other() {
 #[test]
 fn a_result_is_written_and_committed() {
     let plugin = Recorder::default();
-    let said = say(&plugin, &environment("ADD", &[]), CONF);
-    assert_eq!(said.out, "{\n    \"cniVersion\": \"1.1.0\"\n}");
-    assert!(!said.failed && !plugin.undone.get());
+    let outcome = call(&plugin, &environment("ADD", &[]), CONF);
+    assert_eq!(outcome.stdout, "{\n    \"cniVersion\": \"1.1.0\"\n}");
+    assert!(!outcome.failed && !plugin.undone.get());
 }
 
 #[test]
@@ -192,21 +188,21 @@ fn all_missing_variables_that_the_verb_needs_are_named_at_once() {
         ("GC", "CNI_PATH"),
         ("STATUS", "CNI_PATH"),
     ] {
-        let said = say(&Recorder::default(), &environment(command, &none), CONF);
-        assert_eq!((said.code(), said.msg()), (4, format!("required env variables [{missing}] missing")));
+        let outcome = call(&Recorder::default(), &environment(command, &none), CONF);
+        assert_eq!((outcome.code(), outcome.msg()), (4, format!("required env variables [{missing}] missing")));
     }
 }
 
 #[test]
 fn an_invalid_variable_is_reported_before_a_missing_later_one() {
     let bad = environment("ADD", &[("CNI_CONTAINERID", "some-%%container-id"), ("CNI_IFNAME", "")]);
-    let said = say(&Recorder::default(), &bad, CONF);
-    assert!(said.msg().starts_with("invalid characters in containerID"));
-    assert_eq!(said.json()["details"], "some-%%container-id");
+    let outcome = call(&Recorder::default(), &bad, CONF);
+    assert!(outcome.msg().starts_with("invalid characters in containerID"));
+    assert_eq!(outcome.json()["details"], "some-%%container-id");
     let long = environment("DEL", &[("CNI_IFNAME", "1234567890123456")]);
-    assert!(say(&Recorder::default(), &long, CONF).msg().starts_with("interface name is too long"));
+    assert!(call(&Recorder::default(), &long, CONF).msg().starts_with("interface name is too long"));
     let ignored = environment("STATUS", &[("CNI_IFNAME", "a/b"), ("CNI_CONTAINERID", "%")]);
-    assert_eq!(say(&Recorder::default(), &ignored, CONF).code(), 50);
+    assert_eq!(call(&Recorder::default(), &ignored, CONF).code(), 50);
 }
 
 #[test]
@@ -215,20 +211,22 @@ fn a_variable_that_is_not_text_is_named() {
     let mut pairs: Vec<_> = BASE.iter().map(|(key, value)| (key.into(), value.into())).collect();
     pairs.push(("CNI_COMMAND".into(), "ADD".into()));
     pairs.push(("CNI_ARGS".into(), std::ffi::OsString::from_vec(vec![0xff])));
-    let said = say(&Recorder::default(), &Environment::new(pairs.clone()), CONF);
-    assert_eq!((said.code(), said.msg().contains("CNI_ARGS")), (4, true));
+    let outcome = call(&Recorder::default(), &Environment::new(pairs.clone()), CONF);
+    assert_eq!((outcome.code(), outcome.msg().contains("CNI_ARGS")), (4, true));
     pairs.push(("CNI_COMMAND".into(), "VERSION".into()));
-    assert!(!say(&Recorder::default(), &Environment::new(pairs), CONF).failed, "VERSION never fails");
+    assert!(!call(&Recorder::default(), &Environment::new(pairs), CONF).failed, "VERSION never fails");
 }
 
 #[test]
 fn without_a_command_plugin_and_versions_are_printed() {
-    let said = say(&Recorder::default(), &environment("", &[]), "");
-    assert!(!said.failed && said.out.is_empty());
-    assert!(said.notes.starts_with("CNI recorder plugin v"), "{}", said.notes);
-    assert!(said.notes.ends_with("\nCNI protocol versions supported: 0.1.0, 0.2.0, 0.3.0, 0.3.1, 0.4.0, 1.0.0, 1.1.0"));
-    let said = say(&Recorder::default(), &environment("add", &[]), CONF);
-    assert_eq!((said.code(), said.msg()), (4, "unknown CNI_COMMAND: add".into()));
+    let outcome = call(&Recorder::default(), &environment("", &[]), "");
+    assert!(!outcome.failed && outcome.stdout.is_empty());
+    assert!(outcome.notes.starts_with("CNI recorder plugin v"), "{}", outcome.notes);
+    assert!(
+        outcome.notes.ends_with("\nCNI protocol versions supported: 0.1.0, 0.2.0, 0.3.0, 0.3.1, 0.4.0, 1.0.0, 1.1.0")
+    );
+    let outcome = call(&Recorder::default(), &environment("add", &[]), CONF);
+    assert_eq!((outcome.code(), outcome.msg()), (4, "unknown CNI_COMMAND: add".into()));
 }
 
 #[test]
@@ -240,8 +238,8 @@ fn version_echoes_a_version_we_speak_and_never_fails() {
         ("hello", "1.1.0"),
         (r#"{"cniVersion":"9.0.0"}"#, "1.1.0"),
     ] {
-        let said = say(&Recorder::default(), &environment("VERSION", &[("CNI_PATH", "")]), stdin);
-        assert_eq!(said.out, format!("{{\"cniVersion\":\"{version}\",{list}}}\n"));
+        let outcome = call(&Recorder::default(), &environment("VERSION", &[("CNI_PATH", "")]), stdin);
+        assert_eq!(outcome.stdout, format!("{{\"cniVersion\":\"{version}\",{list}}}\n"));
     }
 }
 
@@ -257,36 +255,38 @@ fn versions_are_judged_in_gos_order() {
         ("GC", "1.0.0", 1, "config version does not allow GC"),
         ("STATUS", "1.0.0", 1, "config version does not allow STATUS"),
     ] {
-        let said = say(&Recorder::default(), &environment(command, &[]), &conf(version));
-        assert_eq!(said.code(), code, "{command} {version}");
-        assert!(said.msg().starts_with(msg), "{command} {version}: {}", said.msg());
+        let outcome = call(&Recorder::default(), &environment(command, &[]), &conf(version));
+        assert_eq!(outcome.code(), code, "{command} {version}");
+        assert!(outcome.msg().starts_with(msg), "{command} {version}: {}", outcome.msg());
     }
-    let said = say(&Recorder::default(), &environment("ADD", &[]), &conf("0.5.0"));
-    assert!(said.json()["details"].as_str().unwrap().starts_with("config is \"0.5.0\", plugin supports [\"0.1.0\" "));
+    let outcome = call(&Recorder::default(), &environment("ADD", &[]), &conf("0.5.0"));
+    assert!(
+        outcome.json()["details"].as_str().unwrap().starts_with("config is \"0.5.0\", plugin supports [\"0.1.0\" ")
+    );
 }
 
 #[test]
 fn errors_carry_the_configurations_version() {
-    let said = say(&Recorder::default(), &environment("STATUS", &[]), CONF);
+    let outcome = call(&Recorder::default(), &environment("STATUS", &[]), CONF);
     assert_eq!(
-        said.out,
+        outcome.stdout,
         "{\n    \"cniVersion\": \"1.1.0\",\n    \"code\": 50,\n    \"msg\": \"full\",\n    \"details\": \"d\"\n}"
     );
-    let said = say(&Recorder::default(), &environment("CHECK", &[]), &conf("0.3.1"));
-    assert_eq!(said.json()["cniVersion"], "0.3.1");
-    assert_eq!(say(&Recorder::default(), &environment("ADD", &[]), "{").json()["cniVersion"], "1.1.0");
+    let outcome = call(&Recorder::default(), &environment("CHECK", &[]), &conf("0.3.1"));
+    assert_eq!(outcome.json()["cniVersion"], "0.3.1");
+    assert_eq!(call(&Recorder::default(), &environment("ADD", &[]), "{").json()["cniVersion"], "1.1.0");
 }
 
 #[test]
 fn the_plugins_own_namespace_is_refused_before_any_work() {
     for command in ["ADD", "CHECK"] {
         let plugin = Recorder::default();
-        let said = say(&plugin, &environment(command, &[("CNI_NETNS", "/own")]), CONF);
-        assert_eq!(said.msg(), "plugin's netns and netns from CNI_NETNS should not be the same");
-        assert_eq!((said.code(), plugin.calls.borrow().len()), (8, 0));
+        let outcome = call(&plugin, &environment(command, &[("CNI_NETNS", "/own")]), CONF);
+        assert_eq!(outcome.msg(), "plugin's netns and netns from CNI_NETNS should not be the same");
+        assert_eq!((outcome.code(), plugin.calls.borrow().len()), (8, 0));
         for yes in ["1", "TRUE"] {
             let allowed = environment(command, &[("CNI_NETNS", "/own"), ("CNI_NETNS_OVERRIDE", yes)]);
-            assert!(!say(&Recorder::default(), &allowed, CONF).failed);
+            assert!(!call(&Recorder::default(), &allowed, CONF).failed);
         }
     }
 }
@@ -294,18 +294,18 @@ fn the_plugins_own_namespace_is_refused_before_any_work() {
 #[test]
 fn del_in_the_plugins_own_namespace_cleans_outside_then_fails() {
     let plugin = Recorder::default();
-    assert_eq!(say(&plugin, &environment("DEL", &[("CNI_NETNS", "/own")]), CONF).code(), 8);
+    assert_eq!(call(&plugin, &environment("DEL", &[("CNI_NETNS", "/own")]), CONF).code(), 8);
     assert_eq!(*plugin.calls.borrow(), ["del c1  eth0"]);
     let both = environment("DEL", &[("CNI_NETNS", "/own"), ("CNI_CONTAINERID", "bad")]);
-    let said = say(&Recorder::default(), &both, CONF);
-    assert_eq!((said.code(), said.msg().ends_with("; del went wrong")), (8, true));
+    let outcome = call(&Recorder::default(), &both, CONF);
+    assert_eq!((outcome.code(), outcome.msg().ends_with("; del went wrong")), (8, true));
 }
 
 #[test]
 fn a_version_that_cannot_express_the_result_rolls_back() {
     let plugin = Recorder::default();
-    let said = say(&plugin, &environment("ADD", &[]), &conf("0.2.0"));
-    assert_eq!(said.msg(), "cannot convert: no valid IP addresses");
+    let outcome = call(&plugin, &environment("ADD", &[]), &conf("0.2.0"));
+    assert_eq!(outcome.msg(), "cannot convert: no valid IP addresses");
     assert!(plugin.undone.get());
 }
 
@@ -326,7 +326,7 @@ impl Write for Breaks {
     }
 }
 
-impl Wire for Breaks {
+impl Stdout for Breaks {
     fn text(&self) -> String {
         String::new()
     }
@@ -336,49 +336,49 @@ impl Wire for Breaks {
 fn a_broken_stdout_rolls_back_at_whatever_byte() {
     for taken in [0, 1, 10] {
         let plugin = Recorder::default();
-        let said = say_on(&plugin, &Values::default(), &environment("ADD", &[]), CONF, &mut Breaks(taken));
-        assert!(said.failed && plugin.undone.get());
-        assert!(said.notes.contains("could not be written to stdout"), "{}", said.notes);
+        let outcome = call_on(&plugin, &FakeMachine::default(), &environment("ADD", &[]), CONF, &mut Breaks(taken));
+        assert!(outcome.failed && plugin.undone.get());
+        assert!(outcome.notes.contains("could not be written to stdout"), "{}", outcome.notes);
     }
 }
 
 #[test]
 fn a_panic_is_an_error_after_the_rollback() {
     let plugin = Recorder { panics: true, ..Recorder::default() };
-    let said = say(&plugin, &environment("ADD", &[]), CONF);
-    assert_eq!((said.code(), said.msg()), (999, "internal error in recorder: on purpose".into()));
+    let outcome = call(&plugin, &environment("ADD", &[]), CONF);
+    assert_eq!((outcome.code(), outcome.msg()), (999, "internal error in recorder: on purpose".into()));
     assert!(plugin.undone.get());
 }
 
 #[test]
 fn sigterm_rolls_back_a_finished_add() {
-    let (plugin, machine) = (Recorder::default(), Values::default());
+    let (plugin, machine) = (Recorder::default(), FakeMachine::default());
     machine.terminated.set(true);
-    let said = say_on(&plugin, &machine, &environment("ADD", &[]), CONF, &mut Vec::new());
-    assert_eq!((said.code(), plugin.undone.get()), (11, true));
+    let outcome = call_on(&plugin, &machine, &environment("ADD", &[]), CONF, &mut Vec::new());
+    assert_eq!((outcome.code(), plugin.undone.get()), (11, true));
 }
 
 #[test]
 fn a_long_network_name_is_refused_by_add_and_accepted_by_del() {
     let long = |length: usize| CONF.replace("\"net\"", &format!("{:?}", "n".repeat(length)));
-    assert!(!say(&Recorder::default(), &environment("ADD", &[]), &long(200)).failed);
-    assert_eq!(say(&Recorder::default(), &environment("ADD", &[]), &long(201)).code(), 7);
-    assert!(!say(&Recorder::default(), &environment("DEL", &[]), &long(201)).failed);
+    assert!(!call(&Recorder::default(), &environment("ADD", &[]), &long(200)).failed);
+    assert_eq!(call(&Recorder::default(), &environment("ADD", &[]), &long(201)).code(), 7);
+    assert!(!call(&Recorder::default(), &environment("DEL", &[]), &long(201)).failed);
 }
 
 #[test]
 fn gc_without_a_list_touches_nothing() {
     let plugin = Recorder::default();
-    let said = say(&plugin, &environment("GC", &[]), r#"{"cniVersion":"1.1.0","name":"net"}"#);
-    assert_eq!((said.code(), plugin.calls.borrow().len()), (7, 0));
+    let outcome = call(&plugin, &environment("GC", &[]), r#"{"cniVersion":"1.1.0","name":"net"}"#);
+    assert_eq!((outcome.code(), plugin.calls.borrow().len()), (7, 0));
 }
 
 #[test]
 fn stdin_is_bounded_and_must_not_be_a_terminal() {
     let huge = " ".repeat(MAX_STDIN + 1);
-    assert_eq!(say(&Recorder::default(), &environment("ADD", &[]), &huge).code(), 5);
+    assert_eq!(call(&Recorder::default(), &environment("ADD", &[]), &huge).code(), 5);
     let mut out = Vec::new();
     let streams = Streams { stdin: None, stdout: &mut out, notes: Notes::silent() };
-    assert_eq!(dispatch(&Recorder::default(), &Values::default(), &environment("ADD", &[]), streams), Err(Failed));
+    assert_eq!(dispatch(&Recorder::default(), &FakeMachine::default(), &environment("ADD", &[]), streams), Err(Failed));
     assert!(String::from_utf8(out).unwrap().contains("error reading from stdin"));
 }

@@ -6,8 +6,11 @@
 //! result. Files that only this crate uses are in `results/.cni`, which Go's libcni skips because
 //! it is a folder.
 //!
-//! `-` is allowed in all three parts of the name, so two attachments may have the same file name.
-//! The content of the file names its attachment.
+//! An entry is the record of one attachment: the content of its file.
+//!
+//! `-` is allowed in all three parts of the file's name, so two attachments may have the same file
+//! name. The entry names the attachment to which the file belongs. A bare result does not, so it
+//! belongs to the attachment that is looked up.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -38,9 +41,9 @@ const OWN_FOLDER: &str = ".cni";
 /// search for a free temporary file.
 const MAX_WRITERS: u32 = 4096;
 
-/// The largest length of an entry in bytes. It is twice what the longest configuration and the
-/// longest result need that a plugin reads.
-const LONGEST: u64 = 64 << 20;
+/// The largest length of a file that is read, in bytes. An entry is shorter: a plugin accepts at
+/// most 16 MiB, so the configuration, in base64, and the result have less than 40 MiB together.
+const MAX_FILE_LENGTH: u64 = 64 << 20;
 
 /// The result cache in one folder.
 #[derive(Clone, Debug)]
@@ -48,13 +51,13 @@ pub struct Cache {
     folder: PathBuf,
 }
 
-/// An attachment in the result cache.
+/// The record of an attachment in the result cache.
 #[derive(Clone, Debug)]
 pub struct Entry {
     /// The network's name.
     pub network: String,
-    /// The arguments of the ADD. An entry of the oldest form has only the container ID and the
-    /// interface name, which are those of its file name.
+    /// The arguments of the ADD. An entry from a bare result has only the container ID and the
+    /// interface name, which are those of the attachment that was looked up, and the namespace.
     pub attachment: Attachment,
     /// The bytes of the network's configuration at the time of the ADD.
     pub config: Vec<u8>,
@@ -62,25 +65,25 @@ pub struct Entry {
     pub result: Option<Box<RawValue>>,
 }
 
-/// The attachments of a network in the result cache, and the files that cannot be decoded.
+/// The entries of a network in the result cache, and the files that have no usable entry.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// The attachments, sorted by file name.
+    /// The entries, sorted by file name.
     pub entries: Vec<Entry>,
-    /// One line for each file that cannot be decoded. Such files are not changed.
+    /// One line for each file without a usable entry, with the reason. Such files are not changed.
     pub problems: Vec<String>,
 }
 
-/// What the file of an attachment has.
+/// The content of an attachment's file.
 enum Found {
     /// The file does not exist.
     Nothing,
     /// The attachment's entry.
     Entry(Box<Entry>),
-    /// The entry of another attachment with the same file name. The text names it.
+    /// The entry of another attachment with the same file name. The text names that attachment.
     Another(String),
     /// Something that cannot be decoded, with the reason.
-    Garbage(String),
+    Undecodable(String),
 }
 
 impl Entry {
@@ -90,6 +93,7 @@ impl Entry {
     /// # Errors
     /// Those of [`NetworkList::parse`].
     pub fn list(&self) -> Result<NetworkList> {
+        // If it is neither, the error about a list is returned: single plugins are rare.
         NetworkList::parse(&self.config).or_else(|error| NetworkList::parse_single(&self.config).map_err(|_| error))
     }
 
@@ -99,8 +103,9 @@ impl Entry {
     }
 
     /// Adds the namespace of the container's interface in the result to an entry that has none:
-    /// libcni before 1.2, which Podman 4 and containerd 1.6 use, does not store it.
-    fn with_netns(mut self) -> Entry {
+    /// libcni before 1.2, which Podman 4 and containerd 1.6 use, does not store it. Leaves it empty
+    /// if the result cannot be decoded, which each use of the result reports.
+    fn with_netns_of_result(mut self) -> Entry {
         if self.attachment.netns.is_empty()
             && let Ok(Some(interface)) = self.container_interface()
         {
@@ -109,8 +114,8 @@ impl Entry {
         self
     }
 
-    /// Returns the entry of the container's interface in the result, or `None` if the result has no
-    /// such entry.
+    /// Returns the container's interface as the result describes it, or `None` if the result does
+    /// not have it.
     ///
     /// # Errors
     /// Code 6 if the result cannot be decoded.
@@ -146,7 +151,8 @@ impl Entry {
     }
 }
 
-/// Converts a result to `version`. A result without `cniVersion` is taken to be in `version`.
+/// Converts a result to `version`. A result without `cniVersion` is taken to be in `version`. The
+/// result stays verbatim if its `cniVersion` is `version`, but it is checked.
 ///
 /// # Errors
 /// Code 6 if the result cannot be decoded or cannot be expressed in `version`.
@@ -170,8 +176,8 @@ impl Cache {
     /// Returns the path of an attachment's file.
     ///
     /// # Errors
-    /// A part of the identifier is empty (Go's text), or invalid, so that the path could be outside
-    /// the folder (codes 4 and 7).
+    /// - Code 7 with Go's text if a part of the identifier is empty.
+    /// - Code 4 or 7 if a part is invalid, so that the path could be outside the folder.
     pub fn path(&self, id: &AttachmentId) -> Result<PathBuf> {
         let AttachmentId { network, container_id, ifname } = id;
         if network.is_empty() || container_id.is_empty() || ifname.is_empty() {
@@ -189,13 +195,17 @@ impl Cache {
     /// another attachment with the same file name.
     ///
     /// # Errors
-    /// Code 5 if the file cannot be read, 6 if it cannot be decoded.
+    /// - Those of [`path`](Cache::path).
+    /// - Code 5 if the file cannot be read.
+    /// - Code 6 if the file cannot be decoded.
     pub fn find(&self, id: &AttachmentId) -> Result<Option<Entry>> {
         let path = self.path(id)?;
-        match look(&path, id)? {
+        match read_for(id, &path)? {
             Found::Nothing | Found::Another(_) => Ok(None),
             Found::Entry(entry) => Ok(Some(*entry)),
-            Found::Garbage(why) => Err(Error::new(Code::DECODE, format!("failed to decode {}: {why}", path.display()))),
+            Found::Undecodable(why) => {
+                Err(Error::new(Code::DECODE, format!("failed to decode {}: {why}", path.display())))
+            }
         }
     }
 
@@ -203,13 +213,16 @@ impl Cache {
     /// ADD can write its entry.
     ///
     /// # Errors
-    /// Code 5 if the folder cannot be created or the file cannot be read; [`Code::CONFLICT`] if the
-    /// file has an entry: of this attachment, which needs a DEL first, or of another one.
+    /// - Those of [`path`](Cache::path).
+    /// - Code 5 if the folder cannot be created or the file cannot be read.
+    /// - [`Code::CONFLICT`] if the file has the entry of this attachment, which needs a DEL first,
+    ///   or that of another one.
     pub(super) fn prepare_for_add(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
         create_folder(&self.folder)?;
-        match look(&path, id)? {
-            Found::Nothing | Found::Garbage(_) => Ok(()),
+        match read_for(id, &path)? {
+            // The ADD replaces a file that cannot be decoded.
+            Found::Nothing | Found::Undecodable(_) => Ok(()),
             Found::Entry(_) => {
                 let AttachmentId { network, container_id, ifname } = id;
                 let msg = format!("{ifname} of container {container_id} is already attached to network {network}");
@@ -223,10 +236,12 @@ impl Cache {
         }
     }
 
-    /// Stores an entry. After a crash, the file has the whole entry or is as before.
+    /// Stores an entry. If this process is killed meanwhile, the file has the whole entry or is as
+    /// before.
     ///
     /// # Errors
-    /// Code 5; then the file is as before.
+    /// - Those of [`path`](Cache::path).
+    /// - Code 5 if the entry cannot be written. The file is as before.
     pub fn write(&self, entry: &Entry) -> Result<()> {
         let path = self.path(&entry.id())?;
         let failed = |error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error);
@@ -240,46 +255,72 @@ impl Cache {
             .map_err(failed)
     }
 
-    /// Removes the entry of an attachment. It is not an error if there is none. The file of another
-    /// attachment with the same file name stays.
+    /// Removes the entry of an attachment. It is not an error if there is none. A file that cannot
+    /// be decoded is removed too. The file of another attachment with the same file name stays.
     ///
     /// # Errors
-    /// Code 5.
+    /// - Those of [`path`](Cache::path).
+    /// - Code 5 if the file cannot be read or removed.
     pub fn purge(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
-        match look(&path, id)? {
+        match read_for(id, &path)? {
             Found::Nothing | Found::Another(_) => Ok(()),
-            Found::Entry(_) | Found::Garbage(_) => absent_is_fine(fs::remove_file(&path))
+            Found::Entry(_) | Found::Undecodable(_) => absent_is_fine(fs::remove_file(&path))
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to remove {}", path.display()), error)),
         }
     }
 
-    /// Returns all attachments of a network.
+    /// Returns the entries of a network.
     ///
     /// # Errors
     /// Code 5 if the folder or one of the network's files cannot be read.
     pub fn list(&self, network: &str) -> Result<Listing> {
-        let mut listing = self.list_files(&format!("{network}-"))?;
-        listing.entries.retain(|entry| entry.network == network);
+        // A name may also begin like this if its network is, for example, `<network>-b`.
+        self.list_entries(&format!("{network}-"), |entry| entry.network == network)
+    }
+
+    /// Returns the entries of all networks.
+    ///
+    /// # Errors
+    /// Code 5 if the folder or a file cannot be read.
+    pub fn list_all(&self) -> Result<Listing> {
+        self.list_entries("", |_| true)
+    }
+
+    /// Returns the entries that `is_wanted` accepts, of the files whose names begin with `prefix`.
+    fn list_entries(&self, prefix: &str, is_wanted: impl Fn(&Entry) -> bool) -> Result<Listing> {
+        let mut listing = Listing::default();
+        for path in self.list_files(prefix)? {
+            let problem = match read(&path)? {
+                None => continue, // another process has just removed the file
+                Some(Ok(Content::Entry(entry))) => {
+                    if !is_wanted(&entry) {
+                        continue;
+                    }
+                    if path == self.folder.join(file_name(&entry.id())) {
+                        listing.entries.push(*entry);
+                        continue;
+                    }
+                    "its name does not match the attachment that it contains".to_owned()
+                }
+                Some(Ok(Content::BareResult(_))) => "it has a result, but does not name its attachment".to_owned(),
+                Some(Err(why)) => why,
+            };
+            listing.problems.push(format!("{}: {problem}", path.display()));
+        }
         Ok(listing)
     }
 
-    /// Returns all attachments of all networks.
+    /// Returns the paths of the files whose names begin with `prefix`, sorted. Returns none if the
+    /// folder does not exist.
     ///
     /// # Errors
-    /// As [`list`](Cache::list).
-    pub fn list_all(&self) -> Result<Listing> {
-        self.list_files("")
-    }
-
-    /// Returns the attachments of the files whose names begin with `prefix`: a network's name with
-    /// `-`, or nothing for all networks. Files of another network that begin with the same text are
-    /// in `entries` if they can be decoded, and not in `problems`.
-    fn list_files(&self, prefix: &str) -> Result<Listing> {
+    /// Code 5 if the folder cannot be read.
+    fn list_files(&self, prefix: &str) -> Result<Vec<PathBuf>> {
         let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.folder.display()), error);
         let files = match fs::read_dir(&self.folder) {
             Ok(files) => files,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Listing::default()),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
             Err(error) => return Err(failed(error)),
         };
         let mut paths = Vec::new();
@@ -291,32 +332,13 @@ impl Cache {
             }
         }
         paths.sort();
-        let mut listing = Listing::default();
-        for path in paths {
-            let problem = match read(&path)? {
-                None => continue, // another process has just removed it
-                Some(Ok(Content::Whole(entry))) => {
-                    if path.file_name().is_some_and(|name| name == file_name(&entry.id()).as_str()) {
-                        listing.entries.push(*entry);
-                        continue;
-                    }
-                    if !prefix.is_empty() && format!("{}-", entry.network) != prefix {
-                        continue; // a file of another network
-                    }
-                    "its name does not match the attachment that it contains".to_owned()
-                }
-                Some(Ok(Content::Bare(_))) => "it has a result, but does not name its attachment".to_owned(),
-                Some(Err(why)) => why,
-            };
-            listing.problems.push(format!("{}: {problem}", path.display()));
-        }
-        Ok(listing)
+        Ok(paths)
     }
 
     /// Removes the temporary files of processes that were killed while they wrote an entry.
     ///
     /// # Errors
-    /// Code 5.
+    /// Code 5 if the folder cannot be read, or a file cannot be locked or removed.
     pub(super) fn clean(&self) -> Result<()> {
         let own = self.own_folder();
         let failed = |error| Error::caused(Code::IO, format_args!("failed to clean {}", own.display()), error);
@@ -327,6 +349,7 @@ impl Cache {
         };
         for file in files {
             let path = file.map_err(failed)?.path();
+            // A running process has its file locked. The lock is held until the file is removed.
             if let Some(_lock) = lock(&path, OpenOptions::new().write(true)).map_err(failed)? {
                 absent_is_fine(fs::remove_file(&path)).map_err(failed)?;
             }
@@ -360,7 +383,8 @@ fn create_folder(folder: &Path) -> Result<()> {
 }
 
 /// Opens and locks a temporary file that no other process uses, and returns it with its path. The
-/// names are `slot-0`, `slot-1`, …, so that a file that a crash left is used again.
+/// file may have content: its name is `slot-0`, `slot-1`, …, so that the file of a process that was
+/// killed is used again.
 fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     for slot in 0..MAX_WRITERS {
         let path = folder.join(format!("slot-{slot}"));
@@ -373,11 +397,12 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     Err(io::Error::other(format!("{MAX_WRITERS} other processes are writing to this folder; try again")))
 }
 
-/// Opens and locks a file. Returns `None` if another process has the lock, if the file was renamed
-/// to an entry in the meantime, or if it is not a regular file.
+/// Opens and locks a temporary file. Returns `None` if another process has the lock, if the file
+/// was renamed to that of an entry in the meantime, if it does not exist and `options` do not
+/// create it, or if it is not a regular file.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
-    // The type is checked first, because opening a FIFO waits for its other end. It is not replaced
-    // before it is opened: only root can write to the folder.
+    // The type is checked first, because opening a FIFO waits for its other end. The file is not
+    // replaced before it is opened: only root can write to the folder.
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Ok(None);
     }
@@ -391,8 +416,8 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
         Err(TryLockError::WouldBlock) => return Ok(None),
         Err(TryLockError::Error(error)) => return Err(error),
     }
-    // If the other process renamed the file between `open` and `lock`, the opened file is an entry
-    // now, and must not be overwritten.
+    // If another process renamed the file between `open` and `lock`, the opened file is that of an
+    // entry now, and must not be overwritten.
     let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let opened = inode(file.metadata()?);
     let is_at_path = fs::symlink_metadata(path).is_ok_and(|metadata| inode(metadata) == opened);
@@ -405,44 +430,52 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
 /// # Errors
 /// Code 5 if the file cannot be read, also if it is a folder, because then no entry can be written.
 fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
+    let absent_or_failed = |error: io::Error| match error.kind() {
+        // An attachment whose file name would be too long was never stored.
+        ErrorKind::NotFound | ErrorKind::InvalidFilename => Ok(None),
+        _ => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),
+    };
+    let undecodable = |why: &str| Ok(Some(Err(why.to_owned())));
     // The type is checked first, because opening a FIFO waits. libcni does not create symbolic
     // links, so they are not followed. A folder is opened, for the kernel's error.
-    let file = fs::symlink_metadata(path).and_then(|metadata| {
-        let can_be_opened = metadata.is_file() || metadata.is_dir();
-        if can_be_opened { File::open(path).map(Some) } else { Ok(None) }
-    });
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) => return absent_or_failed(error),
+    };
+    if !metadata.is_file() && !metadata.is_dir() {
+        return undecodable("it is not a regular file");
+    }
     let mut bytes = Vec::new();
-    match file.and_then(|file| file.map(|file| file.take(LONGEST + 1).read_to_end(&mut bytes)).transpose()) {
-        Ok(None) => Ok(Some(Err("it is not a regular file".to_owned()))),
-        Ok(Some(length)) if length as u64 > LONGEST => Ok(Some(Err("it is longer than 64 MiB".to_owned()))),
-        Ok(Some(_)) => Ok(Some(wire::decode(&bytes))),
-        // An attachment whose file name would be too long was never stored.
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidFilename) => Ok(None),
-        Err(error) => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),
+    // One byte more shows that the file is too long.
+    match File::open(path).and_then(|file| file.take(MAX_FILE_LENGTH + 1).read_to_end(&mut bytes)) {
+        Ok(length) if length as u64 > MAX_FILE_LENGTH => undecodable("it is longer than 64 MiB"),
+        Ok(_) => Ok(Some(wire::decode(&bytes))),
+        Err(error) => absent_or_failed(error),
     }
 }
 
-/// Reads the file of an attachment, and compares the attachment that it names with `id`.
+/// Reads the file at `path` for the attachment `id`, whose file it is by its name. Compares `id`
+/// with the attachment that the file names.
 ///
 /// # Errors
 /// Code 5 if the file cannot be read.
-fn look(path: &Path, id: &AttachmentId) -> Result<Found> {
+fn read_for(id: &AttachmentId, path: &Path) -> Result<Found> {
     Ok(match read(path)? {
         None => Found::Nothing,
-        Some(Err(why)) => Found::Garbage(why),
-        Some(Ok(Content::Whole(entry))) if entry.id() == *id => Found::Entry(entry),
-        Some(Ok(Content::Whole(entry))) => {
+        Some(Err(why)) => Found::Undecodable(why),
+        Some(Ok(Content::Entry(entry))) if entry.id() == *id => Found::Entry(entry),
+        Some(Ok(Content::Entry(entry))) => {
             let AttachmentId { network, container_id, ifname } = entry.id();
             Found::Another(format!("{ifname} of container {container_id} in network {network}"))
         }
-        Some(Ok(Content::Bare(result))) => {
+        Some(Ok(Content::BareResult(result))) => {
             let attachment = Attachment {
                 container_id: id.container_id.clone(),
                 ifname: id.ifname.clone(),
                 ..Attachment::default()
             };
             let entry = Entry { network: id.network.clone(), attachment, config: Vec::new(), result: Some(result) };
-            Found::Entry(Box::new(entry.with_netns()))
+            Found::Entry(Box::new(entry.with_netns_of_result()))
         }
     })
 }

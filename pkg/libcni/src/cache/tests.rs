@@ -1,4 +1,4 @@
-//! The layout on disk against the text that Go's libcni writes, and whose a file is.
+//! The files compared with those of Go's libcni, and the attachment to which a file belongs.
 
 use std::os::unix::fs::PermissionsExt as _;
 
@@ -213,7 +213,7 @@ fn a_link_out_of_the_folder_is_not_followed() {
 fn a_file_far_too_long_is_garbage() {
     let (_guard, cache) = cache_with(&[("n-c1-eth0", "")]);
     let path = cache.path(&id()).unwrap();
-    File::create(&path).unwrap().set_len(LONGEST + 1).unwrap();
+    File::create(&path).unwrap().set_len(MAX_FILE_LENGTH + 1).unwrap();
     let error = cache.find(&id()).unwrap_err();
     assert!(error.code() == Code::DECODE && error.msg().ends_with("it is longer than 64 MiB"), "{error}");
     cache.purge(&id()).unwrap();

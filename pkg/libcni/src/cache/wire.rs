@@ -13,8 +13,10 @@ use crate::members::{Members, compact};
 use cni::json::Json;
 use cni::{Code, Error, Result};
 
+/// The value of the key `kind`.
 const KIND: &str = "cniCacheV1";
 
+/// The JSON of an entry, for encoding, with the keys in Go's order.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct WriteWire<'a> {
@@ -33,6 +35,7 @@ struct WriteWire<'a> {
     result: Option<&'a RawValue>,
 }
 
+/// The JSON of an entry, for decoding, without the keys whose values stay verbatim.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 struct ReadWire {
@@ -45,6 +48,9 @@ struct ReadWire {
 }
 
 /// Returns the entry as one line of JSON, without a newline.
+///
+/// # Errors
+/// Code 999 if the entry cannot be written as JSON, which does not happen.
 pub(super) fn encode(entry: &Entry) -> Result<String> {
     let Attachment { container_id, netns, ifname, args, capability_args } = &entry.attachment;
     let wire = WriteWire {
@@ -60,24 +66,30 @@ pub(super) fn encode(entry: &Entry) -> Result<String> {
     };
     let text = serde_json::to_string(&wire)
         .map_err(|error| Error::caused(Code::INTERNAL, "failed to encode a cache entry", error))?;
+    // The result and the capability arguments are verbatim and may have several lines.
     Ok(compact(&text))
 }
 
-/// The content of a file.
+/// The content of a file that can be decoded.
 pub(super) enum Content {
     /// An entry.
-    Whole(Box<Entry>),
-    /// The format before cniCacheV1: only the result.
-    Bare(Box<RawValue>),
+    Entry(Box<Entry>),
+    /// Only a result: the format before cniCacheV1.
+    BareResult(Box<RawValue>),
 }
 
-/// Decodes a file of either form. The error says why that is not possible.
+/// Decodes a file of either form.
+///
+/// # Errors
+/// The reason why the file has neither form.
 pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
     let text = String::from_utf8_lossy(bytes);
+    // `members` has the values that stay verbatim, `json` the others.
     let members = Members::parse(&text).map_err(|error| error.to_string())?;
     let json = Json::parse(bytes).map_err(|error| error.to_string())?;
     if json.get("kind").and_then(Json::as_str) != Some(KIND) {
-        return RawValue::from_string(text.trim().to_owned()).map(Content::Bare).map_err(|error| error.to_string());
+        let result = RawValue::from_string(text.trim().to_owned());
+        return result.map(Content::BareResult).map_err(|error| error.to_string());
     }
     let wire: ReadWire = json.decode().map_err(|error| error.to_string())?;
     let config = BASE64_STANDARD.decode(&wire.config).map_err(|error| format!("config: {error}"))?;
@@ -97,5 +109,5 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
         config,
         result: members.get("result").map(RawValue::to_owned),
     };
-    Ok(Content::Whole(Box::new(entry.with_netns())))
+    Ok(Content::Entry(Box::new(entry.with_netns_of_result())))
 }

@@ -17,7 +17,7 @@ use cni::config::ValidAttachments;
 use cni::delegate::find_plugin;
 use cni::skel::Verb;
 use cni::version::Version;
-use cni::{Code, Error, Result, config, ident};
+use cni::{AttachmentId, Code, Error, Result, config, ident};
 
 /// What DEL does after a plugin has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,42 +33,48 @@ impl Runtime<'_> {
     /// of the last plugin.
     ///
     /// # Errors
-    /// Before any plugin runs: the version is not supported, an identifier is invalid, a plugin
-    /// does not exist, or the cache already has the attachment ([`Code::CONFLICT`]). Later: the
-    /// error of the plugin that failed. Then all plugins get a DEL in reverse order, those that did
-    /// not run too; the errors of these DELs are in the details. The cache does not have the
-    /// attachment.
+    /// Before any plugin runs:
+    /// - Code 1 if the version is not supported.
+    /// - Code 4 or 7 if an identifier is invalid or a plugin does not exist.
+    /// - Code 5 if the cache cannot be read.
+    /// - [`Code::CONFLICT`] if the cache already has the attachment.
+    ///
+    /// Later, the error of the plugin that failed, or code 5 if the cache cannot be written. Then
+    /// all plugins, also those that did not run, get a DEL in reverse order. The errors of these
+    /// DELs are in the details. The cache does not have the attachment.
     pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
         ident::check_new_interface_name(&attachment.ifname)?;
         let version = check_call(list, attachment)?;
+        // A missing plugin is an error before the first one has changed anything.
         for plugin in list.plugins() {
             find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| name_plugin(plugin, "add", error))?;
         }
         self.cache.prepare_for_add(&attachment.id(list.name()))?;
 
         let mut result = None;
-        let outcome = self.add_plugins(list, attachment, version, &mut result).and_then(|()| {
+        let outcome = self.run_adds(list, attachment, version, &mut result).and_then(|()| {
             let entry = Entry {
                 network: list.name().to_owned(),
                 attachment: attachment.clone(),
                 config: list.raw().to_vec(),
                 result: result.clone(),
             };
-            let written = self.cache.write(&entry);
-            written
+            self.cache
+                .write(&entry)
                 .map_err(|error| error.context(format_args!("failed to set network {:?} cached result", list.name())))
         });
-        let Err(first) = outcome else {
+        let Err(add_error) = outcome else {
             return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
         // Runtimes do not call DEL after a failed ADD, so this is the only clean-up.
-        let prev_result = result.as_deref().filter(|_| version >= Version::V0_4_0);
-        Err(with_clean_up_errors(first, self.failing_dels(list, attachment, prev_result, OnError::GoOn)))
+        let prev_result = result.as_deref().filter(|_| has_prev_result_in_del(version));
+        let failed_dels = self.run_dels(list, attachment, prev_result, OnError::GoOn);
+        Err(with_errors_of_dels(add_error, failed_dels))
     }
 
-    /// Runs ADD of all plugins until one fails. `result` becomes the result of the last plugin that
-    /// succeeded.
-    fn add_plugins(
+    /// Runs ADD of all plugins until one fails. Sets `result`, also before an error, to the result
+    /// of the last plugin that succeeded.
+    fn run_adds(
         &self,
         list: &NetworkList,
         attachment: &Attachment,
@@ -87,8 +93,11 @@ impl Runtime<'_> {
     /// disables CHECK.
     ///
     /// # Errors
-    /// Code 1 if the list's version is below 0.4.0; the cached result cannot be read or cannot be
-    /// expressed in the list's version; the error of the first plugin that fails.
+    /// - Code 1 if the list's version is not supported or is below 0.4.0.
+    /// - Code 4 or 7 if an identifier is invalid.
+    /// - Code 5 if the cached result cannot be read.
+    /// - Code 6 if the cached result cannot be decoded or expressed in the list's version.
+    /// - The error of the first plugin that fails.
     pub fn check(&self, list: &NetworkList, attachment: &Attachment) -> Result<()> {
         let version = check_call(list, attachment)?;
         if version < Version::V0_4_0 {
@@ -98,8 +107,8 @@ impl Runtime<'_> {
         if list.disable_check() {
             return Ok(());
         }
-        let cached = self.cache.find(&attachment.id(list.name())).and_then(|entry| previous(entry.as_ref(), version));
-        let cached = cached
+        let cached = self
+            .cached_result(&attachment.id(list.name()), version)
             .map_err(|error| error.context(format_args!("failed to get network {:?} cached result", list.name())))?;
         for plugin in list.plugins() {
             self.call(list, plugin, Verb::Check, attachment, cached.as_deref())
@@ -113,36 +122,40 @@ impl Runtime<'_> {
     /// noted, and the plugins run without it.
     ///
     /// # Errors
-    /// Those of the plugins; then the cached entry stays, so that DEL can be repeated.
+    /// - Code 1 if the list's version is not supported.
+    /// - Code 4 or 7 if an identifier is invalid.
+    /// - The errors of the plugins, joined. The cached entry stays, so that DEL can be repeated.
+    /// - Code 5 if the cached entry cannot be removed.
     pub fn del(&self, list: &NetworkList, attachment: &Attachment, on_error: OnError) -> Result<()> {
         let version = check_call(list, attachment)?;
         let id = attachment.id(list.name());
-        let cached = match version {
-            // Before 0.4.0, the specification has no `prevResult` for DEL.
-            Version::V0_1_0 | Version::V0_2_0 | Version::V0_3_0 | Version::V0_3_1 => None,
-            _ => self.cache.find(&id).and_then(|entry| previous(entry.as_ref(), version)).unwrap_or_else(|error| {
+        let mut prev_result = None;
+        if has_prev_result_in_del(version) {
+            prev_result = self.cached_result(&id, version).unwrap_or_else(|error| {
                 self.notes.note(format_args!("DEL goes on without the cached result: {error}"));
                 None
-            }),
-        };
-        self.del_plugins(list, attachment, cached.as_deref(), on_error)?;
+            });
+        }
+        let failed = self.run_dels(list, attachment, prev_result.as_deref(), on_error);
+        Error::join(failed.into_iter().map(|(plugin, error)| name_plugin(plugin, "delete", error)))?;
         self.cache.purge(&id)
     }
 
-    /// Runs DEL of the plugins in reverse order, and returns all errors as one.
-    fn del_plugins(
-        &self,
-        list: &NetworkList,
-        attachment: &Attachment,
-        prev_result: Option<&RawValue>,
-        on_error: OnError,
-    ) -> Result<()> {
-        let failed = self.failing_dels(list, attachment, prev_result, on_error);
-        Error::join(failed.into_iter().map(|(plugin, error)| name_plugin(plugin, "delete", error)))
+    /// Returns the cached result of an attachment as `prevResult` of `version`, or `None` if none
+    /// is cached.
+    ///
+    /// # Errors
+    /// - Code 5 if the cached result cannot be read.
+    /// - Code 6 if the cached result cannot be decoded or expressed in `version`.
+    fn cached_result(&self, id: &AttachmentId, version: Version) -> Result<Option<Box<RawValue>>> {
+        match self.cache.find(id)? {
+            Some(entry) => entry.result_as(version),
+            None => Ok(None),
+        }
     }
 
     /// Runs DEL of the plugins in reverse order, and returns those that failed, with their errors.
-    fn failing_dels<'l>(
+    fn run_dels<'l>(
         &self,
         list: &'l NetworkList,
         attachment: &Attachment,
@@ -162,10 +175,11 @@ impl Runtime<'_> {
     }
 
     /// Returns the cached attachments of a network that are not in `valid`, and the problems with
-    /// files that cannot be decoded, whose attachments are not known.
+    /// files that have no usable entry, whose attachments are not known.
     ///
     /// # Errors
-    /// Code 5 if the cache cannot be read.
+    /// - Code 5 if the cache cannot be read.
+    /// - Code 7 if the network's name is invalid.
     pub fn stale(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<Listing> {
         ident::check_network_name(list.name())?;
         let mut listing = self.cache.list(list.name())?;
@@ -180,7 +194,9 @@ impl Runtime<'_> {
     /// Cache files that cannot be decoded are noted and not changed.
     ///
     /// # Errors
-    /// All errors as one. The remaining DELs and GCs run after an error.
+    /// - Code 1 if the list's version is not supported.
+    /// - Code 7 if the network's name is invalid.
+    /// - All other errors, joined. The remaining DELs and GCs run after an error.
     pub fn gc(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<()> {
         ident::check_network_name(list.name())?;
         let version = list.version()?;
@@ -216,7 +232,9 @@ impl Runtime<'_> {
     /// list's version is below 1.1.0, which does not have the verb.
     ///
     /// # Errors
-    /// That of the first plugin that fails, with its code.
+    /// - Code 1 if the list's version is not supported.
+    /// - Code 7 if the network's name is invalid.
+    /// - The error of the first plugin that fails, with its code.
     pub fn status(&self, list: &NetworkList) -> Result<()> {
         ident::check_network_name(list.name())?;
         if list.version()? < Version::V1_1_0 {
@@ -230,7 +248,10 @@ impl Runtime<'_> {
         Ok(())
     }
 
-    /// Runs one plugin for a verb of an attachment, and returns its stdout.
+    /// Runs one plugin for ADD, CHECK or DEL of an attachment, and returns its stdout.
+    ///
+    /// # Errors
+    /// Those of [`run`](Runtime::run).
     fn call(
         &self,
         list: &NetworkList,
@@ -245,28 +266,36 @@ impl Runtime<'_> {
 }
 
 /// Adds the errors of the DELs after a failed ADD to the details of its error, one line for each
-/// plugin. An error of a DEL that equals the ADD's is not repeated.
-fn with_clean_up_errors(first: Error, failed: Vec<(&PluginConf, Error)>) -> Error {
-    let mut lines: Vec<String> = first.details().lines().map(str::to_owned).collect();
-    for (plugin, error) in failed {
+/// plugin and one for each line of its details. The error of a DEL that equals the ADD's is not
+/// repeated.
+fn with_errors_of_dels(add_error: Error, failed_dels: Vec<(&PluginConf, Error)>) -> Error {
+    let mut lines: Vec<String> = add_error.details().lines().map(str::to_owned).collect();
+    for (plugin, error) in failed_dels {
         // The message about a plugin that gave no answer names the verb, so the verb of the DEL is
-        // replaced before the messages are compared.
-        let as_add = error.msg().replace(": DEL: ", ": ADD: ");
-        let is_known = first.msg().ends_with(&as_add);
-        let why = if is_known { "for the same reason" } else { error.msg() };
+        // replaced before the messages are compared. The ADD's begins with the plugin that failed.
+        let msg_in_add = error.msg().replace(": DEL: ", ": ADD: ");
+        let is_same = add_error.msg().ends_with(&msg_in_add);
+        let why = if is_same { "for the same reason" } else { error.msg() };
         lines.push(format!("the DEL after the failed ADD failed too: plugin {} (delete): {why}", plugin.description()));
-        if !is_known {
+        if !is_same {
             lines.extend(error.details().lines().map(str::to_owned));
         }
     }
-    first.with_details(lines.join("\n"))
+    add_error.with_details(lines.join("\n"))
+}
+
+/// Whether DEL of plugins has a `prevResult` in this version of the specification.
+fn has_prev_result_in_del(version: Version) -> bool {
+    version >= Version::V0_4_0
 }
 
 /// Checks the identifiers and the version, which every plugin would refuse too, before the first
 /// plugin runs. Returns the list's version.
 ///
 /// # Errors
-/// An identifier is invalid (codes 4 and 7), or the version is not supported (code 1).
+/// - Code 1 if the version is not supported.
+/// - Code 4 if the container ID or the interface name is invalid.
+/// - Code 7 if the network's name is invalid.
 fn check_call(list: &NetworkList, attachment: &Attachment) -> Result<Version> {
     ident::check_container_id(&attachment.container_id)?;
     ident::check_network_name(list.name())?;
@@ -274,35 +303,28 @@ fn check_call(list: &NetworkList, attachment: &Attachment) -> Result<Version> {
     list.version()
 }
 
-/// Returns the result of a cached entry as `prevResult` of `version`; `None` without an entry.
-fn previous(entry: Option<&Entry>, version: Version) -> Result<Option<Box<RawValue>>> {
-    match entry {
-        Some(entry) => entry.result_as(version),
-        None => Ok(None),
-    }
-}
-
 /// Decodes the answer of a plugin to ADD and converts it to the list's version, because the next
 /// plugin may refuse a `prevResult` of another version. An answer without `cniVersion` is in the
-/// list's version.
+/// list's version. As in Go, `null` is an empty result.
 ///
 /// # Errors
-/// The answer is not a result of the list's version.
+/// Code 6 if the answer is not a result, or cannot be expressed in the list's version.
 fn read_result(stdout: &[u8], version: Version) -> Result<Box<RawValue>> {
-    let text = String::from_utf8_lossy(stdout);
-    let text = match text.trim() {
+    let answer = String::from_utf8_lossy(stdout);
+    let answer = match answer.trim() {
         "null" => "{}",
-        text => text,
+        answer => answer,
     };
-    let unusable = |error: Error| error.with_details(format!("the plugin answered {text:?}"));
+    let unusable = |error: Error| error.with_details(format!("the plugin answered {answer:?}"));
     let mut members =
-        Members::parse(text).map_err(|error| unusable(error.context("failed to unmarshal raw result")))?;
-    let versionless = members.get("cniVersion").is_none_or(|version| version.get() == "\"\"");
-    let text = if versionless {
+        Members::parse(answer).map_err(|error| unusable(error.context("failed to unmarshal raw result")))?;
+    let has_version = members.get("cniVersion").is_some_and(|value| value.get() != "\"\"");
+    let text = if has_version {
+        answer.to_owned()
+    } else {
+        // With the version, `in_version` leaves the other members as the plugin wrote them.
         members.set("cniVersion", version.as_str())?;
         String::from_utf8_lossy(&members.to_bytes()?).into_owned()
-    } else {
-        text.to_owned()
     };
     let result = RawValue::from_string(text).map_err(|error| Error::new(Code::DECODE, error.to_string()))?;
     in_version(&result, version).map_err(unusable)

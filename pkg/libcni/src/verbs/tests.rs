@@ -1,4 +1,4 @@
-//! The verbs against a machine that runs nothing and remembers every request.
+//! The verbs on a machine that runs no program, but records each call and answers as scripted.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use crate::{Cache, DEFAULT_TIMEOUT};
 use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::rollback::Notes;
 
-/// What a plugin was asked.
+/// A call of a plugin.
 #[derive(Clone, Debug)]
 struct PluginCall {
     plugin: String,
@@ -29,11 +29,13 @@ impl PluginCall {
     }
 }
 
-/// Answers by "plugin VERB"; what has no answer succeeds, ADD with an empty result.
+/// A machine with the answers of plugins, and the calls that it has recorded. A call without an
+/// answer succeeds, ADD with an empty result.
 #[derive(Default)]
 struct Script {
+    /// Exit status and stdout by plugin and verb, such as `a ADD`.
     answers: RefCell<BTreeMap<String, (i32, String)>>,
-    asked: RefCell<Vec<PluginCall>>,
+    calls: RefCell<Vec<PluginCall>>,
 }
 
 impl Machine for Script {
@@ -50,11 +52,11 @@ impl Machine for Script {
         let text = |text: &OsString| text.to_str().unwrap().to_owned();
         let env: BTreeMap<_, _> = child.env.iter().flatten().map(|(key, value)| (text(key), text(value))).collect();
         let plugin = child.program.file_name().unwrap().to_str().unwrap().to_owned();
-        let asked = PluginCall { plugin, env, stdin: serde_json::from_slice(child.stdin).unwrap() };
-        let answer = self.answers.borrow().get(&format!("{} {}", asked.plugin, asked.verb())).cloned();
-        let (status, stdout) = answer.unwrap_or_else(|| (0, if asked.verb() == "ADD" { "{}" } else { "" }.to_owned()));
-        self.asked.borrow_mut().push(asked);
-        // One that dies says why there.
+        let call = PluginCall { plugin, env, stdin: serde_json::from_slice(child.stdin).unwrap() };
+        let answer = self.answers.borrow().get(&format!("{} {}", call.plugin, call.verb())).cloned();
+        let (status, stdout) = answer.unwrap_or_else(|| (0, if call.verb() == "ADD" { "{}" } else { "" }.to_owned()));
+        self.calls.borrow_mut().push(call);
+        // A plugin that dies writes the reason to stderr.
         let stderr = if status > 1 { "out of memory\n" } else { "" }.into();
         Ok(Output { status: Exit::Status(status), stdout: stdout.into_bytes(), stderr })
     }
@@ -64,7 +66,7 @@ impl Machine for Script {
 struct Node {
     folder: tempfile::TempDir,
     script: Script,
-    said: Rc<RefCell<Vec<String>>>,
+    notes: Rc<RefCell<Vec<String>>>,
 }
 
 impl Node {
@@ -75,11 +77,11 @@ impl Node {
             fs::write(&path, "").unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         }
-        Node { folder, script: Script::default(), said: Rc::default() }
+        Node { folder, script: Script::default(), notes: Rc::default() }
     }
 
     fn runtime(&self) -> Runtime<'_> {
-        let said = Rc::clone(&self.said);
+        let notes = Rc::clone(&self.notes);
         Runtime {
             machine: &self.script,
             plugin_folders: vec![self.folder.path().to_owned()],
@@ -88,7 +90,7 @@ impl Node {
                 .to_vec(),
             cache: Cache::new(self.folder.path().join("cache")),
             timeout: DEFAULT_TIMEOUT,
-            notes: Notes::new(move |line| said.borrow_mut().push(line.to_owned())),
+            notes: Notes::new(move |line| notes.borrow_mut().push(line.to_owned())),
         }
     }
 
@@ -96,19 +98,23 @@ impl Node {
         self.script.answers.borrow_mut().insert(call.to_owned(), (status, stdout.to_owned()));
     }
 
+    /// Makes a call fail with an error that the plugin prints.
     fn fail(&self, call: &str, code: u32) {
         self.answer(call, 1, &format!(r#"{{"cniVersion":"1.0.0","code":{code},"msg":"{call} went wrong"}}"#));
     }
 
-    fn asked(&self) -> Vec<PluginCall> {
-        self.script.asked.take()
+    /// Returns the calls since the last time, and forgets them.
+    fn take_calls(&self) -> Vec<PluginCall> {
+        self.script.calls.take()
     }
 
-    fn calls(&self) -> Vec<String> {
-        self.asked().iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect()
+    /// Returns plugin and verb of the calls since the last time, and forgets them.
+    fn take_call_names(&self) -> Vec<String> {
+        self.take_calls().iter().map(|call| format!("{} {}", call.plugin, call.verb())).collect()
     }
 
-    fn remembered(&self) -> Vec<String> {
+    /// Returns the names of the files in the result cache, sorted.
+    fn cached_files(&self) -> Vec<String> {
         let Ok(files) = fs::read_dir(self.folder.path().join("cache/results")) else { return Vec::new() };
         let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
         let mut names: Vec<String> = names.filter(|name| name != ".cni").collect();
@@ -116,11 +122,13 @@ impl Node {
         names
     }
 
+    /// Replaces the content of the file of attachment c1 in the result cache.
     fn damage(&self, text: &str) {
         fs::write(self.folder.path().join("cache/results/net-c1-eth0"), text).unwrap();
     }
 }
 
+/// Returns the network `net` with the plugins a, b and c. `head` is text with further keys.
 fn list_with(version: &str, head: &str) -> NetworkList {
     let plugins = r#"[{"type":"a","capabilities":{"mac":true}},{"type":"b"},{"type":"c"}]"#;
     let text = format!(r#"{{"cniVersion":"{version}","name":"net",{head}"plugins":{plugins}}}"#);
@@ -149,17 +157,17 @@ fn add_runs_the_plugins_in_order_each_with_the_result_before_it() {
     node.answer("c ADD", 0, r#"{ "cniVersion": "0.4.0", "ips": [{"version":"4","address":"10.0.0.4/24"}] }"#);
     let result = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
     assert_eq!(result.get(), r#"{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.4/24"}]}"#);
-    let asked = node.asked();
-    let prev = |index: usize| &asked[index].stdin["prevResult"];
+    let calls = node.take_calls();
+    let prev = |index: usize| &calls[index].stdin["prevResult"];
     assert!(prev(0).is_null());
     assert_eq!(
         (prev(1)["cniVersion"].as_str(), prev(1)["ips"][0]["address"].as_str()),
         (Some("1.0.0"), Some("10.0.0.2/24"))
     );
     assert_eq!(prev(2)["x"], 1);
-    assert_eq!(asked[0].stdin["runtimeConfig"]["mac"], "00:11:22:33:44:55");
-    assert!(asked[1].stdin["runtimeConfig"].is_null());
-    assert_eq!(node.remembered(), ["net-c1-eth0"]);
+    assert_eq!(calls[0].stdin["runtimeConfig"]["mac"], "00:11:22:33:44:55");
+    assert!(calls[1].stdin["runtimeConfig"].is_null());
+    assert_eq!(node.cached_files(), ["net-c1-eth0"]);
 }
 
 #[test]
@@ -167,14 +175,14 @@ fn the_six_variables_are_always_set_and_the_rest_is_inherited() {
     let node = Node::new();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
     node.runtime().status(&list("1.1.0")).unwrap();
-    let asked = node.asked();
+    let calls = node.take_calls();
     let folder = node.folder.path().to_str().unwrap();
     let expected = |values: [&str; 7]| {
         let names = ["CNI_ARGS", "CNI_COMMAND", "CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_PATH", "HOME"];
         names.map(str::to_owned).into_iter().zip(values.map(str::to_owned)).collect::<BTreeMap<_, _>>()
     };
-    assert_eq!(asked[0].env, expected(["K=v;L=w", "ADD", "c1", "eth0", "/run/netns/x", folder, "/root"]));
-    assert_eq!(asked[3].env, expected(["", "STATUS", "", "", "", folder, "/root"]));
+    assert_eq!(calls[0].env, expected(["K=v;L=w", "ADD", "c1", "eth0", "/run/netns/x", folder, "/root"]));
+    assert_eq!(calls[3].env, expected(["", "STATUS", "", "", "", folder, "/root"]));
 }
 
 #[test]
@@ -190,11 +198,11 @@ fn a_failed_add_calls_every_del_and_reports_all_errors() {
     let expected = "the DEL after the failed ADD failed too: plugin type=\"b\" (delete): b DEL went wrong\n\
                     the DEL after the failed ADD failed too: plugin type=\"a\" (delete): for the same reason";
     assert_eq!(error.details(), expected);
-    let asked = node.asked();
-    let calls: Vec<String> = asked.iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect();
-    assert_eq!(calls, ["a ADD", "b ADD", "c DEL", "b DEL", "a DEL"]);
-    assert!(asked[2..].iter().all(|asked| asked.stdin["prevResult"]["x"] == 1));
-    assert!(node.remembered().is_empty());
+    let calls = node.take_calls();
+    let names: Vec<String> = calls.iter().map(|call| format!("{} {}", call.plugin, call.verb())).collect();
+    assert_eq!(names, ["a ADD", "b ADD", "c DEL", "b DEL", "a DEL"]);
+    assert!(calls[2..].iter().all(|call| call.stdin["prevResult"]["x"] == 1));
+    assert!(node.cached_files().is_empty());
 }
 
 #[test]
@@ -208,7 +216,7 @@ fn the_last_output_of_a_dying_plugin_is_reported_once() {
         error.details(),
         "the DEL after the failed ADD failed too: plugin type=\"b\" (delete): for the same reason"
     );
-    assert!(node.said.borrow().is_empty(), "{:?}", node.said);
+    assert!(node.notes.borrow().is_empty(), "{:?}", node.notes);
 }
 
 #[test]
@@ -219,7 +227,7 @@ fn an_answer_that_is_not_a_result_fails_the_add() {
         let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
         assert_eq!(error.code(), Code::DECODE, "{answer}");
         assert!(error.msg().starts_with("plugin type=\"a\" failed (add): "), "{error}");
-        assert_eq!(node.calls(), ["a ADD", "c DEL", "b DEL", "a DEL"]);
+        assert_eq!(node.take_call_names(), ["a ADD", "c DEL", "b DEL", "a DEL"]);
     }
     let node = Node::new();
     node.answer("a ADD", 0, "null\n");
@@ -243,21 +251,21 @@ fn what_can_be_refused_is_refused_before_any_plugin_runs() {
     assert_eq!(node.runtime().add(&list("1.0.0"), &attachment("-")).unwrap_err().code(), Code(4));
     fs::write(node.folder.path().join("cache"), "a file where the folder should be").unwrap();
     assert_eq!(node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err().code(), Code::IO);
-    assert!(node.calls().is_empty());
+    assert!(node.take_call_names().is_empty());
 }
 
 #[test]
 fn a_second_add_is_refused_and_leaves_the_first_one_alone() {
     let node = Node::new();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
-    node.asked();
+    node.take_calls();
     let error = node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap_err();
     assert_eq!(
         (error.code(), error.msg()),
         (Code::CONFLICT, "eth0 of container c1 is already attached to network net")
     );
-    assert!(node.calls().is_empty());
-    assert_eq!(node.remembered(), ["net-c1-eth0"]);
+    assert!(node.take_call_names().is_empty());
+    assert_eq!(node.cached_files(), ["net-c1-eth0"]);
 }
 
 #[test]
@@ -265,12 +273,12 @@ fn check_gets_the_final_result_in_the_lists_version() {
     let node = Node::new();
     node.answer("c ADD", 0, r#"{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.4/24"}]}"#);
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
-    node.asked();
+    node.take_calls();
     node.runtime().check(&list("0.4.0"), &attachment("c1")).unwrap();
-    let asked = node.asked();
-    assert_eq!(asked.iter().map(|asked| asked.plugin.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
-    for asked in asked {
-        let prev = &asked.stdin["prevResult"];
+    let calls = node.take_calls();
+    assert_eq!(calls.iter().map(|call| call.plugin.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
+    for call in calls {
+        let prev = &call.stdin["prevResult"];
         assert_eq!((prev["cniVersion"].as_str(), prev["ips"][0]["version"].as_str()), (Some("0.4.0"), Some("4")));
     }
 }
@@ -282,47 +290,47 @@ fn check_needs_0_4_0_and_a_cached_result_and_can_be_disabled() {
     assert!(error.code() == Code(1) && error.msg().contains("does not support the CHECK command"), "{error}");
     node.runtime().check(&list_with("1.0.0", r#""disableCheck":"true","#), &attachment("c1")).unwrap();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
-    node.asked();
+    node.take_calls();
     for damage in ["broken", r#"{"cniVersion":"9.9.9"}"#] {
         node.damage(damage);
         let error = node.runtime().check(&list("1.0.0"), &attachment("c1")).unwrap_err();
         assert!(error.msg().starts_with("failed to get network \"net\" cached result: "), "{error}");
     }
-    assert!(node.calls().is_empty());
+    assert!(node.take_call_names().is_empty());
     node.fail("b CHECK", 101);
     let error = node.runtime().check(&list("1.0.0"), &attachment("c2")).unwrap_err();
-    assert_eq!((error.code(), node.calls()), (Code(101), vec!["a CHECK".to_owned(), "b CHECK".to_owned()]));
+    assert_eq!((error.code(), node.take_call_names()), (Code(101), vec!["a CHECK".to_owned(), "b CHECK".to_owned()]));
 }
 
 #[test]
 fn del_stops_at_the_first_error_and_can_be_repeated() {
     let node = Node::new();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
-    node.asked();
+    node.take_calls();
     node.fail("b DEL", 5);
     let error = node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap_err();
     assert_eq!((error.code(), error.msg()), (Code(5), r#"plugin type="b" failed (delete): b DEL went wrong"#));
-    assert_eq!(node.calls(), ["c DEL", "b DEL"]);
+    assert_eq!(node.take_call_names(), ["c DEL", "b DEL"]);
     node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::GoOn).unwrap_err();
-    assert_eq!(node.calls(), ["c DEL", "b DEL", "a DEL"]);
-    assert_eq!(node.remembered(), ["net-c1-eth0"]);
+    assert_eq!(node.take_call_names(), ["c DEL", "b DEL", "a DEL"]);
+    assert_eq!(node.cached_files(), ["net-c1-eth0"]);
 
     node.script.answers.borrow_mut().clear();
     node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap();
-    assert!(node.asked().iter().all(|asked| asked.stdin["prevResult"].is_object()));
-    assert!(node.remembered().is_empty());
+    assert!(node.take_calls().iter().all(|call| call.stdin["prevResult"].is_object()));
+    assert!(node.cached_files().is_empty());
     node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap();
-    assert!(node.asked().iter().all(|asked| asked.stdin["prevResult"].is_null()));
+    assert!(node.take_calls().iter().all(|call| call.stdin["prevResult"].is_null()));
 }
 
 #[test]
 fn del_below_0_4_0_passes_no_result_but_clears_the_cache() {
     let node = Node::new();
     node.runtime().add(&list("0.3.1"), &attachment("c1")).unwrap();
-    node.asked();
+    node.take_calls();
     node.runtime().del(&list("0.3.1"), &attachment("c1"), OnError::Stop).unwrap();
-    assert!(node.asked().iter().all(|asked| asked.stdin["prevResult"].is_null()));
-    assert!(node.remembered().is_empty());
+    assert!(node.take_calls().iter().all(|call| call.stdin["prevResult"].is_null()));
+    assert!(node.cached_files().is_empty());
 }
 
 #[test]
@@ -330,11 +338,11 @@ fn a_damaged_cache_entry_is_noted_and_does_not_stop_a_del() {
     let node = Node::new();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
     node.damage("");
-    node.asked();
+    node.take_calls();
     node.runtime().del(&list("1.0.0"), &attachment("c1"), OnError::Stop).unwrap();
-    assert_eq!(node.calls(), ["c DEL", "b DEL", "a DEL"]);
-    assert!(node.said.borrow()[0].contains("net-c1-eth0"), "{:?}", node.said);
-    assert!(node.remembered().is_empty());
+    assert_eq!(node.take_call_names(), ["c DEL", "b DEL", "a DEL"]);
+    assert!(node.notes.borrow()[0].contains("net-c1-eth0"), "{:?}", node.notes);
+    assert!(node.cached_files().is_empty());
 }
 
 #[test]
@@ -343,35 +351,35 @@ fn gc_deletes_stale_cached_attachments_then_calls_every_plugin() {
     for id in ["c1", "c2"] {
         node.runtime().add(&list("1.1.0"), &attachment(id)).unwrap();
     }
-    node.asked();
+    node.take_calls();
     node.fail("a GC", 7);
     let valid = ValidAttachments::from_iter([("c2", "eth0")]);
     let error = node.runtime().gc(&list("1.1.0"), &valid).unwrap_err();
     assert_eq!((error.code(), error.msg()), (Code(7), "failed to GC plugin a: a GC went wrong"));
-    let asked = node.asked();
-    let calls: Vec<String> = asked.iter().map(|asked| format!("{} {}", asked.plugin, asked.verb())).collect();
-    assert_eq!(calls, ["c DEL", "b DEL", "a DEL", "a GC", "b GC", "c GC"]);
-    let del = &asked[2];
+    let calls = node.take_calls();
+    let names: Vec<String> = calls.iter().map(|call| format!("{} {}", call.plugin, call.verb())).collect();
+    assert_eq!(names, ["c DEL", "b DEL", "a DEL", "a GC", "b GC", "c GC"]);
+    let del = &calls[2];
     assert_eq!((del.env["CNI_CONTAINERID"].as_str(), del.env["CNI_NETNS"].as_str()), ("c1", "/run/netns/x"));
     assert_eq!(del.env["CNI_ARGS"], "K=v;L=w");
     assert_eq!(del.stdin["runtimeConfig"]["mac"], "00:11:22:33:44:55");
-    let gc = &asked[3].stdin;
+    let gc = &calls[3].stdin;
     assert_eq!(gc["cni.dev/valid-attachments"].to_string(), r#"[{"containerID":"c2","ifname":"eth0"}]"#);
     assert!(gc["runtimeConfig"].is_null() && gc["prevResult"].is_null());
-    assert_eq!(node.remembered(), ["net-c2-eth0"]);
+    assert_eq!(node.cached_files(), ["net-c2-eth0"]);
 }
 
 #[test]
 fn gc_asks_no_plugin_below_1_1_0_and_does_nothing_when_disabled() {
     let node = Node::new();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
-    node.asked();
+    node.take_calls();
     let none = ValidAttachments::default();
     node.runtime().gc(&list_with("1.1.0", r#""disableGC":true,"#), &none).unwrap();
-    assert!(node.calls().is_empty());
+    assert!(node.take_call_names().is_empty());
     node.runtime().gc(&list("1.0.0"), &none).unwrap();
-    assert_eq!(node.calls(), ["c DEL", "b DEL", "a DEL"]);
-    assert!(node.remembered().is_empty());
+    assert_eq!(node.take_call_names(), ["c DEL", "b DEL", "a DEL"]);
+    assert!(node.cached_files().is_empty());
 }
 
 #[test]
@@ -380,17 +388,17 @@ fn gc_with_an_unreadable_cache_fails_but_calls_every_plugin() {
     fs::write(node.folder.path().join("cache"), "a file where the folder should be").unwrap();
     let error = node.runtime().gc(&list("1.1.0"), &ValidAttachments::default()).unwrap_err();
     assert!(error.code() == Code::IO && error.msg().starts_with("failed to find stale attachments"), "{error}");
-    assert_eq!(node.calls(), ["a GC", "b GC", "c GC"]);
+    assert_eq!(node.take_call_names(), ["a GC", "b GC", "c GC"]);
 }
 
 #[test]
 fn status_stops_at_the_first_failing_plugin_with_its_code() {
     let node = Node::new();
     node.runtime().status(&list("1.0.0")).unwrap();
-    assert!(node.calls().is_empty());
+    assert!(node.take_call_names().is_empty());
     node.fail("b STATUS", 50);
     assert_eq!(node.runtime().status(&list("1.1.0")).unwrap_err().code(), Code::NOT_AVAILABLE);
-    assert_eq!(node.calls(), ["a STATUS", "b STATUS"]);
+    assert_eq!(node.take_call_names(), ["a STATUS", "b STATUS"]);
 }
 
 #[test]
@@ -403,7 +411,7 @@ fn versions_are_read_from_every_form_of_a_plugins_answer() {
     assert_eq!(versions("a").unwrap(), "1.0.0 1.1.0");
     assert_eq!(versions("b").unwrap(), "0.1.0 0.2.0");
     assert_eq!(versions("c").unwrap(), "0.1.0");
-    assert_eq!(node.asked()[0].env["CNI_NETNS"], "dummy");
+    assert_eq!(node.take_calls()[0].env["CNI_NETNS"], "dummy");
     for bad in ["", "{}", r#"{"cniVersion":"1.0.0"}"#] {
         node.answer("a VERSION", 0, bad);
         assert!(versions("a").is_err(), "{bad}");
