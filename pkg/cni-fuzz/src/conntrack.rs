@@ -1,7 +1,7 @@
 //! The kernel's messages about tracked connections. The key with which an entry is deleted has that
 //! entry's tuple, ID and zone, byte for byte, so no other entry can be deleted.
 
-use cni_linux::conntrack::entry;
+use cni_linux::conntrack::decode_entry;
 use cni_linux::fuzzing::conntrack_key;
 use cni_linux::netlink::wire::{Message, attributes, messages, outcome};
 
@@ -24,7 +24,7 @@ pub fn run(data: &[u8]) {
 
 /// Checks the key of the entry in a message, if it has one.
 fn check(message: &Message<'_>) {
-    let Some(found) = entry(message) else { return };
+    let Some(found) = decode_entry(message) else { return };
     let find = |bytes, sought| attributes(bytes).find(|(kind, _)| *kind == sought).map(|(_, value): (_, &[u8])| value);
     let (body, key) = (&message.payload[NFGENMSG..], conntrack_key(&found));
     assert_eq!(key[0], message.payload[0], "the family");
@@ -37,5 +37,5 @@ fn check(message: &Message<'_>) {
     again.extend(u16::try_from(reply.len() + 4).expect("it came in an attribute").to_ne_bytes());
     again.extend(TUPLE_REPLY.to_ne_bytes());
     again.extend(reply);
-    assert_eq!(entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &again }), Some(found));
+    assert_eq!(decode_entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &again }), Some(found));
 }

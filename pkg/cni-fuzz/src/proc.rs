@@ -4,7 +4,7 @@
 //! a lock if a complete line names that process and the inode.
 
 use cni_firewall::portmap::Protocol;
-use cni_linux::conntrack::{Entry, entry};
+use cni_linux::conntrack::{Entry, decode_entry};
 use cni_linux::fuzzing::{conntrack_key, conntrack_text, lock_holder};
 use cni_linux::netlink::wire::Message;
 
@@ -45,7 +45,7 @@ fn from_key(found: &Entry) -> Option<Entry> {
     };
     let reply = attribute(TUPLE_REPLY | NESTED, &attribute(TUPLE_IP | NESTED, &attribute(kind, &address)));
     let payload = [conntrack_key(found), &reply].concat();
-    entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &payload })
+    decode_entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &payload })
 }
 
 /// Returns a netlink attribute. The value's length must be a multiple of 4, so that no padding

@@ -28,7 +28,7 @@ pub struct Addr {
     pub tentative: bool,
     /// Whether the search found the address on another host of the link.
     pub dad_failed: bool,
-    /// Whether it stays until it is deleted, and does not expire.
+    /// Whether it does not expire.
     pub permanent: bool,
 }
 
@@ -49,12 +49,12 @@ pub enum Dad {
 impl Netlink {
     /// Returns the addresses of an interface, of both families.
     pub fn list_addresses(&self, index: u32) -> Result<Vec<Addr>> {
-        Ok(self.addresses_of(index)?.iter().filter_map(decode).collect())
+        Ok(self.address_messages(index)?.iter().filter_map(decode).collect())
     }
 
-    /// Returns the kernel's messages about the addresses of an interface. Filters again, because an
-    /// old kernel ignores the index in the request.
-    fn addresses_of(&self, index: u32) -> Result<Vec<AddressMessage>> {
+    /// Returns the kernel's messages about the addresses of an interface. Filters the answer,
+    /// because an old kernel ignores the index in the request.
+    fn address_messages(&self, index: u32) -> Result<Vec<AddressMessage>> {
         let mut message = AddressMessage::default();
         message.header.index = index;
         let answer = match self.dump(Kind::GetAddress, &message) {
@@ -66,10 +66,10 @@ impl Netlink {
         Ok(answer.into_iter().filter_map(parse).filter(|message| message.header.index == index).collect())
     }
 
-    /// Returns those of the addresses `cidrs` that the interface has, in the kernel's order, for
+    /// Returns the addresses of `cidrs` that the interface has, in the kernel's order, for
     /// [`restore_address`](Netlink::restore_address).
     pub fn save_addresses(&self, index: u32, cidrs: &[Cidr]) -> Result<Vec<SavedAddr>> {
-        let mut messages = self.addresses_of(index)?;
+        let mut messages = self.address_messages(index)?;
         messages.retain(|message| decode(message).is_some_and(|addr| cidrs.contains(&addr.cidr)));
         Ok(messages.into_iter().map(SavedAddr).collect())
     }
@@ -110,26 +110,16 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_exists`] if the interface has the address.
     pub fn add_address(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
-        self.add_message(&message(index, cidr, dad), cidr)
+        self.add_with_flags(index, cidr, dad_flags(cidr, dad))
     }
 
-    /// Adds an address. The kernel does not add the route to its network.
+    /// Adds an address as [`add_address`](Netlink::add_address) does, but the kernel does not add
+    /// the route to its network.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the interface has the address.
     pub fn add_address_without_route(&self, index: u32, cidr: Cidr, dad: Dad) -> Result<()> {
-        let mut message = message(index, cidr, dad);
-        let mut flags = AddressFlags::Noprefixroute;
-        // A message has one attribute for all flags, so add the flags that `dad` requires to it.
-        message.attributes.retain(|attribute| match attribute {
-            AddressAttribute::Flags(dad_flags) => {
-                flags |= *dad_flags;
-                false
-            }
-            _ => true,
-        });
-        message.attributes.push(AddressAttribute::Flags(flags));
-        self.add_message(&message, cidr)
+        self.add_with_flags(index, cidr, dad_flags(cidr, dad) | AddressFlags::Noprefixroute)
     }
 
     /// Adds the IPv6 link-local address that belongs to `mac`, usable at once. If the interface has
@@ -140,7 +130,7 @@ impl Netlink {
     /// packets are lost.
     ///
     /// # Errors
-    /// The kernel's, if it refuses the address.
+    /// The kernel refuses the address.
     pub fn add_link_local(&self, index: u32, mac: Mac) -> Result<()> {
         // Never `None`: an IPv6 prefix can have 64 bits.
         let Some(cidr) = Cidr::new(mac.link_local().into(), 64) else { return Ok(()) };
@@ -152,8 +142,8 @@ impl Netlink {
         if !is_tentative {
             return Ok(());
         }
-        // Another ADD may replace the address at the same time, so "not found" and "exists" are
-        // not failures.
+        // Delete the address, then add it again. Another ADD may do the same at the same time, so
+        // "not found" and "exists" are not failures.
         for result in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
             match result {
                 Err(error) if !error.is_exists() && !error.is_not_found() => return Err(error),
@@ -163,10 +153,19 @@ impl Netlink {
         Ok(())
     }
 
-    /// Sends a request that adds the address in `message`. `cidr` names it in the error.
-    fn add_message(&self, message: &AddressMessage, cidr: Cidr) -> Result<()> {
-        let index = message.header.index;
-        self.request(Kind::NewAddress, message, NLM_F_CREATE | NLM_F_EXCL)
+    /// Adds an address with these flags. Fails with EEXIST if the interface has the address.
+    fn add_with_flags(&self, index: u32, cidr: Cidr, flags: AddressFlags) -> Result<()> {
+        let mut message = message(index, cidr);
+        // A /31 has no broadcast address (RFC 3021), nor has a /32.
+        if let IpAddr::V4(last) = cidr.last()
+            && cidr.prefix() < 31
+        {
+            message.attributes.push(AddressAttribute::Broadcast(last));
+        }
+        if !flags.is_empty() {
+            message.attributes.push(AddressAttribute::Flags(flags));
+        }
+        self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to add {cidr} to {}", self.label(index)), cause))
     }
@@ -176,33 +175,26 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_not_found`] if the interface does not have the address, or does not exist.
     pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
-        let mut message = message(index, cidr, Dad::Normal);
-        // The broadcast address does not identify an address, and may have been set to another
-        // value than that of `message`.
-        message.attributes.retain(|attribute| !matches!(attribute, AddressAttribute::Broadcast(_)));
-        self.request(Kind::DelAddress, &message, 0)
+        self.request(Kind::DelAddress, &message(index, cidr), 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to delete {cidr} from {}", self.label(index)), cause))
     }
 }
 
-/// Returns the request that adds or deletes an address.
-fn message(index: u32, cidr: Cidr, dad: Dad) -> AddressMessage {
+/// Returns a request about an address, with only what identifies the address.
+fn message(index: u32, cidr: Cidr) -> AddressMessage {
     let mut message = AddressMessage::default();
     message.header.index = index;
     message.header.prefix_len = cidr.prefix();
     message.header.family = if cidr.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
     message.attributes.push(AddressAttribute::Local(cidr.address()));
     message.attributes.push(AddressAttribute::Address(cidr.address()));
-    match cidr.last() {
-        // A /31 has no broadcast address (RFC 3021), nor has a /32.
-        IpAddr::V4(last) if cidr.prefix() < 31 => message.attributes.push(AddressAttribute::Broadcast(last)),
-        IpAddr::V6(_) if dad == Dad::Skip => {
-            message.attributes.push(AddressAttribute::Flags(AddressFlags::Nodad));
-        }
-        _ => {}
-    }
     message
+}
+
+/// Returns the flags of a new address that follow from `dad`.
+fn dad_flags(cidr: Cidr, dad: Dad) -> AddressFlags {
+    if dad == Dad::Skip && !cidr.is_ipv4() { AddressFlags::Nodad } else { AddressFlags::empty() }
 }
 
 /// Parses a message about an address. Returns `None` for other and malformed messages.
@@ -251,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_may_come_without_a_route() {
+    fn an_address_can_be_added_without_a_route() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
@@ -265,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_both_families_come_and_go() {
+    fn addresses_of_both_families_are_added_and_deleted() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();
@@ -314,7 +306,8 @@ mod tests {
             let saved = netlink.save_addresses(bridge.index, &cidrs).unwrap();
             assert_eq!(saved.len(), 3);
             for cidr in cidrs {
-                // The secondary address goes with the primary one.
+                // Not every deletion succeeds: 10.1.0.3 is absent, and the kernel deletes 10.1.0.2
+                // with 10.1.0.1, whose secondary address it is.
                 let _ = netlink.delete_address(bridge.index, cidr);
             }
             let left = netlink.list_addresses(bridge.index).unwrap();

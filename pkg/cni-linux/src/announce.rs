@@ -63,8 +63,8 @@ mod tests {
     use std::thread::sleep;
     use std::time::{Duration, Instant};
 
-    /// The calling thread stays on one of its processors. What it sends over a veth pair then
-    /// arrives in that order, as each processor has one queue of what it has sent.
+    /// Keeps the calling thread on one of its processors. The packets that it sends over a veth
+    /// pair then arrive in the order of sending, because each processor has one queue for them.
     fn stay_on_one_processor() {
         let mine = Pid::from_raw(0);
         let allowed = sched_getaffinity(mine).unwrap();
@@ -108,9 +108,9 @@ mod tests {
             let sender = netns.run(|| UdpSocket::bind("10.1.0.7:0")).unwrap().unwrap();
             sender.set_broadcast(true).unwrap();
             container.announce(veth.peer_index, mac).unwrap();
-            // What is sent is received later, maybe by another thread of the kernel's. After a
-            // packet sent behind it nothing is under way any more. A broadcast, which needs no
-            // address resolution.
+            // A thread of the kernel may deliver an announcement later. Once a packet that was sent
+            // after it has arrived, the announcement has arrived too. The packet is a broadcast,
+            // which needs no address resolution.
             sender.send_to(b"x", "10.1.0.255:7").unwrap();
             receiver.recv(&mut [0]).expect("an ordinary packet arrives");
             assert_eq!(known(), [Some(stale); 2], "not allowed, yet announced");

@@ -76,20 +76,20 @@ impl Netlink {
     /// filtering is requested and the kernel does not support it. In both cases nothing is created.
     pub fn create_bridge(&self, spec: &BridgeSpec<'_>) -> Result<Link> {
         let failed = |cause| Error::new(format_args!("failed to create bridge {}", spec.name), cause);
-        let request = LinkRequest::new(0).name(spec.name);
+        let request = LinkRequest::without_index().name(spec.name);
         let request = if spec.up { request.up() } else { request };
         let request = request.optional(spec.mtu, LinkRequest::mtu).optional(spec.mac, LinkRequest::mac);
         let options = if spec.vlan_filtering { new_attribute(IFLA_BR_VLAN_FILTERING, &[1]) } else { Vec::new() };
         self.create_link(&request.kind("bridge", &options), spec.name).map_err(failed)
     }
 
-    /// Switches VLAN filtering of an existing bridge on. From then on the bridge drops tagged
-    /// frames of VLANs that its ports are not in, so the caller must have checked that no port
-    /// relies on such frames.
+    /// Switches VLAN filtering of an existing bridge on. From then on the bridge drops a tagged
+    /// frame at a port that is not in the frame's VLAN. So the caller must have checked that no
+    /// port relies on such frames.
     ///
     /// # Errors
     /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering.
-    pub fn set_vlan_filtering(&self, index: u32) -> Result<()> {
+    pub fn enable_vlan_filtering(&self, index: u32) -> Result<()> {
         let request = LinkRequest::new(index).kind("bridge", &new_attribute(IFLA_BR_VLAN_FILTERING, &[1]));
         // The kernel changes the options of an existing link by NEWLINK; SETLINK ignores them.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
@@ -211,7 +211,7 @@ mod tests {
                     assert!(error.is_unsupported(), "{error}");
                     assert_eq!(netlink.find_link("br0").unwrap(), None);
                     let bridge = netlink.create_bridge(&BridgeSpec::named("br0")).unwrap();
-                    assert!(netlink.set_vlan_filtering(bridge.index).unwrap_err().is_unsupported());
+                    assert!(netlink.enable_vlan_filtering(bridge.index).unwrap_err().is_unsupported());
                 }
             }
         });

@@ -11,13 +11,13 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{self, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cni::machine::{Child, Exit, Machine as _, OnSigterm, Output, RunError};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags};
 
-use crate::machine::{LinuxMachine, wait_ready};
+use crate::machine::{LinuxMachine, is_ready, wait_ready};
 use crate::sys;
 
 /// The largest standard output that is accepted.
@@ -29,9 +29,12 @@ const STDERR_MAX: usize = 1 << 20;
 /// Runs `child` to its end and returns its exit status and output.
 ///
 /// # Errors
-/// The program could not be started, SIGTERM came (if `child` is to be killed then), the child's
-/// timeout passed, its standard output is larger than [`STDOUT_MAX`], or the kernel failed. In each
-/// case, a child that was started has been killed and reaped.
+/// In each case, a child that was started has been killed and reaped.
+/// - [`RunError::Start`]: the program could not be started.
+/// - [`RunError::Terminated`]: SIGTERM came, and `child` is to be killed by it.
+/// - [`RunError::Timeout`]: the child's timeout passed.
+/// - [`RunError::Io`]: the child's standard output is larger than [`STDOUT_MAX`], or the kernel
+///   failed.
 pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, RunError> {
     if must_stop(machine, child) {
         return Err(RunError::Terminated);
@@ -55,6 +58,8 @@ struct Running {
     exit: Option<ExitStatus>,
     /// Readable when the child has ended. `None` before Linux 5.3, where SIGCHLD ends the wait.
     pidfd: Option<OwnedFd>,
+    /// Whether the pidfd has reported the child's end.
+    has_ended: bool,
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
     stderr: Option<ChildStderr>,
@@ -76,7 +81,8 @@ impl Running {
         let mut process = command.spawn()?;
         let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
         let pidfd = sys::pidfd_open(process.id()).ok();
-        let running = Running { process, exit: None, pidfd, stdin, stdout, stderr };
+        // From here on, an error drops `running`, which kills the child.
+        let running = Running { process, exit: None, pidfd, has_ended: false, stdin, stdout, stderr };
         let pipes = [
             running.stdin.as_ref().map(AsFd::as_fd),
             running.stdout.as_ref().map(AsFd::as_fd),
@@ -98,20 +104,12 @@ impl Running {
         deadline: Option<Instant>,
     ) -> Result<Output, RunError> {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
-        let (mut input, mut has_ended) = (child.stdin, false);
+        let mut input = child.stdin;
         loop {
             if must_stop(machine, child) {
                 return Err(RunError::Terminated);
             }
-            // Once the pidfd is readable, wait until the child can be reaped: a debugger can delay
-            // that, and until then a non-blocking wait would be repeated without a pause.
-            let exit = if has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
-            self.exit = match exit {
-                // std does not repeat an interrupted call, but the next round of this loop does. If
-                // the child has ended, `wait_ready` below returns at once.
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
-                exit => exit.map_err(RunError::Io)?,
-            };
+            self.reap().map_err(RunError::Io)?;
             // The pipes are also read after the child's end, because they still have its last
             // output. Later output of a grandchild is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
@@ -133,18 +131,40 @@ impl Running {
             if left.is_some_and(|left| left.is_zero()) {
                 return Err(RunError::Timeout(child.timeout));
             }
-            let mut fds = vec![PollFd::new(machine.as_fd(), PollFlags::POLLIN)];
-            let readable = [
-                self.pidfd.as_ref().map(AsFd::as_fd),
-                self.stdout.as_ref().map(AsFd::as_fd),
-                self.stderr.as_ref().map(AsFd::as_fd),
-            ];
-            fds.extend(readable.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
-            fds.extend(self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)));
-            wait_ready(&mut fds, left).map_err(RunError::Io)?;
-            // The pidfd, if there is one, is the second descriptor.
-            has_ended = self.pidfd.is_some() && fds[1].any() == Some(true);
+            self.wait_for_event(machine, left).map_err(RunError::Io)?;
         }
+    }
+
+    /// Reaps the child if it has ended, and stores its exit status in `exit`.
+    fn reap(&mut self) -> io::Result<()> {
+        // A debugger can delay the moment from which a child that has ended can be reaped. Wait for
+        // that moment here: the pidfd is readable already, so the caller's loop would not wait.
+        let exit = if self.has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
+        self.exit = match exit {
+            // std does not repeat an interrupted call. The caller's loop does: if the child has
+            // ended, `wait_for_event` returns at once.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
+            exit => exit?,
+        };
+        Ok(())
+    }
+
+    /// Waits until a signal arrives, a pipe is ready, the child has ended, or `left` has passed.
+    /// Stores in `has_ended` whether the pidfd reports the child's end.
+    fn wait_for_event(&mut self, machine: &LinuxMachine, left: Option<Duration>) -> io::Result<()> {
+        let readable = [
+            self.pidfd.as_ref().map(AsFd::as_fd),
+            Some(machine.as_fd()),
+            self.stdout.as_ref().map(AsFd::as_fd),
+            self.stderr.as_ref().map(AsFd::as_fd),
+        ];
+        let readable = readable.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let writable = self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT));
+        let mut fds: Vec<PollFd<'_>> = readable.chain(writable).collect();
+        wait_ready(&mut fds, left)?;
+        // The pidfd, if there is one, is the first descriptor.
+        self.has_ended = self.pidfd.is_some() && is_ready(&fds[0]);
+        Ok(())
     }
 }
 
@@ -182,9 +202,9 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Appends to `into` what can be read without waiting. Stops once `into` has more than `max` bytes,
-/// by which the caller detects too large an output. At the end of the output, closes the pipe (sets
-/// it to `None`).
+/// Appends to `into` what can be read without waiting. Stops once `into` has more than `max` bytes:
+/// the output is then too large, and the caller reports that. At the end of the output, closes the
+/// pipe (sets it to `None`).
 fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Result<()> {
     let mut buffer = [0; 16 << 10];
     while let Some(open) = pipe {
@@ -206,6 +226,7 @@ fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Re
 fn status(exit: ExitStatus) -> Exit {
     match exit.code() {
         Some(code) => Exit::Status(code),
+        // Never 0: a child without an exit code was ended by a signal.
         None => Exit::Signal(exit.signal().unwrap_or(0)),
     }
 }
@@ -217,7 +238,6 @@ mod tests {
     use nix::sys::signal::Signal;
     use std::sync::mpsc::channel;
     use std::thread;
-    use std::time::Duration;
 
     const LONG: Duration = Duration::from_secs(30);
 
@@ -355,7 +375,7 @@ mod tests {
                     on_sigterm: OnSigterm::Kill,
                 };
                 let first = machine.run(&child).unwrap_err();
-                // And from now on nothing is started any more, but what cleans up.
+                // From now on only programs that undo a call are started.
                 let second = machine.run(&child).unwrap_err();
                 let cleaning = Child { program: "/bin/true".into(), on_sigterm: OnSigterm::Finish, ..child };
                 (first, second, machine.run(&cleaning).unwrap().status)
@@ -401,7 +421,7 @@ mod tests {
             };
             let running = Running::start(&child).unwrap();
             let process = running.process.id();
-            // Neither killed nor reaped by us: the thread's end must do it.
+            // Without the value's drop, only the end of this thread can kill the child.
             std::mem::forget(running);
             process
         })

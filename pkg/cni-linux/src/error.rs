@@ -100,7 +100,6 @@ impl fmt::Display for Others<'_> {
 struct Suffix<'a>(&'a Option<Box<str>>);
 
 impl fmt::Display for Suffix<'_> {
-    /// Writes `: EXPLANATION`, or nothing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(ack) => write!(f, ": {ack}"),
@@ -164,9 +163,9 @@ impl Cause {
         matches!(self.0, Reason::Terminated)
     }
 
-    /// Adds to an error of the kernel which of a veth pair's names is in use. Returns any other
-    /// cause unchanged.
-    pub(crate) fn taken(self, what: TakenName) -> Cause {
+    /// Adds to the kernel's error for a new veth pair which of the pair's names is in use. Returns
+    /// a cause that is not an error of the kernel unchanged.
+    pub(crate) fn with_taken_name(self, what: TakenName) -> Cause {
         match self.0 {
             Reason::Kernel { source, ack } => Cause(Reason::TakenName { what, source, ack }),
             other => Cause(other),
@@ -296,11 +295,14 @@ impl From<Error> for cni::Error {
 }
 
 impl From<Error> for io::Error {
-    /// Converts the error with its whole text. The kind follows from the errno; if there is none, a
-    /// path that is not a network namespace is an invalid input.
+    /// Converts the error with its whole text. The kind follows from the errno; without an errno,
+    /// the kind is `InvalidInput` for a path that is not a network namespace, else `Other`.
     fn from(error: Error) -> io::Error {
-        let kind = error.cause.io().map_or(io::ErrorKind::Other, io::Error::kind);
-        let kind = if error.is_no_netns() && kind == io::ErrorKind::Other { io::ErrorKind::InvalidInput } else { kind };
+        let kind = match error.cause.io() {
+            Some(source) => source.kind(),
+            None if error.is_no_netns() => io::ErrorKind::InvalidInput,
+            None => io::ErrorKind::Other,
+        };
         io::Error::new(kind, error)
     }
 }

@@ -22,7 +22,7 @@ use nix::poll::{PollFd, PollFlags};
 use nix::sys::stat::{major, minor};
 
 use crate::error::{Cause, Error};
-use crate::machine::wait_ready;
+use crate::machine::{is_ready, wait_ready};
 use crate::netns::Netns;
 use crate::watch::term_descriptor;
 
@@ -51,8 +51,10 @@ pub struct Refused {
 /// caused.
 ///
 /// # Errors
-/// The deadline came first; with [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP is pending (the
-/// machine must have blocked them; the signal stays pending); or the kernel failed.
+/// - The deadline came before the lock was free.
+/// - With [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP came before the lock was free. The machine
+///   must have blocked these signals. A signal that ends the wait stays pending.
+/// - The kernel failed.
 pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Refused> {
     let failed = |error: io::Error| Refused { cause: error.into(), holder: None };
     loop {
@@ -63,6 +65,7 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
     }
+    // Read now, because `wait` takes the file away.
     let metadata = file.metadata().map_err(failed)?;
     wait(file, machine, on_sigterm, limit).map_err(|cause| {
         let holder = if cause.is_deadline() || cause.is_terminated() { holder(&metadata) } else { None };
@@ -110,6 +113,8 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
     thread::Builder::new().name("flock".into()).spawn(lock_and_send)?;
     let mut is_signal_pending = false;
     loop {
+        // A signal that ended the poll is not read here (`terminated` may read it), so it stays
+        // pending, and the machine can report it later.
         if on_sigterm == OnSigterm::Kill && (is_signal_pending || machine.terminated()) {
             return Err(Cause::terminated());
         }
@@ -119,9 +124,12 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
         }
         let mut fds =
             [PollFd::new(done_reader.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
-        let watched = if on_sigterm == OnSigterm::Kill { &mut fds[..] } else { &mut fds[..1] };
+        let watched = match on_sigterm {
+            OnSigterm::Kill => &mut fds[..],
+            // Without the signals: a pending one would end each poll at once.
+            OnSigterm::Finish => &mut fds[..1],
+        };
         wait_ready(watched, Some(left))?;
-        let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
         if is_ready(&fds[0]) {
             // The result was sent before the pipe was closed.
             return match receiver.try_recv() {

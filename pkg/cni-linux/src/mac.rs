@@ -18,6 +18,13 @@ pub struct Mac(pub [u8; 6]);
 #[error("address {0}: invalid MAC address")]
 pub struct ParseMacError(String);
 
+/// The bit of the first byte that is set in a multicast address.
+const MULTICAST: u8 = 0x01;
+
+/// The bit of the first byte that is set in an address that its user chose, and clear in one that
+/// the manufacturer assigned.
+const LOCALLY_ADMINISTERED: u8 = 0x02;
+
 impl Mac {
     /// The address that every Ethernet station receives.
     pub const BROADCAST: Mac = Mac([0xff; 6]);
@@ -33,13 +40,13 @@ impl Mac {
     pub fn random() -> io::Result<Mac> {
         let mut bytes = [0; 6];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
-        bytes[0] = bytes[0] & !0x01 | 0x02;
+        bytes[0] = bytes[0] & !MULTICAST | LOCALLY_ADMINISTERED;
         Ok(Mac(bytes))
     }
 
     /// Whether this is a multicast address, which no interface can have.
     pub fn is_multicast(self) -> bool {
-        self.0[0] & 0x01 != 0
+        self.0[0] & MULTICAST != 0
     }
 
     /// Whether all bytes are zero, an address that no interface can have.
@@ -47,11 +54,11 @@ impl Mac {
         self == Mac::ZERO
     }
 
-    /// Returns the IPv6 link-local address that the kernel derives from this address (RFC 4291,
-    /// appendix A).
+    /// Returns the IPv6 link-local address that the kernel derives from this address: fe80::/64,
+    /// and the address with ff:fe in the middle and an inverted bit (RFC 4291, appendix A).
     pub(crate) fn link_local(self) -> Ipv6Addr {
         let [a, b, c, d, e, f] = self.0;
-        Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ 0x02, b, c, 0xff, 0xfe, d, e, f])
+        Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ LOCALLY_ADMINISTERED, b, c, 0xff, 0xfe, d, e, f])
     }
 
     /// Returns the address with these bytes; `None` if there are not six.
@@ -71,17 +78,17 @@ impl FromStr for Mac {
 /// Parses `aa:bb:cc:dd:ee:ff`, `aa-bb-cc-dd-ee-ff` or `aabb.ccdd.eeff`. Returns `None` for any
 /// other text.
 fn parse(text: &[u8]) -> Option<Mac> {
-    // The separator, and the number of digits between two separators.
-    let (separator, group) = match (text.len(), text.get(2)?) {
+    let (separator, digits_per_group) = match (text.len(), text.get(2)?) {
         (17, b':') => (b':', 2),
         (17, b'-') => (b'-', 2),
         (14, _) => (b'.', 4),
         _ => return None,
     };
+    // Either spelling has 12 digits, two for each byte.
     let mut mac = [0; 6];
     let mut digit_count = 0;
     for (position, &byte) in text.iter().enumerate() {
-        if position % (group + 1) == group {
+        if position % (digits_per_group + 1) == digits_per_group {
             if byte != separator {
                 return None;
             }
@@ -91,7 +98,7 @@ fn parse(text: &[u8]) -> Option<Mac> {
         mac[digit_count / 2] = mac[digit_count / 2] << 4 | value;
         digit_count += 1;
     }
-    (digit_count == 12).then_some(Mac(mac))
+    Some(Mac(mac))
 }
 
 impl fmt::Display for Mac {

@@ -30,7 +30,7 @@ use crate::sys;
 const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
 /// Returns [`ENDING`] as a set.
-pub(crate) fn ending() -> SigSet {
+pub(crate) fn ending_signals() -> SigSet {
     ENDING.into_iter().collect()
 }
 
@@ -66,9 +66,7 @@ impl LinuxMachine {
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         Ok(LinuxMachine { signals, terminated: Cell::new(false) })
     }
-}
 
-impl LinuxMachine {
     /// Whether an earlier call of [`terminated`](Machine::terminated) has read a signal that ends
     /// the process. Does not read signals that came later.
     pub(crate) fn was_terminated(&self) -> bool {
@@ -137,6 +135,12 @@ pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], time_left: Option<Duration>) ->
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(errno) => Err(errno.into()),
     }
+}
+
+/// Whether the last [`wait_ready`] found the descriptor ready, or its other end closed.
+pub(crate) fn is_ready(fd: &PollFd<'_>) -> bool {
+    // `None`: the kernel reported an event that nix does not know.
+    fd.any() != Some(false)
 }
 
 #[cfg(test)]

@@ -47,7 +47,7 @@ mod tests {
     use crate::{BridgeSpec, Dad};
 
     #[test]
-    fn an_entry_is_found_corrected_and_not_made_without_need() {
+    fn an_entry_is_corrected_but_never_created() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let bridge = netlink.create_bridge(&BridgeSpec { up: true, ..BridgeSpec::named("br0") }).unwrap();

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_file_is_nobodys_namespace_rather_than_anothers() {
+    fn a_plain_file_is_an_error_not_another_namespace() {
         let folder = tempfile::tempdir().unwrap();
         let plain = folder.path().join("plain");
         std::fs::write(&plain, "").unwrap();
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn the_door_leads_inside_and_leaves_the_caller_where_it_was() {
+    fn run_enters_the_namespace_and_returns_to_the_callers() {
         in_new_netns(|| {
             let here = Netns::current().unwrap();
             let other = new_netns();
@@ -254,7 +254,7 @@ mod tests {
             let inside = other.run(|| Netns::current().unwrap()).unwrap();
             assert!(inside.is_same(&other));
             assert!(Netns::current().unwrap().is_same(&here));
-            // An error inside is the caller's business; a visit within a visit ends where it began.
+            // The thread also returns after an error inside, and from a `run` within a `run`.
             let failed = other.run(|| new_netns().run(|| ()).and_then(|()| Netns::open(Path::new("/nonexistent"))));
             assert!(failed.unwrap().is_err());
             assert!(Netns::current().unwrap().is_same(&here));

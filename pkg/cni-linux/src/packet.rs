@@ -24,6 +24,9 @@ const UDP: usize = 8;
 const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
 /// The number of UDP in an IPv4 header.
 const PROTOCOL_UDP: u8 = 17;
+/// The first byte of an IPv4 header without options: version 4, and a length of 5 words.
+const VERSION_AND_LENGTH: u8 = 0x45;
+const TIME_TO_LIVE: u8 = 64;
 
 /// One UDP packet.
 #[derive(Clone, Copy, Debug)]
@@ -40,71 +43,88 @@ impl Datagram<'_> {
     /// Returns the packet as an Ethernet frame to the broadcast address, with `source` as the
     /// sender.
     pub fn to_broadcast_frame(&self, source: Mac) -> Vec<u8> {
-        let mut frame = vec![0; ETHERNET + IP + UDP];
-        let length = |extra: usize| u16::try_from(self.payload.len() + extra).unwrap_or(u16::MAX).to_be_bytes();
-        frame[..6].fill(0xff);
-        frame[6..12].copy_from_slice(&source.0);
-        frame[12..14].copy_from_slice(&ETHERTYPE_IPV4);
-        let ip = &mut frame[ETHERNET..];
-        // Version 4, a header of 5 * 4 bytes.
-        ip[0] = 0x45;
-        ip[2..4].copy_from_slice(&length(IP + UDP));
-        // The time to live.
-        ip[8] = 64;
-        ip[9] = PROTOCOL_UDP;
-        // The addresses, then the checksum of the IP header.
-        ip[12..16].copy_from_slice(&self.from.ip().octets());
-        ip[16..20].copy_from_slice(&self.to.ip().octets());
-        let sum = checksum(0, &ip[..IP]);
-        ip[10..12].copy_from_slice(&sum.to_be_bytes());
-        // The UDP header.
-        ip[20..22].copy_from_slice(&self.from.port().to_be_bytes());
-        ip[22..24].copy_from_slice(&self.to.port().to_be_bytes());
-        ip[24..26].copy_from_slice(&length(UDP));
-        frame.extend(self.payload);
-        let udp = &frame[ETHERNET + IP..];
+        let ethernet = [&Mac::BROADCAST.0[..], &source.0, &ETHERTYPE_IPV4].concat();
+        [ethernet, self.ip_header(), self.udp()].concat()
+    }
+
+    /// Returns the IPv4 header.
+    fn ip_header(&self) -> Vec<u8> {
+        let with_checksum = |checksum: u16| {
+            [
+                // The second byte is the type of service.
+                &[VERSION_AND_LENGTH, 0][..],
+                &self.length_after(IP + UDP),
+                // The identification, and the flags with the fragment's offset.
+                &[0; 4],
+                &[TIME_TO_LIVE, PROTOCOL_UDP],
+                &checksum.to_be_bytes(),
+                &self.from.ip().octets(),
+                &self.to.ip().octets(),
+            ]
+            .concat()
+        };
+        // The checksum is that of the header with 0 in the checksum's place.
+        with_checksum(checksum(&with_checksum(0)))
+    }
+
+    /// Returns the UDP header and the payload.
+    fn udp(&self) -> Vec<u8> {
+        let length = self.length_after(UDP);
+        let with_checksum = |checksum: u16| {
+            let ports = [self.from.port().to_be_bytes(), self.to.port().to_be_bytes()].concat();
+            [&ports, &length[..], &checksum.to_be_bytes(), self.payload].concat()
+        };
         // The checksum also covers a pseudo header: both addresses, the protocol, the length.
-        // `checksum` returns the complement of a sum.
-        let addresses = u16::MAX - checksum(0, &frame[ETHERNET + 12..ETHERNET + IP]);
-        let pseudo_header_sum = u32::from(addresses) + u32::from(PROTOCOL_UDP) + udp.len() as u32;
-        let sum = match checksum(pseudo_header_sum, udp) {
+        let addresses = [self.from.ip().octets(), self.to.ip().octets()].concat();
+        let pseudo_header = [&addresses, &[0, PROTOCOL_UDP][..], &length].concat();
+        with_checksum(match checksum(&[pseudo_header, with_checksum(0)].concat()) {
             // 0 means "no checksum"; all ones is an equal value.
             0 => u16::MAX,
             sum => sum,
-        };
-        frame[ETHERNET + IP + 6..ETHERNET + IP + 8].copy_from_slice(&sum.to_be_bytes());
-        frame
+        })
+    }
+
+    /// Returns the length of headers of `header_length` bytes and the payload, in network byte
+    /// order.
+    fn length_after(&self, header_length: usize) -> [u8; 2] {
+        u16::try_from(header_length + self.payload.len()).unwrap_or(u16::MAX).to_be_bytes()
     }
 
     /// Decodes an Ethernet frame. Returns `None` if it is not a complete and unfragmented UDP
     /// packet over IPv4.
     pub fn from_frame(frame: &[u8]) -> Option<Datagram<'_>> {
+        const FRAGMENT_OFFSET: usize = 6;
+        const PROTOCOL_OFFSET: usize = 9;
+        const SOURCE_OFFSET: usize = 12;
+        const DESTINATION_OFFSET: usize = 16;
+        /// The fragment's offset in its packet, and the flag "more fragments".
+        const FRAGMENT_MASK: u16 = 0x3fff;
         let (ethernet, ip) = frame.split_at_checked(ETHERNET)?;
-        let number = |offset: usize| Some(u16::from_be_bytes(*ip.get(offset..)?.first_chunk()?));
-        let address = |offset: usize| Some(Ipv4Addr::from(*ip.get(offset..)?.first_chunk::<4>()?));
-        let first = *ip.first()?;
-        let (version, ip_header_length) = (first >> 4, usize::from(first & 15) * 4);
-        if ethernet[12..14] != ETHERTYPE_IPV4 || version != 4 || ip_header_length < IP || *ip.get(9)? != PROTOCOL_UDP {
+        let (version, header_words) = (ip.first()? >> 4, ip.first()? & 15);
+        let (ip_header, udp) = ip.split_at_checked(usize::from(header_words) * 4)?;
+        if !ethernet.ends_with(&ETHERTYPE_IPV4) || version != 4 || ip_header.len() < IP {
             return None;
         }
-        // The fragment's offset, and the flag "more fragments".
-        let is_fragment = number(6)? & 0x3fff != 0;
-        if is_fragment {
+        let number = |header: &[u8], offset: usize| Some(u16::from_be_bytes(*header.get(offset..)?.first_chunk()?));
+        let address = |offset: usize| Some(Ipv4Addr::from(*ip_header.get(offset..)?.first_chunk::<4>()?));
+        if ip_header[PROTOCOL_OFFSET] != PROTOCOL_UDP || number(ip_header, FRAGMENT_OFFSET)? & FRAGMENT_MASK != 0 {
             return None;
         }
-        let udp_length = usize::from(number(ip_header_length + 4)?);
+        // The UDP header: source port, destination port, length, checksum.
+        let udp_length = usize::from(number(udp, 4)?);
         Some(Datagram {
-            from: SocketAddrV4::new(address(12)?, number(ip_header_length)?),
-            to: SocketAddrV4::new(address(16)?, number(ip_header_length + 2)?),
-            payload: ip.get(ip_header_length + UDP..ip_header_length + udp_length)?,
+            from: SocketAddrV4::new(address(SOURCE_OFFSET)?, number(udp, 0)?),
+            to: SocketAddrV4::new(address(DESTINATION_OFFSET)?, number(udp, 2)?),
+            payload: udp.get(UDP..udp_length)?,
         })
     }
 }
 
-/// Returns the Internet checksum (RFC 1071) of `bytes`. `start` is the sum of preceding bytes.
-fn checksum(start: u32, bytes: &[u8]) -> u16 {
+/// Returns the Internet checksum (RFC 1071) of `bytes`: the complement of the sum of all 16-bit
+/// words, where a carry is added to the lowest bit.
+fn checksum(bytes: &[u8]) -> u16 {
     let word = |pair: &[u8]| u32::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)]));
-    let mut sum = bytes.chunks(2).fold(start, |sum, pair| sum + word(pair));
+    let mut sum: u32 = bytes.chunks(2).map(word).sum();
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
@@ -135,7 +155,7 @@ impl PacketSocket {
     /// Sends one frame.
     ///
     /// # Errors
-    /// The kernel refuses the frame; with ENOBUFS if the interface does not send yet.
+    /// The kernel refuses the frame. The errno is ENOBUFS if the interface does not send yet.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
         socket::send(self.as_raw_fd(), frame, MsgFlags::empty())?;
         Ok(())
@@ -145,8 +165,8 @@ impl PacketSocket {
     /// longer than `buffer` is cut off.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if no frame has arrived; the kernel's error if the interface
-    /// is down.
+    /// - [`io::ErrorKind::WouldBlock`]: no frame has arrived.
+    /// - The kernel's error, for example ENETDOWN if the interface is down.
     pub fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
         Ok(socket::recv(self.as_raw_fd(), buffer, MsgFlags::empty())?)
     }

@@ -7,7 +7,7 @@
 use netlink_packet_core::{Emitable, NLM_F_CREATE, NLM_F_EXCL};
 
 use crate::error::{Error, Result};
-use crate::netlink::wire::{attribute, new_attribute, new_nest};
+use crate::netlink::wire::{attribute, new_attribute, new_nest, u32_ne};
 use crate::netlink::{Body, Kind, Netlink, Reply, attributes, text};
 
 /// The parameters of a token bucket filter, in the kernel's units.
@@ -52,6 +52,8 @@ pub enum Filter {
     Other,
 }
 
+/// The value of a handle or parent that a request does not give.
+const TC_H_UNSPEC: u32 = 0;
 /// The parent of the qdisc for sent packets.
 const TC_H_ROOT: u32 = 0xffff_ffff;
 /// The parent of the qdisc for received packets.
@@ -72,7 +74,7 @@ const TCA_EGRESS_REDIR: u32 = 1;
 
 impl QdiscParent {
     /// Returns the kernel's number (`TC_H_*`) for this attachment point.
-    fn parent(self) -> u32 {
+    fn number(self) -> u32 {
         match self {
             QdiscParent::Root => TC_H_ROOT,
             QdiscParent::Ingress => TC_H_INGRESS,
@@ -101,10 +103,10 @@ impl Netlink {
     /// only the kernel's default qdisc, or no qdisc.
     pub fn find_qdisc(&self, index: u32, parent: QdiscParent) -> Result<Option<Qdisc>> {
         let request = match parent {
-            QdiscParent::Root => TrafficRequest::new(index, 0, parent.parent()),
+            QdiscParent::Root => TrafficRequest::new(index, TC_H_UNSPEC, parent.number()),
             // The ingress qdisc is looked up by its handle: a look-up by parent returns the
             // kernel's default qdisc if the interface had an ingress qdisc before.
-            QdiscParent::Ingress => TrafficRequest::new(index, parent.handle(), 0),
+            QdiscParent::Ingress => TrafficRequest::new(index, parent.handle(), TC_H_UNSPEC),
         };
         match self.get_echoed(Kind::GetQdisc, &request) {
             Ok(reply) => Ok(reply.as_ref().and_then(decode)),
@@ -134,7 +136,7 @@ impl Netlink {
     /// Attaches a qdisc of the parent's kind (`tbf` or `ingress`), with this encoded options
     /// attribute. Fails with EEXIST if a qdisc was attached at `parent` before.
     fn create_qdisc(&self, index: u32, parent: QdiscParent, options: &[u8]) -> Result<()> {
-        let mut message = TrafficRequest::new(index, parent.handle(), parent.parent()).kind(parent.kind());
+        let mut message = TrafficRequest::new(index, parent.handle(), parent.number()).kind(parent.kind());
         message.attributes.extend(options);
         self.send_change(Kind::NewQdisc, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to add qdisc {} to {link}", parent.kind())
@@ -143,14 +145,14 @@ impl Netlink {
 
     /// Removes the qdisc that [`create_tbf`](Netlink::create_tbf) or
     /// [`create_ingress`](Netlink::create_ingress) attached, with its filters. Does nothing if the
-    /// interface does not exist, has no qdisc there, or one of another kind or with another handle.
+    /// interface does not exist, or has no qdisc or a different one there.
     pub fn purge_qdisc(&self, index: u32, parent: QdiscParent) -> Result<()> {
-        let message = TrafficRequest::new(index, parent.handle(), parent.parent()).kind(parent.kind());
+        let message = TrafficRequest::new(index, parent.handle(), parent.number()).kind(parent.kind());
         let deleted = self.send_change(Kind::DelQdisc, &message, 0, |link| {
             format!("failed to remove qdisc {} from {link}", parent.kind())
         });
         match deleted {
-            // The kernel answers EINVAL for a qdisc with another handle or of another kind.
+            // The kernel answers EINVAL if the qdisc has another handle or is of another kind.
             Err(error) if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(()),
             result => result,
         }
@@ -160,8 +162,11 @@ impl Netlink {
     /// it. Both interfaces are in the connection's namespace; `from` must have an `ingress` qdisc.
     pub fn create_redirect(&self, from: u32, to: u32) -> Result<()> {
         const PRIORITY: u32 = 1;
-        let protocol = u16::try_from(libc::ETH_P_ALL).unwrap_or_default().to_be();
-        let mut message = TrafficRequest::new(from, 0, INGRESS_HANDLE).kind("u32");
+        /// The Ethernet type that stands for all packets.
+        const ETH_P_ALL: u16 = 3;
+        let protocol = ETH_P_ALL.to_be();
+        // The parent of a filter is the handle of its qdisc.
+        let mut message = TrafficRequest::new(from, TC_H_UNSPEC, INGRESS_HANDLE).kind("u32");
         message.info = PRIORITY << 16 | u32::from(protocol);
         message.attributes.extend(new_nest(TCA_OPTIONS, &encode_redirect(to)));
         self.send_change(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
@@ -173,7 +178,7 @@ impl Netlink {
     /// A redirection to a deleted interface has index 0.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
         let replies = self
-            .dump(Kind::GetFilter, &TrafficRequest::new(index, 0, INGRESS_HANDLE))
+            .dump(Kind::GetFilter, &TrafficRequest::new(index, TC_H_UNSPEC, INGRESS_HANDLE))
             .map_err(|cause| Error::new(format_args!("failed to list the filters of {}", self.label(index)), cause))?;
         let bodies = replies.iter().filter_map(|reply| reply.body(Kind::NewFilter));
         Ok(bodies.flat_map(decode_filter).collect())
@@ -209,8 +214,7 @@ struct TrafficRequest {
 const HEADER: usize = 20;
 
 impl TrafficRequest {
-    /// Returns a request without attributes. 0 as `handle` or `parent` leaves the field
-    /// unspecified.
+    /// Returns a request without attributes.
     fn new(index: u32, handle: u32, parent: u32) -> TrafficRequest {
         TrafficRequest { index, handle, parent, info: 0, attributes: Vec::new() }
     }
@@ -244,12 +248,16 @@ impl Body for TrafficRequest {
 /// Returns the options attribute of a token bucket filter. If the rate does not fit into the 32
 /// bits of `struct tc_tbf_qopt`, an attribute of its own has the rate.
 fn encode_tbf(tbf: &Tbf) -> Vec<u8> {
-    let rate = u32::try_from(tbf.rate);
-    // `struct tc_tbf_qopt`: two `struct tc_ratespec` of 12 bytes (rate and peak rate), each with
-    // the rate at its end; then limit, buffer and MTU.
-    let fields = [0, 0, rate.unwrap_or(u32::MAX), 0, 0, 0, tbf.limit, tbf.buffer, 0];
-    let mut options = new_attribute(TCA_TBF_PARMS, &fields.map(u32::to_ne_bytes).concat());
-    if rate.is_err() {
+    let short_rate = u32::try_from(tbf.rate);
+    // `struct tc_tbf_qopt`: the rate and the peak rate, each a `struct tc_ratespec` that ends with
+    // the number; then limit, buffer and MTU.
+    let rate = [0, 0, short_rate.unwrap_or(u32::MAX)];
+    let no_peak_rate = [0, 0, 0];
+    let no_mtu = 0;
+    let fields = [&rate[..], &no_peak_rate, &[tbf.limit, tbf.buffer, no_mtu]].concat();
+    let fields: Vec<u8> = fields.into_iter().flat_map(u32::to_ne_bytes).collect();
+    let mut options = new_attribute(TCA_TBF_PARMS, &fields);
+    if short_rate.is_err() {
         options.extend(new_attribute(TCA_TBF_RATE64, &tbf.rate.to_ne_bytes()));
     }
     new_nest(TCA_OPTIONS, &options)
@@ -267,7 +275,8 @@ fn encode_redirect(to: u32) -> Vec<u8> {
     // then one key, whose mask of 0 matches every packet.
     let mut selector = [0; 32];
     (selector[0], selector[2]) = (TC_U32_TERMINAL, 1);
-    // `struct tc_mirred`: index, capabilities, action, two counters, kind of redirection, target.
+    // `struct tc_mirred`, seven numbers: index, capabilities, action, two counters, kind of
+    // redirection, target.
     let parameters = [0, 0, TC_ACT_STOLEN, 0, 0, TCA_EGRESS_REDIR, to].map(u32::to_ne_bytes).concat();
     // "mirred" is the kernel's name of the action that mirrors or redirects packets.
     let action =
@@ -280,17 +289,12 @@ fn encode_redirect(to: u32) -> Vec<u8> {
     .concat()
 }
 
-/// Returns the native-endian 32-bit number at an offset; `None` if fewer than 4 bytes are there.
-fn number(bytes: &[u8], offset: usize) -> Option<u32> {
-    bytes.get(offset..)?.first_chunk().copied().map(u32::from_ne_bytes)
-}
-
 /// Decodes a qdisc. Returns `None` for a malformed message and for the kernel's default qdisc.
 fn decode(reply: &Reply) -> Option<Qdisc> {
     const HANDLE_OFFSET: usize = 8;
     let body = reply.body(Kind::NewQdisc)?;
     // Only the kernel's default qdisc has handle 0.
-    if number(body, HANDLE_OFFSET) == Some(0) {
+    if u32_ne(body, HANDLE_OFFSET) == Some(TC_H_UNSPEC) {
         return None;
     }
     let encoded = body.get(HEADER..)?;
@@ -305,21 +309,24 @@ fn decode(reply: &Reply) -> Option<Qdisc> {
 /// Decodes the value of the options attribute that [`encode_tbf`] returns. Returns `None` if the
 /// value is malformed.
 fn decode_tbf(options: &[u8]) -> Option<Tbf> {
+    // In `struct tc_tbf_qopt`, see `encode_tbf`.
+    const RATE_OFFSET: usize = 8;
+    const LIMIT_OFFSET: usize = 24;
+    const BUFFER_OFFSET: usize = 28;
     let fields = attribute(options, TCA_TBF_PARMS)?;
-    // The offsets are those of `struct tc_tbf_qopt`, as in `encode_tbf`.
-    let short_rate = number(fields, 8)?;
+    let short_rate = u32_ne(fields, RATE_OFFSET)?;
     // Only present if the rate needs more than 32 bits.
     let long_rate = attribute(options, TCA_TBF_RATE64).and_then(|bytes| bytes.first_chunk());
     let rate = match long_rate {
         Some(bytes) => u64::from_ne_bytes(*bytes),
         None => u64::from(short_rate),
     };
-    Some(Tbf { rate, limit: number(fields, 24)?, buffer: number(fields, 28)? })
+    Some(Tbf { rate, limit: u32_ne(fields, LIMIT_OFFSET)?, buffer: u32_ne(fields, BUFFER_OFFSET)? })
 }
 
-/// Decodes the actions of one filter from the body of a message; a filter without an action counts
-/// as one [`Filter::Other`]. Returns an empty list for a message that describes only the list or
-/// the hash table that contains the filters.
+/// Decodes the body of a message about filters. Returns the actions of the filter; a filter without
+/// an action counts as one [`Filter::Other`]. Returns an empty list if the message is not about a
+/// filter but about the list or the hash table that contains the filters.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
     let encoded = body.get(HEADER..).unwrap_or_default();
     // A message without options describes the list.
@@ -348,13 +355,15 @@ fn decode_filter(body: &[u8]) -> Vec<Filter> {
 /// Returns the index of the interface that an action redirects packets to; `None` for any other
 /// action.
 fn redirect_target(action: &[u8]) -> Option<u32> {
+    // In `struct tc_mirred`, see `encode_redirect`.
+    const REDIRECTION_OFFSET: usize = 20;
+    const TARGET_OFFSET: usize = 24;
     if text(attribute(action, TCA_KIND)?) != "mirred" {
         return None;
     }
-    // `struct tc_mirred`, as in `encode_redirect`.
     let parameters = attribute(attribute(action, TCA_OPTIONS)?, TCA_MIRRED_PARMS)?;
-    let (kind, target) = (number(parameters, 20)?, number(parameters, 24));
-    if kind == TCA_EGRESS_REDIR { target } else { None }
+    let redirection = u32_ne(parameters, REDIRECTION_OFFSET)?;
+    if redirection == TCA_EGRESS_REDIR { u32_ne(parameters, TARGET_OFFSET) } else { None }
 }
 
 #[cfg(test)]

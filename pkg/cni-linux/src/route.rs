@@ -83,8 +83,8 @@ pub struct Route {
     pub mtu: Option<u32>,
     /// The largest TCP segment size (MSS) to announce along the route.
     pub advmss: Option<u32>,
-    /// The metric: of several routes to one destination the lowest is used. `None` and 0 stand for
-    /// the kernel's default.
+    /// The metric: of several routes to one destination, that with the lowest is used. `None` and 0
+    /// stand for the kernel's default.
     pub priority: Option<u32>,
     /// The table; `None` and 0 stand for the main table.
     pub table: Option<u32>,
@@ -206,8 +206,8 @@ impl Netlink {
         self.add_paths(paths, NLM_F_CREATE)
     }
 
-    /// Adds one route over the gateways of `paths`, with these `NLM_F_*` flags; does nothing if
-    /// there are no paths.
+    /// Adds one route over the gateways of `paths`, with these `NLM_F_*` flags. Does nothing if
+    /// `paths` is empty.
     fn add_paths(&self, paths: &[Route], flags: u16) -> Result<()> {
         let Some(first) = paths.first() else { return Ok(()) };
         let message = if paths.len() == 1 { message(first) } else { multipath_message(first, paths) };
@@ -278,8 +278,8 @@ impl Netlink {
     pub fn is_local_address(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
-            // The address has no local route yet: no route covers it, or one of type unreachable,
-            // prohibit or blackhole does.
+            // The address has no local route. The look-up finds no route at all (the first errno),
+            // or one of type unreachable, prohibit or blackhole (the others, in this order).
             Err(cause)
                 if matches!(
                     cause.errno(),
@@ -303,8 +303,8 @@ impl Netlink {
         Ok(answer.and_then(|reply| RouteMessage::parse(reply.body(Kind::NewRoute)?).ok()))
     }
 
-    /// Returns the unicast routes of one family, in one table or in all. Filters again, because an
-    /// old kernel ignores the table in the request.
+    /// Returns the unicast routes of one family, in one table or in all. Filters the answer,
+    /// because an old kernel ignores the table in the request.
     fn dump_routes(&self, family: Family, table: Option<u32>) -> Result<Vec<Route>> {
         let mut message = RouteMessage::default();
         message.header.address_family = family.number();
@@ -359,7 +359,7 @@ fn message(route: &Route) -> RouteMessage {
 /// from `first`.
 fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
     let mut message = message(&Route { gw: None, ..*first });
-    // Each gateway has an interface of its own.
+    // The interface is given for each gateway instead.
     message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));
     let to_next_hop = |path: &Route| {
         let mut next_hop = RouteNextHop::default();
@@ -377,7 +377,7 @@ fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
 /// Decodes a unicast route: returns one [`Route`], or one for each gateway; none for any other
 /// route or message.
 fn decode(reply: Reply) -> Vec<Route> {
-    parse(&reply).map(routes).unwrap_or_default()
+    parse(&reply).map(unicast_routes).unwrap_or_default()
 }
 
 /// Parses a message about a route. Returns `None` for other and malformed messages.
@@ -385,22 +385,22 @@ fn parse(reply: &Reply) -> Option<RouteMessage> {
     RouteMessage::parse(reply.body(Kind::NewRoute)?).ok()
 }
 
-/// Converts a route: a unicast route becomes one [`Route`], or one for each gateway. Returns none
-/// for other types of routes, and for routes of other families.
-fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
+/// Converts a route as the kernel reports it: a unicast route becomes one [`Route`], or one for
+/// each gateway. Returns none for other types of routes, and for routes of other families.
+fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     let unspecified: IpAddr = match header.address_family {
         AddressFamily::Inet => IpAddr::from([0; 4]),
         AddressFamily::Inet6 => IpAddr::from([0; 16]),
         _ => return Vec::new(),
     };
-    // A cloned route is one that the kernel caches for a single destination (a path MTU, a
-    // redirect).
+    // A cloned route is one that the kernel caches for a single destination, for example because
+    // it has learned a path MTU.
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }
-    // Each value that follows stays if the message has no attribute for it: the kernel omits the
-    // destination of a default route, and a metric of 0. The header's table number has only eight
-    // bits.
+    // First the header's values and the kernel's defaults; the attributes below replace some of
+    // them. The kernel omits the destination of a default route, and a metric of 0. A table number
+    // above 255 is only in the attribute.
     let mut destination = unspecified;
     let mut route = Route::new(Cidr::host(unspecified), None, 0);
     route.table = Some(header.table.into());
@@ -434,15 +434,16 @@ fn routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     if hops.is_empty() {
         return vec![route];
     }
-    // A route over several gateways has them in `hops`, and no gateway or interface of its own.
-    let over_hop = |hop: RouteNextHop| {
-        let gw = hop.attributes.iter().find_map(|attribute| match attribute {
-            RouteAttribute::Gateway(address) => ip(address),
-            _ => None,
-        });
-        Route { gw, oif: hop.interface_index, ..route }
-    };
-    hops.into_iter().map(over_hop).collect()
+    // A route over several gateways has no gateway or interface of its own.
+    hops.into_iter().map(|hop| Route { gw: gateway(&hop), oif: hop.interface_index, ..route }).collect()
+}
+
+/// Returns the gateway of one path of a route; `None` if the path has none.
+fn gateway(hop: &RouteNextHop) -> Option<IpAddr> {
+    hop.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Gateway(address) => ip(address),
+        _ => None,
+    })
 }
 
 /// Converts an IP address; `None` for an address of another family.

@@ -118,7 +118,7 @@ mod tests {
     use crate::testing::{in_new_netns, output};
 
     #[test]
-    fn rules_of_both_families_come_and_go() {
+    fn rules_of_both_families_are_added_and_deleted() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let rules = [

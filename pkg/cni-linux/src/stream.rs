@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use cni::machine::Machine as _;
 use nix::poll::{PollFd, PollFlags};
 
-use crate::machine::{LinuxMachine, wait_ready};
+use crate::machine::{LinuxMachine, is_ready, wait_ready};
 
 /// How long a stream may be used, from its first read or write. If the runtime has not sent the
 /// configuration or read the result by then, the plugin gives up.
@@ -39,7 +39,8 @@ impl<'m, F: AsFd> Stream<'m, F> {
     }
 
     /// Waits until the descriptor is ready for `event`, and returns it. Fails with
-    /// [`ErrorKind::TimedOut`] after a signal or at the deadline, unless the descriptor is ready.
+    /// [`ErrorKind::TimedOut`] if a signal or the deadline comes first. Even after a signal or the
+    /// deadline, a descriptor that is ready is returned.
     fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
         // A signal that was read before no longer makes the machine's descriptor ready, so after
@@ -50,7 +51,7 @@ impl<'m, F: AsFd> Stream<'m, F> {
                 if was_terminated { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
             let mut fds = [PollFd::new(self.fd.as_fd(), event), PollFd::new(self.machine.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(left))?;
-            if fds[0].any() != Some(false) {
+            if is_ready(&fds[0]) {
                 return Ok(self.fd.as_fd());
             }
             if was_terminated || self.machine.terminated() {
@@ -94,7 +95,7 @@ pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machin
         let left = deadline.saturating_duration_since(machine.now());
         let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
         wait_ready(&mut fds, Some(left))?;
-        if fds[0].any() != Some(false) {
+        if is_ready(&fds[0]) {
             return Ok(());
         }
         if left.is_zero() {
@@ -137,7 +138,7 @@ mod tests {
         timed_out(Stream::new(&machine, &reader, SHORT).read(&mut [0; 8]), nothing);
         let mut full = Stream::new(&machine, &writer, SHORT);
         timed_out(full.write_all(&[0; 1 << 20]).map(|()| 0), nothing);
-        // The deadline is one for all that is written.
+        // A second write does not get a new deadline.
         let begin = Instant::now();
         timed_out(full.write(b"and why"), nothing);
         assert!(begin.elapsed() < PATIENCE / 2);
@@ -145,20 +146,20 @@ mod tests {
 
     #[test]
     fn a_signal_ends_the_wait_but_ready_data_is_still_read() {
-        // Its mask is this thread's alone.
+        // On a thread of its own, because the machine blocks signals for the thread.
         let test = || {
             if crate::sys::is_ignored(Signal::SIGTERM).unwrap() {
                 return crate::testing::skip("SIGTERM is ignored by the parent process");
             }
             let machine = machine();
             let (reader, writer) = io::pipe().unwrap();
-            let mut wire = Stream::new(&machine, &writer, PATIENCE);
+            let mut output = Stream::new(&machine, &writer, PATIENCE);
             raise(Signal::SIGCHLD).unwrap();
             raise(Signal::SIGTERM).unwrap();
             for _ in 0..2 {
                 timed_out(Stream::new(&machine, &reader, PATIENCE).read(&mut [0; 8]), "interrupted by a signal");
-                // The error, that is.
-                assert_eq!(wire.write(b"x").unwrap(), 1);
+                // As a plugin writes its error after the signal.
+                assert_eq!(output.write(b"x").unwrap(), 1);
                 assert_eq!(Stream::new(&machine, &reader, PATIENCE).read(&mut [0; 8]).unwrap(), 1);
             }
         };

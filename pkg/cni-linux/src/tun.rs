@@ -2,7 +2,7 @@
 //!
 //! A tap exists as long as its device file is open, unless it is made persistent: until
 //! [`Tap::keep`] the kernel removes the tap if this process is killed. Owner, group and the number
-//! of queues are fixed at creation; the program that opens the tap later chooses packet information
+//! of queues are set here; the program that attaches to the tap later chooses packet information
 //! and the virtio header itself.
 
 use std::fs::{File, OpenOptions};
@@ -12,15 +12,16 @@ use crate::error::{Error, Result};
 use crate::netns::Netns;
 use crate::sys::{self, TunSetting};
 
+/// The device file. A program opens it and attaches the open file to a tap.
 const DEVICE: &str = "/dev/net/tun";
 
-/// How many times a tap can be open at once.
+/// How many open device files can be attached to a tap at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Queues {
-    /// Once.
+    /// One.
     #[default]
     One,
-    /// Several times, each with the flag `IFF_MULTI_QUEUE`.
+    /// Several, each with the flag `IFF_MULTI_QUEUE`.
     Several,
 }
 
@@ -29,11 +30,14 @@ pub enum Queues {
 pub struct TapSpec<'a> {
     /// The name.
     pub name: &'a str,
-    /// The ID of the user that may open it; `None` if only processes with CAP_NET_ADMIN may.
+    /// The ID of the only user whose programs may attach to the tap; `None` for any user. Owner and
+    /// group do not restrict a program with CAP_NET_ADMIN in the network namespace. Without both,
+    /// every program in the namespace that can open the device file may attach.
     pub owner: Option<u32>,
-    /// The ID of the group whose members may open it; `None` for no group.
+    /// The ID of the only group whose members' programs may attach, in addition to the condition of
+    /// `owner`; `None` for any group.
     pub group: Option<u32>,
-    /// How many times it can be open at once.
+    /// How many open device files can be attached at once.
     pub queues: Queues,
 }
 
@@ -83,14 +87,15 @@ fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     let device = open()?;
     let queues = if spec.queues == Queues::Several { libc::IFF_MULTI_QUEUE } else { 0 };
     // IFF_TUN_EXCL: otherwise the kernel would attach to an existing tap with this name.
-    // IFF_NO_CARRIER: the tap has no carrier before a program opens it. Kernels before 6.2 ignore
-    // this flag: the tap has a carrier while this process has it open, and up to a second longer.
+    // IFF_NO_CARRIER: the tap has no carrier before a program attaches to it. Kernels before 6.2
+    // ignore this flag: the tap has a carrier while this process is attached, and up to a second
+    // longer.
     let creation = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
     // Frames without packet information, but with the virtio header.
     let frames = libc::IFF_NO_PI | libc::IFF_VNET_HDR;
     let flags = libc::IFF_TAP | frames | creation | queues;
     sys::create_tun(&device, spec.name, flags).map_err(|error| match error.raw_os_error() {
-        // With IFF_TUN_EXCL this error means that the name exists.
+        // With IFF_TUN_EXCL, EBUSY means that the name is in use.
         Some(libc::EBUSY) => io::Error::from_raw_os_error(libc::EEXIST),
         _ => error,
     })?;
@@ -126,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn every_choice_is_read_back() {
+    fn every_property_is_read_back() {
         in_new_netns(|| {
             let spec = TapSpec { owner: Some(1), group: Some(2), queues: Queues::Several, ..SPEC };
             let _tap = Tap::create(&Netns::current().unwrap(), &spec).unwrap();

@@ -89,7 +89,7 @@ impl Netlink {
     pub fn create_veth(&self, spec: &VethSpec<'_>) -> Result<Veth> {
         let request = host_request(spec).veth(&peer_request(spec));
         let link = self.create_link(&request, spec.name).map_err(|cause| {
-            let cause = self.with_taken_name(spec, cause);
+            let cause = self.add_taken_name(spec, cause);
             Error::new(format_args!("failed to create veth {} with peer {}", spec.name, spec.peer_name), cause)
         })?;
         let alias_set = match spec.alias {
@@ -167,10 +167,11 @@ impl Netlink {
         result
     }
 
-    /// Adds to EEXIST, the cause of a failed creation, which of the two names is in use. If both
-    /// are, takes the container's, because another host name would not help; if the container's
-    /// cannot be looked up, takes the host's. Returns any other cause unchanged.
-    fn with_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
+    /// Looks up which of the two names is in use, and adds that to `cause`, the EEXIST of a failed
+    /// creation. If both are in use, adds the container's, because another host name would not
+    /// help; if the container's cannot be looked up, adds the host's. Returns any other cause
+    /// unchanged.
+    fn add_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;
         }
@@ -179,8 +180,8 @@ impl Netlink {
             None => self.find_link(spec.peer_name),
         };
         match find_peer() {
-            Ok(Some(_)) => cause.taken(TakenName::ContainerName),
-            Ok(None) | Err(_) => cause.taken(TakenName::HostName),
+            Ok(Some(_)) => cause.with_taken_name(TakenName::ContainerName),
+            Ok(None) | Err(_) => cause.with_taken_name(TakenName::HostName),
         }
     }
 }
@@ -188,7 +189,7 @@ impl Netlink {
 /// Returns the part of the request that describes the host end.
 fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
     let group = spec.alias.and_then(AttachmentId::parse).map(|id| AttachmentId::group(&id.network));
-    let request = LinkRequest::new(0).name(spec.name).mac(spec.host_mac);
+    let request = LinkRequest::without_index().name(spec.name).mac(spec.host_mac);
     let request = if spec.up { request.up() } else { request };
     request
         .optional(spec.mtu, LinkRequest::mtu)
@@ -198,7 +199,7 @@ fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
 
 /// Returns the part of the request that describes the other end.
 fn peer_request(spec: &VethSpec<'_>) -> LinkRequest {
-    let request = LinkRequest::new(0).name(spec.peer_name).mac(spec.peer_mac);
+    let request = LinkRequest::without_index().name(spec.peer_name).mac(spec.peer_mac);
     request.optional(spec.mtu, LinkRequest::mtu).optional(spec.peer_netns, LinkRequest::netns)
 }
 
@@ -212,7 +213,7 @@ mod tests {
     const PEER: Mac = Mac([2, 0, 0, 0, 0, 2]);
 
     #[test]
-    fn a_pair_is_born_with_everything_in_both_namespaces() {
+    fn a_pair_is_created_complete_in_both_namespaces() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
             let netns = new_netns();
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ends_may_live_in_one_namespace() {
+    fn both_ends_can_be_in_one_namespace() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
             let made = host.create_veth(&VethSpec::new("br0.5", HOST, "veth5", PEER)).unwrap();
@@ -314,9 +315,9 @@ mod tests {
         });
     }
 
-    /// A pair whose ADD was killed before it could set the alias, with both names and the index of
-    /// the host's end.
-    fn unmarked(host: &Netlink, mark: &AttachmentId) -> u32 {
+    /// Creates a pair without an alias, as an ADD that is killed in between leaves it. Returns the
+    /// index of the host end.
+    fn create_unmarked(host: &Netlink, mark: &AttachmentId) -> u32 {
         let (name, alias) = (mark.host_name(0), mark.alias());
         let peer_name = name.replace("veth", "peer");
         let spec = VethSpec { alias: Some(&alias), ..VethSpec::new(&name, HOST, &peer_name, PEER) };
@@ -324,15 +325,15 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_without_an_alias_is_removed() {
+    fn links_that_get_no_alias_are_removed() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
-            unmarked(&host, &AttachmentId::new("net", "c1", "eth0"));
-            unmarked(&host, &AttachmentId::new("net", "c2", "eth0"));
-            unmarked(&host, &AttachmentId::new("other", "c1", "eth0"));
+            create_unmarked(&host, &AttachmentId::new("net", "c1", "eth0"));
+            create_unmarked(&host, &AttachmentId::new("net", "c2", "eth0"));
+            create_unmarked(&host, &AttachmentId::new("other", "c1", "eth0"));
             let foreign = VethSpec::new("veth01234567", HOST, "foreign", PEER);
             host.create_veth(&foreign).unwrap();
-            let renamed = unmarked(&host, &AttachmentId::new("net", "c3", "eth0"));
+            let renamed = create_unmarked(&host, &AttachmentId::new("net", "c3", "eth0"));
             host.set_name(renamed, "mine").unwrap();
             host.purge_unmarked("net", &host.list_links().unwrap(), &machine()).unwrap();
             let left: Vec<String> = host.list_links().unwrap().into_iter().map(|link| link.name).collect();
@@ -347,11 +348,11 @@ mod tests {
     }
 
     #[test]
-    fn an_add_at_work_keeps_its_veth() {
+    fn an_add_in_progress_keeps_its_veth() {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
             let mark = AttachmentId::new("net", "c1", "eth0");
-            let index = unmarked(&host, &mark);
+            let index = create_unmarked(&host, &mark);
             let listed = host.list_links().unwrap();
             host.set_first_alias(index, &mark.alias()).unwrap();
             host.purge_unmarked("net", &listed, &machine()).unwrap();
@@ -360,8 +361,8 @@ mod tests {
         });
     }
 
-    /// The fact that finding an unmarked link rests on. The other end takes one too: a host's end
-    /// that is made from inside the container.
+    /// Checks the fact by which a link without an alias is found. Both ends take a group, because a
+    /// host end may be created from inside the container.
     #[test]
     fn the_kernel_takes_a_group_in_the_request_that_creates() {
         in_new_netns(|| {
@@ -379,8 +380,8 @@ mod tests {
         });
     }
 
-    /// The fact that the second request rests on. Should a kernel ever take the alias at once, this
-    /// test fails and the request can go.
+    /// Checks why the second request is needed. If a kernel ever sets the alias at creation, this
+    /// test fails, and the second request can be deleted.
     #[test]
     fn the_kernel_ignores_an_alias_in_the_request_that_creates() {
         in_new_netns(|| {

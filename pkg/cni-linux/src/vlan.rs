@@ -1,9 +1,11 @@
 //! Lists and changes the VLANs of a bridge's ports and of the bridge itself.
 //!
-//! A request names a port by its index with [`Target::Master`], or the bridge by its own index with
-//! [`Target::Itself`]. The kernel lists a range of equal VLANs as two entries, the first and the
-//! last. It continues a list by position and does not report changes meanwhile: for each port that
-//! is deleted during a list, another port may be missing from the list (6.18).
+//! A change of a port's VLANs has the port's index and [`Target::Port`]; a change of the bridge's
+//! own VLANs has the bridge's index and [`Target::Bridge`].
+//!
+//! The kernel lists a range of equal VLANs as two entries, the first and the last. The kernel
+//! continues a list by position and does not report changes meanwhile: for each port that is
+//! deleted during a list, another port may be missing from the list (6.18).
 //!
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`], and every
 //! list is empty.
@@ -16,11 +18,11 @@ use crate::link::{self, LinkRequest};
 use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes};
 
-/// The attribute, in `IFLA_AF_SPEC`, that says whether a request is about a port or the bridge
+/// The attribute, in `IFLA_AF_SPEC`, that selects whether a request is about a port or the bridge
 /// itself.
 const IFLA_BRIDGE_FLAGS: u16 = 0;
 
-/// How often the list is read at most until it has the port.
+/// How many times at most the list is read until it has the port.
 const LIST_ATTEMPTS: usize = 20;
 
 /// A VLAN of a port.
@@ -47,10 +49,10 @@ pub enum VlanFlags {
 /// Whether a request is about a bridge's port or the bridge itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// A port; the request has its index.
-    Master,
+    /// A port; the request has the port's index.
+    Port,
     /// The bridge, as a station in its own network; the request has the bridge's index.
-    Itself,
+    Bridge,
 }
 
 impl Netlink {
@@ -62,7 +64,7 @@ impl Netlink {
     /// list may omit a port that exists: see the module's description.)
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
-        let request = LinkRequest::new(0).of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
+        let request = LinkRequest::without_index().of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
         for _ in 0..LIST_ATTEMPTS {
             let links = self.dump(Kind::GetLink, &request).map_err(failed)?;
             if let Some(entries) = links.iter().find_map(|link| decode_entries(link, index)) {
@@ -95,11 +97,12 @@ impl Netlink {
 
 /// Returns the request that adds a port or bridge to a VLAN, or removes it from the VLAN.
 fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
+    // The master of the interface handles the request, or the interface itself.
     const BRIDGE_FLAGS_MASTER: u16 = 1;
     const BRIDGE_FLAGS_SELF: u16 = 2;
     let target_flag = match target {
-        Target::Master => BRIDGE_FLAGS_MASTER,
-        Target::Itself => BRIDGE_FLAGS_SELF,
+        Target::Port => BRIDGE_FLAGS_MASTER,
+        Target::Bridge => BRIDGE_FLAGS_SELF,
     };
     // `struct bridge_vlan_info`.
     let vlan_info = [flags.bits().to_ne_bytes(), vid.to_ne_bytes()].concat();
@@ -159,8 +162,9 @@ fn expand_ranges(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan>
 mod tests {
     use super::*;
     use crate::testing::in_new_netns;
+    use crate::{BridgeSpec, Mac, VethSpec};
 
-    /// A message that a kernel without VLAN filtering never sends.
+    /// Decodes a message made here, because a kernel without VLAN filtering never sends one.
     #[test]
     fn the_entries_of_one_port_are_read_out_of_a_message() {
         let mut body = vec![0; 16];
@@ -172,13 +176,12 @@ mod tests {
         let reply = Reply::new(Kind::NewLink, &body);
         let vlan = |vid, access| Vlan { vid, pvid: access, untagged: access };
         assert_eq!(expand_ranges(decode_entries(&reply, 7).unwrap()), [vlan(10, true), vlan(20, false)]);
-        // One that was left out is not one without VLANs.
+        // A port that is missing from the list is not a port without VLANs.
         assert!(decode_entries(&reply, 8).is_none());
     }
-    use crate::{BridgeSpec, Mac, VethSpec};
 
     #[test]
-    fn runs_of_vlans_are_unfolded() {
+    fn ranges_of_vlans_are_expanded() {
         let entry = |vid, bits| BridgeVlanInfo { vid, flags: BridgeVlanInfoFlags::from_bits_retain(bits) };
         let plain = |vid| Vlan { vid, pvid: false, untagged: false };
         let access = Vlan { vid: 1, pvid: true, untagged: true };
@@ -189,12 +192,12 @@ mod tests {
             [access, plain(10), plain(11), plain(12), plain(20), plain(4093), plain(4094)]
         );
         assert_eq!(expand_ranges([]), []);
-        // An end without a beginning is at least itself.
+        // An end of a range without a beginning counts as a single VLAN.
         assert_eq!(expand_ranges([entry(7, 16)]), [plain(7)]);
     }
 
     #[test]
-    fn what_is_on_no_bridge_has_no_list_of_vlans() {
+    fn an_interface_without_a_bridge_has_no_vlan_list() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             netlink.create_bridge(&BridgeSpec::named("br0")).unwrap();
@@ -206,7 +209,7 @@ mod tests {
     #[test]
     fn a_request_has_the_bytes_that_the_bridge_program_sends() {
         let access = BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged;
-        let bytes = request(7, 100, access, Target::Master).bytes();
+        let bytes = request(7, 100, access, Target::Port).bytes();
         let (family, index, attributes) = (bytes[0], &bytes[4..8], &bytes[16..]);
         assert_eq!((i32::from(family), index), (libc::AF_BRIDGE, 7u32.to_ne_bytes().as_slice()));
         // IFLA_AF_SPEC (26) of 20 bytes: IFLA_BRIDGE_FLAGS (0) = BRIDGE_FLAGS_MASTER (1),
@@ -224,7 +227,7 @@ mod tests {
                 Ok(bridge) => bridge,
                 Err(error) if error.is_unsupported() => {
                     let bridge = netlink.create_bridge(&BridgeSpec::named("br0")).unwrap();
-                    let error = netlink.add_vlan(bridge.index, 5, VlanFlags::Tagged, Target::Itself).unwrap_err();
+                    let error = netlink.add_vlan(bridge.index, 5, VlanFlags::Tagged, Target::Bridge).unwrap_err();
                     assert!(error.is_unsupported(), "{error}");
                     assert_eq!(netlink.vlans(bridge.index).unwrap(), []);
                     return crate::testing::skip("this kernel has no VLAN filtering");
@@ -235,14 +238,14 @@ mod tests {
             let veth = netlink.create_veth(&VethSpec { master: Some(bridge.index), ..spec }).unwrap();
             let default = Vlan { vid: bridge.bridge.unwrap().default_pvid, pvid: true, untagged: true };
             assert_eq!(netlink.vlans(veth.index).unwrap(), [default]);
-            netlink.del_vlan(veth.index, default.vid, Target::Master).unwrap();
+            netlink.del_vlan(veth.index, default.vid, Target::Port).unwrap();
             for vid in [100, 101, 102] {
-                netlink.add_vlan(veth.index, vid, VlanFlags::Tagged, Target::Master).unwrap();
+                netlink.add_vlan(veth.index, vid, VlanFlags::Tagged, Target::Port).unwrap();
             }
-            netlink.add_vlan(veth.index, 200, VlanFlags::Access, Target::Master).unwrap();
+            netlink.add_vlan(veth.index, 200, VlanFlags::Access, Target::Port).unwrap();
             let vids: Vec<u16> = netlink.vlans(veth.index).unwrap().iter().map(|vlan| vlan.vid).collect();
             assert_eq!(vids, [100, 101, 102, 200]);
-            netlink.add_vlan(bridge.index, 100, VlanFlags::Tagged, Target::Itself).unwrap();
+            netlink.add_vlan(bridge.index, 100, VlanFlags::Tagged, Target::Bridge).unwrap();
             assert!(netlink.vlans(bridge.index).unwrap().iter().any(|vlan| vlan.vid == 100));
         });
     }

@@ -16,7 +16,7 @@ use nix::poll::{PollFd, PollFlags};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::error::{Cause, Error, Result};
-use crate::machine::{ending, wait_ready};
+use crate::machine::{ending_signals, wait_ready};
 use crate::netlink::socket::Events;
 use crate::netns::Netns;
 
@@ -31,7 +31,7 @@ pub struct Watch {
 }
 
 impl AsFd for Watch {
-    /// Readable after a change, until [`drain`](Watch::drain).
+    /// Returns a descriptor that is readable after a change, until [`drain`](Watch::drain).
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }
@@ -76,9 +76,10 @@ impl Watch {
     /// value. `what` names the awaited event in errors.
     ///
     /// # Errors
-    /// An error of `check`; `failed to wait for WHAT: …` with [`Error::is_deadline`] at the
-    /// deadline, or with [`Error::is_terminated`] after SIGTERM (which the machine must have
-    /// blocked).
+    /// - An error of `check` ends the wait and is returned unchanged.
+    /// - `failed to wait for WHAT: …`: the deadline came ([`Error::is_deadline`]), SIGTERM came
+    ///   ([`Error::is_terminated`]; the machine must have blocked the signal), or the kernel
+    ///   failed.
     pub fn wait<T>(
         &self,
         what: &str,
@@ -114,13 +115,13 @@ impl Watch {
     }
 }
 
-/// Returns a descriptor that is readable while SIGTERM, SIGINT or SIGHUP is pending. For polling
-/// only: a read would take the signal away from [`Machine::terminated`].
+/// Returns a descriptor that is readable while SIGTERM, SIGINT or SIGHUP is pending. Poll it, but
+/// do not read from it: a read would take the signal away from [`Machine::terminated`].
 ///
 /// # Errors
 /// The kernel cannot create a descriptor.
 pub fn term_descriptor() -> Result<SignalFd, Errno> {
-    SignalFd::with_flags(&ending(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+    SignalFd::with_flags(&ending_signals(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }
 
 #[cfg(test)]

@@ -231,7 +231,7 @@ fn enable_vlan_filtering(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn
         Err(error) if !error.is_deadline() => return Err(error.into()),
         _ => check_foreign_ports(host, link)?,
     }
-    match host.set_vlan_filtering(link.index) {
+    match host.enable_vlan_filtering(link.index) {
         Err(error) if error.is_unsupported() => Err(vlan_filtering_error(error.into(), conf)),
         result => Ok(result?),
     }

@@ -214,9 +214,9 @@ fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16
 /// repeated.
 fn set_up_vlan_gateway(host: &Netlink, port: u32, gateway: u32, vlan: u16) -> Result<()> {
     for old in host.vlans(port)?.iter().filter(|old| old.vid != vlan) {
-        host.del_vlan(port, old.vid, Target::Master)?;
+        host.del_vlan(port, old.vid, Target::Port)?;
     }
-    host.add_vlan(port, vlan, VlanFlags::Access, Target::Master)?;
+    host.add_vlan(port, vlan, VlanFlags::Access, Target::Port)?;
     Ok(host.set_up(gateway)?)
 }
 

@@ -100,13 +100,13 @@ pub(crate) struct PortEnds<'a> {
 fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     if !vlans.keep_default {
         for vlan in host.vlans(index)? {
-            host.del_vlan(index, vlan.vid, Target::Master)?;
+            host.del_vlan(index, vlan.vid, Target::Port)?;
         }
     }
     for vid in &vlans.trunk {
-        host.add_vlan(index, *vid, VlanFlags::Tagged, Target::Master)?;
+        host.add_vlan(index, *vid, VlanFlags::Tagged, Target::Port)?;
     }
-    host.add_vlan(index, vlans.access.unwrap_or(1), VlanFlags::Access, Target::Master)?;
+    host.add_vlan(index, vlans.access.unwrap_or(1), VlanFlags::Access, Target::Port)?;
     Ok(())
 }
 

@@ -118,7 +118,7 @@ fn delete_connections(call: &Call<'_>, mut claims: Vec<ClaimedPort>) {
     if claims.is_empty() {
         return;
     }
-    if let Err(error) = Conntrack::open().and_then(|mut table| table.forget(&claims, FlushScope::Own)) {
+    if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&claims, FlushScope::Own)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
 }

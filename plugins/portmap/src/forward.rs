@@ -68,7 +68,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     }
     // A failure is only a note: the ports are mapped, and only packets of connections that are
     // already tracked may still go elsewhere.
-    if let Err(error) = Conntrack::open().and_then(|mut table| table.forget(&claims, FlushScope::Others)) {
+    if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&claims, FlushScope::Others)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
     Ok(rollback)

@@ -1,4 +1,4 @@
-//! Ports of the host that containers claim.
+//! Defines the claims: ports of the host that are mapped to containers.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -69,8 +69,8 @@ pub struct ClaimedPort {
 }
 
 impl ClaimedPort {
-    /// Whether some packet could be sent to both claims: both have the same protocol, host port and
-    /// family, and the same host address, or at least one has no host address.
+    /// Whether a packet can match both claims: both have the same protocol, host port and family,
+    /// and they have the same host address or at least one has none.
     pub fn overlaps(&self, other: &ClaimedPort) -> bool {
         (self.protocol, self.host_port) == (other.protocol, other.host_port)
             && Family::of(self.container.ip()) == Family::of(other.container.ip())

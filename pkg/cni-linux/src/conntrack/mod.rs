@@ -26,23 +26,41 @@ mod text;
 
 pub use claim::{ClaimedPort, Protocol};
 
-/// How often the table is read at most, if the kernel reports that it changed meanwhile.
+/// How many times at most the table is read, if it changes during each.
 const DUMP_ATTEMPTS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
 const IPCTNL_MSG_CT_NEW: u16 = CTNETLINK;
 const IPCTNL_MSG_CT_GET: u16 = CTNETLINK | 1;
 const IPCTNL_MSG_CT_DELETE: u16 = CTNETLINK | 2;
-/// The length of `struct nfgenmsg`, the header of every message: family, version, resource.
+/// The length of `struct nfgenmsg`, the header of every message.
 const NFGENMSG: usize = 4;
 
+const AF_UNSPEC: u8 = 0;
+const AF_INET: u8 = 2;
+const AF_INET6: u8 = 10;
+
+// The attributes of an entry or request. A tuple describes the packets of one direction.
 const CTA_TUPLE_ORIG: u16 = 1;
 const CTA_TUPLE_REPLY: u16 = 2;
 const CTA_ID: u16 = 12;
 const CTA_ZONE: u16 = 18;
 const CTA_FILTER: u16 = 25;
+
+// The attributes of a tuple.
 const CTA_TUPLE_IP: u16 = 1;
 const CTA_TUPLE_PROTO: u16 = 2;
+
+// The attributes of `CTA_TUPLE_IP`.
+const CTA_IP_V4_SRC: u16 = 1;
+const CTA_IP_V4_DST: u16 = 2;
+const CTA_IP_V6_SRC: u16 = 3;
+const CTA_IP_V6_DST: u16 = 4;
+
+// The attributes of `CTA_TUPLE_PROTO`.
+const CTA_PROTO_NUM: u16 = 1;
+const CTA_PROTO_SRC_PORT: u16 = 2;
+const CTA_PROTO_DST_PORT: u16 = 3;
 
 /// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +95,7 @@ impl Entry {
 /// the text is malformed.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn entries_in(text: &str, ports: &[(Protocol, u16)]) -> Option<Vec<Entry>> {
-    text::parse(text, &Selection { ports: ports.iter().copied().collect(), family: 0 })
+    text::parse(text, &Selection { ports: ports.iter().copied().collect(), family: AF_UNSPEC })
 }
 
 /// A socket for the connection tracking table of the network namespace that it was opened in.
@@ -99,21 +117,24 @@ impl Conntrack {
     /// connections were deleted; 0 on a kernel without connection tracking.
     ///
     /// # Errors
-    /// The table or the host's addresses could not be read, or an entry not be deleted. Except for
-    /// the table, the first error is returned after all other entries have been tried.
-    pub fn forget(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
+    /// - The table could not be read; nothing was deleted.
+    /// - The host's addresses could not be read, or an entry could not be deleted. The first such
+    ///   error is returned after all entries have been tried.
+    pub fn flush(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
         let tracked_count = tracked_connections();
+        // A pass over an empty table is not cheap: the kernel visits every hash bucket of all
+        // namespaces.
         if claims.is_empty() || tracked_count == Some(0) {
             return Ok(0);
         }
         let selection = Selection::of(claims);
         let from_text = match tracked_count {
-            Some(entry_count) if text::is_cheaper(entry_count) => text::entries(&selection),
+            Some(entry_count) if text::is_cheaper(entry_count) => text::read_entries(&selection),
             _ => None,
         };
         let entries = match from_text {
             Some(entries) => entries,
-            None => match self.entries(&selection) {
+            None => match self.list_entries(&selection) {
                 Err(error) if error.is_unsupported() => return Ok(0),
                 entries => entries?,
             },
@@ -121,11 +142,9 @@ impl Conntrack {
         let mut host_addresses = HostAddresses::default();
         let (mut deleted_count, mut first_error) = (0, None);
         for entry in entries {
-            let result = match is_selected(&entry, claims, scope, &mut host_addresses) {
-                Ok(true) => self.delete(&entry),
-                other => other,
-            };
-            match result {
+            let deleted = must_delete(&entry, claims, scope, &mut host_addresses)
+                .and_then(|is_due| Ok(is_due && self.delete(&entry)?));
+            match deleted {
                 Ok(is_deleted) => deleted_count += usize::from(is_deleted),
                 Err(error) => first_error = first_error.or(Some(error)),
             }
@@ -137,53 +156,53 @@ impl Conntrack {
     }
 
     /// Returns the entries with one of the selected ports, read over netlink.
-    fn entries(&mut self, selection: &Selection) -> Result<Vec<Entry>> {
-        match self.entries_by(selection, &selection.request()) {
-            // This kernel does not support the filter in the request: list everything.
-            Err(error) if error.is_unsupported() => self.entries_by(selection, &[0; NFGENMSG]),
+    fn list_entries(&mut self, selection: &Selection) -> Result<Vec<Entry>> {
+        match self.request_entries(selection, &selection.request()) {
+            // Perhaps only the filter in the request is not supported: list everything.
+            Err(error) if error.is_unsupported() => self.request_entries(selection, &nfgenmsg(AF_UNSPEC)),
             entries => entries,
         }
     }
 
-    /// Returns the entries with one of the selected ports from the answer to `request`, the body of
-    /// a list request. Repeats the request if the table changed during the answer.
+    /// Sends a list request with the body `request`, and returns the entries of the answer that
+    /// have one of the selected ports. Repeats the request if the table changed during the answer.
     ///
     /// # Errors
     /// [`Error::is_unsupported`] if the kernel does not offer connection tracking over netlink, or
     /// does not support a filter in `request`.
-    fn entries_by(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
-        const WHAT: &str = "failed to list the tracked connections";
+    fn request_entries(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
+        const DOING: &str = "failed to list the tracked connections";
         for _ in 0..DUMP_ATTEMPTS {
             let mut entries = Vec::new();
-            let is_complete = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
-                if let Some(entry) = entry(message)
+            let is_consistent = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
+                if let Some(entry) = decode_entry(message)
                     && selection.ports.contains(&(entry.protocol, entry.destination.port()))
                 {
                     entries.push(entry);
                 }
             });
-            match is_complete.map_err(|cause| Error::new(WHAT, cause)) {
+            match is_consistent.map_err(|cause| Error::new(DOING, cause)) {
                 Ok(true) => return Ok(entries),
                 Ok(false) => {}
                 // The kernel answers EINVAL if it has no connection tracking over netlink.
-                Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(WHAT, Errno::EOPNOTSUPP)),
+                Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(DOING, Errno::EOPNOTSUPP)),
                 Err(error) => return Err(error),
             }
         }
         Err(Error::new(
-            WHAT,
+            DOING,
             Cause::text(format!("the table changed during each of {DUMP_ATTEMPTS} attempts to read it")),
         ))
     }
 
     /// Deletes an entry. Returns `false` if it no longer exists.
     fn delete(&mut self, entry: &Entry) -> Result<bool> {
-        let what = format!(
+        let doing = format!(
             "failed to delete the tracked {} connection to {} that {} answers",
             entry.protocol, entry.destination, entry.answered_by
         );
         let deleted = self.socket.ask(IPCTNL_MSG_CT_DELETE, NLM_F_ACK, &entry.key, &mut |_| {});
-        match deleted.map_err(|cause| Error::new(what, cause)) {
+        match deleted.map_err(|cause| Error::new(doing, cause)) {
             Ok(_) => Ok(true),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),
@@ -192,8 +211,7 @@ impl Conntrack {
 }
 
 /// Returns how many connections are tracked in the calling thread's namespace; `None` if the kernel
-/// does not report the number. If it is 0, the caller saves a pass over the table, in which the
-/// kernel visits every hash bucket of all namespaces.
+/// does not report the number.
 fn tracked_connections() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
@@ -201,7 +219,7 @@ fn tracked_connections() -> Option<u64> {
 /// Whether an entry is to be deleted: the entry is about one of the claims and in `scope`, and, if
 /// that claim has no host address, the entry's destination is an address of this host. Fails if the
 /// host's addresses cannot be listed.
-fn is_selected(
+fn must_delete(
     entry: &Entry,
     claims: &[ClaimedPort],
     scope: FlushScope,
@@ -211,8 +229,8 @@ fn is_selected(
         let is_in_scope = match scope {
             // Compared with all claims, because a container may claim the same port on several
             // addresses of the host: a connection that another of its claims answers must stay.
-            FlushScope::Others => !claims.iter().any(|other| is_served(entry, other)),
-            FlushScope::Own => is_served(entry, claim),
+            FlushScope::Others => !claims.iter().any(|other| is_answered_for(entry, other)),
+            FlushScope::Own => is_answered_for(entry, claim),
         };
         if is_in_scope && (claim.host_ip.is_some() || host_addresses.contains(entry.destination.ip())?) {
             return Ok(true);
@@ -228,8 +246,8 @@ fn is_about(entry: &Entry, claim: &ClaimedPort) -> bool {
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
-/// Whether the entry is about the claim and the claim's container answers.
-fn is_served(entry: &Entry, claim: &ClaimedPort) -> bool {
+/// Whether the entry is about the claim, and the claim's container answers the connection.
+fn is_answered_for(entry: &Entry, claim: &ClaimedPort) -> bool {
     is_about(entry, claim) && entry.answered_by == claim.container.ip()
 }
 
@@ -255,47 +273,44 @@ impl HostAddresses {
     }
 }
 
-/// Which entries are read from the table.
+/// The entries that are read from the table. Whether an entry is then deleted is decided by
+/// [`must_delete`].
 struct Selection {
     /// The protocol and the original destination port: an entry must have one of these pairs.
     ports: BTreeSet<(Protocol, u16)>,
-    /// The family (`AF_*`) of all selected entries, or 0 for both.
+    /// The family (`AF_*`) of all selected entries; `AF_UNSPEC` for both.
     family: u8,
 }
 
 impl Selection {
     /// Selects the entries of the claimed ports.
     fn of(claims: &[ClaimedPort]) -> Selection {
-        const AF_INET: u8 = 2;
-        const AF_INET6: u8 = 10;
         let has_ipv4 = claims.iter().any(|claim| claim.container.is_ipv4());
         let has_ipv6 = claims.iter().any(|claim| claim.container.is_ipv6());
         let family = match (has_ipv4, has_ipv6) {
             (true, false) => AF_INET,
             (false, true) => AF_INET6,
-            _ => 0,
+            _ => AF_UNSPEC,
         };
         Selection { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
     /// Returns the body of the list request, whose header selects the family. If there is only one
     /// family and one protocol, a filter also selects the protocol, and the port if there is only
-    /// one. Kernels before 5.8 ignore the filter, so the caller filters the answer again.
+    /// one. Kernels before 5.8 ignore the filter, so the caller must filter the answer.
     fn request(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;
         const F_PROTO_NUM: u32 = 1 << 3;
         const F_PROTO_DST_PORT: u32 = 1 << 5;
-        const CTA_PROTO_NUM: u16 = 1;
-        const CTA_PROTO_DST_PORT: u16 = 3;
-        let mut body = vec![self.family, 0, 0, 0];
+        let mut body = nfgenmsg(self.family);
         let Some((protocol, port)) = self.ports.first() else { return body };
         let is_one_protocol = self.ports.iter().all(|(other, _)| other == protocol);
-        if self.family == 0 || !is_one_protocol {
+        if self.family == AF_UNSPEC || !is_one_protocol {
             return body;
         }
-        // The tuple has the values to compare; the flags say which fields of the tuple count. No
-        // field of the reply's tuple counts.
+        // The tuple has the values to compare. The flags select which fields of the tuple are
+        // compared: some of the original packet's, none of the reply's.
         let mut tuple_fields = new_attribute(CTA_PROTO_NUM, &[protocol.number()]);
         let mut flags = F_PROTO_NUM;
         if self.ports.len() == 1 {
@@ -310,9 +325,14 @@ impl Selection {
     }
 }
 
+/// Returns the header of a message: family, version, and two bytes for a resource.
+fn nfgenmsg(family: u8) -> Vec<u8> {
+    vec![family, 0, 0, 0]
+}
+
 /// Decodes one message of a list. Returns `None` for a connection of a protocol that [`Protocol`]
 /// lacks, and for a malformed or other message.
-pub fn entry(message: &Message<'_>) -> Option<Entry> {
+pub fn decode_entry(message: &Message<'_>) -> Option<Entry> {
     if message.kind != IPCTNL_MSG_CT_NEW {
         return None;
     }
@@ -322,7 +342,7 @@ pub fn entry(message: &Message<'_>) -> Option<Entry> {
     let answered_by = address(attribute(body, CTA_TUPLE_REPLY)?, Side::Source)?;
     // The header's family, then the attributes that identify the entry: its first packet, its ID (a
     // later connection with the same addresses has another ID), and its zone.
-    let mut key = vec![*header.first()?, 0, 0, 0];
+    let mut key = nfgenmsg(*header.first()?);
     key.extend(new_nest(CTA_TUPLE_ORIG, original));
     for kind in [CTA_ID, CTA_ZONE] {
         if let Some(value) = attribute(body, kind) {
@@ -343,8 +363,6 @@ enum Side {
 /// in one direction. Returns `None` for a protocol that [`Protocol`] lacks, or if the tuple is
 /// malformed.
 fn protocol_and_destination(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
-    const CTA_PROTO_NUM: u16 = 1;
-    const CTA_PROTO_DST_PORT: u16 = 3;
     let proto = attribute(tuple, CTA_TUPLE_PROTO)?;
     let [number] = attribute(proto, CTA_PROTO_NUM)? else { return None };
     let port = u16::from_be_bytes(attribute(proto, CTA_PROTO_DST_PORT)?.try_into().ok()?);
@@ -353,10 +371,6 @@ fn protocol_and_destination(tuple: &[u8]) -> Option<(Protocol, SocketAddr)> {
 
 /// Decodes the source or destination address of a tuple. Returns `None` if the tuple is malformed.
 fn address(tuple: &[u8], side: Side) -> Option<IpAddr> {
-    const CTA_IP_V4_SRC: u16 = 1;
-    const CTA_IP_V4_DST: u16 = 2;
-    const CTA_IP_V6_SRC: u16 = 3;
-    const CTA_IP_V6_DST: u16 = 4;
     let (ipv4, ipv6) = match side {
         Side::Source => (CTA_IP_V4_SRC, CTA_IP_V6_SRC),
         Side::Destination => (CTA_IP_V4_DST, CTA_IP_V6_DST),

@@ -1,4 +1,4 @@
-//! The decoder against bytes, the whole against the real kernel.
+//! Tests the decoders with given bytes and texts, and deletions on the real kernel.
 
 use std::net::UdpSocket;
 use std::process::Command;
@@ -20,7 +20,7 @@ fn track() {
     let done = Command::new("nft").args([rules]).output().unwrap();
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
     output("ip link set lo up");
-    // Until DAD is over, addresses of IPv6 are not there.
+    // An IPv6 address is not usable before the end of DAD.
     for address in ["192.0.2.1/24", "192.0.2.2/24", "fd00::1/64"] {
         let nodad = if address.contains(':') { " nodad" } else { "" };
         output(&format!("ip address add {address} dev lo{nodad}"));
@@ -34,10 +34,10 @@ fn send(to: &str) -> UdpSocket {
     socket
 }
 
-/// The tracked destinations of these ports, sorted.
+/// Returns the tracked destinations with these ports, sorted.
 fn tracked(ports: &[u16]) -> Vec<String> {
     let ports = ports.iter().map(|port| (Protocol::Udp, *port)).collect();
-    let entries = Conntrack::open().unwrap().entries(&Selection { ports, family: 0 }).unwrap();
+    let entries = Conntrack::open().unwrap().list_entries(&Selection { ports, family: 0 }).unwrap();
     let mut found: Vec<String> = entries.iter().map(|entry| entry.destination.to_string()).collect();
     found.sort();
     found
@@ -58,29 +58,29 @@ fn only_foreign_connections_to_the_claimed_port_are_deleted() {
         assert_eq!(tracked(&[53, 54]).len(), all.len(), "{:?}", tracked(&[53, 54]));
         let mut conntrack = Conntrack::open().unwrap();
         let one = claim(Some("192.0.2.1"), 53, "10.0.0.2:53");
-        assert_eq!(conntrack.forget(&[one], FlushScope::Own).unwrap(), 0, "not its own");
-        assert_eq!(conntrack.forget(&[one], FlushScope::Others).unwrap(), 1);
+        assert_eq!(conntrack.flush(&[one], FlushScope::Own).unwrap(), 0, "not its own");
+        assert_eq!(conntrack.flush(&[one], FlushScope::Others).unwrap(), 1);
         assert_eq!(tracked(&[53]), ["127.0.0.1:53", "192.0.2.2:53", "192.0.2.77:53", "[fd00::1]:53"]);
         let every = [claim(None, 53, "10.0.0.2:53"), claim(None, 99, "10.0.0.2:53")];
-        assert_eq!(conntrack.forget(&every, FlushScope::Others).unwrap(), 2);
+        assert_eq!(conntrack.flush(&every, FlushScope::Others).unwrap(), 2);
         assert_eq!(tracked(&[53, 54]), ["192.0.2.1:54", "192.0.2.77:53", "[fd00::1]:53"], "elsewhere, and other ports");
         let v6 = claim(None, 53, "[fd00::2]:53");
-        assert_eq!(conntrack.forget(&[v6], FlushScope::Others).unwrap(), 1);
+        assert_eq!(conntrack.flush(&[v6], FlushScope::Others).unwrap(), 1);
     });
 }
 
 #[test]
-fn of_its_own_connections_those_it_answers_are_forgotten() {
+fn own_connections_that_the_container_answers_are_deleted() {
     in_new_netns(|| {
         track();
         let _sockets = ["192.0.2.1:53", "192.0.2.2:53"].map(send);
         let mut conntrack = Conntrack::open().unwrap();
         // Nothing is translated here, so each address answers for itself.
         let own = claim(None, 53, "192.0.2.2:53");
-        assert_eq!(conntrack.forget(&[own], FlushScope::Own).unwrap(), 1);
+        assert_eq!(conntrack.flush(&[own], FlushScope::Own).unwrap(), 1);
         assert_eq!(tracked(&[53]), ["192.0.2.1:53"]);
-        assert_eq!(conntrack.forget(&[claim(None, 53, "192.0.2.1:53")], FlushScope::Others).unwrap(), 0);
-        assert_eq!(conntrack.forget(&[], FlushScope::Others).unwrap(), 0);
+        assert_eq!(conntrack.flush(&[claim(None, 53, "192.0.2.1:53")], FlushScope::Others).unwrap(), 0);
+        assert_eq!(conntrack.flush(&[], FlushScope::Others).unwrap(), 0);
     });
 }
 
@@ -105,28 +105,28 @@ fn text_and_list_agree() {
             all.sort();
             all
         };
-        let Some(text) = text::entries(&selection) else {
+        let Some(text) = text::read_entries(&selection) else {
             crate::testing::skip("this kernel has no /proc/net/nf_conntrack");
             return;
         };
         let text = plain(text);
-        assert_eq!(text, plain(Conntrack::open().unwrap().entries(&selection).unwrap()));
+        assert_eq!(text, plain(Conntrack::open().unwrap().list_entries(&selection).unwrap()));
         let expected = ["tcp 127.0.0.1:80 127.0.0.1", "udp 127.0.0.1:54 127.0.0.1", "udp 192.0.2.1:53 127.0.0.9"];
         assert!(expected.iter().all(|line| text.iter().any(|found| found == line)), "{text:?}");
-        // What the text names is what is deleted.
+        // An entry from the text can be deleted by its key.
         let mut conntrack = Conntrack::open().unwrap();
         let tcp = ClaimedPort { protocol: Protocol::Tcp, ..claim(None, 80, "10.0.0.2:80") };
-        assert_eq!(conntrack.forget(&[tcp], FlushScope::Others).unwrap(), 1);
-        assert_eq!(conntrack.forget(&[claim(None, 53, "127.0.0.9:5353")], FlushScope::Own).unwrap(), 1);
+        assert_eq!(conntrack.flush(&[tcp], FlushScope::Others).unwrap(), 1);
+        assert_eq!(conntrack.flush(&[claim(None, 53, "127.0.0.9:5353")], FlushScope::Own).unwrap(), 1);
         assert_eq!(
-            plain(conntrack.entries(&selection).unwrap()).iter().filter(|line| !line.contains("::1")).count(),
+            plain(conntrack.list_entries(&selection).unwrap()).iter().filter(|line| !line.contains("::1")).count(),
             1
         );
     });
 }
 
 #[test]
-fn in_a_long_table_too_those_to_the_port_are_forgotten() {
+fn connections_in_a_long_table_are_deleted_too() {
     in_new_netns(|| {
         track();
         let socket = send("192.0.2.1:53");
@@ -136,13 +136,13 @@ fn in_a_long_table_too_those_to_the_port_are_forgotten() {
         }
         assert!(!text::is_cheaper(tracked_connections().unwrap()), "{:?} entries", tracked_connections());
         let mut conntrack = Conntrack::open().unwrap();
-        assert_eq!(conntrack.forget(&[claim(None, 53, "10.0.0.2:53")], FlushScope::Others).unwrap(), 1);
+        assert_eq!(conntrack.flush(&[claim(None, 53, "10.0.0.2:53")], FlushScope::Others).unwrap(), 1);
         assert_eq!(tracked(&[53]), Vec::<String>::new());
     });
 }
 
 #[test]
-fn text_that_is_not_understood_is_left_to_the_list() {
+fn a_text_that_cannot_be_parsed_is_refused() {
     let selection = Selection { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 };
     let line = |tail: &str| {
         format!(
@@ -157,13 +157,14 @@ fn text_that_is_not_understood_is_left_to_the_list() {
     assert_eq!(read(&line("zone-orig=7 use=2")), None, "the addresses alone do not name it");
     assert_eq!(read("ipv4 2 udp 17 29 src=10.0.0.9 dst=192.0.2.1"), None);
     assert_eq!(read("udp"), None);
-    // The same entry by either way has the same name, but for its number.
+    // The key of an entry from the text is that from netlink without the ID at its end.
     let by_text = text::parse(&line("use=2"), &selection).unwrap().remove(0);
     let found = self::read(&a_message()).unwrap();
     assert_eq!(found.key[..by_text.key.len()], by_text.key);
 }
 
-/// An entry as the kernel sends it: UDP, 10.0.0.9:4000 to 192.0.2.1:53, answered by 10.0.0.2.
+/// Returns an entry as the kernel sends it: UDP, 10.0.0.9:4000 to 192.0.2.1:53, answered by
+/// 10.0.0.2.
 fn a_message() -> Vec<u8> {
     let tuple = |from: [u8; 4], to: [u8; 4], port: u16| {
         let ip = [new_attribute(1, &from), new_attribute(2, &to)].concat();
@@ -180,7 +181,7 @@ fn a_message() -> Vec<u8> {
 }
 
 fn read(payload: &[u8]) -> Option<Entry> {
-    entry(&Message { kind: IPCTNL_MSG_CT_NEW, flags: 0, sequence: 0, payload })
+    decode_entry(&Message { kind: IPCTNL_MSG_CT_NEW, flags: 0, sequence: 0, payload })
 }
 
 #[test]

@@ -10,7 +10,11 @@
 use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
 
-use super::{CTA_TUPLE_IP, CTA_TUPLE_ORIG, CTA_TUPLE_PROTO, Entry, Protocol, Selection, new_attribute, new_nest};
+use super::{
+    AF_INET, AF_INET6, CTA_IP_V4_DST, CTA_IP_V4_SRC, CTA_IP_V6_DST, CTA_IP_V6_SRC, CTA_PROTO_DST_PORT, CTA_PROTO_NUM,
+    CTA_PROTO_SRC_PORT, CTA_TUPLE_IP, CTA_TUPLE_ORIG, CTA_TUPLE_PROTO, Entry, Protocol, Selection, new_attribute,
+    new_nest, nfgenmsg,
+};
 
 /// The text is used if the table has at least this number of hash buckets for each entry.
 const BUCKETS_PER_ENTRY: u64 = 512;
@@ -27,7 +31,7 @@ pub(super) fn is_cheaper(entry_count: u64) -> bool {
 
 /// Returns the selected entries of the calling thread's namespace. `None` if the text cannot be
 /// read, or a part of it cannot be parsed: then the caller lists over netlink.
-pub(super) fn entries(selection: &Selection) -> Option<Vec<Entry>> {
+pub(super) fn read_entries(selection: &Selection) -> Option<Vec<Entry>> {
     // With a large buffer each read returns a whole page. With an empty one, std would begin with
     // small reads, and the kernel may start again from the beginning for each.
     let mut text = Vec::with_capacity(BUFFER);
@@ -36,7 +40,7 @@ pub(super) fn entries(selection: &Selection) -> Option<Vec<Entry>> {
 }
 
 /// Returns the selected entries in a text with one entry in each line. `None` if a line has no
-/// protocol number (17 here), or has a known protocol but cannot be parsed.
+/// protocol number (the fourth word, 17 here), or has a known protocol but cannot be parsed.
 ///
 /// ```text
 /// ipv4     2 udp      17 29 src=10.0.0.9 dst=192.0.2.1 sport=4000 dport=53 [UNREPLIED]
@@ -47,7 +51,7 @@ pub(super) fn parse(text: &str, selection: &Selection) -> Option<Vec<Entry>> {
     for line in text.lines() {
         let number = line.split_ascii_whitespace().nth(3)?.parse().ok()?;
         let Some(protocol) = Protocol::by_number(number) else { continue };
-        let entry = entry(line, protocol)?;
+        let entry = parse_line(line, protocol)?;
         if selection.ports.contains(&(protocol, entry.destination.port())) {
             entries.push(entry);
         }
@@ -55,11 +59,10 @@ pub(super) fn parse(text: &str, selection: &Selection) -> Option<Vec<Entry>> {
     Some(entries)
 }
 
-/// Parses one line. Returns `None` if a field is missing or malformed, or the entry has a zone
-/// other than 0, because the line does not have all that identifies an entry in a zone.
-fn entry(line: &str, protocol: Protocol) -> Option<Entry> {
-    const AF_INET: u8 = 2;
-    const AF_INET6: u8 = 10;
+/// Parses the line of an entry with this protocol. Returns `None` if a field is missing or
+/// malformed. Also returns `None` for a zone other than 0: the line does not have everything that
+/// identifies an entry in a zone.
+fn parse_line(line: &str, protocol: Protocol) -> Option<Entry> {
     // Each key occurs twice, first for the original packet and then for the reply.
     let values = |key: &'static str| {
         line.split_ascii_whitespace().filter_map(move |word| word.strip_prefix(key)?.strip_prefix('='))
@@ -73,24 +76,27 @@ fn entry(line: &str, protocol: Protocol) -> Option<Entry> {
     let destination: IpAddr = values("dst").next()?.parse().ok()?;
     let source_port: u16 = values("sport").next()?.parse().ok()?;
     let destination_port: u16 = values("dport").next()?.parse().ok()?;
-    // The same attributes as over netlink: CTA_IP_V4_SRC (1) to CTA_IP_V6_DST (4), and below
-    // CTA_PROTO_NUM (1), CTA_PROTO_SRC_PORT (2) and CTA_PROTO_DST_PORT (3).
+    // The key is the same as over netlink, but without the entry's ID, which the text does not
+    // have. So a deletion by this key also hits a new connection with the same addresses and ports.
+    // The next packet of that connection creates an entry again.
     let (family, ip) = match (source, destination) {
-        (IpAddr::V4(source), IpAddr::V4(destination)) => {
-            (AF_INET, [new_attribute(1, &source.octets()), new_attribute(2, &destination.octets())].concat())
-        }
-        (IpAddr::V6(source), IpAddr::V6(destination)) => {
-            (AF_INET6, [new_attribute(3, &source.octets()), new_attribute(4, &destination.octets())].concat())
-        }
+        (IpAddr::V4(source), IpAddr::V4(destination)) => (
+            AF_INET,
+            [new_attribute(CTA_IP_V4_SRC, &source.octets()), new_attribute(CTA_IP_V4_DST, &destination.octets())],
+        ),
+        (IpAddr::V6(source), IpAddr::V6(destination)) => (
+            AF_INET6,
+            [new_attribute(CTA_IP_V6_SRC, &source.octets()), new_attribute(CTA_IP_V6_DST, &destination.octets())],
+        ),
         _ => return None,
     };
-    let number = new_attribute(1, &[protocol.number()]);
-    let ports =
-        [new_attribute(2, &source_port.to_be_bytes()), new_attribute(3, &destination_port.to_be_bytes())].concat();
-    let tuple = [new_nest(CTA_TUPLE_IP, &ip), new_nest(CTA_TUPLE_PROTO, &[number, ports].concat())];
-    // The text does not have the entry's ID, so a deletion by this key also hits a new connection
-    // with the same addresses and ports. The next packet of that connection creates an entry again.
-    let mut key = vec![family, 0, 0, 0];
+    let proto = [
+        new_attribute(CTA_PROTO_NUM, &[protocol.number()]),
+        new_attribute(CTA_PROTO_SRC_PORT, &source_port.to_be_bytes()),
+        new_attribute(CTA_PROTO_DST_PORT, &destination_port.to_be_bytes()),
+    ];
+    let tuple = [new_nest(CTA_TUPLE_IP, &ip.concat()), new_nest(CTA_TUPLE_PROTO, &proto.concat())];
+    let mut key = nfgenmsg(family);
     key.extend(new_nest(CTA_TUPLE_ORIG, &tuple.concat()));
     Some(Entry { protocol, destination: SocketAddr::new(destination, destination_port), answered_by, key })
 }

@@ -9,7 +9,7 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
 
-/// The setting of an interface flag: promiscuous, all-multicast.
+/// The administrator's setting of an interface flag: up, promiscuous, all-multicast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkFlag {
     /// The flag is set.
@@ -47,18 +47,20 @@ impl Netlink {
 
     /// Sets an interface administratively down.
     pub fn set_down(&self, index: u32) -> Result<()> {
-        self.set_link(LinkRequest::new(index).flag(libc::IFF_UP, false), |link| format!("failed to set {link} down"))
+        self.set_link(LinkRequest::new(index).flag(libc::IFF_UP, LinkFlag::Off), |link| {
+            format!("failed to set {link} down")
+        })
     }
 
     /// Switches the administrator's setting of promiscuous mode on or off.
     pub fn set_promisc(&self, index: u32, promisc: LinkFlag) -> Result<()> {
-        let request = LinkRequest::new(index).flag(libc::IFF_PROMISC, promisc == LinkFlag::On);
+        let request = LinkRequest::new(index).flag(libc::IFF_PROMISC, promisc);
         self.set_link(request, |link| format!("failed to set promiscuous mode of {link}"))
     }
 
     /// Switches the administrator's setting to receive all multicast frames on or off.
     pub fn set_allmulti(&self, index: u32, allmulti: LinkFlag) -> Result<()> {
-        let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, allmulti == LinkFlag::On);
+        let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, allmulti);
         self.set_link(request, |link| format!("failed to set all-multicast of {link}"))
     }
 
@@ -174,7 +176,7 @@ mod tests {
             let container = host.open_in(&there).unwrap();
             let macs = [Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 2])];
             let pair = host.create_veth(&VethSpec::new("dev0", macs[0], "peer0", macs[1])).unwrap();
-            // The name that it has here may be another's there.
+            // In the other namespace, another link has the name that this one has here.
             container.create_veth(&VethSpec::new("dev0", macs[0], "peer0", macs[1])).unwrap();
             host.move_link(pair.index, &there, "eth0", "dev0").unwrap();
             assert_eq!(host.find_link("dev0").unwrap(), None);

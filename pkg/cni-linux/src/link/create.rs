@@ -16,9 +16,10 @@ use cni::AttachmentId;
 
 /// Whether the interface has a carrier, as far as the kernel has noticed.
 ///
-/// In state "unknown", an interface that is up counts as having a carrier, except a veth. A bridge
-/// works in this state, and stays in it until the first loss of its carrier. A veth is in this
-/// state for a moment after its creation, before the kernel notices the missing carrier.
+/// In state [`OperState::Unknown`], an interface that is up counts as having a carrier, except a
+/// veth. A bridge works in this state, and stays in it until the first loss of its carrier. A veth
+/// is in this state for a moment after its creation, before the kernel notices that the veth has no
+/// carrier.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
@@ -30,7 +31,7 @@ impl Netlink {
     /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if the kernel
     /// does not support dummy interfaces.
     pub fn create_dummy(&self, name: &str, mac: Mac) -> Result<Link> {
-        self.create_link(&LinkRequest::new(0).name(name).mac(mac).kind("dummy", &[]), name)
+        self.create_link(&LinkRequest::without_index().name(name).mac(mac).kind("dummy", &[]), name)
             .map_err(|cause| Error::new(format_args!("failed to create dummy interface {name}"), cause))
     }
 
@@ -42,7 +43,7 @@ impl Netlink {
     /// does not support VRFs.
     pub fn create_vrf(&self, name: &str, table: u32) -> Result<Link> {
         let options = new_attribute(IFLA_VRF_TABLE, &table.to_ne_bytes());
-        let request = LinkRequest::new(0).up().name(name).kind("vrf", &options);
+        let request = LinkRequest::without_index().up().name(name).kind("vrf", &options);
         self.create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create VRF {name} with table {table}"), cause))
     }
@@ -55,7 +56,7 @@ impl Netlink {
     /// [`Error::is_exists`] if any interface has this name. After an error no interface is left
     /// behind, unless the kernel's answer was lost.
     pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, attachment: &AttachmentId) -> Result<Link> {
-        let request = LinkRequest::new(0).up().name(name).mac(mac).mtu(mtu).txqlen(0);
+        let request = LinkRequest::without_index().up().name(name).mac(mac).mtu(mtu).txqlen(0);
         // The kernel ignores an alias at creation. Until the alias is set, the group marks the
         // network.
         let request = request.group(AttachmentId::group(&attachment.network)).kind("ifb", &[]);
@@ -76,7 +77,7 @@ impl Netlink {
         // Kernels since 6.2 answer with the created link; older ones need a second request.
         match answer.iter().find_map(super::decode) {
             Some(link) => Ok(link),
-            None => self.get_link(0, Some(name))?.ok_or_else(|| Reason::LinkNotFound.into()),
+            None => self.get_link(LinkRequest::without_index().name(name))?.ok_or_else(|| Reason::LinkNotFound.into()),
         }
     }
 

@@ -193,12 +193,13 @@ impl Netlink {
         if name.is_empty() || name.len() > NAME_MAX {
             return Ok(None);
         }
-        self.get_link(0, Some(name)).map_err(|cause| Error::new(format_args!("failed to look up {name}"), cause))
+        self.get_link(LinkRequest::without_index().name(name))
+            .map_err(|cause| Error::new(format_args!("failed to look up {name}"), cause))
     }
 
     /// Returns the interface with this index; `None` if there is none.
     pub fn find_link_by_index(&self, index: u32) -> Result<Option<Link>> {
-        self.get_link(index, None)
+        self.get_link(LinkRequest::new(index))
             .map_err(|cause| Error::new(format_args!("failed to look up interface {index}"), cause))
     }
 
@@ -243,10 +244,8 @@ impl Netlink {
         })
     }
 
-    /// Returns the link with this name or, without a name, with this index; `None` if there is
-    /// none.
-    pub(crate) fn get_link(&self, index: u32, name: Option<&str>) -> Result<Option<Link>, Cause> {
-        let request = LinkRequest::new(index).optional(name, LinkRequest::name);
+    /// Returns the link that `request` describes by its index or name; `None` if there is none.
+    pub(crate) fn get_link(&self, request: LinkRequest) -> Result<Option<Link>, Cause> {
         match self.get(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS)) {
             Ok(answer) => match answer.as_ref().and_then(decode) {
                 Some(link) => Ok(Some(link)),
@@ -257,10 +256,10 @@ impl Netlink {
         }
     }
 
-    /// Returns all links, or those that are ports of `master`. Filters again, because an old kernel
-    /// ignores the filter in the request.
+    /// Returns all links, or only the ports of `master`. Filters the answer, because an old kernel
+    /// ignores the master in the request.
     fn list(&self, master: Option<u32>) -> Result<Vec<Link>, Cause> {
-        let request = LinkRequest::new(0).optional(master, LinkRequest::master);
+        let request = LinkRequest::without_index().optional(master, LinkRequest::master);
         let links = self.dump(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS))?;
         let links = links.iter().filter_map(decode);
         Ok(links.filter(|link| master.is_none() || link.master == master).collect())
@@ -269,15 +268,15 @@ impl Netlink {
     /// Returns the name of an interface for an error message, or `interface INDEX` if it cannot be
     /// found. Asks the kernel, so callers call it only after a failure.
     pub(crate) fn label(&self, index: u32) -> String {
-        match self.get_link(index, None) {
+        match self.get_link(LinkRequest::new(index)) {
             Ok(Some(link)) => link.name,
             _ => format!("interface {index}"),
         }
     }
 }
 
-/// Splits a message about a link into header and encoded attributes. Returns `None` for other and
-/// malformed messages.
+/// Splits a message about a link into its header and its encoded attributes. Returns `None` for
+/// other and malformed messages.
 pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     let body = reply.body(Kind::NewLink)?;
     let header = LinkHeader::parse(body).ok()?;
@@ -321,16 +320,15 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         match kind {
             libc::IFLA_IFNAME => link.name = text(value),
             libc::IFLA_ADDRESS => link.mac = Mac::from_slice(value),
-            libc::IFLA_MTU => link.mtu = number(value)?,
+            libc::IFLA_MTU => link.mtu = native_u32(value)?,
             libc::IFLA_OPERSTATE => link.oper_state = oper_state(State::from(*value.first()?)),
-            libc::IFLA_PROMISCUITY => link.promiscuity = number(value)?,
-            libc::IFLA_TXQLEN => link.txqlen = number(value)?,
-            libc::IFLA_GROUP => link.group = number(value)?,
+            libc::IFLA_PROMISCUITY => link.promiscuity = native_u32(value)?,
+            libc::IFLA_TXQLEN => link.txqlen = native_u32(value)?,
+            libc::IFLA_GROUP => link.group = native_u32(value)?,
             libc::IFLA_IFALIAS => link.alias = Some(text(value)),
-            libc::IFLA_MASTER => link.master = Some(number(value)?),
-            libc::IFLA_LINK => link.peer_index = Some(number(value)?),
-            // -1 if the other namespace has no ID in this one.
-            libc::IFLA_LINK_NETNSID => link.peer_netnsid = Some(number(value)?.cast_signed()),
+            libc::IFLA_MASTER => link.master = Some(native_u32(value)?),
+            libc::IFLA_LINK => link.peer_index = Some(native_u32(value)?),
+            libc::IFLA_LINK_NETNSID => link.peer_netnsid = Some(native_u32(value)?.cast_signed()),
             libc::IFLA_LINKINFO => decode_info(&mut link, value),
             _ => {}
         }
@@ -355,7 +353,7 @@ fn oper_state(state: State) -> OperState {
 }
 
 /// Decodes a native-endian number; `None` if there are fewer than 4 bytes.
-fn number(value: &[u8]) -> Option<u32> {
+fn native_u32(value: &[u8]) -> Option<u32> {
     value.first_chunk().copied().map(u32::from_ne_bytes)
 }
 
@@ -376,7 +374,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
             libc::IFLA_INFO_DATA => match &link.kind {
                 LinkKind::Bridge => link.bridge = Some(decode_bridge(value)),
                 LinkKind::Other(kind) if kind == "vrf" => {
-                    link.vrf_table = attribute(value, IFLA_VRF_TABLE).and_then(number);
+                    link.vrf_table = attribute(value, IFLA_VRF_TABLE).and_then(native_u32);
                 }
                 LinkKind::Other(kind) => link.stacked = Stacked::decode(kind, value),
                 _ => {}
@@ -446,7 +444,7 @@ mod tests {
         bytes
     }
 
-    /// A message that a kernel without VLAN filtering never sends.
+    /// Decodes a message made here, because a kernel without VLAN filtering never sends one.
     #[test]
     fn a_bridge_and_a_port_are_read_out_of_a_links_own_attributes() {
         const NESTED: u16 = 0x8000;
@@ -466,7 +464,7 @@ mod tests {
         assert_eq!((link.index, link.name.as_str(), &link.kind), (7, "br7", &LinkKind::Bridge));
         assert_eq!(link.bridge, Some(BridgeInfo { vlan_filtering: true, default_pvid: 100, spanning_tree: true }));
         assert_eq!(link.port, Some(Port { state: PortState::HeldBack, hairpin: true, isolated: true }));
-        // Cut off anywhere: no panic, and never another link.
+        // A message that is cut off anywhere causes no panic and is not taken for another link.
         for end in 0..body.len() {
             let cut = decode(&Reply::new(Kind::NewLink, &body[..end]));
             assert!(cut.is_none_or(|cut| cut.index == 7 && "br7".starts_with(&cut.name)), "{end}");

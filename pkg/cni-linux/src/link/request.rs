@@ -7,7 +7,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 
 use netlink_packet_core::Emitable;
 
-use super::number;
+use super::{LinkFlag, native_u32};
 use crate::mac::Mac;
 use crate::netlink::wire::{attribute, new_attribute};
 use crate::netlink::{Body, attributes, text};
@@ -37,13 +37,17 @@ pub(crate) struct LinkRequest {
 }
 
 impl LinkRequest {
-    /// Returns a request about the link with this index. With index 0 the attributes describe the
-    /// link: one to create or to look up.
+    /// Returns a request about the link with this index.
     pub(crate) fn new(index: u32) -> LinkRequest {
         LinkRequest { family: 0, index, flags: 0, change: 0, attributes: Vec::new() }
     }
 
-    /// Returns the index of the link, 0 if the attributes describe it.
+    /// Returns a request whose attributes describe the link, which is to be created or looked up.
+    pub(crate) fn without_index() -> LinkRequest {
+        LinkRequest::new(0)
+    }
+
+    /// Returns the index of the link; 0 for a request without an index.
     pub(crate) fn index(&self) -> u32 {
         self.index
     }
@@ -56,19 +60,19 @@ impl LinkRequest {
 
     /// Sets the link up.
     pub(crate) fn up(self) -> LinkRequest {
-        self.flag(libc::IFF_UP, true)
+        self.flag(libc::IFF_UP, LinkFlag::On)
     }
 
     /// Sets or clears a flag (`IFF_*`).
-    pub(crate) fn flag(mut self, flag: libc::c_int, is_set: bool) -> LinkRequest {
+    pub(crate) fn flag(mut self, flag: libc::c_int, setting: LinkFlag) -> LinkRequest {
         self.change |= flag.cast_unsigned();
-        if is_set {
+        if setting == LinkFlag::On {
             self.flags |= flag.cast_unsigned();
         }
         self
     }
 
-    /// Calls `add`, a method of this type, with the value if there is one.
+    /// Calls `add`, a method of this type, if there is a value for it.
     pub(crate) fn optional<T>(self, value: Option<T>, add: fn(LinkRequest, T) -> LinkRequest) -> LinkRequest {
         match value {
             Some(value) => add(self, value),
@@ -82,12 +86,12 @@ impl LinkRequest {
         self
     }
 
-    /// Adds an attribute with a native-endian number.
+    /// Adds an attribute (`IFLA_*`) with a native-endian number.
     fn with_number(self, kind: u16, number: u32) -> LinkRequest {
         self.with(kind, &number.to_ne_bytes())
     }
 
-    /// Adds an attribute with a zero-terminated text.
+    /// Adds an attribute (`IFLA_*`) with a zero-terminated text.
     fn with_text(self, kind: u16, value: &str) -> LinkRequest {
         self.with(kind, &terminated(value))
     }
@@ -126,7 +130,7 @@ impl LinkRequest {
         self.with_number(libc::IFLA_LINK, index)
     }
 
-    /// Sets the namespace that the link is created in or moved to.
+    /// Sets the namespace that the link is to be created in or moved to.
     pub(crate) fn netns(self, netns: &Netns) -> LinkRequest {
         self.with(libc::IFLA_NET_NS_FD, &netns.as_fd().as_raw_fd().to_ne_bytes())
     }
@@ -151,8 +155,8 @@ impl LinkRequest {
         self.info((libc::IFLA_INFO_SLAVE_KIND, master_kind), (libc::IFLA_INFO_SLAVE_DATA, options))
     }
 
-    /// Adds `IFLA_LINKINFO` with two attributes, each a pair of type and value: the kind and,
-    /// unless they are empty, the options.
+    /// Adds `IFLA_LINKINFO` with two attributes, each given as its type and value: the kind and the
+    /// options. Empty options are omitted.
     fn info(self, (kind_type, kind): (u16, &str), (options_type, options): (u16, &[u8])) -> LinkRequest {
         let mut info = new_attribute(kind_type, &terminated(kind));
         if !options.is_empty() {
@@ -181,7 +185,7 @@ impl Emitable for LinkRequest {
 
     /// Writes `struct ifinfomsg` and the attributes.
     fn emit(&self, buffer: &mut [u8]) {
-        // The family is the first byte; three unused ones follow.
+        // The family is the first byte (so little-endian); three unused ones follow.
         let header = [u32::from(self.family).to_le_bytes(), self.index.to_ne_bytes()];
         let flags = [self.flags.to_ne_bytes(), self.change.to_ne_bytes()];
         let bytes = [header.concat(), flags.concat(), self.attributes.clone()].concat();
@@ -218,7 +222,8 @@ fn words(index: u32, (flags, change): (u32, u32), encoded: &[u8]) -> Vec<String>
         }
     }
     for (kind, value) in attributes(encoded) {
-        let number = number(value).unwrap_or_default();
+        // Only used for the attributes that have a number.
+        let number = native_u32(value).unwrap_or_default();
         match kind {
             // Without an index, the name identifies the link; with one, the name is to be set.
             libc::IFLA_IFNAME if index == 0 => words.insert(0, text(value)),
@@ -253,6 +258,7 @@ fn info_words(info: &[u8]) -> Vec<String> {
     if let Some(options) = attribute(info, libc::IFLA_INFO_DATA) {
         let peer = if kind.as_deref() == Some("veth") { attribute(options, VETH_INFO_PEER) } else { None };
         words.push(match peer.and_then(|peer| peer.get(HEADER..)) {
+            // The description of the other end has neither an index nor flags.
             Some(peer) => format!("peer ( {} )", self::words(0, (0, 0), peer).join(" ")),
             None => "with options".to_owned(),
         });
@@ -275,15 +281,16 @@ mod tests {
 
     #[test]
     fn every_part_of_a_request_is_in_its_words() {
-        let new = LinkRequest::new(0).kind("bridge", &[]).name("br0").mtu(1400).mac(Mac([2, 0, 0, 0, 0, 7]));
+        let new = LinkRequest::without_index().kind("bridge", &[]).name("br0").mtu(1400).mac(Mac([2, 0, 0, 0, 0, 7]));
         assert_eq!(words(&new), "br0 type bridge mtu 1400 address 02:00:00:00:00:07");
-        let set = LinkRequest::new(7).flag(libc::IFF_UP, false).master(3).alias("a b").group(4).txqlen(5);
+        let set = LinkRequest::new(7).flag(libc::IFF_UP, LinkFlag::Off).master(3).alias("a b").group(4).txqlen(5);
         assert_eq!(words(&set), "index 7 down master index 3 alias \"a b\" group 4 txqueuelen 5");
-        let flags = LinkRequest::new(7).flag(libc::IFF_PROMISC, true).flag(libc::IFF_ALLMULTI, false).master(0);
+        let flags =
+            LinkRequest::new(7).flag(libc::IFF_PROMISC, LinkFlag::On).flag(libc::IFF_ALLMULTI, LinkFlag::Off).master(0);
         assert_eq!(words(&flags), "index 7 promisc on allmulticast off nomaster");
-        let peer = LinkRequest::new(0).name("eth0").mtu(9000);
-        assert_eq!(words(&LinkRequest::new(0).name("v").veth(&peer)), "v type veth peer ( eth0 mtu 9000 )");
-        let stacked = LinkRequest::new(0).on_top_of(2).name("m").kind("vlan", &new_attribute(1, &[5, 0]));
+        let peer = LinkRequest::without_index().name("eth0").mtu(9000);
+        assert_eq!(words(&LinkRequest::without_index().name("v").veth(&peer)), "v type veth peer ( eth0 mtu 9000 )");
+        let stacked = LinkRequest::without_index().on_top_of(2).name("m").kind("vlan", &new_attribute(1, &[5, 0]));
         assert_eq!(words(&stacked), "m link index 2 type vlan with options");
         assert_eq!(
             words(&LinkRequest::new(7).name("x").port("bridge", &[0; 4])),
@@ -291,12 +298,12 @@ mod tests {
         );
     }
 
-    /// The packet crate reads what is written here, and would have written the same bytes.
+    /// Compares the bytes of requests with those that the packet crate writes for the same message.
     #[test]
     fn a_request_has_the_bytes_of_the_packet_crate() {
-        let peer = LinkRequest::new(0).name("eth0").mac(Mac([2; 6])).mtu(1400);
-        let veth = LinkRequest::new(0).flag(libc::IFF_UP, true).name("veth0").master(3).group(9).veth(&peer);
-        let bridge = LinkRequest::new(0).name("br0").kind("bridge", &new_attribute(7, &[1]));
+        let peer = LinkRequest::without_index().name("eth0").mac(Mac([2; 6])).mtu(1400);
+        let veth = LinkRequest::without_index().up().name("veth0").master(3).group(9).veth(&peer);
+        let bridge = LinkRequest::without_index().name("br0").kind("bridge", &new_attribute(7, &[1]));
         let set = LinkRequest::new(7).alias("x").txqlen(0).of_bridge().netns_id(-1).answer_filter(8);
         for request in [veth.clone(), bridge.clone(), set] {
             let read = LinkMessage::parse(&request.bytes()[..]).unwrap();

@@ -192,7 +192,7 @@ fn request(spec: &StackedSpec<'_>) -> LinkRequest {
         Stacked::Ipvlan(mode) => new_attribute(MODE_OR_ID, &(mode as u16).to_ne_bytes()),
         Stacked::Vlan(id) => new_attribute(MODE_OR_ID, &id.to_ne_bytes()),
     };
-    let request = LinkRequest::new(0).name(spec.name).on_top_of(spec.master).netns(spec.netns);
+    let request = LinkRequest::without_index().name(spec.name).on_top_of(spec.master).netns(spec.netns);
     let request = request.optional(spec.mtu, LinkRequest::mtu).optional(spec.mac, LinkRequest::mac);
     request.kind(spec.stacked.kind(), &options)
 }
@@ -204,9 +204,9 @@ mod tests {
     use crate::{Link, VethSpec};
     use cni_testkit::{probe, require};
 
-    /// A master `eth0` in the calling thread's namespace, and a container whose link gets the same
-    /// name.
-    fn play(test: impl FnOnce(&Netlink, &Link, &Netns) + Send + 'static) {
+    /// Calls `test` with a namespace, its link `eth0`, which is to become a master, and a
+    /// container's namespace.
+    fn with_master(test: impl FnOnce(&Netlink, &Link, &Netns) + Send + 'static) {
         in_new_netns(|| {
             let host = Netlink::open().unwrap();
             let spec = VethSpec::new("eth0", Mac([2, 0, 0, 0, 0, 1]), "peer0", Mac([2, 0, 0, 0, 0, 2]));
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn is_created(host: &Netlink, spec: &StackedSpec<'_>) -> Link {
+    fn assert_created(host: &Netlink, spec: &StackedSpec<'_>) -> Link {
         host.create_stacked(spec).unwrap();
         let container = host.open_in(spec.netns).unwrap();
         let link = container.link(spec.name).unwrap();
@@ -239,14 +239,14 @@ mod tests {
 
     #[test]
     fn a_macvlan_of_each_mode_is_created_in_its_namespace() {
-        play(|host, master, netns| {
+        with_master(|host, master, netns| {
             for mode in MacvlanMode::ALL {
                 assert_eq!(MacvlanMode::by_name(mode.name()), Some(mode));
-                is_created(host, &spec(master, Stacked::Macvlan(mode), netns));
+                assert_created(host, &spec(master, Stacked::Macvlan(mode), netns));
             }
             let mac = Mac([2, 0, 0, 0, 0, 9]);
             let spec = spec(master, Stacked::Macvlan(MacvlanMode::Bridge), netns);
-            let link = is_created(host, &StackedSpec { mtu: Some(1400), mac: Some(mac), ..spec });
+            let link = assert_created(host, &StackedSpec { mtu: Some(1400), mac: Some(mac), ..spec });
             assert_eq!((link.mtu, link.mac), (1400, Some(mac)));
             let long = StackedSpec { broadcast_queue: Some(4321), ..spec };
             host.create_stacked(&long).unwrap();
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_name_that_is_taken_leaves_the_first_one() {
-        play(|host, master, netns| {
+        with_master(|host, master, netns| {
             let container = host.open_in(netns).unwrap();
             let spec = spec(master, Stacked::Macvlan(MacvlanMode::Bridge), netns);
             host.create_stacked(&spec).unwrap();
@@ -269,10 +269,10 @@ mod tests {
     #[test]
     fn an_ipvlan_of_each_mode_is_created_in_its_namespace() {
         require!(probe::ipvlan());
-        play(|host, master, netns| {
+        with_master(|host, master, netns| {
             for mode in IpvlanMode::ALL {
                 assert_eq!(IpvlanMode::by_name(mode.name()), Some(mode));
-                let link = is_created(host, &spec(master, Stacked::Ipvlan(mode), netns));
+                let link = assert_created(host, &spec(master, Stacked::Ipvlan(mode), netns));
                 assert_eq!(link.mac, master.mac);
             }
         });
@@ -281,8 +281,8 @@ mod tests {
     #[test]
     fn a_vlan_is_created_in_its_namespace() {
         require!(probe::vlan_links());
-        play(|host, master, netns| {
-            let link = is_created(host, &spec(master, Stacked::Vlan(5), netns));
+        with_master(|host, master, netns| {
+            let link = assert_created(host, &spec(master, Stacked::Vlan(5), netns));
             assert_eq!(link.mac, master.mac);
         });
     }

@@ -22,7 +22,7 @@ pub mod wire;
 use socket::{Protocol, Socket};
 pub(crate) use wire::{attributes, text};
 
-/// How often a dump is made at most, if the kernel reports that the table changed meanwhile.
+/// How many times at most a dump is requested, if the table changes during each.
 const DUMP_ATTEMPTS: usize = 20;
 
 /// A connection to the network configuration of one network namespace. Clones share one socket.
@@ -76,8 +76,8 @@ impl Netlink {
         until_consistent(|| self.exchange(Request { kind, body }, NLM_F_DUMP))
     }
 
-    /// Sends a request with these `NLM_F_*` flags and returns the messages of the answer. Logs the
-    /// request and its outcome if steps are logged. Fails with the kernel's error.
+    /// Sends a request with these `NLM_F_*` flags and returns the answer. Logs the request and its
+    /// outcome if steps are logged. Fails with the kernel's error.
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
         let what = if step.is_logged() { request.name(flags) } else { String::new() };
@@ -89,7 +89,7 @@ impl Netlink {
             .ask(request.kind as u16, flags, &wire::emitted(request.body), &mut |message| {
                 messages.push(Reply { kind: message.kind, body: message.payload.to_vec() });
             })
-            .map(|is_consistent| Answer { messages, interrupted: !is_consistent });
+            .map(|is_consistent| Answer { messages, is_consistent });
         if flags & NLM_F_ACK != 0 {
             step.end_request(what, &answer, || request.bytes());
         } else {
@@ -146,7 +146,8 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Returns the request as the log names it: its type and words.
+    /// Returns the request as the log names it: its type and words. Of the `NLM_F_*` flags, only
+    /// that of a dump matters.
     fn name(self, flags: u16) -> String {
         // A dump is logged without the filter in its body.
         if flags & NLM_F_DUMP == NLM_F_DUMP {
@@ -162,7 +163,7 @@ impl Request<'_> {
     }
 }
 
-/// A message from the kernel, decoded by the module that asked for it.
+/// A message from the kernel, not decoded yet: the module that sent the request decodes the body.
 #[derive(Clone, Debug)]
 pub(crate) struct Reply {
     kind: u16,
@@ -184,16 +185,16 @@ impl Reply {
 /// The messages of an answer.
 struct Answer {
     messages: Vec<Reply>,
-    /// Whether the table changed during a dump, so that messages may be missing or outdated.
-    interrupted: bool,
+    /// `false` if the table changed during a dump, so that messages may be missing or outdated.
+    is_consistent: bool,
 }
 
-/// Calls `read` until an answer is not interrupted, at most [`DUMP_ATTEMPTS`] times, and returns
-/// its messages. Fails with the first error of `read`, or after the last attempt.
+/// Calls `read` until an answer is consistent, at most [`DUMP_ATTEMPTS`] times, and returns its
+/// messages. Fails with the first error of `read`, or after the last attempt.
 fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<Reply>, Cause> {
     for _ in 0..DUMP_ATTEMPTS {
         let answer = read()?;
-        if !answer.interrupted {
+        if answer.is_consistent {
             return Ok(answer.messages);
         }
     }
@@ -210,7 +211,7 @@ mod tests {
     fn an_answer_given_up_does_not_reach_the_next_question() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
-            let payload = &LinkRequest::new(0).name("lo").bytes();
+            let payload = &LinkRequest::without_index().name("lo").bytes();
             let mut bytes = Vec::new();
             // Sequence number 0: no caller waits for the answer.
             wire::Message { kind: Kind::GetLink as u16, flags: 1, sequence: 0, payload }.write(&mut bytes);
@@ -228,7 +229,7 @@ mod tests {
             let mut count = 0;
             let answer = until_consistent(|| {
                 count += 1;
-                Ok(Answer { messages: vec![link(); count], interrupted: count <= interruptions })
+                Ok(Answer { messages: vec![link(); count], is_consistent: count > interruptions })
             });
             assert_eq!(answer.ok().map(|messages| messages.len()), reads, "{interruptions} interruptions");
             assert!(count <= DUMP_ATTEMPTS);

@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_request_is_named_with_its_arguments() {
-        let link = LinkRequest::new(0).kind("bridge", &[]).name("br0").mtu(1400).mac(Mac([2, 0, 0, 0, 0, 7]));
+        let link = LinkRequest::without_index().kind("bridge", &[]).name("br0").mtu(1400).mac(Mac([2, 0, 0, 0, 0, 7]));
         let new = Request { kind: Kind::NewLink, body: &link };
         assert_eq!(new.name(0), "netlink NewLink br0 type bridge mtu 1400 address 02:00:00:00:00:07");
         assert!(new.bytes().starts_with("type 16: 00") && new.bytes().contains("62723000"), "{}", new.bytes());

@@ -17,7 +17,7 @@ use nix::sys::socket::sockopt::SndBufForce;
 
 use super::wire::{self, Message, NLMSG_DONE, NLMSG_ERROR};
 use crate::error::Cause;
-use crate::patience;
+use crate::retry::retry;
 
 /// The size of the receive buffer. A part of a dump has at most 32 KiB (the kernel's limit), the
 /// answer about one link with hundreds of virtual functions a little more.
@@ -42,7 +42,7 @@ impl Protocol {
     }
 }
 
-/// A connection to one part of the kernel, in the network namespace it was opened in.
+/// A connection to one part of the kernel, in the network namespace that it was opened in.
 pub struct Socket {
     socket: netlink_sys::Socket,
     /// The sequence number of the last request.
@@ -50,7 +50,7 @@ pub struct Socket {
     /// The last datagram. Only its capacity is reserved; it is not zeroed before a read.
     buffer: Vec<u8>,
     /// Whether unread parts of an earlier answer may be in the queue.
-    pending: bool,
+    has_unread: bool,
 }
 
 impl fmt::Debug for Socket {
@@ -65,14 +65,14 @@ impl Socket {
         let socket = protocol.socket()?;
         // Connected to the kernel, the socket receives from no other process.
         socket.connect(&SocketAddr::new(0, 0))?;
-        // Options since Linux 4.12, 4.2 and 4.20: explanations in errors, errors without the
-        // request's body, and dumps filtered by the request. Without the last, callers filter the
-        // dumps.
+        // Older kernels lack these options, so failures are ignored. Explanations in errors (4.12),
+        // and errors without the request's body (4.2):
         let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
+        // Dumps that are filtered by the request (4.20), only for routing. Callers filter again.
         if protocol == Protocol::Route {
             let _ = socket.set_netlink_get_strict_chk(true);
         }
-        Ok(Socket { socket, sequence: 0, buffer: Vec::new(), pending: false })
+        Ok(Socket { socket, sequence: 0, buffer: Vec::new(), has_unread: false })
     }
 
     /// Returns the sequence number for the next request.
@@ -87,7 +87,7 @@ impl Socket {
     /// consistent: `false` if the kernel reports that the list changed during a dump.
     ///
     /// # Errors
-    /// The kernel's error for the request, or a failure to send or receive.
+    /// The kernel refused the request, or sending or receiving failed.
     pub fn ask(
         &mut self,
         kind: u16,
@@ -109,16 +109,17 @@ impl Socket {
             for message in wire::messages(&self.buffer).filter(|message| message.sequence == sequence) {
                 is_consistent &= message.flags & NLM_F_DUMP_INTR == 0;
                 let is_end = matches!(message.kind, NLMSG_DONE | NLMSG_ERROR);
+                // An end without an errno (`outcome` is `None`) means success.
                 if !is_end {
                     handle(&message);
                 } else if let Some((errno, explanation)) = wire::outcome(&message)
                     && errno != 0
                 {
-                    self.pending = false;
+                    self.has_unread = false;
                     return Err(Cause::kernel(errno, explanation));
                 }
                 if is_end || expects_one_message {
-                    self.pending = false;
+                    self.has_unread = false;
                     return Ok(is_consistent);
                 }
             }
@@ -132,15 +133,16 @@ impl Socket {
     /// The kernel refuses the datagram, for example because it is too large. An error about one of
     /// the messages is an answer instead.
     pub fn send(&mut self, bytes: &[u8]) -> Result<(), Cause> {
-        if self.pending {
+        if self.has_unread {
             // Discard the unread parts of the earlier answer.
             while let Ok(true) = self.fill() {}
         }
-        self.pending = true;
+        self.has_unread = true;
         let mut has_grown = false;
-        patience::retry(|| match self.socket.send(bytes, 0) {
-            // The default send buffer is too small for the deletion of some 2,000 rules. Enlarge it
-            // once, which needs CAP_NET_ADMIN; without it the second send fails like the first.
+        retry(|| match self.socket.send(bytes, 0) {
+            // The default send buffer is too small for the deletion of some 2,000 rules. Enlarge
+            // the buffer once. Without CAP_NET_ADMIN the enlargement fails, and the second send
+            // fails like the first.
             Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !has_grown => {
                 has_grown = true;
                 let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
@@ -163,13 +165,13 @@ impl Socket {
         self.buffer.reserve_exact(RECEIVE_BUFFER);
         // MSG_TRUNC: `recv` returns the datagram's length even if the buffer is shorter.
         let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
-        match patience::retry(|| self.socket.recv(&mut self.buffer, flags)) {
+        match retry(|| self.socket.recv(&mut self.buffer, flags)) {
             Ok(length) if length > self.buffer.len() => Err(Cause::text(format!(
                 "the kernel's answer of {length} bytes does not fit into the buffer of {RECEIVE_BUFFER} bytes"
             ))),
             Ok(_) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                self.pending = false;
+                self.has_unread = false;
                 Ok(false)
             }
             Err(error) => Err(error.into()),
@@ -205,15 +207,16 @@ impl Events {
     /// a namespace's ID, or events were lost.
     pub(crate) fn drain(&self) -> bool {
         const REMOVALS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
-        let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
         let mut has_removal = false;
         // The length (32 bits), type (16) and flags (16) of a message; `recv` cuts off the rest.
         let mut head = [0; 8];
         loop {
-            match self.0.recv(&mut &mut head[..], flags) {
+            match self.0.recv(&mut &mut head[..], libc::MSG_DONTWAIT) {
                 Ok(_) => has_removal |= REMOVALS.contains(&u16::from_ne_bytes([head[4], head[5]])),
                 // The kernel dropped events, among which a removal may have been.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => has_removal = true,
+                // The queue is empty (EAGAIN). The socket is only a trigger, so other errors end
+                // the reading, too.
                 Err(_) => return has_removal,
             }
         }

@@ -24,6 +24,10 @@ pub(crate) const NLMSG_DONE: u16 = 3;
 
 /// The length of a message's header.
 pub(crate) const HEADER: usize = 16;
+/// The length of the errno at the beginning of an acknowledgement.
+const ERRNO: usize = 4;
+/// The length of an attribute's header: length and type.
+const ATTRIBUTE_HEADER: usize = 4;
 /// The flag of an attribute whose value is attributes.
 const NLA_F_NESTED: u16 = 1 << 15;
 
@@ -52,7 +56,7 @@ pub fn emitted(object: &(impl Emitable + ?Sized)) -> Vec<u8> {
 
 /// Returns an encoded attribute, padded to a multiple of 4 bytes.
 pub fn new_attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-    let len = u16::try_from(4 + value.len()).unwrap_or(u16::MAX);
+    let len = u16::try_from(ATTRIBUTE_HEADER + value.len()).unwrap_or(u16::MAX);
     let mut bytes = [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat();
     bytes.resize(align(bytes.len()), 0);
     bytes
@@ -74,7 +78,7 @@ fn u16_ne(bytes: &[u8], offset: usize) -> Option<u16> {
 }
 
 /// Returns the native-endian 32-bit number at an offset; `None` if fewer than 4 bytes are there.
-fn u32_ne(bytes: &[u8], offset: usize) -> Option<u32> {
+pub(crate) fn u32_ne(bytes: &[u8], offset: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(offset..offset + 4)?.try_into().ok()?))
 }
 
@@ -97,6 +101,7 @@ pub fn text(bytes: &[u8]) -> String {
 /// Returns the messages of one datagram, up to the first malformed one.
 pub fn messages(mut datagram: &[u8]) -> impl Iterator<Item = Message<'_>> {
     std::iter::from_fn(move || {
+        // `struct nlmsghdr`: length, type, flags, sequence number, port ID.
         let len = usize::try_from(u32_ne(datagram, 0)?).ok()?;
         let message = Message {
             kind: u16_ne(datagram, 4)?,
@@ -116,7 +121,7 @@ pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let len = usize::from(u16_ne(bytes, 0)?);
         let kind = u16_ne(bytes, 2)? & TYPE_MASK;
-        let value = bytes.get(4..len)?;
+        let value = bytes.get(ATTRIBUTE_HEADER..len)?;
         bytes = bytes.get(align(len)..).unwrap_or_default();
         Some((kind, value))
     })
@@ -134,24 +139,28 @@ pub fn number(bytes: &[u8], kind: u16) -> Option<u32> {
 }
 
 /// Decodes an acknowledgement or the end of a dump: returns the errno, 0 for success, and the
-/// kernel's explanation, if there is one. `None` if the message is malformed.
+/// kernel's explanation, if there is one. `None` if the message is malformed, for example without
+/// an errno.
 pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
+    /// Of the request, an acknowledgement has only the header.
     const NLM_F_CAPPED: u16 = 0x100;
+    /// The message ends with attributes.
     const NLM_F_ACK_TLVS: u16 = 0x200;
+    /// The attribute that has the explanation.
     const NLMSGERR_ATTR_MSG: u16 = 1;
-    let negative_errno = i32::from_ne_bytes(message.payload.get(..4)?.try_into().ok()?);
+    let negative_errno = i32::from_ne_bytes(*message.payload.first_chunk()?);
     let mut explanation = None;
     if message.flags & NLM_F_ACK_TLVS != 0 {
-        // Between the errno and the attributes is the request: nothing of it at the end of a dump,
-        // only its header in a capped answer, else all of it.
+        // An acknowledgement has the request between the errno and the attributes. The length of a
+        // whole request is the first field of its header. The end of a dump has no request.
         let request_len = if message.kind == NLMSG_DONE {
             0
         } else if message.flags & NLM_F_CAPPED != 0 {
             HEADER
         } else {
-            usize::try_from(u32_ne(message.payload, 4)?).ok()?
+            usize::try_from(u32_ne(message.payload, ERRNO)?).ok()?
         };
-        let attributes = message.payload.get(align(request_len).saturating_add(4)..).unwrap_or_default();
+        let attributes = message.payload.get(align(request_len).saturating_add(ERRNO)..).unwrap_or_default();
         explanation = attribute(attributes, NLMSGERR_ATTR_MSG).map(text);
     }
     Some((negative_errno.saturating_neg().max(0), explanation))

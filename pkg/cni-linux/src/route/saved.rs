@@ -11,7 +11,7 @@ use netlink_packet_route::route::{
     RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteNextHopFlags, RouteType,
 };
 
-use super::{Family, Route, ip, message, parse, routes};
+use super::{Family, Route, ip, message, parse, unicast_routes};
 use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink};
 
@@ -57,7 +57,7 @@ impl SavedRoute {
             RouteAttribute::PrefSource(address) => ip(address),
             _ => None,
         });
-        routes(self.0.clone()).into_iter().map(|route| Route { source, ..route }).collect()
+        unicast_routes(self.0.clone()).into_iter().map(|route| Route { source, ..route }).collect()
     }
 
     /// Whether this is a unicast route with the interface `index` as its only outgoing interface.
@@ -74,7 +74,7 @@ impl SavedRoute {
 
     /// Returns the route as an error message names it.
     fn label(&self) -> String {
-        self.routes().first().map_or_else(|| "of another type".to_owned(), Route::to_string)
+        self.routes().first().map_or_else(|| "of a type other than unicast".to_owned(), Route::to_string)
     }
 }
 
@@ -107,7 +107,7 @@ impl Netlink {
         deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
-    /// Returns the error for a route that could not be added or deleted (`verb`).
+    /// Returns the error for a route that could not be added or deleted, according to `verb`.
     fn failed(&self, verb: &str, route: &SavedRoute, cause: crate::error::Cause) -> Error {
         let device = route.routes().first().map(|route| format!(" dev {}", self.label(route.oif))).unwrap_or_default();
         Error::new(format_args!("failed to {verb} route {}{device}", route.label()), cause)
@@ -139,8 +139,9 @@ mod tests {
     use super::*;
     use crate::testing::{in_new_netns, output};
 
-    /// A veth `n0` with routes of every kind that a plugin or an administrator makes.
-    fn play() -> (Netlink, u32) {
+    /// Creates a veth `n0` with routes of every kind that a plugin or an administrator adds.
+    /// Returns a connection and the index of `n0`.
+    fn create_routes() -> (Netlink, u32) {
         let lines = [
             "ip link add n0 type veth peer name n1",
             "ip link set n0 up",
@@ -173,7 +174,7 @@ mod tests {
     #[test]
     fn routes_are_moved_with_all_they_have_and_put_back() {
         in_new_netns(|| {
-            let (netlink, index) = play();
+            let (netlink, index) = create_routes();
             let before = shown("main");
             assert!(
                 before.contains("advmss 900") && before.contains("onlink") && before.lines().count() >= 10,
@@ -201,7 +202,7 @@ mod tests {
     #[test]
     fn a_route_belongs_to_the_network_of_its_gateway_or_source() {
         in_new_netns(|| {
-            let (netlink, _) = play();
+            let (netlink, _) = create_routes();
             let all = netlink.save_routes(Family::V4).unwrap();
             let to = |dst: &str| {
                 all.iter().find(|route| route.routes().iter().any(|route| route.dst.to_string() == dst)).unwrap()
@@ -217,7 +218,7 @@ mod tests {
     #[test]
     fn a_refused_route_is_named() {
         in_new_netns(|| {
-            let (netlink, index) = play();
+            let (netlink, index) = create_routes();
             let route = Route {
                 table: Some(7),
                 ..Route::new("0.0.0.0/0".parse().unwrap(), Some("10.99.0.1".parse().unwrap()), index)

@@ -3,8 +3,8 @@ use crate::testing::{in_new_netns, machine, output};
 use crate::{BridgeSpec, Dad, Watch};
 use std::time::{Duration, Instant};
 
-/// A connection to a fresh namespace with a bridge that has addresses of both families, and its
-/// index.
+/// Calls `body` in a new namespace, with a connection to it and the index of a bridge that has
+/// addresses of both families.
 fn with_bridge(body: impl FnOnce(&Netlink, u32) + Send) {
     in_new_netns(|| {
         let netlink = Netlink::open().unwrap();
@@ -20,18 +20,19 @@ fn route(dst: &str, gw: Option<&str>, oif: u32) -> Route {
     Route::new(dst.parse().unwrap(), gw.map(|gw| gw.parse().unwrap()), oif)
 }
 
-/// Adds the route, finds it again as the one identical rival, and removes it.
+/// Adds the route, checks that it is then the only conflicting route and identical, and deletes it.
+/// Returns the route as it was read.
 fn round_trip(netlink: &Netlink, route: Route) -> Route {
     netlink.add_route(&route).unwrap_or_else(|error| panic!("{route:?}: {error}"));
     let error = netlink.add_route(&route).unwrap_err();
     assert!(error.is_exists(), "{route:?}: {error}");
-    let rivals = netlink.list_conflicting(&route).unwrap();
-    assert!(rivals.len() == 1 && rivals[0].is_same(&route), "{route:?} became {rivals:?}");
+    let conflicting = netlink.list_conflicting(&route).unwrap();
+    assert!(conflicting.len() == 1 && conflicting[0].is_same(&route), "{route:?} became {conflicting:?}");
     for family in ["-4", "-6"] {
         output(&format!("ip {family} route flush table all proto boot"));
     }
     assert!(netlink.list_conflicting(&route).unwrap().is_empty());
-    rivals[0]
+    conflicting[0]
 }
 
 #[test]
@@ -59,7 +60,7 @@ fn every_field_reaches_the_kernel_and_comes_back() {
 }
 
 #[test]
-fn ipv6_too() {
+fn every_ipv6_field_reaches_the_kernel_and_comes_back() {
     with_bridge(|netlink, oif| {
         let plain = route("fd05::/64", Some("fd00::1"), oif);
         let back = round_trip(netlink, plain);
@@ -73,14 +74,14 @@ fn ipv6_too() {
 }
 
 #[test]
-fn a_rival_by_another_gateway_is_seen() {
+fn a_route_over_another_gateway_conflicts() {
     with_bridge(|netlink, oif| {
         for (dst, first, second) in [("0.0.0.0/0", "10.1.0.1", "10.1.0.9"), ("::/0", "fd00::1", "fd00::9")] {
             netlink.add_route(&route(dst, Some(first), oif)).unwrap();
             let late = route(dst, Some(second), oif);
             assert!(netlink.add_route(&late).unwrap_err().is_exists());
-            let rivals = netlink.list_conflicting(&late).unwrap();
-            assert!(rivals.len() == 1 && !rivals[0].is_same(&late), "{rivals:?}");
+            let conflicting = netlink.list_conflicting(&late).unwrap();
+            assert!(conflicting.len() == 1 && !conflicting[0].is_same(&late), "{conflicting:?}");
             netlink.add_route(&Route { priority: Some(2000), ..late }).unwrap();
         }
     });
@@ -104,8 +105,8 @@ fn an_empty_table_is_not_an_error_and_tables_are_separate() {
 fn a_route_over_several_gateways_is_listed_once_for_each() {
     with_bridge(|netlink, oif| {
         output("ip route add 10.5.0.0/24 nexthop via 10.1.0.1 nexthop via 10.1.0.9");
-        let rivals = netlink.list_conflicting(&route("10.5.0.0/24", None, oif)).unwrap();
-        let gateways: Vec<_> = rivals.iter().map(|route| route.gw.unwrap().to_string()).collect();
+        let conflicting = netlink.list_conflicting(&route("10.5.0.0/24", None, oif)).unwrap();
+        let gateways: Vec<_> = conflicting.iter().map(|route| route.gw.unwrap().to_string()).collect();
         assert_eq!(gateways, ["10.1.0.1", "10.1.0.9"]);
     });
 }

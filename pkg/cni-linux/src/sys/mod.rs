@@ -40,9 +40,9 @@ pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
 /// A setting of a tun or tap interface that has a number as its value.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TunSetting {
-    /// The ID of the user that may open it.
+    /// The ID of the only user that may attach to it.
     Owner,
-    /// The ID of the group that may open it.
+    /// The ID of the only group that may attach to it.
     Group,
     /// 1 if it stays when no process has it open any more, else 0.
     Persist,
@@ -60,6 +60,7 @@ pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::R
     for (field_byte, name_byte) in request.ifr_name.iter_mut().zip(name.bytes()) {
         *field_byte = name_byte.cast_signed() as libc::c_char;
     }
+    // The field of `ifreq` has 16 bits.
     let flags = flags as u16;
     request.ifr_ifru.ifru_flags = flags.cast_signed();
     // SAFETY: the descriptor is open for as long as it is borrowed; the kernel reads and writes one
@@ -110,10 +111,11 @@ pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
 /// # Errors
 /// EBADF if the descriptor is not open.
 pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
-    // The copy gets a number of at least 10, so it does not take that of a closed standard
-    // descriptor.
+    /// The lowest number for the copy, above those of the standard descriptors, so that the copy
+    /// does not get the number of a closed one.
+    const LOWEST_COPY: libc::c_int = 10;
     // SAFETY: the call takes integers and accesses no memory of this process.
-    let copy = check(unsafe { libc::fcntl(fd.into(), libc::F_DUPFD_CLOEXEC, 10) }.into())?;
+    let copy = check(unsafe { libc::fcntl(fd.into(), libc::F_DUPFD_CLOEXEC, LOWEST_COPY) }.into())?;
     let copy = libc::c_int::try_from(copy).map_err(io::Error::other)?;
     // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code has
     // it.
@@ -125,9 +127,13 @@ pub fn inherited(fd: u8) -> io::Result<OwnedFd> {
 ///
 /// In the filter, a `load` reads a big-endian number at an offset of the frame, whose Ethernet
 /// header has 14 bytes. A `jump` compares the number, and skips as many instructions as its last
-/// argument gives for true and for false.
+/// argument gives for true and for false. Each check that fails skips to the last instruction,
+/// which drops the frame.
 pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
     const WHOLE_PACKET: u32 = 0xffff;
+    /// The jump that skips no instruction.
+    const NEXT: u8 = 0;
+    // All codes fit: the kernel's instruction has 16 bits for them.
     let code = |code: u32| u16::try_from(code).unwrap_or_default();
     let load = |size: u32, mode: u32, offset: u32| libc::sock_filter {
         code: code(libc::BPF_LD | size | mode),
@@ -146,18 +152,19 @@ pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
     let mut program = [
         // The Ethernet type is IPv4.
         load(libc::BPF_H, libc::BPF_ABS, 12),
-        jump(libc::BPF_JEQ, 0x0800, [0, 8]),
+        jump(libc::BPF_JEQ, 0x0800, [NEXT, 8]),
         // The protocol is UDP.
         load(libc::BPF_B, libc::BPF_ABS, 23),
-        jump(libc::BPF_JEQ, 17, [0, 6]),
+        jump(libc::BPF_JEQ, 17, [NEXT, 6]),
         // The packet is not a fragment: neither an offset nor the flag "more fragments".
         load(libc::BPF_H, libc::BPF_ABS, 20),
-        jump(libc::BPF_JSET, 0x3fff, [4, 0]),
+        jump(libc::BPF_JSET, 0x3fff, [4, NEXT]),
         // The index register gets the length of the IP header, which is in the header's first byte.
         libc::sock_filter { code: code(libc::BPF_LDX | libc::BPF_B | libc::BPF_MSH), jt: 0, jf: 0, k: 14 },
-        // The UDP destination port, 16 = 14 + 2 bytes beyond the index register, is `port`.
+        // The UDP destination port is `port`: the offset is that of the Ethernet header's end (14),
+        // of the port in the UDP header (2), and the index register.
         load(libc::BPF_H, libc::BPF_IND, 16),
-        jump(libc::BPF_JEQ, port.into(), [0, 1]),
+        jump(libc::BPF_JEQ, port.into(), [NEXT, 1]),
         deliver(WHOLE_PACKET),
         deliver(0),
     ];

@@ -13,11 +13,6 @@ use std::io;
 /// How often a failing call is made in total.
 const TRIES: usize = 4;
 
-/// Whether the call may succeed if it is repeated.
-fn is_retryable(error: &io::Error) -> bool {
-    error.raw_os_error() != Some(libc::ENOBUFS)
-}
-
 /// Makes the call until it succeeds, at most [`TRIES`] times, and returns its last result.
 /// Interruptions by a signal (EINTR) do not count. EAGAIN and ENOBUFS are returned at once.
 pub(crate) fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
@@ -25,8 +20,8 @@ pub(crate) fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T>
     loop {
         match call() {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(error),
-            Err(error) if tries < TRIES && is_retryable(&error) => tries += 1,
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::ENOBUFS)) => return Err(error),
+            Err(_) if tries < TRIES => tries += 1,
             result => return result,
         }
     }
