@@ -26,7 +26,8 @@
 //! Each change of `state` is one rename, and every step of a command can be repeated. So a killed
 //! command leaves one of these states, and the next command that changes something first cleans up:
 //! it undoes an installation (`installing <n>` becomes `installed <n-1>` or none), and finishes the
-//! other commands. For a rollback an interrupted install counts as the last install.
+//! other commands. For a rollback an interrupted install counts as the last install. A rollback
+//! that could not put all kept files back ends in `installed <n>` instead of none.
 //!
 //! A kept set is deleted as soon as a rollback to it would change nothing: the plugin folder has
 //! all of its files, and no program that was installed where no file existed. A rollback that left
@@ -314,10 +315,12 @@ impl Folder {
     fn undo_install(&self, generation: u64) -> Result<u64, Error> {
         let kept = self.require_kept(generation)?;
         let report = self.restore(&kept)?;
-        // The generation's folder is removed, so files that were not put back go to another set.
+        // The generation's folder will be removed, so the original set gets the files that were not
+        // put back.
         if !report.still_kept.is_empty() {
             kept.add_to(&self.own_path("original"))?;
         }
+        // Without the folder of the install before this one, its programs are unknown.
         let before = generation - 1;
         if before > 0 && exists(&self.generation_folder(before))? {
             State::Installed(before).write(&self.own_folder)?;
