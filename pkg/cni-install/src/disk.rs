@@ -1,5 +1,8 @@
-//! Reads, writes and compares files. What is written is on the disk when a function returns, and
-//! existing files are replaced, never written to: another process may have them open.
+//! Reads, writes and compares files.
+//!
+//! Existing files are replaced, never written to, because another process may have them open. The
+//! content of a written file is on the disk when the function returns, its name after [`sync`] of
+//! the folder.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -8,8 +11,8 @@ use std::path::Path;
 
 use nix::errno::Errno;
 
-/// Makes `to` a hard link of `from` or, if the file system or the kernel's protection of links does
-/// not allow one, a copy.
+/// Makes `to` a hard link of `from` or, if that fails, a copy: some file systems have no hard
+/// links, and the kernel's protection of links may forbid one.
 pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if fs::hard_link(from, to).is_ok() {
         return Ok(());
@@ -26,7 +29,7 @@ pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
 /// symbolic links with the same target. `installed` need not exist.
 pub(crate) fn is_same(installed: &Path, kept: &Path) -> io::Result<bool> {
     let of_kept = fs::symlink_metadata(kept)?;
-    let Some(of_installed) = metadata(installed)? else { return Ok(false) };
+    let Some(of_installed) = find_metadata(installed)? else { return Ok(false) };
     if (of_kept.dev(), of_kept.ino()) == (of_installed.dev(), of_installed.ino()) {
         return Ok(true);
     }
@@ -37,9 +40,9 @@ pub(crate) fn is_same(installed: &Path, kept: &Path) -> io::Result<bool> {
     Ok(are_similar && of_kept.mode() == of_installed.mode() && read(kept)? == read(installed)?)
 }
 
-/// Returns the metadata of the file at `path`, or of the link itself if it is one. `None` if it
-/// does not exist.
-pub(crate) fn metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
+/// Returns the metadata of the file at `path`, or of the symbolic link itself if it is one. `None`
+/// if nothing exists there.
+pub(crate) fn find_metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
     match fs::symlink_metadata(path) {
         Ok(metadata) => Ok(Some(metadata)),
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -56,17 +59,11 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
 /// Returns the mode and the content of the regular file at `path`, which may be a link to it.
 /// `None` if it does not exist or is not a regular file.
 pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
-    match open(path) {
+    open(path).or_else(|cause| match cause.raw_os_error().map(Errno::from_raw) {
         // ENOENT: missing, or a link to a missing file; ELOOP: links in a circle; ENXIO: a socket.
-        Err(cause)
-            if [Errno::ENOENT, Errno::ELOOP, Errno::ENXIO]
-                .map(|errno| Some(errno as i32))
-                .contains(&cause.raw_os_error()) =>
-        {
-            Ok(None)
-        }
-        outcome => outcome,
-    }
+        Some(Errno::ENOENT | Errno::ELOOP | Errno::ENXIO) => Ok(None),
+        _ => Err(cause),
+    })
 }
 
 /// Reads the mode and content of a file, following links. `None` if it is not a regular file.
@@ -82,9 +79,9 @@ fn open(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     Ok(Some((metadata.mode(), content)))
 }
 
-/// Replaces the file at `path` by a new one with this content and mode.
+/// Creates a file with this content and mode. An existing file at `path` is removed before.
 pub(crate) fn write_new(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    absent_is_fine(fs::remove_file(path))?;
+    ignore_not_found(fs::remove_file(path))?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
     // The mode above is reduced by the umask.
@@ -92,13 +89,13 @@ pub(crate) fn write_new(path: &Path, content: &[u8], mode: u32) -> io::Result<()
     file.sync_all()
 }
 
-/// Waits until the created, renamed and removed files of a folder are so on the disk.
+/// Waits until all creations, renames and removals of files in the folder are on the disk.
 pub(crate) fn sync(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// Turns the error of a missing file into success.
-pub(crate) fn absent_is_fine(outcome: io::Result<()>) -> io::Result<()> {
+/// Turns the error that a file does not exist into success.
+pub(crate) fn ignore_not_found(outcome: io::Result<()>) -> io::Result<()> {
     match outcome {
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(()),
         outcome => outcome,

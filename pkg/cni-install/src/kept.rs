@@ -1,9 +1,12 @@
-//! A kept set: a folder with the files that installed programs have replaced, for a rollback.
+//! Reads and writes kept sets: folders with the files that installed programs have replaced, for a
+//! rollback.
 //!
-//! It has two lists. `SHA256SUMS` lists the programs that were installed in place of the kept
-//! files, and `ABSENT` the names under which no file existed. The original set is kept over many
-//! installs: in its `SHA256SUMS` a name has a line for each program that was ever installed under
-//! it.
+//! A kept set has two lists. `SHA256SUMS` lists the programs that were installed in place of the
+//! kept files, and `ABSENT` the names under which no file existed. A folder that lacks one of the
+//! lists is not a kept set: the process that wrote it was killed, or `forget` has removed `ABSENT`.
+//!
+//! The original set is kept over many installs: in its `SHA256SUMS` a name has a line for each
+//! program that was ever installed under it.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File};
@@ -13,8 +16,8 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::Error;
-use crate::disk::{absent_is_fine, is_same, link_or_copy, metadata, read, sync, write_new};
-use crate::set::{self, ABSENT, Program, SUMS, Set};
+use crate::disk::{find_metadata, ignore_not_found, is_same, link_or_copy, read, sync, write_new};
+use crate::set::{self, ABSENT_LIST, Program, SUMS, Set};
 
 /// A complete kept set.
 #[derive(Debug)]
@@ -25,42 +28,43 @@ pub(crate) struct Kept {
     /// The names under which no file existed.
     absent: BTreeSet<String>,
     /// The time of the install that replaced the files.
-    pub(crate) since: SystemTime,
+    pub(crate) replaced_at: SystemTime,
 }
 
 impl Kept {
     /// Reads a kept set. `None` if the folder does not exist or lacks one of the lists.
     pub(crate) fn read(folder: &Path) -> Result<Option<Kept>, Error> {
-        let is_folder = metadata(folder).map_err(Error::io("look at", folder))?.is_some_and(|found| found.is_dir());
-        let (absent_path, sums_path) = (folder.join(ABSENT), folder.join(SUMS));
+        let is_folder =
+            find_metadata(folder).map_err(Error::io("look at", folder))?.is_some_and(|found| found.is_dir());
         if !is_folder {
             return Ok(None);
         }
+        let (absent_path, sums_path) = (folder.join(ABSENT_LIST), folder.join(SUMS));
         let (Some(absent), Some(sums)) = (read_text(&absent_path)?, read_text(&sums_path)?) else { return Ok(None) };
         let programs =
             set::parse_lines(&sums).map_err(|reason| Error::new(format!("{}: {reason}", sums_path.display())))?;
-        let since = fs::metadata(&absent_path).and_then(|found| found.modified());
+        let modified = fs::metadata(&absent_path).and_then(|found| found.modified());
         Ok(Some(Kept {
             folder: folder.to_owned(),
             programs,
             absent: absent.lines().map(str::to_owned).collect(),
-            since: since.map_err(Error::io("look at", &absent_path))?,
+            replaced_at: modified.map_err(Error::io("look at", &absent_path))?,
         }))
     }
 
-    /// Copies or links the files of `plugin_folder` that the programs of `set` will replace into
-    /// `folder`, which becomes a kept set.
+    /// Makes `folder` a kept set with links to, or copies of, the files of `plugin_folder` that the
+    /// programs of `set` will replace.
     ///
     /// # Errors
-    /// A folder has the name of a program, or a file cannot be kept.
+    /// If a folder has the name of a program, or a file cannot be linked or copied.
     pub(crate) fn create(plugin_folder: &Path, set: &Set, folder: &Path) -> Result<(), Error> {
-        // It may exist if an installer was killed here.
+        // It exists if an installer was killed here. If it cannot be removed, its creation fails.
         let _ = fs::remove_dir_all(folder);
         DirBuilder::new().mode(0o755).create(folder).map_err(Error::io("create the folder", folder))?;
         let mut absent = String::new();
         for Program { name, .. } in set.programs() {
             let path = plugin_folder.join(name);
-            match metadata(&path).map_err(Error::io("look at", &path))? {
+            match find_metadata(&path).map_err(Error::io("look at", &path))? {
                 Some(found) if found.is_dir() => {
                     return Err(Error::new(format!("{} is a folder", path.display())));
                 }
@@ -71,7 +75,7 @@ impl Kept {
                 }
             }
         }
-        for (name, text) in [(ABSENT, &absent), (SUMS, &set::text(set.programs()))] {
+        for (name, text) in [(ABSENT_LIST, &absent), (SUMS, &set::text(set.programs()))] {
             let path = folder.join(name);
             write_new(&path, text.as_bytes(), 0o644).map_err(Error::io("write", &path))?;
         }
@@ -99,7 +103,7 @@ impl Kept {
         self.programs.iter().any(|program| program.name == name && program.sum == sum)
     }
 
-    /// Returns the names of the kept files that `folder` does not have.
+    /// Returns the names of the kept files that `folder` lacks, or that differ from its files.
     pub(crate) fn missing_in(&self, folder: &Path) -> Result<Vec<String>, Error> {
         let mut names = Vec::new();
         for name in self.names() {
@@ -113,62 +117,61 @@ impl Kept {
         Ok(names)
     }
 
-    /// Merges this set into the one in `folder`, or creates that one. A name that it already has
-    /// keeps its file.
+    /// Merges this set into the kept set in `folder`, or creates that one. A name that it already
+    /// has keeps its file.
     ///
-    /// `SHA256SUMS` is written last. If the process is killed before, the set in `folder` is as it
-    /// was.
+    /// `SHA256SUMS` is written last. If the process is killed before, the set in `folder` still has
+    /// the same names and files.
     ///
     /// # Errors
-    /// A file cannot be kept or a list cannot be written.
+    /// If a file cannot be linked or copied, or a list cannot be written.
     pub(crate) fn add_to(&self, folder: &Path) -> Result<(), Error> {
-        let existing = Kept::read(folder)?;
-        let since = existing.as_ref().map_or(self.since, |existing| existing.since);
-        let existing_names = existing.as_ref().map(Kept::names).unwrap_or_default();
-        // A killed process may have listed names in `ABSENT` whose programs are not in
-        // `SHA256SUMS`: they are dropped.
-        let mut absent: BTreeSet<&str> = existing_names
-            .iter()
-            .copied()
-            .filter(|name| existing.as_ref().is_some_and(|existing| existing.was_absent(name)))
-            .collect();
+        let mut merged = Kept::read(folder)?.unwrap_or_else(|| Kept {
+            folder: folder.to_owned(),
+            programs: Vec::new(),
+            absent: BTreeSet::new(),
+            replaced_at: self.replaced_at,
+        });
+        let existing_names: BTreeSet<String> = merged.names().into_iter().map(str::to_owned).collect();
+        // A killed process may have written names to `ABSENT` but not to `SHA256SUMS`.
+        merged.absent.retain(|name| existing_names.contains(name));
         let mut new_names = Vec::new();
-        for name in self.names().into_iter().filter(|name| !existing_names.contains(name)) {
+        for name in self.names().into_iter().filter(|name| !existing_names.contains(*name)) {
+            // A kept file that was deleted cannot be added.
             if self.was_absent(name) || exists(&self.file(name))? {
                 new_names.push(name);
             }
         }
-        let mut programs = existing.as_ref().map(|existing| existing.programs.clone()).unwrap_or_default();
-        let count_before = programs.len();
+        let count_before = merged.programs.len();
         for program in &self.programs {
-            let name = program.name.as_str();
-            let is_in_merged_set = existing_names.contains(&name) || new_names.contains(&name);
-            if is_in_merged_set && !programs.contains(program) {
-                programs.push(program.clone());
+            let is_merged = existing_names.contains(&program.name) || new_names.contains(&program.name.as_str());
+            if is_merged && !merged.programs.contains(program) {
+                merged.programs.push(program.clone());
             }
         }
-        if programs.len() == count_before {
+        if merged.programs.len() == count_before {
             return Ok(());
         }
         create_folder(folder).map_err(Error::io("create the folder", folder))?;
         for name in new_names {
             if self.was_absent(name) {
-                absent.insert(name);
+                merged.absent.insert(name.to_owned());
                 continue;
             }
-            let (from, to) = (self.file(name), folder.join(name));
-            absent_is_fine(fs::remove_file(&to)).map_err(Error::io("remove", &to))?;
+            let (from, to) = (self.file(name), merged.file(name));
+            // A killed process may have left this file.
+            ignore_not_found(fs::remove_file(&to)).map_err(Error::io("remove", &to))?;
             link_or_copy(&from, &to).map_err(Error::io("keep", &from))?;
         }
-        let absent: String = absent.iter().map(|name| format!("{name}\n")).collect();
-        replace_list(folder, (ABSENT, &absent), since)?;
-        replace_list(folder, (SUMS, &set::text(&programs)), since)
+        let absent: String = merged.absent.iter().map(|name| format!("{name}\n")).collect();
+        replace_list(folder, ABSENT_LIST, &absent, merged.replaced_at)?;
+        replace_list(folder, SUMS, &set::text(&merged.programs), merged.replaced_at)
     }
 }
 
 /// Whether a file, folder or link exists at `path`.
 pub(crate) fn exists(path: &Path) -> Result<bool, Error> {
-    Ok(metadata(path).map_err(Error::io("look at", path))?.is_some())
+    Ok(find_metadata(path).map_err(Error::io("look at", path))?.is_some())
 }
 
 /// Reads a text file. `None` if it does not exist.
@@ -182,7 +185,7 @@ fn read_text(path: &Path) -> Result<Option<String>, Error> {
 
 /// Creates the folder. A file or a link of that name is replaced.
 fn create_folder(path: &Path) -> io::Result<()> {
-    match metadata(path)? {
+    match find_metadata(path)? {
         Some(found) if found.is_dir() => return Ok(()),
         Some(_) => fs::remove_file(path)?,
         None => {}
@@ -190,9 +193,9 @@ fn create_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o755).create(path)
 }
 
-/// Replaces a list atomically and gives it the time of modification `modified`. The files that were
-/// written to the folder before are on the disk before the list is.
-fn replace_list(folder: &Path, (name, text): (&str, &str), modified: SystemTime) -> Result<(), Error> {
+/// Replaces the list `name` in `folder` atomically and gives it the time of modification
+/// `modified`. The files that were written to the folder before are on the disk before the list is.
+fn replace_list(folder: &Path, name: &str, text: &str, modified: SystemTime) -> Result<(), Error> {
     let (path, temporary) = (folder.join(name), folder.join(format!(".{name}")));
     write_new(&temporary, text.as_bytes(), 0o644)
         .and_then(|()| File::options().write(true).open(&temporary)?.set_modified(modified))

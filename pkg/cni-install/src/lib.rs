@@ -2,8 +2,8 @@
 //!
 //! - [`set`]: reads and verifies a folder with programs and their `SHA256SUMS`.
 //! - [`folder`]: installs into the folder that runtimes use, rolls back, forgets, compares. Its
-//!   documentation describes the states.
-//! - [`report`]: reports what was done.
+//!   documentation describes the files and states.
+//! - [`report`]: has the outcomes of the commands and the texts about them.
 //!
 //! This is a separate, static program, because a container image that contains only it and the
 //! plugins installs them onto a node. `scripts/install` runs the same program.
@@ -28,13 +28,13 @@ use clap::{Args, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 
 pub use folder::Folder;
-pub use report::{Comparison, ForgetReport, Installed, KeptSets, RecoveryReport, RollbackReport};
+pub use report::{Comparison, ForgetReport, InstallReport, KeptSets, RecoveryReport, RestoreReport, RollbackReport};
 pub use set::Set;
 
 /// Where runtimes look for plugins by default.
 const DEST: &str = "/opt/cni/bin";
 
-/// An error: the action, its object, and the cause.
+/// An error. The text has the action, its object, and the cause.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Error(String);
@@ -59,19 +59,19 @@ impl Error {
                   An older cni-install, without `rollback --original`, refuses a folder that this one has installed into.",
     disable_help_subcommand = true
 )]
-struct Call {
+struct CommandLine {
     #[command(subcommand)]
-    verb: Verb,
+    command: Command,
 }
 
 #[derive(Subcommand)]
-enum Verb {
+enum Command {
     /// Replace the plugins, and keep the earlier ones
     ///
-    /// Verifies DIR against its SHA256SUMS, copies its programs beside their places, runs each
+    /// Verifies DIR against its SHA256SUMS, copies its programs into a temporary folder, runs each
     /// once, and only then renames them into place, one by one: a runtime that starts a plugin
-    /// meanwhile gets the old or the new one, whole. On any failure nothing is changed. Other files
-    /// are left alone.
+    /// meanwhile gets either the old or the new program, complete. On any failure nothing is
+    /// changed. Other files are left alone.
     ///
     /// Two sets are kept for rollback: the previous one, which was there before this install, and
     /// the original one, which was there before the first. Later installs replace the previous set
@@ -83,16 +83,16 @@ enum Verb {
         #[command(flatten)]
         dest: Dest,
         #[command(flatten)]
-        stay: Stay,
+        stay: StayOption,
     },
     /// Put back what was there before the last install, or before the first
     ///
     /// Programs that were not there before are removed. A program that another installer has
     /// replaced since is left as it is, and its kept file stays kept.
     ///
-    /// Done twice it changes nothing more: after a rollback to the previous set no previous one is
-    /// kept, and the original one still is, unless it is what was put back. `rollback --original`
-    /// puts that back, with or without a rollback before it, and drops the previous set.
+    /// A second rollback changes nothing, because the first one leaves no previous set. The
+    /// original set is still kept, unless it is the one that was put back. `rollback --original`
+    /// puts the original set back, also after a rollback, and drops the previous set.
     Rollback {
         /// Put back what was there before the first install
         #[arg(long)]
@@ -100,7 +100,7 @@ enum Verb {
         #[command(flatten)]
         dest: Dest,
         #[command(flatten)]
-        stay: Stay,
+        stay: StayOption,
     },
     /// Drop the kept sets: the installed programs stay, and no rollback is possible
     ///
@@ -126,25 +126,27 @@ struct Dest {
 
 /// The option `--stay`.
 #[derive(Args)]
-struct Stay {
+struct StayOption {
     /// Wait for SIGTERM or SIGINT afterwards: for a container that must keep running
     #[arg(long)]
     stay: bool,
 }
 
-impl Verb {
+impl Command {
     /// Returns the folder that runtimes use.
     fn dest(&self) -> &Path {
-        let (Verb::Install { dest, .. } | Verb::Rollback { dest, .. } | Verb::Forget { dest } | Verb::Status { dest }) =
-            self;
+        let (Command::Install { dest, .. }
+        | Command::Rollback { dest, .. }
+        | Command::Forget { dest }
+        | Command::Status { dest }) = self;
         &dest.path
     }
 
-    /// Whether the program waits for a signal afterwards.
+    /// Whether the program waits for a signal after the command (`--stay`).
     fn stays(&self) -> bool {
         match self {
-            Verb::Install { stay, .. } | Verb::Rollback { stay, .. } => stay.stay,
-            Verb::Forget { .. } | Verb::Status { .. } => false,
+            Command::Install { stay, .. } | Command::Rollback { stay, .. } => stay.stay,
+            Command::Forget { .. } | Command::Status { .. } => false,
         }
     }
 }
@@ -152,32 +154,35 @@ impl Verb {
 /// Runs the installer with the arguments `args`. Returns its exit status: 0 for success, 1 if it
 /// failed or `status` found a difference, 2 for invalid arguments.
 pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
-    let verb = match Call::try_parse_from(std::iter::once(OsString::from("cni-install")).chain(args)) {
-        Ok(call) => call.verb,
+    let command = match CommandLine::try_parse_from(std::iter::once(OsString::from("cni-install")).chain(args)) {
+        Ok(line) => line.command,
+        // The parser returns the texts of `--help` and `--version` as errors.
         Err(help) if !help.use_stderr() => return write_line(out, &help.to_string(), 0),
         Err(error) => return write_line(err, &format!("cni-install: {error}"), 2),
     };
-    // Before the work: as process 1 of a container it would otherwise lose a signal that arrives
+    // Before the work, because process 1 of a container would otherwise lose a signal that arrives
     // during the work.
-    let blocked_signals = match verb.stays().then(block_signals).transpose() {
+    let blocked_signals = match command.stays().then(block_signals).transpose() {
         Ok(signals) => signals,
         Err(cause) => return write_line(err, &format!("cni-install: failed to block SIGTERM and SIGINT: {cause}"), 1),
     };
-    let (text, status) = match execute(&verb) {
+    let (text, status) = match execute(&command) {
         Ok(outcome) => outcome,
         Err(error) => return write_line(err, &format!("cni-install: {error}"), 1),
     };
-    if write_line(out, &text, status) != 0 {
-        return status.max(1);
+    let status = write_line(out, &text, status);
+    if status != 0 {
+        return status;
     }
     match blocked_signals.map(|signals| signals.wait()) {
         None => status,
-        Some(Ok(signal)) => write_line(out, &format!("{signal}: leaving {} as it is", verb.dest().display()), 0),
+        Some(Ok(signal)) => write_line(out, &format!("{signal}: leaving {} as it is", command.dest().display()), 0),
         Some(Err(cause)) => write_line(err, &format!("cni-install: failed to wait for a signal: {cause}"), 1),
     }
 }
 
-/// Writes the text. Returns `status`, or at least 1 if it cannot be written.
+/// Writes the text. Returns the exit status: `status`, but at least 1 if the text cannot be
+/// written.
 fn write_line(stream: &mut dyn Write, text: &str, status: u8) -> u8 {
     match writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush()) {
         Ok(()) => status,
@@ -186,28 +191,28 @@ fn write_line(stream: &mut dyn Write, text: &str, status: u8) -> u8 {
 }
 
 /// Executes a command. Returns the text to print and the exit status.
-fn execute(verb: &Verb) -> Result<(String, u8), Error> {
-    let (path, dest) = (verb.dest(), verb.dest().display());
-    Ok(match verb {
-        Verb::Install { from, .. } => {
+fn execute(command: &Command) -> Result<(String, u8), Error> {
+    let (path, dest) = (command.dest(), command.dest().display());
+    Ok(match command {
+        Command::Install { from, .. } => {
             let set = Set::read(from)?;
             let names = set.names().collect::<Vec<_>>().join(", ");
             let (recovered, installed) = Folder::ensure(path)?.install(&set)?;
             let text = match installed {
-                Installed::AlreadyThere => format!("{dest} holds {names} already; nothing was changed"),
-                Installed::Replaced => {
+                InstallReport::AlreadyThere => format!("{dest} holds {names} already; nothing was changed"),
+                InstallReport::Replaced => {
                     format!("{names} are now in {dest}; what was there before is kept for rollback")
                 }
             };
             (format!("{recovered}{text}"), 0)
         }
-        Verb::Rollback { original: false, .. } => rollback_text(verb, &Folder::open(path)?.rollback()?),
-        Verb::Rollback { original: true, .. } => {
+        Command::Rollback { original: false, .. } => rollback_text(command, &Folder::open(path)?.rollback()?),
+        Command::Rollback { original: true, .. } => {
             let (recovered, report) = Folder::open(path)?.rollback_to_original()?;
-            let (text, status) = rollback_text(verb, &report);
+            let (text, status) = rollback_text(command, &report);
             (format!("{recovered}{text}"), status)
         }
-        Verb::Forget { .. } => match Folder::open(path)?.forget()? {
+        Command::Forget { .. } => match Folder::open(path)?.forget()? {
             (recovered, ForgetReport::NothingKept) => {
                 (format!("{recovered}nothing to forget in {dest}: no earlier set is kept"), 0)
             }
@@ -215,7 +220,7 @@ fn execute(verb: &Verb) -> Result<(String, u8), Error> {
                 (format!("{recovered}{dest}: nothing is kept any more. It was:\n{kept}"), 0)
             }
         },
-        Verb::Status { .. } => {
+        Command::Status { .. } => {
             let folder = Folder::open(path)?;
             let (text, status) = match folder.compare()? {
                 Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
@@ -236,24 +241,24 @@ fn execute(verb: &Verb) -> Result<(String, u8), Error> {
 }
 
 /// Returns the text about a rollback, and the exit status: 1 if a kept file was lost.
-fn rollback_text(verb: &Verb, report: &RollbackReport) -> (String, u8) {
-    let dest = verb.dest().display();
+fn rollback_text(command: &Command, report: &RollbackReport) -> (String, u8) {
+    let dest = command.dest().display();
     match report {
-        RollbackReport::NothingKept { original: false } => {
+        RollbackReport::NothingKept { is_original_kept: false } => {
             (format!("nothing to roll back in {dest}: no earlier set is kept"), 0)
         }
-        RollbackReport::NothingKept { original: true } => (
+        RollbackReport::NothingKept { is_original_kept: true } => (
             format!(
                 "nothing to roll back in {dest}: no previous set is kept. The original one is: rollback --original puts it back"
             ),
             0,
         ),
-        RollbackReport::Done { lost, .. } => {
-            let since = match verb {
-                Verb::Rollback { original: true, .. } => "as before the first install",
+        RollbackReport::Done(restored) => {
+            let restored_label = match command {
+                Command::Rollback { original: true, .. } => "as before the first install",
                 _ => "as before the last install",
             };
-            (format!("{dest}:{}", report.lines(since)), u8::from(!lost.is_empty()))
+            (format!("{dest}:{}", restored.lines(restored_label)), u8::from(!restored.lost.is_empty()))
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::kept::Kept;
 
-/// What a command did first because an earlier command had been interrupted.
+/// What a command did before its own work, because an earlier command had been interrupted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecoveryReport {
     /// Nothing: no command had been interrupted.
@@ -32,8 +32,8 @@ impl fmt::Display for RecoveryReport {
 
 /// The outcome of an install.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Installed {
-    /// Nothing: the folder already has these programs.
+pub enum InstallReport {
+    /// Nothing was changed: the folder already has these programs.
     AlreadyThere,
     /// The programs are in place.
     Replaced,
@@ -42,42 +42,45 @@ pub enum Installed {
 /// The outcome of a rollback.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RollbackReport {
-    /// Nothing: the requested set is not kept.
+    /// Nothing was changed: the requested set is not kept.
     NothingKept {
         /// Whether the original set is kept.
-        original: bool,
+        is_original_kept: bool,
     },
-    /// It was done, with these names.
-    Done {
-        /// Programs that were put back.
-        restored: Vec<String>,
-        /// Programs that were removed, because they did not exist before.
-        removed: Vec<String>,
-        /// Programs that were left as they are, because another installer has replaced or removed
-        /// them since.
-        left: Vec<String>,
-        /// Programs that were left as they are, because the kept file is gone.
-        lost: Vec<String>,
-        /// Kept files that are still kept, because the folder does not have them.
-        kept: Vec<String>,
-    },
+    /// A set was put back.
+    Done(RestoreReport),
 }
 
-impl RollbackReport {
-    /// Returns a line about each group of names that is not empty. `since` is the line's beginning
-    /// for the programs that were put back.
-    pub(crate) fn lines(&self, since: &str) -> String {
-        let RollbackReport::Done { restored, removed, left, lost, kept } = self else { return String::new() };
+/// What happened to each program when a kept set was put back, by names.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct RestoreReport {
+    /// Programs that were put back.
+    pub restored: Vec<String>,
+    /// Programs that were removed, because they did not exist before.
+    pub removed: Vec<String>,
+    /// Programs that were left as they are, because another installer has replaced or removed them
+    /// since.
+    pub left: Vec<String>,
+    /// Programs that were left as they are, because the kept file is gone.
+    pub lost: Vec<String>,
+    /// Kept files that are still kept, because the plugin folder does not have them.
+    pub still_kept: Vec<String>,
+}
+
+impl RestoreReport {
+    /// Returns a line about each group of names that is not empty. `restored_label` is the line's
+    /// beginning for the programs that were put back.
+    pub(crate) fn lines(&self, restored_label: &str) -> String {
         let mut text = String::new();
-        for (outcome, names) in [
-            (since, restored),
-            ("removed, because they did not exist before", removed),
-            ("not restored, because another installer has replaced or removed them after the install", left),
-            ("left alone, because the kept file is gone", lost),
-            ("still kept, because the folder does not hold them (`cni-install forget` drops them)", kept),
+        for (label, names) in [
+            (restored_label, &self.restored),
+            ("removed, because they did not exist before", &self.removed),
+            ("not restored, because another installer has replaced or removed them after the install", &self.left),
+            ("left alone, because the kept file is gone", &self.lost),
+            ("still kept, because the folder does not hold them (`cni-install forget` drops them)", &self.still_kept),
         ] {
             if !names.is_empty() {
-                let _ = write!(text, "\n  {outcome}: {}", names.join(", "));
+                let _ = write!(text, "\n  {label}: {}", names.join(", "));
             }
         }
         text
@@ -87,7 +90,7 @@ impl RollbackReport {
 /// The outcome of a forget.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ForgetReport {
-    /// Nothing: no earlier set was kept.
+    /// Nothing was changed: no earlier set was kept.
     NothingKept,
     /// The kept sets that were removed.
     Dropped(KeptSets),
@@ -98,11 +101,11 @@ pub enum ForgetReport {
 pub enum Comparison {
     /// cni-install has installed nothing here.
     NothingInstalled,
-    /// The command of this name was interrupted.
+    /// This command was interrupted: `an installation` or `a rollback`.
     Interrupted(&'static str),
     /// All programs are as installed; their names.
     Same(Vec<String>),
-    /// Some are not; a text for each of those.
+    /// Some programs are not as installed; a text for each of those.
     Different(Vec<String>),
 }
 
@@ -119,16 +122,16 @@ pub struct KeptSets {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptSet {
     /// The time of the install that replaced the files.
-    pub since: SystemTime,
-    /// The names of the kept programs.
+    pub replaced_at: SystemTime,
+    /// The names of the kept files.
     pub programs: Vec<String>,
     /// The names of installed programs that did not exist before.
     pub absent: Vec<String>,
 }
 
 impl KeptSets {
-    /// Combines the sets that are on the disk. There `original` does not contain the previous set
-    /// yet: the next install adds it.
+    /// Combines the sets that are on the disk. There the original set does not contain the previous
+    /// one yet: the next install adds it.
     pub(crate) fn new(original: Option<&Kept>, previous: Option<&Kept>) -> KeptSets {
         let sets: Vec<&Kept> = original.into_iter().chain(previous).collect();
         KeptSets {
@@ -151,15 +154,15 @@ impl KeptSet {
                 }
             }
         }
-        Some(KeptSet { since: sets.first()?.since, programs, absent })
+        Some(KeptSet { replaced_at: sets.first()?.replaced_at, programs, absent })
     }
 }
 
 impl fmt::Display for KeptSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let since = self.since.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let replaced_at = self.replaced_at.duration_since(UNIX_EPOCH).unwrap_or_default();
         let names = if self.programs.is_empty() { "no program".to_owned() } else { self.programs.join(", ") };
-        write!(f, "from before {}: {names}", cni::time::rfc3339(since))?;
+        write!(f, "from before {}: {names}", cni::time::rfc3339(replaced_at))?;
         if self.absent.is_empty() { Ok(()) } else { write!(f, "; did not exist: {}", self.absent.join(", ")) }
     }
 }

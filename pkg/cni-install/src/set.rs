@@ -11,12 +11,15 @@ use sha2::{Digest as _, Sha256};
 
 use crate::Error;
 
-/// The list's name, in a set and in the installer's own folder.
+/// The file name of the list of programs, in a set and in a kept set (see `kept.rs`).
 pub const SUMS: &str = "SHA256SUMS";
 
-/// The name of the list of programs that did not exist before, in a kept set. No program can have
-/// this name.
-pub(crate) const ABSENT: &str = "ABSENT";
+/// The file name of the list of names under which no file existed, in a kept set (see `kept.rs`).
+/// No program can have this name.
+pub(crate) const ABSENT_LIST: &str = "ABSENT";
+
+/// The longest file name, in bytes, that Linux's file systems accept.
+const NAME_MAX: usize = 255;
 
 /// A program's name and the SHA-256 of its content, in lower-case hexadecimal.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,10 +39,10 @@ pub struct Set {
 }
 
 impl Set {
-    /// Reads the list of `folder`.
+    /// Reads the list of `folder`. The programs are not read yet.
     ///
     /// # Errors
-    /// The list cannot be read, is empty, or has a line in another format.
+    /// If the list cannot be read, is empty, or has a line in another format.
     pub fn read(folder: &Path) -> Result<Set, Error> {
         let path = folder.join(SUMS);
         let text = fs::read_to_string(&path).map_err(Error::io("read", &path))?;
@@ -63,7 +66,7 @@ impl Set {
     /// Reads a program and verifies its checksum.
     ///
     /// # Errors
-    /// It is not a regular file, cannot be read, or has another checksum.
+    /// If the program is not a regular file, cannot be read, or has another checksum.
     pub fn content(&self, program: &Program) -> Result<Vec<u8>, Error> {
         let path = self.folder.join(&program.name);
         let metadata = fs::symlink_metadata(&path).map_err(Error::io("look at", &path))?;
@@ -96,12 +99,12 @@ pub fn text(programs: &[Program]) -> String {
 /// Parses the text of a list.
 ///
 /// # Errors
-/// The number of the first invalid line and the reason; a name has two lines.
+/// If a line is invalid, or a name has two lines: the line's number and the reason.
 pub fn parse(text: &str) -> Result<Vec<Program>, String> {
     let programs = parse_lines(text)?;
-    for (number, Program { name, .. }) in programs.iter().enumerate() {
-        if programs[..number].iter().any(|program| program.name == *name) {
-            return Err(format!("line {}: {name:?} is named twice", number + 1));
+    for (index, Program { name, .. }) in programs.iter().enumerate() {
+        if programs[..index].iter().any(|earlier| earlier.name == *name) {
+            return Err(format!("line {}: {name:?} is named twice", index + 1));
         }
     }
     Ok(programs)
@@ -110,15 +113,15 @@ pub fn parse(text: &str) -> Result<Vec<Program>, String> {
 /// Parses like [`parse`], but a name may have several lines.
 pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
     let mut programs: Vec<Program> = Vec::new();
-    for (number, line) in text.lines().enumerate() {
-        let number = number + 1;
+    for (number, line) in (1..).zip(text.lines()) {
         let (sum, name) = line.split_once("  ").ok_or(format!("line {number} is not `<sha256>  <name>`"))?;
         if sum.len() != 64 || !sum.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
             return Err(format!("line {number}: {sum:?} is not a SHA-256 checksum"));
         }
         let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-        let is_list = name == SUMS || name == ABSENT;
-        if name.is_empty() || name.len() > 255 || name.starts_with('.') || is_list || !name.bytes().all(is_allowed) {
+        let is_list = name == SUMS || name == ABSENT_LIST;
+        if name.is_empty() || name.len() > NAME_MAX || name.starts_with('.') || is_list || !name.bytes().all(is_allowed)
+        {
             return Err(format!("line {number}: {name:?} is not a program's name"));
         }
         programs.push(Program { name: name.to_owned(), sum: sum.to_owned() });

@@ -8,17 +8,17 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::Error;
-use crate::disk::{absent_is_fine, link_or_copy, write_new};
+use crate::disk::{ignore_not_found, link_or_copy, write_new};
 use crate::set::{Program, Set};
 
-/// Writes the programs of `set` to the folder `staging` and runs each once: the folder may be
-/// mounted `noexec`, or a program may be built for another processor.
+/// Writes the programs of `set` to the folder `staging` and runs each once, because the folder may
+/// be mounted `noexec`, or a program may be built for another processor.
 ///
-/// `contents` has the content for each checksum. Programs with equal content become hard links of
+/// `contents` maps each checksum to the content. Programs with equal content become hard links of
 /// one file, if the file system supports them.
 ///
 /// # Errors
-/// A program cannot be written or does not run.
+/// If a program cannot be written, or does not run.
 pub(crate) fn write_and_try(staging: &Path, set: &Set, contents: &BTreeMap<&str, Vec<u8>>) -> Result<(), Error> {
     create_empty(staging)?;
     for (sum, content) in contents {
@@ -36,16 +36,16 @@ pub(crate) fn write_and_try(staging: &Path, set: &Set, contents: &BTreeMap<&str,
     Ok(())
 }
 
-/// Creates the folder, or replaces it by an empty one.
+/// Creates the empty folder `staging`. An existing one is removed before.
 pub(crate) fn create_empty(staging: &Path) -> Result<(), Error> {
-    absent_is_fine(fs::remove_dir_all(staging)).map_err(Error::io("remove", staging))?;
+    ignore_not_found(fs::remove_dir_all(staging)).map_err(Error::io("remove", staging))?;
     DirBuilder::new().mode(0o700).create(staging).map_err(Error::io("create the folder", staging))
 }
 
 /// Runs the program with the verb VERSION, which needs nothing of the node.
 ///
 /// # Errors
-/// It cannot be executed, fails, or does not return the versions.
+/// If the program cannot be executed, fails, or does not print the versions.
 fn run_once(path: &Path, program: &Program) -> Result<(), Error> {
     let outcome = Command::new(path).env_clear().env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
     let output = outcome.map_err(|cause| {

@@ -1,18 +1,22 @@
 //! Reads and writes `.cni-install/state`: the installed generation, or the command that is running.
+//!
+//! A generation is the number of an install in this folder. The documentation of
+//! [`folder`](crate::folder) has the meaning of each state.
 
 use std::fs;
 use std::path::Path;
 
 use crate::Error;
-use crate::disk::{absent_is_fine, read, sync, write_new};
+use crate::disk::{ignore_not_found, read, sync, write_new};
 
-/// The state, which is in the first line of the file. The number is the generation's.
+/// The state, which is in the first line of the file. The number is the generation that the command
+/// installs, rolls back or forgets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Installing(u64),
     Installed(u64),
     RollingBack(u64),
-    /// `rollback --original` is running. `original/` is complete.
+    /// `rollback --original` is running. It needs no number: `original/` is complete.
     Restoring,
     Forgetting(u64),
 }
@@ -51,31 +55,37 @@ impl State {
         format!("{line}\n{NOTE}\n")
     }
 
-    /// Reads the state from `own`, the installer's own folder. `None` if the file does not exist.
-    pub(crate) fn read(own: &Path) -> Result<Option<State>, Error> {
-        let path = own.join("state");
+    /// Reads the state from `own_folder`, the installer's own folder. `None` if the file does not
+    /// exist.
+    pub(crate) fn read(own_folder: &Path) -> Result<Option<State>, Error> {
+        let path = own_folder.join("state");
         let text = match read(&path) {
             Ok(text) => String::from_utf8_lossy(&text).into_owned(),
             Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(cause) => return Err(Error::io("read", &path)(cause)),
         };
-        let state = State::parse(&text);
-        state.map(Some).ok_or_else(|| Error::new(format!("{} is not ours: {text:?}", path.display())))
+        match State::parse(&text) {
+            Some(state) => Ok(Some(state)),
+            None => Err(Error::new(format!(
+                "{} has an unknown state: {text:?}. A newer cni-install wrote it, or the file is damaged",
+                path.display()
+            ))),
+        }
     }
 
     /// Replaces the state atomically, and waits until it is on the disk.
-    pub(crate) fn write(self, own: &Path) -> Result<(), Error> {
-        let (path, temporary) = (own.join("state"), own.join("state.new"));
+    pub(crate) fn write(self, own_folder: &Path) -> Result<(), Error> {
+        let (path, temporary) = (own_folder.join("state"), own_folder.join("state.new"));
         write_new(&temporary, self.text().as_bytes(), 0o644).map_err(Error::io("write", &temporary))?;
         fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
-        sync(own).map_err(Error::io("write out", own))
+        sync(own_folder).map_err(Error::io("write out", own_folder))
     }
 
-    /// Removes the state, and waits until the disk has that too.
-    pub(crate) fn remove(own: &Path) -> Result<(), Error> {
-        let path = own.join("state");
-        absent_is_fine(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
-        sync(own).map_err(Error::io("write out", own))
+    /// Removes the state, and waits until the removal is on the disk.
+    pub(crate) fn remove(own_folder: &Path) -> Result<(), Error> {
+        let path = own_folder.join("state");
+        ignore_not_found(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
+        sync(own_folder).map_err(Error::io("write out", own_folder))
     }
 }
 

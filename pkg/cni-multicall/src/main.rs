@@ -6,16 +6,17 @@ use std::process::ExitCode;
 
 use cni::skel::Plugin;
 
-/// The exit status if the program is called by another name.
-const USAGE: u8 = 2;
+/// The exit status if the program is called by a name that no plugin has.
+const UNKNOWN_NAME: u8 = 2;
 
 // Not `cni_plugin::main!`: its allocator never frees memory, and the DHCP daemon runs for a long
 // time.
 fn main() -> ExitCode {
     let mut args = std::env::args_os();
-    let name = args.next().unwrap_or_default();
-    let name = Path::new(&name).file_name().unwrap_or_default().to_string_lossy();
+    let path = args.next().unwrap_or_default();
+    let name = Path::new(&path).file_name().unwrap_or_default().to_string_lossy();
     match cni_multicall::find(&name) {
+        // This plugin's program is also its daemon, which has arguments.
         Some(_) if name == "dhcp" => plugin_dhcp::run(args),
         Some(plugin) => cni_plugin::process::run(plugin),
         None => {
@@ -25,7 +26,7 @@ fn main() -> ExitCode {
                 "{name}: no plugin has this name. Call the program by a hard link that is named {}",
                 names.join(", ")
             );
-            ExitCode::from(USAGE)
+            ExitCode::from(UNKNOWN_NAME)
         }
     }
 }

@@ -16,11 +16,12 @@ pub(crate) struct Conf {
     pub(crate) egress: Option<Limit>,
 }
 
-/// A rate in bytes per second, at least 1, and a burst in bytes: what may be sent at once after a
-/// pause.
+/// A limit of the rate in one direction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
+    /// Bytes per second, at least 1.
     rate: u64,
+    /// The bytes that may be sent at once after a pause.
     burst: u64,
 }
 
@@ -61,8 +62,8 @@ impl Conf {
     /// `runtimeConfig.bandwidth` is ignored, as in Go's plugin.
     ///
     /// # Errors
-    /// Code 6 for a wrong type; 7 for a rate without a burst or the reverse, and for a number that
-    /// is too large or too small.
+    /// - Code 6 if a key has the wrong type.
+    /// - Code 7 if a rate has no burst, a burst has no rate, or a number is too large or too small.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let keys: Keys = conf
             .json()
@@ -87,7 +88,7 @@ impl Limit {
     /// 0. `direction` is `ingress` or `egress`.
     ///
     /// # Errors
-    /// Code 7 if one of them is 0, too large or too small.
+    /// Code 7 if only one of them is 0, or if one is too large or too small.
     fn new(direction: &str, rate: u64, burst: u64) -> Result<Option<Limit>> {
         match (rate, burst) {
             (0, 0) => return Ok(None),
@@ -111,20 +112,20 @@ impl Limit {
         Ok(Some(limit))
     }
 
-    /// Returns the whole microseconds in which the rate fills the bucket. Go's plugin rounds down
-    /// at this point too.
+    /// Returns the microseconds in which the rate fills a bucket of the size of the burst. Like
+    /// Go's plugin, rounds down to whole microseconds.
     fn fill_time(self) -> u64 {
         self.burst * 1_000_000 / self.rate
     }
 
-    /// Returns the length of the queue in bytes, as Go's plugin computes it: the burst, and what
-    /// the rate sends in 25 ms.
+    /// Returns the length of the queue in bytes, as Go's plugin computes it: the burst plus the
+    /// bytes that the rate sends in 25 ms.
     fn queue_length(self) -> u128 {
         u128::from(self.rate) / 40 + u128::from(self.burst)
     }
 
-    /// Returns the parameters of the kernel's token bucket filter. A number that does not fit into
-    /// the kernel's 32 bits becomes the largest one that does.
+    /// Returns the parameters of the kernel's token bucket filter. `limit` and `buffer` have 32
+    /// bits there: a larger number becomes the largest one that fits.
     pub(crate) fn tbf(self) -> Tbf {
         Tbf {
             rate: self.rate,
@@ -133,21 +134,20 @@ impl Limit {
         }
     }
 
-    /// Returns the parameters that Go's plugin sets, which cuts numbers off after 32 bits. They
-    /// differ from those of [`tbf`](Limit::tbf) only if a number does not fit.
+    /// Returns the parameters that Go's plugin sets. They differ from those of [`tbf`](Limit::tbf)
+    /// only if a number does not fit into 32 bits: Go's plugin then keeps only its lowest 32 bits.
     #[expect(clippy::cast_possible_truncation, reason = "Go's plugin truncates")]
     pub(crate) fn tbf_of_go(self) -> Tbf {
         let fill_time = self.fill_time() as u32;
         Tbf { rate: self.rate, limit: self.queue_length() as u32, buffer: ticks(fill_time.into()) as u32 }
     }
 
-    /// Returns the bytes in the kernel's full bucket.
+    /// Returns the size of the kernel's bucket in bytes: the burst, unless that is too large.
     pub(crate) fn bucket_size(self) -> u128 {
         u128::from(self.tbf().buffer) * u128::from(TICK) * u128::from(self.rate) / 1_000_000_000
     }
 
-    /// Returns a note for stderr if the size of the bucket does not fit into the 32 bits of the
-    /// kernel's filter.
+    /// Returns a note for stderr if the burst does not fit into the 32 bits of [`Tbf::buffer`].
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
         if self.tbf().buffer == self.tbf_of_go().buffer {
             return None;

@@ -46,7 +46,7 @@ impl Plugin for Bandwidth {
         conf::unknown_keys(json)
     }
 
-    /// Sets the configured limits, and adds a created ifb to the result.
+    /// Sets the configured limits. The result is `prevResult` and, if one is created, the ifb.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(&call.conf)?;
         let mut result = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as chained plugin"))?;
@@ -62,7 +62,7 @@ impl Plugin for Bandwidth {
         Ok(Added { result, rollback })
     }
 
-    /// Fails if a configured limit is not as ADD sets it.
+    /// Fails with code 101 if a configured limit is not as ADD sets it.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as a chained plugin"))?;
@@ -95,10 +95,10 @@ impl Plugin for Bandwidth {
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let (host, attachment) = (Netlink::open()?, call.attachment());
         let prev = call.conf.prev_result().unwrap_or_else(|error| {
-            call.notes.note(format_args!("prevResult is not used: {error}"));
+            call.notes.note(format_args!("bandwidth: prevResult is not used: {error}"));
             None
         });
-        let mut is_removed = false;
+        let mut has_removed_one = false;
         for name in [attachment.own_ifb_name(), attachment.ifb_name()] {
             let Some(ifb) = host.find_link(&name)?.filter(Link::is_ifb) else { continue };
             let is_of_attachment = match &ifb.alias {
@@ -106,13 +106,13 @@ impl Plugin for Bandwidth {
                 // An ADD of this plugin was killed before it set the alias.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
                 // Go's plugin sets no alias, and its name for the ifb does not show to which of the
-                // container's interfaces the ifb belongs. The ifb is left if this attachment had
-                // another one or `prevResult` does not list the ifb.
-                None => !is_removed && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
+                // container's interfaces the ifb belongs. It belongs to another one if this
+                // attachment had its own ifb, or if `prevResult` does not list the ifb.
+                None => !has_removed_one && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
             };
             if is_of_attachment {
                 host.purge_link(ifb.index)?;
-                is_removed = true;
+                has_removed_one = true;
             }
         }
         Ok(())
@@ -127,18 +127,19 @@ impl Plugin for Bandwidth {
     }
 }
 
-/// Sets the configured limits. Limits that an earlier ADD of the same attachment has set are
-/// replaced. `result` is the earlier plugin's and gets the ifb, if one is created.
+/// Sets the configured limits, and removes limits that an earlier ADD of the same attachment has
+/// set. `result` is the result of the plugin before this one; a created ifb is added to it.
 ///
 /// # Errors
-/// Code 7 if the container's interface is not a veth whose other end is on this host; 102 if
-/// another program has attached a queueing discipline to that end.
+/// - Code 7 if the container's interface is not a veth whose other end is on this host.
+/// - Code 102 if another program has attached a queueing discipline to that end.
+/// - Code 100 if the kernel refuses a change.
 fn set_limits<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &mut Rollback<'a>) -> Result<()> {
     let host = Rc::new(Netlink::open()?);
     let host_end = find_host_end(call, result, &host)?;
     let index = host_end.index;
     let attachment = call.attachment();
-    let (ifb_name, earlier_ifbs) = choose_ifb_name(&host, &attachment, &host_end)?;
+    let (ifb_name, earlier_ifbs) = name_and_earlier_ifbs(&host, &attachment, &host_end)?;
     for ifb in earlier_ifbs {
         host.purge_link(ifb.index)?;
     }
@@ -150,10 +151,11 @@ fn set_limits<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollba
         host.create_tbf(index, &ingress.tbf())?;
     }
     if let Some(egress) = conf.egress {
+        // The MAC is random, so the undo recognises the ifb by it.
         let mac = made_up_mac()?;
-        let created = undo_creation(&host, &ifb_name, move |link| link.mac == Some(mac), rollback);
+        let created_index = undo_creation(&host, &ifb_name, move |link| link.mac == Some(mac), rollback);
         let ifb = host.create_ifb(&ifb_name, mac, host_end.mtu, &attachment)?;
-        created.set(Some(ifb.index));
+        created_index.set(Some(ifb.index));
         let undo = Rc::clone(&host);
         rollback.push(format!("stop the redirection of {}", host_end.name), move || {
             undo.purge_qdisc(index, QdiscParent::Ingress)
@@ -170,7 +172,7 @@ fn set_limits<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollba
 ///
 /// # Errors
 /// Code 7, with the texts of Go's plugin, if CNI_IFNAME is not a veth, its other end is not on this
-/// host, or `prev`, the earlier plugin's result, does not list that end.
+/// host, or `prev`, the result of the plugin before this one, does not list that end.
 fn find_host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Link> {
     if prev.interfaces.is_empty() {
         return Err(Error::config("no interfaces provided"));
@@ -197,45 +199,46 @@ fn lists_host_interface(result: &AddResult, name: &str) -> bool {
     result.interfaces.iter().any(|interface| interface.sandbox.is_empty() && interface.name == name)
 }
 
-/// Returns the name for the attachment's ifb, and the ifbs that earlier ADDs of this attachment
+/// Returns the name for the attachment's new ifb, and the ifbs that earlier ADDs of this attachment
 /// have created.
 ///
 /// The name is the one that Go's plugin uses, [`AttachmentId::ifb_name`], which is the same for all
 /// interfaces of a container. If another interface's ifb already has that name, the name is
 /// [`AttachmentId::own_ifb_name`].
-fn choose_ifb_name(host: &Netlink, attachment: &AttachmentId, host_end: &Link) -> Result<(String, Vec<Link>)> {
-    let mut earlier: Vec<Link> = host.find_link(&attachment.own_ifb_name())?.into_iter().collect();
-    let Some(ifb) = host.find_link(&attachment.ifb_name())? else { return Ok((attachment.ifb_name(), earlier)) };
+fn name_and_earlier_ifbs(host: &Netlink, attachment: &AttachmentId, host_end: &Link) -> Result<(String, Vec<Link>)> {
+    let (shared_name, own_name) = (attachment.ifb_name(), attachment.own_ifb_name());
+    let mut earlier: Vec<Link> = host.find_link(&own_name)?.into_iter().collect();
+    let Some(ifb) = host.find_link(&shared_name)? else { return Ok((shared_name, earlier)) };
     let is_of_attachment = match &ifb.alias {
         Some(alias) => attachment.is_on(Some(alias)),
         // Go's plugin sets no alias: the ifb belongs to the interface that is redirected to it.
         None => host.list_filters(host_end.index)?.contains(&Filter::Redirect(ifb.index)),
     };
     if !is_of_attachment {
-        return Ok((attachment.own_ifb_name(), earlier));
+        return Ok((own_name, earlier));
     }
     earlier.push(ifb);
-    Ok((attachment.ifb_name(), earlier))
+    Ok((shared_name, earlier))
 }
 
 /// A redirection whose target has been removed: the kernel then shows the index 0.
 const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
 
-/// Removes the queueing disciplines that an earlier ADD has attached to the host's end. The earlier
-/// ADD's ifb must have been removed before.
+/// Removes the queueing disciplines that an earlier ADD has attached to the host's end. The caller
+/// has removed that ADD's ifb, so its redirection is a [`REDIRECT_TO_REMOVED`].
 ///
 /// # Errors
 /// Code 102 if another program has attached a queueing discipline or a filter there.
 fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
     for (parent, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
         let Some(qdisc) = host.find_qdisc(host_end.index, parent)? else { continue };
-        let is_of_earlier_add = match parent {
-            QdiscParent::Root => qdisc.kind == kind,
-            QdiscParent::Ingress => {
-                qdisc.kind == kind
-                    && host.list_filters(host_end.index)?.iter().all(|filter| *filter == REDIRECT_TO_REMOVED)
-            }
-        };
+        let is_of_earlier_add = qdisc.kind == kind
+            && match parent {
+                QdiscParent::Root => true,
+                QdiscParent::Ingress => {
+                    host.list_filters(host_end.index)?.iter().all(|filter| *filter == REDIRECT_TO_REMOVED)
+                }
+            };
         if !is_of_earlier_add {
             let msg = format!("create qdisc: file exists: {} already has a qdisc {}", host_end.name, qdisc.kind);
             return Err(
@@ -247,8 +250,8 @@ fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
     Ok(())
 }
 
-/// Returns the attachment's ifb: the one whose alias names the attachment, otherwise the one
-/// without alias that Go's plugin has created for the container. `None` if there is neither.
+/// Returns the attachment's ifb: the one whose alias names the attachment or, if there is none, the
+/// one without an alias that Go's plugin has created for the container.
 fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
     let own = host.find_link(&attachment.own_ifb_name())?.filter(|ifb| attachment.is_on(ifb.alias.as_deref()));
     if own.is_some() {
@@ -270,12 +273,12 @@ fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
     if found == expected || found == limit.tbf_of_go() {
         return Ok(());
     }
-    let (parameter, expected, found) = if found.rate != expected.rate {
+    let (parameter, wanted, actual) = if found.rate != expected.rate {
         ("Rate", expected.rate, found.rate)
     } else if found.limit != expected.limit {
         ("Limit", expected.limit.into(), found.limit.into())
     } else {
         ("Buffer", expected.buffer.into(), found.buffer.into())
     };
-    Err(failed(format!("{parameter} doesn't match: {} has {found}, not {expected}", link.name)))
+    Err(failed(format!("{parameter} doesn't match: {} has {actual}, not {wanted}", link.name)))
 }

@@ -20,10 +20,10 @@ use zbus::{Connection, DBusError as _, Message};
 
 /// The timeout of a call: firewalld handles one call at a time, and a reload takes seconds.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The bus names, object paths and interfaces of firewalld and of the bus itself.
-const NAME: &str = "org.fedoraproject.FirewallD1";
-const PATH: &str = "/org/fedoraproject/FirewallD1";
-const ZONE: &str = "org.fedoraproject.FirewallD1.zone";
+// The bus names, object paths and interfaces of firewalld and of the bus itself.
+const FIREWALLD: &str = "org.fedoraproject.FirewallD1";
+const FIREWALLD_PATH: &str = "/org/fedoraproject/FirewallD1";
+const ZONE_INTERFACE: &str = "org.fedoraproject.FirewallD1.zone";
 const BUS: &str = "org.freedesktop.DBus";
 const BUS_PATH: &str = "/org/freedesktop/DBus";
 
@@ -39,7 +39,8 @@ struct SystemBus<'m> {
 /// Connects to the system bus at the address in DBUS_SYSTEM_BUS_ADDRESS, or at the default one.
 ///
 /// # Errors
-/// [`Failure::NoBus`] if no process listens there, otherwise [`Failure::Unreachable`].
+/// [`Failure::NoBus`] if no process listens there; [`Failure::Unreachable`] if connecting fails for
+/// another reason.
 pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<dyn Firewalld + '_>, Failure> {
     let connect_error = |error: io::Error| {
         let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS");
@@ -55,24 +56,26 @@ pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<d
     Ok(Box::new(SystemBus { connection, runtime, machine, on_sigterm }))
 }
 
-/// Runs `answer` until it is complete and returns its result.
+/// Runs `task` until it is complete and returns its result.
 ///
 /// # Errors
-/// [`io::ErrorKind::TimedOut`] after [`TIMEOUT`] and, with [`OnSigterm::Kill`], at SIGTERM.
+/// [`io::ErrorKind::TimedOut`] after [`TIMEOUT`] and, with [`OnSigterm::Kill`], at SIGTERM, SIGINT
+/// or SIGHUP.
 fn wait<T>(
     runtime: &Runtime,
     machine: &dyn Machine,
     on_sigterm: OnSigterm,
-    answer: impl Future<Output = T>,
+    task: impl Future<Output = T>,
 ) -> io::Result<T> {
     let interrupted = || io::Error::new(io::ErrorKind::TimedOut, "interrupted by a signal");
+    // A signal that `terminated` has read before is not pending any more.
     if on_sigterm == OnSigterm::Kill && machine.terminated() {
         return Err(interrupted());
     }
     runtime.block_on(async {
         let sigterm = register(term_descriptor()?)?;
         tokio::select! {
-            answer = answer => Ok(answer),
+            result = task => Ok(result),
             _ = sigterm.readable(), if on_sigterm == OnSigterm::Kill => Err(interrupted()),
             () = tokio::time::sleep(TIMEOUT) => {
                 let text = format!("there was no answer for {} s", TIMEOUT.as_secs());
@@ -102,13 +105,14 @@ fn into_io(error: zbus::Error) -> io::Error {
 }
 
 impl SystemBus<'_> {
-    /// Waits for the answer of a method call and converts its failures.
-    fn wait_for(&self, call: impl Future<Output = zbus::Result<Message>>) -> Result<Message, Failure> {
+    /// Waits for the answer to a method call and converts its failures.
+    fn answer_to(&self, call: impl Future<Output = zbus::Result<Message>>) -> Result<Message, Failure> {
         match wait(&self.runtime, self.machine, self.on_sigterm, call) {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(zbus::Error::MethodError(name, text, _))) => {
                 Err(Failure::Refused(text.unwrap_or_else(|| name.to_string())))
             }
+            // zbus converts errors with names that the D-Bus specification defines.
             Ok(Err(zbus::Error::FDO(error))) => {
                 Err(Failure::Refused(error.description().map_or_else(|| error.to_string(), str::to_owned)))
             }
@@ -127,8 +131,8 @@ impl Firewalld for SystemBus<'_> {
     /// Asks the bus whether firewalld's name has an owner, and reports the call to the step log.
     fn is_running(&self) -> Result<bool, Failure> {
         let step = Step::begin();
-        let call = self.connection.call_method(Some(BUS), BUS_PATH, Some(BUS), "NameHasOwner", &NAME);
-        let answer = self.wait_for(call).map(|answer| boolean(&answer));
+        let call = self.connection.call_method(Some(BUS), BUS_PATH, Some(BUS), "NameHasOwner", &FIREWALLD);
+        let answer = self.answer_to(call).map(|answer| boolean(&answer));
         step.end("ask the system bus for firewalld", &answer);
         answer
     }
@@ -136,10 +140,17 @@ impl Firewalld for SystemBus<'_> {
     /// Calls firewalld, and reports the call to the step log.
     fn call(&self, method: Method, zone: &str, source: IpAddr) -> Result<bool, Failure> {
         let step = Step::begin();
-        let body = (zone, source_text(source));
-        let call = self.connection.call_method(Some(NAME), PATH, Some(ZONE), method.name(), &body);
-        let answer = self.wait_for(call).map(|answer| boolean(&answer));
-        step.end(format_args!("ask firewalld: {} {zone} {}", method.name(), body.1), &answer);
+        let source = source_text(source);
+        let arguments = (zone, &source);
+        let call = self.connection.call_method(
+            Some(FIREWALLD),
+            FIREWALLD_PATH,
+            Some(ZONE_INTERFACE),
+            method.name(),
+            &arguments,
+        );
+        let answer = self.answer_to(call).map(|answer| boolean(&answer));
+        step.end(format_args!("ask firewalld: {} {zone} {source}", method.name()), &answer);
         answer
     }
 }

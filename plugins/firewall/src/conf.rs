@@ -1,7 +1,7 @@
 //! Reads and checks the configuration of `firewall`.
 //!
-//! ADD, CHECK and STATUS read all keys ([`Conf`]). DEL and GC only read where firewalld may have
-//! addresses ([`CleanupConf`]); an invalid value counts as absent there, so that a mistake never
+//! ADD, CHECK and STATUS read all keys ([`Conf`]). DEL and GC only read in which zone firewalld may
+//! have addresses ([`CleanupConf`]). They ignore an invalid configuration, so that a mistake never
 //! prevents the removal of rules.
 
 use cni::config::NetConf;
@@ -18,7 +18,7 @@ const DEFAULT_ZONE: &str = "trusted";
 /// A valid configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
-    /// `None` leaves the choice to the host.
+    /// The configured backend; `None` leaves the choice to the host.
     pub(crate) backend: Option<BackendChoice>,
     pub(crate) policy: Policy,
     /// The chain for the administrator's rules in iptables.
@@ -30,7 +30,7 @@ pub(crate) struct Conf {
     pub(crate) zone: String,
 }
 
-/// `backend`
+/// A backend that the key `backend` can name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BackendChoice {
     /// Rules that this plugin writes.
@@ -39,7 +39,7 @@ pub(crate) enum BackendChoice {
     Firewalld,
 }
 
-/// `ingressPolicy`
+/// A value of the key `ingressPolicy`. It is an [`Ingress`] without the bridge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Policy {
     Open,
@@ -49,7 +49,7 @@ pub(crate) enum Policy {
 
 impl Policy {
     /// Returns the policy for containers on this bridge.
-    pub(crate) fn on(self, bridge: String) -> Ingress {
+    pub(crate) fn for_bridge(self, bridge: String) -> Ingress {
         match self {
             Policy::Open => Ingress::Open,
             Policy::SameBridge => Ingress::SameBridge(bridge),
@@ -59,11 +59,11 @@ impl Policy {
 
     /// Returns the policy's name in configurations.
     pub(crate) fn name(self) -> &'static str {
-        self.on(String::new()).name()
+        self.for_bridge(String::new()).name()
     }
 }
 
-/// The plugin's keys as they are in JSON; an absent one is empty.
+/// The plugin's keys as they are in JSON. An absent key is the empty text.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 struct RawConf {
@@ -100,7 +100,8 @@ pub(crate) struct CleanupConf {
 }
 
 impl CleanupConf {
-    /// Reads the configuration; if it is invalid, as if it had no keys.
+    /// Reads the configuration. If a key has the wrong type, the configuration counts as one
+    /// without keys.
     pub(crate) fn new(conf: &NetConf) -> CleanupConf {
         let raw: RawConf = conf.decode().unwrap_or_default();
         let may_be_firewalld = match raw.backend_choice() {
@@ -157,8 +158,8 @@ impl Conf {
 /// The longest name, in bytes, that iptables accepts for a chain.
 const CHAIN_NAME_MAX: usize = 28;
 
-/// Whether iptables accepts the name for a chain and does not take it for something else, such as
-/// an option.
+/// Whether iptables accepts the name for a chain and does not take it for something else: an
+/// option, a negation or, in the input of iptables-restore, `COMMIT`.
 fn is_iptables_chain_name(name: &str) -> bool {
     name.len() <= CHAIN_NAME_MAX
         && !name.starts_with(['-', '!'])

@@ -41,7 +41,7 @@ pub enum Failure {
     /// There is no system bus.
     #[error("{0}")]
     NoBus(String),
-    /// firewalld, or the bus if firewalld does not run, refused the call; its own text.
+    /// firewalld, or the bus if firewalld does not run, refused the call. The text is theirs.
     #[error("{0}")]
     Refused(String),
     /// The bus or firewalld cannot be reached, or did not answer.
@@ -50,8 +50,8 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether firewalld refused with this error code of firewalld, such as `ZONE_CONFLICT`. The
-    /// code is part of the text.
+    /// Whether firewalld refused with its error code `code`, such as `ZONE_CONFLICT`. The code is
+    /// part of firewalld's text.
     fn has_firewalld_code(&self, code: &str) -> bool {
         matches!(self, Failure::Refused(text) if text.contains(code))
     }
@@ -62,6 +62,7 @@ impl Failure {
             // The bus's answer if firewalld does not run and cannot be started.
             Failure::Refused(text) if text.contains("not provided by any") => Code::TRY_AGAIN,
             failure if failure.has_firewalld_code("INVALID_ZONE") => Code::INVALID_CONFIG,
+            // firewalld, like the kernel, has refused an operation.
             Failure::Refused(_) => Code::KERNEL,
             Failure::NoBus(_) | Failure::Unreachable(_) => Code::TRY_AGAIN,
         }
@@ -82,8 +83,8 @@ pub trait Firewalld {
     /// If the bus does not answer.
     fn is_running(&self) -> std::result::Result<bool, Failure>;
 
-    /// Calls a method for a source of a zone and returns the answer of [`Method::Query`], true for
-    /// the others. The bus starts firewalld if it does not run and the bus is configured to.
+    /// Calls a method for a source of a zone. Returns the answer of [`Method::Query`], and `true`
+    /// for the other methods. If firewalld does not run, the bus may be configured to start it.
     ///
     /// # Errors
     /// If firewalld refuses or does not answer.
@@ -108,9 +109,9 @@ impl fmt::Debug for Zone<'_> {
     }
 }
 
-/// What an ADD has to undo if it fails. Filled in by [`Zone::add`].
+/// The sources that a failed ADD has to restore or to remove. Filled in by [`Zone::add`].
 #[derive(Debug, Default)]
-pub(crate) struct PreviousZones {
+pub(crate) struct PreviousSources {
     /// The attachment's recorded addresses before the ADD.
     recorded: RefCell<Vec<IpAddr>>,
     /// The addresses that the ADD has added, or tried to.
@@ -139,7 +140,12 @@ impl<'m> Zone<'m> {
 
     /// Makes exactly `addresses` the attachment's sources of the zone. What has to be undone if
     /// this or a later step fails is stored in `previous`.
-    pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], previous: &PreviousZones) -> Result<()> {
+    pub(crate) fn add(
+        &self,
+        attachment: &AttachmentId,
+        addresses: &[IpAddr],
+        previous: &PreviousSources,
+    ) -> Result<()> {
         let recorded = sources::find(AttachmentFilter::One(attachment))?;
         previous.recorded.replace(recorded.own.clone());
         let stale: Vec<IpAddr> = recorded.own.into_iter().filter(|address| !addresses.contains(address)).collect();
@@ -168,6 +174,7 @@ impl<'m> Zone<'m> {
         if stale.is_empty() {
             return Ok(());
         }
+        // An address that another attachment has too stays.
         for address in stale.iter().filter(|address| !recorded.others.contains(address)) {
             self.remove(&*firewalld, *address, ZoneSelection::Any)?;
         }
@@ -175,20 +182,20 @@ impl<'m> Zone<'m> {
     }
 
     /// Undoes an [`add`](Zone::add), complete or not: restores sources and records.
-    pub(crate) fn put_back(&self, attachment: &AttachmentId, previous: &PreviousZones) -> Result<()> {
-        let (restored, added) = (previous.recorded.take(), previous.added.take());
+    pub(crate) fn put_back(&self, attachment: &AttachmentId, previous: &PreviousSources) -> Result<()> {
+        let (recorded_before, added) = (previous.recorded.take(), previous.added.take());
         let recorded = sources::find(AttachmentFilter::One(attachment))?;
-        // Nothing has to be undone: the ADD has added neither a source nor a record.
-        if added.is_empty() && recorded.own.iter().all(|address| restored.contains(address)) {
+        // If the ADD has added neither a source nor a record, nothing has to be undone.
+        if added.is_empty() && recorded.own.iter().all(|address| recorded_before.contains(address)) {
             return Ok(());
         }
         if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
             for address in &added {
-                if !restored.contains(address) && !recorded.others.contains(address) {
+                if !recorded_before.contains(address) && !recorded.others.contains(address) {
                     self.remove(&*firewalld, *address, ZoneSelection::This)?;
                 }
             }
-            for address in restored.iter().filter(|address| !added.contains(address)) {
+            for address in recorded_before.iter().filter(|address| !added.contains(address)) {
                 match firewalld.call(Method::Add, &self.name, *address) {
                     Ok(_) => {}
                     // The address is still in this zone, or the administrator has moved it to
@@ -200,16 +207,17 @@ impl<'m> Zone<'m> {
                 }
             }
         }
-        if restored.is_empty() {
+        if recorded_before.is_empty() {
             Ok(sources::forget(AttachmentFilter::One(attachment))?)
         } else {
-            Ok(sources::record(attachment, &restored)?)
+            Ok(sources::record(attachment, &recorded_before)?)
         }
     }
 
     /// Removes the recorded addresses of the selected attachments, and the further `addresses`,
-    /// from firewalld, except those that another attachment has; then the records. Returns those of
-    /// `addresses` that were removed from firewalld and had no record, like those of the Go plugin.
+    /// from firewalld, except those that another attachment has. Then removes the records. Returns
+    /// those of `addresses` that were removed from firewalld but had no record: the Go plugin,
+    /// which keeps no records, may have added them.
     pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
         let recorded = sources::find(selection)?;
         if recorded.own.is_empty() && addresses.is_empty() {
@@ -240,7 +248,7 @@ impl<'m> Zone<'m> {
         Ok(unrecorded)
     }
 
-    /// Removes a source; `false` if firewalld did not have it in the selected zones.
+    /// Removes a source. Returns `false` if firewalld did not have it in the selected zones.
     fn remove(&self, firewalld: &dyn Firewalld, address: IpAddr, zones: ZoneSelection) -> Result<bool> {
         let is_elsewhere = |failure: &Failure| {
             failure.has_firewalld_code("ZONE_CONFLICT") || failure.has_firewalld_code("INVALID_ZONE")

@@ -5,7 +5,7 @@ use cni::skel::Call;
 
 use crate::conf::Conf;
 
-/// Reads a configuration as ADD does, and checks what every valid one must fulfil.
+/// Reads a configuration as ADD does, and asserts that iptables accepts the name of its chain.
 ///
 /// # Errors
 /// The error that ADD would return.

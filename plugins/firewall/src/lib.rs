@@ -6,7 +6,7 @@
 //! entered.
 //!
 //! DEL often has no `prevResult`, and the configuration may have changed since ADD. So DEL looks
-//! for the attachment's records in all backends.
+//! for the attachment's rules and zone sources in all backends.
 
 mod bus;
 mod conf;
@@ -32,11 +32,12 @@ use cni_linux::{Netlink, sysctl};
 use conf::{BackendChoice, CleanupConf, Conf, Policy};
 use firewalld::Zone;
 
-/// The plugin.
+/// The plugin `firewall`.
 #[derive(Clone, Copy, Debug)]
 pub struct Firewall;
 
-const NO_RESULT: &str = "missing prevResult from earlier plugin";
+/// The error without `prevResult`, with the text of Go's plugin.
+const NO_PREV_RESULT: &str = "missing prevResult from earlier plugin";
 
 impl Plugin for Firewall {
     fn name(&self) -> &'static str {
@@ -55,20 +56,20 @@ impl Plugin for Firewall {
         conf::unknown_keys(json)
     }
 
-    /// Writes the rules for the addresses in `prevResult`, which the result repeats.
+    /// Writes the rules for the addresses in `prevResult`, and returns `prevResult` unchanged.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(&call.conf)?;
-        let result = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
+        let result = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_PREV_RESULT))?;
         let mut rollback = call.rollback();
         let rules = required_rules(call, &conf, &result)?;
         if rules.addresses.is_empty() {
             return Ok(Added { result, rollback });
         }
-        let choice = self.choose_backend(call, &conf)?;
+        let choice = choose_backend(call, &conf)?;
         match choice {
             BackendChoice::Rules(backend) => write_rules(call, &conf, &rules, backend, &mut rollback)?,
             BackendChoice::Firewalld => {
-                // firewalld cannot isolate bridges.
+                // firewalld cannot isolate bridges, so rules of the backend nftables do.
                 if conf.policy != Policy::Open {
                     write_rules(call, &conf, &rules, Backend::Nftables, &mut rollback)?;
                 }
@@ -80,12 +81,13 @@ impl Plugin for Firewall {
         Ok(Added { result, rollback })
     }
 
-    /// Fails with a sentence for each missing rule, or source of firewalld's zone.
+    /// Fails with code 101 and a sentence for each rule, or source of firewalld's zone, that is
+    /// missing.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
-        let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_RESULT))?;
+        let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_PREV_RESULT))?;
         let rules = required_rules(call, &conf, &prev)?;
-        match self.find_missing(call, &conf, &rules)?.as_slice() {
+        match find_missing(call, &conf, &rules)?.as_slice() {
             [] => Ok(()),
             missing => Err(Error::new(Code::CHECK_FAILED, missing.join("; "))),
         }
@@ -105,7 +107,8 @@ impl Plugin for Firewall {
         let attachment = call.attachment();
         let zone_addresses: &[IpAddr] = if conf.may_be_firewalld { &addresses } else { &[] };
         let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::One(&attachment), zone_addresses);
-        // Go wrote either a source of the zone or rules for an address, never both.
+        // For an address, Go's plugin writes either a source of the zone or rules, never both. If
+        // `purge` failed, which is reported below, each address may have rules.
         let removed_from_zone = from_zone.as_deref().unwrap_or_default();
         let other_addresses: Vec<IpAddr> =
             addresses.into_iter().filter(|address| !removed_from_zone.contains(address)).collect();
@@ -126,12 +129,10 @@ impl Plugin for Firewall {
     /// Fails with code 50 if the backend that ADD would use does not work here.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
-        let not_available = |error: Error| error.with_code(Code::NOT_AVAILABLE);
-        let backend = match self.choose_backend(call, &conf).map_err(not_available)? {
+        let backend = match choose_backend(call, &conf).map_err(not_available)? {
             BackendChoice::Rules(backend) => backend,
             BackendChoice::Firewalld => return zone(call, &conf.zone).probe().map_err(not_available),
         };
-        let not_available = |error: cni_linux::Error| not_available(Error::from(error));
         if backend == Backend::Nftables && !nft_usable().map_err(not_available)? {
             return Err(Error::new(
                 Code::NOT_AVAILABLE,
@@ -148,39 +149,42 @@ impl Plugin for Firewall {
     }
 }
 
-impl Firewall {
-    /// Returns the configured backend; without one firewalld if it runs, as with Go, else the
-    /// default of the host.
-    fn choose_backend(&self, call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
-        match conf.backend {
-            Some(choice) => Ok(choice),
-            None if zone(call, &conf.zone).is_running()? => Ok(BackendChoice::Firewalld),
-            None => Ok(BackendChoice::Rules(forward(call).default_backend()?)),
-        }
-    }
+/// Sets an error's code to 50: the plugin is not available here.
+fn not_available(error: impl Into<Error>) -> Error {
+    error.into().with_code(Code::NOT_AVAILABLE)
+}
 
-    /// Returns a sentence for each rule, or source of the zone, that is missing; empty if all are
-    /// there.
-    fn find_missing(&self, call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Vec<String>> {
-        let forward = forward(call);
-        let zone = match self.choose_backend(call, conf)? {
-            BackendChoice::Rules(backend) => return Ok(forward.check(rules, backend)?),
-            BackendChoice::Firewalld => zone(call, &conf.zone),
-        };
-        let mut missing = zone.check(&rules.addresses)?;
-        let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
-        // Without a record, this plugin has not used firewalld. firewalld may have started after
-        // the ADD, which then wrote the rules of the default backend.
-        if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
-            return Ok(forward.check(rules, forward.default_backend()?)?);
-        }
-        // Without a record, the Go plugin may have added the addresses. Then this plugin has
-        // written no rules that isolate the bridge.
-        if is_recorded && conf.policy != Policy::Open {
-            missing.extend(forward.check(rules, Backend::Nftables)?);
-        }
-        Ok(missing)
+/// Returns the configured backend. If none is configured, returns firewalld if it runs, as with Go,
+/// and otherwise the default of the host.
+fn choose_backend(call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
+    match conf.backend {
+        Some(choice) => Ok(choice),
+        None if zone(call, &conf.zone).is_running()? => Ok(BackendChoice::Firewalld),
+        None => Ok(BackendChoice::Rules(forward(call).default_backend()?)),
     }
+}
+
+/// Returns a sentence for each rule, or source of the zone, that is missing; empty if all are
+/// there.
+fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Vec<String>> {
+    let forward = forward(call);
+    let zone = match choose_backend(call, conf)? {
+        BackendChoice::Rules(backend) => return Ok(forward.check(rules, backend)?),
+        BackendChoice::Firewalld => zone(call, &conf.zone),
+    };
+    let mut missing = zone.check(&rules.addresses)?;
+    let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
+    // Without a record, firewalld may have started after the ADD, which then wrote the rules of the
+    // default backend.
+    if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
+        return Ok(forward.check(rules, forward.default_backend()?)?);
+    }
+    // Without a record, the Go plugin may have added the addresses. It writes no rules that isolate
+    // the bridge if it uses firewalld.
+    if is_recorded && conf.policy != Policy::Open {
+        missing.extend(forward.check(rules, Backend::Nftables)?);
+    }
+    Ok(missing)
 }
 
 /// Writes the attachment's rules and registers with `rollback` how to restore the previous ones.
@@ -192,16 +196,17 @@ fn write_rules<'a>(
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
     let previous = Rc::new(PreviousRules::default());
-    let (undone_rules, restored) = (rules.clone(), previous.clone());
-    rollback.push("put the rules back as they were", move || forward(call).put_back(&undone_rules, &restored));
+    let (written_by_add, to_restore) = (rules.clone(), previous.clone());
+    rollback.push("put the rules back as they were", move || forward(call).put_back(&written_by_add, &to_restore));
     forward(call).ensure(rules, backend, &previous).map_err(|error| explain_failure(call, error, conf, backend))
 }
 
-/// Adds the addresses to the zone and registers with `rollback` how to restore the previous ones.
+/// Adds the addresses to the zone and registers with `rollback` how to restore the previous
+/// sources.
 fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
-    let previous = Rc::new(firewalld::PreviousZones::default());
-    let (undone_zone, attachment, restored) = (zone.clone(), rules.attachment.clone(), previous.clone());
-    rollback.push("put the sources back as they were", move || undone_zone.put_back(&attachment, &restored));
+    let previous = Rc::new(firewalld::PreviousSources::default());
+    let (changed_zone, attachment, to_restore) = (zone.clone(), rules.attachment.clone(), previous.clone());
+    rollback.push("put the sources back as they were", move || changed_zone.put_back(&attachment, &to_restore));
     zone.add(&rules.attachment, &rules.addresses, &previous)
 }
 
@@ -210,7 +215,8 @@ fn zone<'m>(call: &Call<'m>, name: &str) -> Zone<'m> {
     Zone { machine: call.machine, name: name.to_owned() }
 }
 
-/// Returns the writer of rules, which prints notes to those of the call.
+/// Returns the value that writes, checks and removes rules. It prints its notes as notes of the
+/// call.
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
     Forward::new(call.machine, call.notes.clone())
 }
@@ -226,7 +232,10 @@ fn addresses(prev: &AddResult) -> Vec<IpAddr> {
     addresses
 }
 
-/// Returns the rules that the attachment needs. Fails as [`ingress`] does.
+/// Returns the rules that the attachment needs.
+///
+/// # Errors
+/// Those of [`ingress`].
 fn required_rules(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<ForwardRules> {
     Ok(ForwardRules {
         attachment: call.attachment(),
@@ -241,8 +250,9 @@ fn required_rules(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Forw
 /// names, as with Go.
 ///
 /// # Errors
-/// If there is no such interface, or it is not a bridge: rules for a container's own interface
-/// would isolate nothing.
+/// - Code 7 if `prev` names no such interface, or the interface does not exist or is not a bridge:
+///   rules for a container's own interface would isolate nothing.
+/// - Code 100 if the kernel cannot list its interfaces.
 fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
     if policy == Policy::Open {
         return Ok(Ingress::Open);
@@ -253,14 +263,14 @@ fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
         return Err(no_bridge("prevResult names no interface of the host".into()));
     };
     match Netlink::open()?.find_link(&interface.name)? {
-        Some(link) if link.is_bridge() => Ok(policy.on(link.name)),
+        Some(link) if link.is_bridge() => Ok(policy.for_bridge(link.name)),
         Some(link) => Err(no_bridge(format!("{} in prevResult is a {}", link.name, link.kind))),
         None => Err(no_bridge(format!("{} in prevResult does not exist", interface.name))),
     }
 }
 
-/// Returns the plugin's error for a failure to write rules. If the configured nftables chain does
-/// not exist, or the backend does not work on this host, the error's text and code report that.
+/// Converts the error of a failure to write rules. If the configured nftables chain does not exist
+/// (code 7), or the backend does not work on this host (code 2), the text reports that.
 fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
     if let Some(chain) = &conf.nftables_admin_chain
         && error.is_not_found()
@@ -269,6 +279,7 @@ fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backen
             .context(format!("nftablesChain: there is no chain {chain}"))
             .with_code(Code::INVALID_CONFIG);
     }
+    // The errors of the iptables programs do not show whether the backend works at all.
     let is_unusable = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
     if error.is_unsupported() || is_unusable() {
         return Error::from(error)
@@ -286,9 +297,11 @@ fn note_dropping_chains(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
         BackendChoice::Rules(Backend::Nftables) => ("backend nftables", "name the chain in \"nftablesChain\""),
         BackendChoice::Firewalld => ("firewalld", "accept the containers' addresses in that chain too"),
     };
+    // The rules are written: that chains cannot be listed only means that there is no note.
     let Ok(mut chains) = forward::list_dropping_chains(conf.nftables_admin_chain.as_ref()) else { return };
     if choice == BackendChoice::Firewalld {
-        // While firewalld reloads, a table of its own drops everything. That is temporary.
+        // While firewalld reloads, a chain in its own table, `inet firewalld`, drops everything.
+        // That is temporary.
         chains.retain(|chain| !chain.contains(" firewalld"));
     }
     if !chains.is_empty() {
@@ -300,8 +313,8 @@ fn note_dropping_chains(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
     }
 }
 
-/// Prints a note if the policy `isolated` has no effect within a bridge, as the kernel does not
-/// pass bridged packets to iptables.
+/// Prints a note if the policy `isolated` has no effect within a bridge, because the kernel does
+/// not pass bridged packets to the rules.
 fn note_inactive_isolation(call: &Call<'_>, conf: &Conf) {
     let key = "net/bridge/bridge-nf-call-iptables";
     if conf.policy == Policy::Isolated && sysctl::read(key).map_or(true, |value| value != "1") {

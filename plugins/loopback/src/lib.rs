@@ -9,7 +9,7 @@ use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, Interface, IpConfig};
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
-use cni_linux::{Addr, Netlink, Netns};
+use cni_linux::{Addr, Family, Netlink, Netns};
 use serde::Deserialize;
 
 /// The plugin `loopback`.
@@ -46,15 +46,16 @@ impl Plugin for Loopback {
         let netlink = Netlink::open()?.open_in(&Netns::open(call.netns()?)?)?;
         let lo = netlink.link(LO)?;
         let mut rollback = call.rollback();
+        if !lo.up {
+            let undo = netlink.clone();
+            rollback.push("set lo down again", move || undo.set_down(lo.index));
+        }
         // lo is set up before its addresses are read: the kernel adds 127.0.0.1/8 and ::1/128 when
         // lo goes up, and both belong in the result.
         netlink.set_up(lo.index)?;
         let addresses = netlink.list_addresses(lo.index)?;
-        if !lo.up {
-            rollback.push("set lo down again", move || netlink.set_down(lo.index));
-        }
-        if let Some(foreign) = addresses.iter().find(|address| !address.cidr.address().is_loopback()) {
-            let msg = format!("loopback interface found with non-loopback address \"{}\"", foreign.cidr);
+        if let Some(other) = addresses.iter().find(|address| !address.cidr.address().is_loopback()) {
+            let msg = format!("loopback interface found with non-loopback address \"{}\"", other.cidr);
             return Err(Error::new(Code::CONFLICT, msg));
         }
         let result = prev.unwrap_or_else(|| result_for_lo(call, &addresses));
@@ -92,7 +93,7 @@ impl Plugin for Loopback {
 
 /// Returns the result of ADD: the interface `lo` with its first IPv4 and its first IPv6 address.
 fn result_for_lo(call: &Call<'_>, addresses: &[Addr]) -> AddResult {
-    let first = |is_ipv4: bool| addresses.iter().map(|address| address.cidr).find(|cidr| cidr.is_ipv4() == is_ipv4);
+    let first = |family| addresses.iter().map(|address| address.cidr).find(|cidr| Family::of(cidr.address()) == family);
     AddResult {
         interfaces: vec![Interface {
             name: LO.to_owned(),
@@ -100,9 +101,9 @@ fn result_for_lo(call: &Call<'_>, addresses: &[Addr]) -> AddResult {
             sandbox: call.environment.netns.clone(),
             ..Interface::default()
         }],
-        ips: [first(true), first(false)]
+        ips: Family::ALL
             .into_iter()
-            .flatten()
+            .filter_map(first)
             .map(|address| IpConfig { interface: Some(0), address, gateway: None })
             .collect(),
         ..AddResult::default()

@@ -14,24 +14,27 @@ pub(crate) fn find_missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[I
     let mut missing = Vec::new();
     for ip in ips {
         let address = ip.address.address();
-        if present.iter().all(|addr| addr.cidr.address() != address) {
+        if !present.iter().any(|addr| addr.cidr.address() == address) {
             continue;
         }
         let family = Family::of(address);
         let mut rules = netlink.list_rules(family)?;
         rules.retain(|rule| rule.source == Some(Cidr::host(address)));
         if let Conf::Table(table) = conf {
-            if rules.iter().all(|rule| rule.table != *table) {
+            if !rules.iter().any(|rule| rule.table == *table) {
                 missing.push(format!("no routing rule sends packets from {address} to table {table}"));
             }
             continue;
         }
+        // ADD refuses an address that has a rule, so there is only one, if no other program adds
+        // some.
         let Some(rule) = rules.first() else {
             missing.push(format!("no routing rule sends packets from {address} to a table"));
             continue;
         };
         let routes = netlink.list_routes(family, Some(rule.table))?;
         let has_default = routes.iter().any(|route| route.dst.is_default_route() && route.oif == link.index);
+        // Without a gateway the table may never have had a default route.
         if !has_default && conf.gateway(family).or(ip.gateway).is_some() {
             missing.push(format!(
                 "table {}, for packets from {address}, has no default route through {}",

@@ -17,18 +17,19 @@ pub(crate) enum Conf {
     FreeTables {
         /// The configured gateways, at most one of each family.
         gateways: Vec<IpAddr>,
-        /// Which routes the main table has afterwards.
-        main: MainTable,
+        /// Which of the interface's routes the main table has afterwards.
+        main_table: MainTable,
     },
 }
 
-/// Which of the interface's routes the main table has after ADD.
+/// Which of the interface's routes the main table has after ADD, apart from those that always stay:
+/// IPv6 link-local routes, and routes of a family in which the interface has no address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MainTable {
     /// None.
     Emptied,
-    /// A route to the network of each address: packets to that network get this address as their
-    /// source (`addSourceHints`).
+    /// `addSourceHints`: a route to the network of each address, with the address as the source of
+    /// packets to that network, and the IPv4 routes to other networks on the link.
     SourceHints,
 }
 
@@ -45,7 +46,9 @@ impl Conf {
     /// in Go's plugin.
     ///
     /// # Errors
-    /// Code 6 for a wrong type; 7 for an impossible table or gateway, or two gateways of a family.
+    /// - Code 6 if a key has the wrong type.
+    /// - Code 7 if the table or a gateway is invalid, or `gateways` has more than two entries or
+    ///   two of one family.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let keys: Keys = conf
             .json()
@@ -72,8 +75,8 @@ impl Conf {
             }
             gateways.push(gateway);
         }
-        let main = if keys.add_source_hints { MainTable::SourceHints } else { MainTable::Emptied };
-        Ok(Conf::FreeTables { gateways, main })
+        let main_table = if keys.add_source_hints { MainTable::SourceHints } else { MainTable::Emptied };
+        Ok(Conf::FreeTables { gateways, main_table })
     }
 
     /// Returns the configured gateway of a family, or `None` if there is none.

@@ -65,20 +65,20 @@ impl Plugin for Sbr {
         // result has been written or everything else has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
         let netlink = netns.run(Netlink::open)??;
-        let link = find_link(&netlink, &call.ifname)?;
+        let link = require_link(&netlink, &call.ifname)?;
         let plan = Plan::new(&netlink, &link, &conf, &ips)?;
         plan.carry_out(&netlink, &mut rollback)?;
         Ok(Added { result, rollback })
     }
 
-    /// Does not require that the interface still has its addresses: a later plugin may have removed
-    /// one.
+    /// Fails with code 101 if a rule or a default route is missing. The interface need not have all
+    /// its addresses: a later plugin may have removed one.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         let ips = addresses_of(&prev_result(call)?, &call.ifname);
         let netns = Netns::open(call.netns()?)?;
         let netlink = netns.run(Netlink::open)??;
-        let link = find_link(&netlink, &call.ifname)?;
+        let link = require_link(&netlink, &call.ifname)?;
         let missing = check::find_missing(&netlink, &link, &conf, &ips)?;
         if missing.is_empty() { Ok(()) } else { Err(Error::new(Code::CHECK_FAILED, missing.join("; "))) }
     }
@@ -105,7 +105,7 @@ impl Plugin for Sbr {
         let _locked = netns.lock(call.machine, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
         // The addresses come from both sources: prevResult has them even if the interface does not
-        // exist any more, and the interface has them even if prevResult is missing.
+        // exist any more, and the interface has them even if prevResult is missing or invalid.
         let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();
         let mut addresses: Vec<IpAddr> =
             addresses_of(&prev, &call.ifname).iter().map(|ip| ip.address.address()).collect();
@@ -150,18 +150,18 @@ fn prev_result(call: &Call<'_>) -> Result<AddResult> {
 /// Returns the addresses in `prev` of the interface `ifname`. An address that refers to none of the
 /// result's interfaces counts too, as in Go's plugin.
 fn addresses_of(prev: &AddResult, ifname: &str) -> Vec<IpConfig> {
-    let is_of_another = |ip: &&IpConfig| {
+    let may_be_of_interface = |ip: &&IpConfig| {
         let interface = ip.interface.and_then(|index| prev.interfaces.get(index));
-        interface.is_some_and(|interface| interface.name != ifname)
+        interface.is_none_or(|interface| interface.name == ifname)
     };
-    prev.ips.iter().filter(|ip| !is_of_another(ip)).cloned().collect()
+    prev.ips.iter().filter(may_be_of_interface).cloned().collect()
 }
 
 /// Returns the interface `ifname`.
 ///
 /// # Errors
 /// Code 4, with the text of Go's plugin, if it does not exist.
-fn find_link(netlink: &Netlink, ifname: &str) -> Result<Link> {
+fn require_link(netlink: &Netlink, ifname: &str) -> Result<Link> {
     let missing = || {
         let msg = format!("Cannot find network interface {ifname}: Link not found (CNI_IFNAME)");
         Error::new(Code::INVALID_ENVIRONMENT, msg)

@@ -18,14 +18,15 @@ use crate::conf::{Conf, MainTable};
 /// The first table that may be chosen, as in Go's plugin.
 const FIRST_TABLE: u32 = 100;
 
-/// The scope of a route to neighbours on the link, without a gateway (`RT_SCOPE_LINK`).
+/// The scope of an IPv4 route to a network on the link, without a gateway (`RT_SCOPE_LINK`). IPv6
+/// routes have no scope: the kernel reports 0 for all of them.
 const SCOPE_LINK: u8 = 253;
 
 /// The changes that ADD makes in the container's namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
-    /// The routes to add to the new tables.
-    tables: Vec<SavedRoute>,
+    /// The routes to add to the new tables, most of them copies of those in `moved`.
+    table_routes: Vec<SavedRoute>,
     /// The rules to add: one for each address.
     rules: Vec<Rule>,
     /// The routes with a source address to add to the main table (`addSourceHints`).
@@ -38,57 +39,60 @@ impl Plan {
     /// Decides what to change for the addresses `ips` of `link`.
     ///
     /// # Errors
-    /// Code 102 if an address has a rule already; 100 if the kernel cannot be asked.
+    /// - Code 102 if an address has a rule already.
+    /// - Code 100 if the kernel cannot list rules, routes or addresses.
     pub(crate) fn new(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConfig]) -> Result<Plan> {
-        let (mut rules, mut routes) = (Vec::new(), Vec::new());
+        let (mut existing_rules, mut routes) = (Vec::new(), Vec::new());
         for family in Family::ALL {
-            rules.extend(netlink.list_rules(family)?);
+            existing_rules.extend(netlink.list_rules(family)?);
             routes.extend(netlink.save_routes(family)?);
         }
         for ip in ips {
             let source = Some(Cidr::host(ip.address.address()));
-            if let Some(rule) = rules.iter().find(|rule| rule.source == source) {
+            if let Some(rule) = existing_rules.iter().find(|rule| rule.source == source) {
                 let msg = format!("failed to add a rule from {}: rule {rule} exists already", ip.address.address());
                 return Err(Error::new(Code::CONFLICT, msg));
             }
         }
-        let main = match conf {
+        let main_table = match conf {
             Conf::Table(table) => {
                 let rules = ips.iter().map(|ip| Rule::from_host(ip.address.address(), *table)).collect();
                 return Ok(Plan { rules, ..Plan::default() });
             }
-            Conf::FreeTables { main, .. } => *main,
+            Conf::FreeTables { main_table, .. } => *main_table,
         };
-        let taken = tables_in_use(&rules, &routes);
+        let taken = tables_in_use(&existing_rules, &routes);
+        // From here on, `routes` are the interface's routes in the main table.
         routes.retain(|route| {
             let is_of_used_family = ips.iter().any(|ip| Family::of(ip.address.address()) == route.family());
             route.table_id() == MAIN_TABLE && route.leaves_by(link.index) && is_of_used_family
         });
         let mut plan = Plan::default();
+        // Each address gets the next table that is not in use.
         for (ip, table) in ips.iter().zip((FIRST_TABLE..).filter(|table| !taken.contains(table))) {
             plan.rules.push(Rule::from_host(ip.address.address(), table));
             let copied = routes_of_address(ip, ips, &routes);
-            plan.tables.extend(routes_of_table(ip, conf, link, copied).iter().map(|route| route.in_table(table)));
+            plan.table_routes.extend(routes_of_table(ip, conf, link, copied).iter().map(|route| route.in_table(table)));
         }
         // The route to fe80::/64 stays: packets with a link-local source address match no rule, and
         // so use the main table.
         plan.moved = routes;
         plan.moved.retain(|route| !route.routes().iter().any(is_link_local));
-        if main == MainTable::SourceHints {
+        if main_table == MainTable::SourceHints {
             let addresses = netlink.list_addresses(link.index)?;
-            plan.keep_hints(link, ips, &addresses);
+            plan.add_hints(link, ips, &addresses);
         }
         Ok(plan)
     }
 
     /// Implements `addSourceHints`: the main table gets a route to the network of each address,
-    /// with the address as the source, and keeps the routes without a gateway that do not conflict
-    /// with them.
+    /// with the address as the source, and keeps the routes of link scope that do not conflict with
+    /// them. IPv6 routes have no scope, so only IPv4 routes are kept, as in Go's plugin.
     ///
     /// `addresses` are those that the interface has. While the kernel still checks that an IPv6
     /// address is unique (it is tentative), it refuses the address as a source. The route then has
     /// no source, and the kernel chooses an address of the interface.
-    fn keep_hints(&mut self, link: &Link, ips: &[IpConfig], addresses: &[Addr]) {
+    fn add_hints(&mut self, link: &Link, ips: &[IpConfig], addresses: &[Addr]) {
         let is_tentative = |ip: IpAddr| addresses.iter().any(|addr| addr.cidr.address() == ip && addr.tentative);
         let hint = |ip: &IpConfig| Route {
             source: Some(ip.address.address()).filter(|source| !is_tentative(*source)),
@@ -107,9 +111,9 @@ impl Plan {
     /// # Errors
     /// Code 100 if the kernel refuses a change.
     pub(crate) fn carry_out(self, netlink: &Netlink, rollback: &mut Rollback<'_>) -> Result<()> {
-        for route in self.tables {
-            let (undo, undone) = (netlink.clone(), route.clone());
-            rollback.push("delete a copied route", move || undo.purge_route(&undone));
+        for route in self.table_routes {
+            let (undo, added) = (netlink.clone(), route.clone());
+            rollback.push("delete a copied route", move || undo.purge_route(&added));
             netlink.append_route(&route)?;
         }
         for rule in self.rules {
@@ -119,13 +123,14 @@ impl Plan {
         }
         // Undos run in reverse order, and the restored routes conflict with the hints. So this undo
         // is registered before those that delete the hints.
-        let (undo, undone) = (netlink.clone(), self.moved.clone());
+        let (undo, removed) = (netlink.clone(), self.moved.clone());
         rollback.push("put the routes of the main table back", move || {
-            undone.iter().map(|route| undo.append_route(route)).fold(Ok(()), Result::and)
+            // Tries all routes and returns the first error.
+            removed.iter().map(|route| undo.append_route(route)).fold(Ok(()), Result::and)
         });
         for hint in self.hints {
-            let (undo, undone) = (netlink.clone(), hint.clone());
-            rollback.push("delete a route with a source hint", move || undo.purge_route(&undone));
+            let (undo, added) = (netlink.clone(), hint.clone());
+            rollback.push("delete a route with a source hint", move || undo.purge_route(&added));
             netlink.append_route(&hint)?;
         }
         for route in &self.moved {
@@ -136,8 +141,8 @@ impl Plan {
 }
 
 /// Returns those of `routes`, the routes of the interface, that packets from the address `ip` need:
-/// all routes of the address's family, except those that lead into the network of another address
-/// in `ips`.
+/// all routes of the address's family, except those whose gateway or source is in the network of
+/// another address in `ips` but not in the network of `ip`.
 fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> Vec<SavedRoute> {
     let is_of_other_address = |route: &SavedRoute| {
         !route.belongs_to(ip.address.network()) && ips.iter().any(|other| route.belongs_to(other.address.network()))
@@ -146,8 +151,9 @@ fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> 
     routes.iter().filter(|route| route.family() == family && !is_of_other_address(route)).cloned().collect()
 }
 
-/// Returns the routes for the table of the address `ip`: `copied`, and a default route to the
-/// configured gateway or, if no route has the same destination, to the address's own gateway.
+/// Returns the routes for the table of the address `ip`: `copied` and, if there is a gateway, a
+/// default route. One to the configured gateway replaces the default routes in `copied`. One to the
+/// gateway that `ip` has is only added if no copied route has the same destination and metric.
 ///
 /// Routes with a gateway come last: the kernel accepts such a route only if it can already reach
 /// the gateway.

@@ -48,14 +48,16 @@ struct RequestedIps {
 /// Returns the result of an ADD with this configuration and these CNI_ARGS.
 ///
 /// # Errors
-/// Code 4 for invalid CNI_ARGS; 6 and 7 for an invalid configuration.
-pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
+/// - Code 4 if CNI_ARGS is invalid.
+/// - Code 6 if a key has the wrong type.
+/// - Code 7 if the value of a key is invalid.
+pub(crate) fn result_of_add(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
     let keys: Keys = conf.decode()?;
     let ipam = keys.ipam.ok_or_else(|| Error::config("IPAM config missing 'ipam' key"))?;
     let gateways = ipam.addresses.iter().map(|entry| parse_gateway(&entry.gateway)).collect::<Result<Vec<_>>>()?;
     let args_ips = ips_of_cni_args(args)?;
-    // `args.cni` is read before `runtimeConfig.ips`, and even if those replace it, so
-    // that the first error is the one that Go's plugin reports.
+    // `args.cni` is read before `runtimeConfig.ips`, and also if the latter replaces it, so that
+    // the first error is the one that Go's plugin reports.
     let args_cni_ips = parse_ips(&read_args_cni(conf)?)?;
     let mut ips = parse_ips(&keys.runtime_config)?;
     if ips.is_empty() {
@@ -68,14 +70,15 @@ pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
         }
         ips.extend(args_ips);
     }
+    // A result of these versions has at most one address of each family.
     if conf.version() < Version::V0_3_0 {
         require_one_per_family(conf.version().as_str(), ips.iter().map(|ip| ip.address.is_ipv4()))?;
     }
     Ok(AddResult { ips, routes: ipam.routes, dns: ipam.dns, ..AddResult::default() })
 }
 
-/// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read. Other keys may
-/// be for the interface plugin that runs this one.
+/// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read. `ipam.type` and
+/// the keys outside are for the interface plugin that runs this one.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| match key.path.split_once('.') {
@@ -90,7 +93,7 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
 /// the address's network. `IP` and `GATEWAY` are lists that are separated by commas.
 ///
 /// # Errors
-/// Code 4 for a text that cannot be parsed, or another key.
+/// Code 4 if a text cannot be parsed, or CNI_ARGS has another key.
 fn ips_of_cni_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
     args.check_known(&["IP", "GATEWAY"])?;
     let list = |key| args.get(key).filter(|list| !list.is_empty()).into_iter().flat_map(|list| list.split(','));
@@ -110,7 +113,7 @@ fn ips_of_cni_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
     Ok(ips)
 }
 
-/// Reads `args.cni`. It may be for other programs: a value that is not an object is ignored.
+/// Reads `args.cni`. Ignores a value that is not an object, because other programs use `args` too.
 ///
 /// # Errors
 /// Code 6 if `ips` in it is not a list of texts.
@@ -138,15 +141,15 @@ fn parse_ips(requested: &RequestedIps) -> Result<Vec<IpConfig>> {
 /// Parses an address with a prefix length.
 ///
 /// # Errors
-/// Code 7; its text begins with `expected`.
+/// Code 7 if the text has another format. The message begins with `expected`.
 fn parse_cidr(text: &str, expected: &str) -> Result<Cidr> {
     text.parse().map_err(|_| Error::config(format!("{expected}, got: '{text}'")))
 }
 
-/// Parses a gateway; `None` if the text is empty.
+/// Parses a gateway. Returns `None` if the text is empty.
 ///
 /// # Errors
-/// Code 7 if it is not an address.
+/// Code 7 if the text is not an address.
 fn parse_gateway(text: &str) -> Result<Option<IpAddr>> {
     match text {
         "" => Ok(None),

@@ -12,21 +12,12 @@ use std::net::IpAddr;
 use cni::args::CniArgs;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
-use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 
 /// The plugin `static`.
 #[derive(Clone, Copy, Debug)]
 pub struct Static;
-
-/// Returns the result of an ADD with this configuration and without CNI_ARGS.
-///
-/// # Errors
-/// The error of that ADD.
-pub fn answer(conf: &NetConf) -> Result<AddResult> {
-    conf::read(conf, &CniArgs::default())
-}
 
 impl Plugin for Static {
     fn name(&self) -> &'static str {
@@ -38,7 +29,7 @@ impl Plugin for Static {
     }
 
     fn examine(&self, conf: &NetConf) -> Result<()> {
-        answer(conf).map(drop)
+        conf::result_of_add(conf, &CniArgs::default()).map(drop)
     }
 
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
@@ -46,13 +37,13 @@ impl Plugin for Static {
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        Ok(Added { result: conf::read(&call.conf, &call.args()?)?, rollback: call.rollback() })
+        Ok(Added { result: conf::result_of_add(&call.conf, &call.args()?)?, rollback: call.rollback() })
     }
 
-    /// Checks that prevResult does not have another gateway for one of the addresses. The interface
-    /// plugin checks the addresses themselves.
+    /// Fails with code 101 if prevResult has one of the addresses with another gateway. The
+    /// interface plugin checks the addresses themselves.
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        let expected = conf::read(&call.conf, &call.args()?)?;
+        let expected = conf::result_of_add(&call.conf, &call.args()?)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
         for ip in expected.ips.iter().filter(|ip| ip.gateway.is_some()) {
             let address = ip.address.address();

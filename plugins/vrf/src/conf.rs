@@ -27,7 +27,8 @@ impl Conf {
     /// Reads the configuration. The table 0 counts as not configured, as in Go's plugin.
     ///
     /// # Errors
-    /// Code 6 for a wrong type; 7 if `vrfname` is missing or cannot be the name of an interface.
+    /// - Code 6 if a key has the wrong type.
+    /// - Code 7 if `vrfname` is missing or cannot be the name of an interface.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let invalid = |reason: Error| {

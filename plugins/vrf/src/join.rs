@@ -8,7 +8,7 @@ use cni_linux::rule::tables_in_use;
 use cni_linux::{Family, Link, Netlink, SavedAddr, SavedRoute};
 
 use crate::conf::Conf;
-use crate::{different_table, find_vrf};
+use crate::{different_table_text, find_vrf};
 
 /// What ADD needs for its changes in the container's namespace.
 #[derive(Debug)]
@@ -31,18 +31,20 @@ enum Target {
 }
 
 impl Plan {
-    /// Reads what has to be restored after the interface has joined the VRF.
+    /// Checks that the interface can join the VRF, and reads the addresses and routes that have to
+    /// be restored afterwards.
     ///
     /// # Errors
-    /// Code 102 if the VRF has another table than the configured one, or the interface already is
-    /// in a bridge, bond or VRF; 4 if the interface does not exist; 100 if the kernel cannot be
-    /// asked.
+    /// - Code 102 if another kind of interface has the VRF's name, the VRF has another table than
+    ///   the configured one, or the interface already is in a bridge, bond or VRF.
+    /// - Code 4 if the interface does not exist.
+    /// - Code 100 if the kernel cannot list its links, addresses, routes or rules.
     pub(crate) fn new(netlink: &Netlink, conf: &Conf, ifname: &str) -> Result<Plan> {
         let existing = find_vrf(netlink, &conf.name)?;
         if let Some(Link { vrf_table: Some(found), .. }) = existing
             && conf.table.is_some_and(|configured| configured != found)
         {
-            return Err(Error::new(Code::CONFLICT, different_table(&conf.name, found)));
+            return Err(Error::new(Code::CONFLICT, different_table_text(&conf.name, found)));
         }
         let missing = || Error::new(Code::INVALID_ENVIRONMENT, format!("could not get link by name {ifname}"));
         let link = netlink.find_link(ifname)?.ok_or_else(missing)?;
@@ -50,15 +52,16 @@ impl Plan {
             let master = netlink.find_link_by_index(master)?.map_or_else(|| master.to_string(), |master| master.name);
             return Err(Error::new(Code::CONFLICT, format!("interface {ifname} has already a master set: {master}")));
         }
-        let addresses = netlink.list_addresses(link.index)?;
-        let ipv6: Vec<_> = addresses.iter().map(|addr| addr.cidr).filter(|cidr| !cidr.is_ipv4()).collect();
-        let addresses = netlink.save_addresses(link.index, &ipv6)?;
+        let mut cidrs: Vec<_> = netlink.list_addresses(link.index)?.iter().map(|addr| addr.cidr).collect();
+        cidrs.retain(|cidr| !cidr.is_ipv4());
+        let addresses = netlink.save_addresses(link.index, &cidrs)?;
         let [v4, v6] = Family::ALL.map(|family| netlink.save_routes(family));
-        let mut routes = [v4?, v6?].concat();
+        let all_routes = [v4?, v6?].concat();
         let vrf = match existing {
             Some(Link { index, vrf_table: Some(table), .. }) => Target::Existing { index, table },
-            _ => Target::New { name: conf.name.clone(), table: free_table(netlink, conf, &routes)? },
+            _ => Target::New { name: conf.name.clone(), table: table_for_new_vrf(netlink, conf, &all_routes)? },
         };
+        let mut routes = all_routes;
         routes.retain(|route| {
             let is_added_by_kernel = || route.routes().iter().any(|route| route.is_connected(link.index));
             route.table_id() != LOCAL_TABLE && route.leaves_by(link.index) && !is_added_by_kernel()
@@ -70,14 +73,15 @@ impl Plan {
     /// addresses and routes. Registers the undo of a change on `rollback` before making the change.
     ///
     /// # Errors
-    /// Code 2 if the kernel does not support VRFs; 100 if it refuses a change.
+    /// - Code 2 if the kernel does not support VRFs.
+    /// - Code 100 if the kernel refuses a change.
     pub(crate) fn carry_out(self, netlink: &Netlink, rollback: &mut Rollback<'_>) -> Result<()> {
         let Plan { vrf, link, addresses, routes } = self;
         let (index, table) = match vrf {
             Target::Existing { index, table } => (index, table),
             Target::New { name, table } => {
-                let (undo, undone) = (netlink.clone(), name.clone());
-                rollback.push(format!("delete VRF {name}"), move || match undo.find_link(&undone)? {
+                let (undo, created) = (netlink.clone(), name.clone());
+                rollback.push(format!("delete VRF {name}"), move || match undo.find_link(&created)? {
                     Some(vrf) if vrf.vrf_table.is_some() => purge_if_empty(&undo, &vrf),
                     _ => Ok(()),
                 });
@@ -98,9 +102,9 @@ impl Plan {
     }
 }
 
-/// Returns the configured table, or the first one that no rule, no route and no VRF uses. `routes`
-/// are all routes of the namespace.
-fn free_table(netlink: &Netlink, conf: &Conf, routes: &[SavedRoute]) -> Result<u32> {
+/// Returns the configured table or, if none is configured, the first one that no rule, no route and
+/// no VRF uses. `routes` are all routes of the namespace.
+fn table_for_new_vrf(netlink: &Netlink, conf: &Conf, routes: &[SavedRoute]) -> Result<u32> {
     if let Some(table) = conf.table {
         return Ok(table);
     }
@@ -113,7 +117,8 @@ fn free_table(netlink: &Netlink, conf: &Conf, routes: &[SavedRoute]) -> Result<u
 /// Creates the VRF.
 ///
 /// # Errors
-/// Code 2 if the kernel does not support VRFs; 100 if it refuses.
+/// - Code 2 if the kernel does not support VRFs.
+/// - Code 100 if the kernel refuses to create it.
 fn create_vrf(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
     netlink.create_vrf(name, table).map_err(|error| {
         let is_unsupported = error.is_unsupported();

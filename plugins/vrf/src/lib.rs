@@ -51,6 +51,7 @@ impl Plugin for Vrf {
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let conf = Conf::new(&call.conf)?;
         let result = call.conf.prev_result()?.ok_or_else(no_prev_result)?;
+        // Go's plugin begins these errors with the same words.
         let failed = |error: Error| error.context("cmdAdd failed");
         let netns = Netns::open(call.netns()?)?;
         let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
@@ -64,6 +65,8 @@ impl Plugin for Vrf {
         Ok(Added { result, rollback })
     }
 
+    /// Fails with code 101 if the interface is not in the VRF, the VRF is down, or it has another
+    /// table than the configured one.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         call.conf.prev_result()?.ok_or_else(no_prev_result)?;
@@ -79,7 +82,7 @@ impl Plugin for Vrf {
             return differs(format!("VRF {} is down", conf.name));
         }
         match (vrf.vrf_table, conf.table) {
-            (Some(found), Some(configured)) if found != configured => differs(different_table(&conf.name, found)),
+            (Some(found), Some(configured)) if found != configured => differs(different_table_text(&conf.name, found)),
             _ => Ok(()),
         }
     }
@@ -105,6 +108,7 @@ impl Plugin for Vrf {
         let netlink = netns.run(Netlink::open)??;
         let vrf = match netlink.find_link(&conf.name)? {
             Some(vrf) if vrf.vrf_table.is_some() => vrf,
+            // The VRF does not exist, or another kind of interface has its name.
             _ => return Ok(()),
         };
         if let Some(link) = netlink.find_link(&call.ifname)?.filter(|link| link.master == Some(vrf.index)) {
@@ -128,7 +132,7 @@ fn no_prev_result() -> Error {
 }
 
 /// Returns the text of Go's plugin for a VRF with another table than the configured one.
-fn different_table(name: &str, found: u32) -> String {
+fn different_table_text(name: &str, found: u32) -> String {
     format!("VRF {name} already exist with different routing table {found}")
 }
 

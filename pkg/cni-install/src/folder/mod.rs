@@ -3,9 +3,9 @@
 //! The installer's own files are in `.cni-install/`, beside the programs:
 //!
 //! - `<n>/`, a generation: the kept set (see `kept.rs`) with the files that the n-th install
-//!   replaced, and the list of the programs that it installed. It is complete before a program is
-//!   replaced. The newest one is the *previous* set. After `forget` it has only the list, and no
-//!   `ABSENT`.
+//!   replaced. It is complete before a program is replaced. The newest one is the *previous* set.
+//!   After `forget` the folder has only `SHA256SUMS`, the list of the programs that the install has
+//!   installed. Without the other list, `ABSENT`, it is not a kept set.
 //! - `original/`, the *original* set: for each name that any install has replaced, the file from
 //!   before the first install. An install adds the previous set to it before it replaces the
 //!   previous set. So there is none after the first install, and none after installs of an older
@@ -26,7 +26,8 @@
 //! Each change of `state` is one rename, and every step of a command can be repeated. So a killed
 //! command leaves one of these states, and the next command that changes something first cleans up:
 //! it undoes an installation (`installing <n>` becomes `installed <n-1>` or none), and finishes the
-//! other commands. For a rollback an interrupted install counts as the last install.
+//! other commands. For a rollback an interrupted install counts as the last install. A rollback
+//! that could not put all kept files back ends in `installed <n>` instead of none.
 //!
 //! A kept set is deleted as soon as a rollback to it would change nothing: the plugin folder has
 //! all of its files, and no program that was installed where no file existed. A rollback that left
@@ -42,10 +43,10 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use crate::Error;
-use crate::disk::{absent_is_fine, metadata, read, read_if_regular, sync};
+use crate::disk::{find_metadata, ignore_not_found, read, read_if_regular, sync};
 use crate::kept::{Kept, exists};
-use crate::report::{Comparison, ForgetReport, Installed, KeptSets, RecoveryReport, RollbackReport};
-use crate::set::{self, ABSENT, Program, Set};
+use crate::report::{Comparison, ForgetReport, InstallReport, KeptSets, RecoveryReport, RollbackReport};
+use crate::set::{self, ABSENT_LIST, Program, Set};
 use crate::staging;
 use crate::state::State;
 
@@ -56,15 +57,15 @@ mod restore;
 pub struct Folder {
     path: PathBuf,
     /// The installer's own folder, `.cni-install` in `path`.
-    own: PathBuf,
-    /// The open folder, which holds the lock.
+    own_folder: PathBuf,
+    /// The open plugin folder, which holds the lock.
     handle: File,
 }
 
 /// The kept set that a rollback puts back.
 #[derive(Clone, Copy)]
 enum KeptSetId {
-    /// That of this generation.
+    /// The files that the install of this generation replaced.
     Previous(u64),
     Original,
 }
@@ -73,7 +74,7 @@ impl Folder {
     /// Creates the folder and its parents (mode 0755) if they do not exist, and locks it.
     ///
     /// # Errors
-    /// It cannot be created or opened, or another installer is running.
+    /// If the folder cannot be created or opened, or another installer is running.
     pub fn ensure(path: &Path) -> Result<Folder, Error> {
         DirBuilder::new().recursive(true).mode(0o755).create(path).map_err(Error::io("create the folder", path))?;
         Folder::open(path)
@@ -82,13 +83,14 @@ impl Folder {
     /// Opens an existing folder and locks it.
     ///
     /// # Errors
-    /// It cannot be opened, or another installer is running.
+    /// If the folder cannot be opened, or another installer is running.
     pub fn open(path: &Path) -> Result<Folder, Error> {
         let handle = File::open(path).map_err(Error::io("open the folder", path))?;
-        let own = path.join(".cni-install");
+        let own_folder = path.join(".cni-install");
         // A link could lead to another program's folder, which the installer must not delete.
-        if metadata(&own).map_err(Error::io("look at", &own))?.is_some_and(|found| !found.is_dir()) {
-            return Err(Error::new(format!("{} exists and is not a cni-install directory", own.display())));
+        let found = find_metadata(&own_folder).map_err(Error::io("look at", &own_folder))?;
+        if found.is_some_and(|found| !found.is_dir()) {
+            return Err(Error::new(format!("{} exists and is not a cni-install directory", own_folder.display())));
         }
         match handle.try_lock() {
             Ok(()) => {}
@@ -106,68 +108,74 @@ impl Folder {
                 path.display()
             )));
         }
-        Ok(Folder { path: path.to_owned(), own, handle })
+        Ok(Folder { path: path.to_owned(), own_folder, handle })
     }
 
     /// Installs the programs of `set` and keeps the files that they replace.
     ///
     /// # Errors
-    /// A program has another checksum than its list says, cannot be written here or does not run
-    /// here: no program has been replaced. Or a rename failed: all programs have been put back,
-    /// unless the message says that this failed too.
-    pub fn install(&self, set: &Set) -> Result<(RecoveryReport, Installed), Error> {
+    /// - If a program has another checksum than the set's list, or cannot be written or does not
+    ///   run here. Then no program has been replaced.
+    /// - If a rename fails. Then all programs have been put back, unless the message reports that
+    ///   this failed too.
+    pub fn install(&self, set: &Set) -> Result<(RecoveryReport, InstallReport), Error> {
         // By checksum, because the programs of the multi-call archive are hard links of one file.
         let mut contents = BTreeMap::new();
         for program in set.programs() {
             contents.insert(program.sum.as_str(), set.content(program)?);
         }
-        self.then_remove_garbage(|| self.install_contents(set, &contents))
+        self.run_and_remove_garbage(|| self.install_contents(set, &contents))
     }
 
-    /// Installs the programs of `set`, whose contents are in `contents` by checksum.
+    /// Installs the programs of `set`. `contents` maps each checksum to the content.
     fn install_contents(
         &self,
         set: &Set,
         contents: &BTreeMap<&str, Vec<u8>>,
-    ) -> Result<(RecoveryReport, Installed), Error> {
+    ) -> Result<(RecoveryReport, InstallReport), Error> {
         let (recovered, current) = self.recover()?;
-        let is_installed = current > 0 && self.list(current)? == set.programs();
+        let is_installed = current > 0 && self.list_installed(current)? == set.programs();
         if is_installed && self.differences(set.programs())?.is_empty() {
-            return Ok((recovered, Installed::AlreadyThere));
+            return Ok((recovered, InstallReport::AlreadyThere));
         }
         DirBuilder::new()
             .recursive(true)
             .mode(0o755)
-            .create(&self.own)
-            .map_err(Error::io("create the folder", &self.own))?;
-        staging::write_and_try(&self.own("staging"), set, contents)?;
+            .create(&self.own_folder)
+            .map_err(Error::io("create the folder", &self.own_folder))?;
+        staging::write_and_try(&self.own_path("staging"), set, contents)?;
         let generation = current + 1;
-        Kept::create(&self.path, set, &self.generation(generation))?;
+        Kept::create(&self.path, set, &self.generation_folder(generation))?;
+        // The set that was the previous one until now is removed after this install.
         self.add_to_original(current)?;
-        State::Installing(generation).write(&self.own)?;
+        State::Installing(generation).write(&self.own_folder)?;
         for program in set.programs() {
             let path = self.path.join(&program.name);
-            if let Err(cause) = fs::rename(self.own("staging").join(&program.name), &path) {
+            if let Err(cause) = fs::rename(self.own_path("staging").join(&program.name), &path) {
                 let error = Error::io("replace", &path)(cause);
-                return Err(match self.undo(generation) {
+                return Err(match self.undo_install(generation) {
                     Ok(_) => Error::new(format!("{error}. All changes were undone")),
                     Err(undo_error) => Error::new(format!("{error}. Undoing the changes failed too: {undo_error}")),
                 });
             }
         }
         self.sync()?;
-        State::Installed(generation).write(&self.own)?;
-        Ok((recovered, Installed::Replaced))
+        State::Installed(generation).write(&self.own_folder)?;
+        Ok((recovered, InstallReport::Replaced))
     }
 
-    /// Puts back the files from before the last install. If it is repeated, it does nothing.
+    /// Puts back the files from before the last install. Does nothing if it is repeated.
     ///
     /// # Errors
-    /// A program cannot be put back or removed. The other programs are still processed, and the
+    /// If a program cannot be put back or removed. The other programs are still processed, and the
     /// next command tries again.
     pub fn rollback(&self) -> Result<RollbackReport, Error> {
-        self.then_remove_garbage(|| match self.state()? {
-            Some(State::Installed(generation)) if self.kept(generation)?.is_some() => self.begin_rollback(generation),
+        self.run_and_remove_garbage(|| match self.state()? {
+            Some(State::Installed(generation)) if self.find_kept(generation)?.is_some() => {
+                self.begin_rollback(generation)
+            }
+            // The interrupted install counts as the last one, so after this rollback there is no
+            // previous set: the original set takes over the files of the one before.
             Some(State::Installing(generation)) => {
                 self.add_to_original(generation - 1)?;
                 self.begin_rollback(generation)
@@ -177,30 +185,31 @@ impl Folder {
             None | Some(State::Installed(_) | State::Forgetting(_)) => {
                 let (_, current) = self.recover()?;
                 if current > 0 {
-                    // Fails if the list cannot be read, since a damaged kept set looks like none.
-                    self.list(current)?;
+                    // Only to fail if the list cannot be read: a damaged kept set looks like none.
+                    self.list_installed(current)?;
                 }
-                Ok(RollbackReport::NothingKept { original: self.original()?.is_some() })
+                Ok(RollbackReport::NothingKept { is_original_kept: self.find_original()?.is_some() })
             }
         })
     }
 
     /// Puts back the files from before the first install, for all names that were installed since.
-    /// If it is repeated, it does nothing.
+    /// Does nothing if it is repeated.
     ///
     /// # Errors
     /// As [`Folder::rollback`].
     pub fn rollback_to_original(&self) -> Result<(RecoveryReport, RollbackReport), Error> {
-        self.then_remove_garbage(|| {
+        self.run_and_remove_garbage(|| {
+            // This very command was interrupted: it is finished, not recovered and then begun.
             if self.state()? == Some(State::Restoring) {
                 return Ok((RecoveryReport::Nothing, self.finish_rollback(KeptSetId::Original)?));
             }
             let (recovered, current) = self.recover()?;
             self.add_to_original(current)?;
-            if self.original()?.is_none() {
-                return Ok((recovered, RollbackReport::NothingKept { original: false }));
+            if self.find_original()?.is_none() {
+                return Ok((recovered, RollbackReport::NothingKept { is_original_kept: false }));
             }
-            State::Restoring.write(&self.own)?;
+            State::Restoring.write(&self.own_folder)?;
             Ok((recovered, self.finish_rollback(KeptSetId::Original)?))
         })
     }
@@ -208,18 +217,19 @@ impl Folder {
     /// Removes the kept sets. The installed programs stay.
     ///
     /// # Errors
-    /// They cannot be removed; the next command tries again.
+    /// If they cannot be removed. The next command tries again.
     pub fn forget(&self) -> Result<(RecoveryReport, ForgetReport), Error> {
-        self.then_remove_garbage(|| {
+        self.run_and_remove_garbage(|| {
             let (recovered, current) = self.recover()?;
             let kept = self.kept_sets()?;
             if kept == KeptSets::default() {
                 return Ok((recovered, ForgetReport::NothingKept));
             }
             if current == 0 {
+                // Nothing is installed, so there is only the original set.
                 self.remove_original()?;
             } else {
-                State::Forgetting(current).write(&self.own)?;
+                State::Forgetting(current).write(&self.own_folder)?;
                 self.finish_forget(current)?;
             }
             Ok((recovered, ForgetReport::Dropped(kept)))
@@ -229,13 +239,13 @@ impl Folder {
     /// Compares the folder with the installed programs.
     ///
     /// # Errors
-    /// The installer's own files cannot be read.
+    /// If the installer's own files cannot be read.
     pub fn compare(&self) -> Result<Comparison, Error> {
         let installed = match self.state()? {
             None => return Ok(Comparison::NothingInstalled),
             Some(State::Installing(_)) => return Ok(Comparison::Interrupted("an installation")),
             Some(State::RollingBack(_) | State::Restoring) => return Ok(Comparison::Interrupted("a rollback")),
-            Some(State::Installed(generation) | State::Forgetting(generation)) => self.list(generation)?,
+            Some(State::Installed(generation) | State::Forgetting(generation)) => self.list_installed(generation)?,
         };
         let lines = self.differences(&installed)?;
         Ok(if lines.is_empty() {
@@ -248,7 +258,7 @@ impl Folder {
     /// Returns the kept sets.
     ///
     /// # Errors
-    /// The installer's own files cannot be read.
+    /// If the installer's own files cannot be read.
     pub fn kept_sets(&self) -> Result<KeptSets, Error> {
         let previous = match self.state()? {
             None | Some(State::Restoring) => None,
@@ -257,33 +267,36 @@ impl Folder {
                 | State::Installed(generation)
                 | State::RollingBack(generation)
                 | State::Forgetting(generation),
-            ) => self.kept(generation)?,
+            ) => self.find_kept(generation)?,
         };
-        Ok(KeptSets::new(self.original()?.as_ref(), previous.as_ref()))
+        Ok(KeptSets::new(self.find_original()?.as_ref(), previous.as_ref()))
     }
 
-    /// Undoes or finishes a command that was interrupted. Returns what it did, and the generation
-    /// that is installed then, or 0 for none.
+    /// Undoes or finishes a command that was interrupted. Returns what was done, and the generation
+    /// that is installed afterwards, or 0 for none.
     fn recover(&self) -> Result<(RecoveryReport, u64), Error> {
         let context = |action: &'static str| move |error: Error| Error::new(format!("{action}: {error}"));
         match self.state()? {
             None => {
-                // A rollback may have been killed before it removed the set, and an older
-                // cni-install does not know the set.
+                // A rollback may have been killed before it removed the original set, and an older
+                // cni-install, which does not know that set, never removes it.
                 self.remove_original_if_restored()?;
                 Ok((RecoveryReport::Nothing, 0))
             }
             Some(State::Installed(generation)) => Ok((RecoveryReport::Nothing, generation)),
             Some(State::Installing(generation)) => {
-                let before =
-                    self.undo(generation).map_err(context("failed to undo an installation that was interrupted"))?;
-                Ok((RecoveryReport::InstallUndone, before))
+                let current = self
+                    .undo_install(generation)
+                    .map_err(context("failed to undo an installation that was interrupted"))?;
+                Ok((RecoveryReport::InstallUndone, current))
             }
             Some(State::RollingBack(generation)) => {
                 let outcome = self.finish_rollback(KeptSetId::Previous(generation));
                 outcome.map_err(context("failed to finish a rollback that was interrupted"))?;
-                // The generation still counts as installed if another installer's file was left.
-                Ok((RecoveryReport::RollbackFinished, self.state()?.map_or(0, |_| generation)))
+                // If another installer's file was left, the set is still kept, and the generation
+                // still counts as installed.
+                let current = if self.state()?.is_some() { generation } else { 0 };
+                Ok((RecoveryReport::RollbackFinished, current))
             }
             Some(State::Restoring) => {
                 let outcome = self.finish_rollback(KeptSetId::Original);
@@ -299,123 +312,125 @@ impl Folder {
 
     /// Undoes the generation's install, which was interrupted or failed. Returns the generation
     /// before it, or 0 for none.
-    fn undo(&self, generation: u64) -> Result<u64, Error> {
-        let kept = self.kept_or_fail(generation)?;
-        self.restore(&kept)?;
-        // Files that could not be put back must not get lost.
-        if !kept.missing_in(&self.path)?.is_empty() {
-            kept.add_to(&self.own("original"))?;
+    fn undo_install(&self, generation: u64) -> Result<u64, Error> {
+        let kept = self.require_kept(generation)?;
+        let report = self.restore(&kept)?;
+        // The generation's folder will be removed, so the original set gets the files that were not
+        // put back.
+        if !report.still_kept.is_empty() {
+            kept.add_to(&self.own_path("original"))?;
         }
+        // Without the folder of the install before this one, its programs are unknown.
         let before = generation - 1;
-        if before > 0 && exists(&self.generation(before))? {
-            State::Installed(before).write(&self.own)?;
+        if before > 0 && exists(&self.generation_folder(before))? {
+            State::Installed(before).write(&self.own_folder)?;
             return Ok(before);
         }
-        State::remove(&self.own)?;
+        State::remove(&self.own_folder)?;
         Ok(0)
     }
 
     /// Starts the rollback of the generation's install, and finishes it.
     fn begin_rollback(&self, generation: u64) -> Result<RollbackReport, Error> {
-        State::RollingBack(generation).write(&self.own)?;
+        State::RollingBack(generation).write(&self.own_folder)?;
         self.finish_rollback(KeptSetId::Previous(generation))
     }
 
-    /// Puts the kept set back and updates `state`. It can be repeated if it was interrupted.
+    /// Puts the kept set back and updates `state`. Can be repeated after an interruption.
     fn finish_rollback(&self, id: KeptSetId) -> Result<RollbackReport, Error> {
         let kept = match id {
-            KeptSetId::Previous(generation) => self.kept_or_fail(generation)?,
+            KeptSetId::Previous(generation) => self.require_kept(generation)?,
             KeptSetId::Original => {
-                let folder = self.own("original");
-                self.original()?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))?
+                let folder = self.own_path("original");
+                self.find_original()?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))?
             }
         };
-        let mut report = self.restore(&kept)?;
-        let still_kept = kept.missing_in(&self.path)?;
+        let report = self.restore(&kept)?;
         match id {
-            KeptSetId::Previous(generation) if !still_kept.is_empty() => {
-                State::Installed(generation).write(&self.own)?;
+            // This state keeps the generation's folder from being removed as garbage.
+            KeptSetId::Previous(generation) if !report.still_kept.is_empty() => {
+                State::Installed(generation).write(&self.own_folder)?;
             }
-            KeptSetId::Previous(_) | KeptSetId::Original => State::remove(&self.own)?,
+            KeptSetId::Previous(_) | KeptSetId::Original => State::remove(&self.own_folder)?,
         }
         self.remove_original_if_restored()?;
-        if let RollbackReport::Done { kept, .. } = &mut report {
-            *kept = still_kept;
-        }
-        Ok(report)
+        Ok(RollbackReport::Done(report))
     }
 
-    /// Removes the kept files of the generation and the original set. The generation's list of
-    /// installed programs stays. It can be repeated if it was interrupted.
+    /// Removes both kept sets. The generation's list of installed programs stays. Can be repeated
+    /// after an interruption.
     fn finish_forget(&self, generation: u64) -> Result<(), Error> {
         self.remove_original()?;
-        let folder = self.generation(generation);
-        let names = self.list(generation)?.into_iter().map(|program| program.name);
-        // `ABSENT` first: without it the remaining files are not a kept set.
-        for name in std::iter::once(ABSENT.to_owned()).chain(names) {
+        let folder = self.generation_folder(generation);
+        let kept_files = self.list_installed(generation)?.into_iter().map(|program| program.name);
+        // Removing this list first makes the folder cease to be a kept set (see `kept.rs`), so a
+        // killed `forget` never leaves a kept set without some of its files.
+        for name in std::iter::once(ABSENT_LIST.to_owned()).chain(kept_files) {
             let path = folder.join(name);
-            absent_is_fine(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
+            ignore_not_found(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
         }
         sync(&folder).map_err(Error::io("write out", &folder))?;
-        State::Installed(generation).write(&self.own)
+        State::Installed(generation).write(&self.own_folder)
     }
 
     /// Removes the original set if a rollback to it would change nothing.
     fn remove_original_if_restored(&self) -> Result<(), Error> {
-        match self.original()? {
+        match self.find_original()? {
             Some(original) if self.is_restored(&original)? => self.remove_original(),
             Some(_) | None => Ok(()),
         }
     }
 
-    /// Removes the original set atomically, by renaming its folder to one that is garbage.
+    /// Removes the original set atomically: renames its folder to `dropped`, which
+    /// [`remove_garbage`](Folder::remove_garbage) deletes.
     fn remove_original(&self) -> Result<(), Error> {
-        let (original, dropped) = (self.own("original"), self.own("dropped"));
-        absent_is_fine(fs::remove_dir_all(&dropped)).map_err(Error::io("remove", &dropped))?;
-        absent_is_fine(fs::rename(&original, &dropped)).map_err(Error::io("remove", &original))
+        let (original, dropped) = (self.own_path("original"), self.own_path("dropped"));
+        ignore_not_found(fs::remove_dir_all(&dropped)).map_err(Error::io("remove", &dropped))?;
+        ignore_not_found(fs::rename(&original, &dropped)).map_err(Error::io("remove", &original))
     }
 
-    /// Adds the files that the generation's install kept to the original set. Generation 0 stands
-    /// for no install and has kept nothing.
+    /// Adds the kept set of the generation to the original set. Does nothing if there is none, as
+    /// for generation 0, which stands for no install.
     fn add_to_original(&self, generation: u64) -> Result<(), Error> {
-        match self.kept(generation)? {
-            Some(kept) => kept.add_to(&self.own("original")),
+        match self.find_kept(generation)? {
+            Some(kept) => kept.add_to(&self.own_path("original")),
             None => Ok(()),
         }
     }
 
     /// Reads the original set. `None` if there is none.
-    fn original(&self) -> Result<Option<Kept>, Error> {
-        Kept::read(&self.own("original"))
+    fn find_original(&self) -> Result<Option<Kept>, Error> {
+        Kept::read(&self.own_path("original"))
     }
 
-    /// Reads the kept set of the generation. `None` if it was removed by `forget`.
-    fn kept(&self, generation: u64) -> Result<Option<Kept>, Error> {
-        Kept::read(&self.generation(generation))
+    /// Reads the kept set of the generation. `None` if `forget` has removed it, or a list is
+    /// missing.
+    fn find_kept(&self, generation: u64) -> Result<Option<Kept>, Error> {
+        Kept::read(&self.generation_folder(generation))
     }
 
     /// Reads the kept set of the generation.
     ///
     /// # Errors
-    /// It does not exist or is not complete.
-    fn kept_or_fail(&self, generation: u64) -> Result<Kept, Error> {
-        let folder = self.generation(generation);
-        self.kept(generation)?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))
+    /// If the set does not exist or is not complete.
+    fn require_kept(&self, generation: u64) -> Result<Kept, Error> {
+        let folder = self.generation_folder(generation);
+        self.find_kept(generation)?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))
     }
 
-    /// Returns the path of one of the installer's own files.
-    fn own(&self, name: &str) -> PathBuf {
-        self.own.join(name)
+    /// Returns the path of the file or folder `name` in the installer's own folder.
+    fn own_path(&self, name: &str) -> PathBuf {
+        self.own_folder.join(name)
     }
 
     /// Returns the path of a generation's folder.
-    fn generation(&self, generation: u64) -> PathBuf {
-        self.own(&generation.to_string())
+    fn generation_folder(&self, generation: u64) -> PathBuf {
+        self.own_path(&generation.to_string())
     }
 
     /// Reads the state. `None` if nothing is installed and no command was interrupted.
     fn state(&self) -> Result<Option<State>, Error> {
-        State::read(&self.own)
+        State::read(&self.own_folder)
     }
 
     /// Waits until all renames in the plugin folder are on the disk.
@@ -423,9 +438,9 @@ impl Folder {
         self.handle.sync_all().map_err(Error::io("write out", &self.path))
     }
 
-    /// Runs `command`, and then removes the installer's files that are not needed any more, even if
-    /// `command` failed.
-    fn then_remove_garbage<T>(&self, command: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    /// Runs `command` and then removes the installer's files that are not needed any more, even if
+    /// `command` failed. Returns the outcome of `command`.
+    fn run_and_remove_garbage<T>(&self, command: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
         let outcome = command();
         self.remove_garbage();
         outcome
@@ -435,17 +450,20 @@ impl Folder {
     /// it is empty then. Failures are ignored: a file that cannot be removed is reported when it
     /// has to be created again.
     fn remove_garbage(&self) {
-        let needed = match self.state() {
+        let needed_generations = match self.state() {
             Ok(Some(State::Installing(generation))) => vec![generation, generation - 1],
             Ok(Some(State::Installed(generation) | State::RollingBack(generation) | State::Forgetting(generation))) => {
                 vec![generation]
             }
             Ok(None) => vec![],
+            // The rollback to the original set has to be finished first, or it is unknown which
+            // files are needed.
             Ok(Some(State::Restoring)) | Err(_) => return,
         };
-        let needed: Vec<PathBuf> = needed.into_iter().map(|generation| self.generation(generation)).collect();
+        let needed: Vec<PathBuf> =
+            needed_generations.into_iter().map(|generation| self.generation_folder(generation)).collect();
         let is_incomplete = |original: &Path| Kept::read(original).is_ok_and(|kept| kept.is_none());
-        for entry in fs::read_dir(&self.own).into_iter().flatten().flatten() {
+        for entry in fs::read_dir(&self.own_folder).into_iter().flatten().flatten() {
             let (path, name) = (entry.path(), entry.file_name());
             let name = name.as_encoded_bytes();
             let is_removable = name == b"staging"
@@ -456,20 +474,20 @@ impl Folder {
                 let _ = fs::remove_dir_all(path);
             }
         }
-        let _ = fs::remove_file(self.own("state.new"));
-        let _ = fs::remove_dir(&self.own);
+        let _ = fs::remove_file(self.own_path("state.new"));
+        let _ = fs::remove_dir(&self.own_folder);
     }
 
-    /// Returns the mode and the checksum of the program of this name. `None` if it is neither a
-    /// regular file nor a link to one.
+    /// Returns the mode and the checksum of the program of this name in the plugin folder. `None`
+    /// if it is neither a regular file nor a link to one.
     fn mode_and_sum(&self, name: &str) -> Result<Option<(u32, String)>, Error> {
         let path = self.path.join(name);
         let file = read_if_regular(&path).map_err(Error::io("read", &path))?;
         Ok(file.map(|(mode, content)| (mode, set::sum(&content))))
     }
 
-    /// Returns how the file in the folder differs from the installed program. `None` if a runtime
-    /// that executes it gets this program.
+    /// Returns how the file in the plugin folder differs from the installed program. `None` if a
+    /// runtime that executes the file gets this program.
     fn difference(&self, program: &Program) -> Result<Option<String>, Error> {
         let name = &program.name;
         Ok(match self.mode_and_sum(name)? {
@@ -482,14 +500,14 @@ impl Folder {
         })
     }
 
-    /// Returns a text for each of the programs that is not in the folder.
+    /// Returns the [`difference`](Folder::difference) of each program that has one.
     fn differences(&self, programs: &[Program]) -> Result<Vec<String>, Error> {
         programs.iter().filter_map(|program| self.difference(program).transpose()).collect()
     }
 
-    /// Returns the programs that the generation's install has installed.
-    fn list(&self, generation: u64) -> Result<Vec<Program>, Error> {
-        let path = self.generation(generation).join(set::SUMS);
+    /// Returns the programs that the install of this generation has installed.
+    fn list_installed(&self, generation: u64) -> Result<Vec<Program>, Error> {
+        let path = self.generation_folder(generation).join(set::SUMS);
         let text = read(&path).map_err(Error::io("read", &path))?;
         set::parse(&String::from_utf8_lossy(&text))
             .map_err(|reason| Error::new(format!("{}: {reason}", path.display())))

@@ -7,11 +7,11 @@ use super::Folder;
 use crate::Error;
 use crate::disk::{is_same, link_or_copy};
 use crate::kept::{Kept, exists};
-use crate::report::RollbackReport;
+use crate::report::RestoreReport;
 use crate::staging;
 
-/// What happened to one program when a kept set was put back. [`RollbackReport::Done`] describes
-/// the cases.
+/// What happened to one program when a kept set was put back. The fields of [`RestoreReport`]
+/// describe the cases.
 enum RestoreOutcome {
     Restored,
     Removed,
@@ -21,21 +21,20 @@ enum RestoreOutcome {
 
 impl Folder {
     /// Puts the kept files back, and removes programs that did not exist before. A program that
-    /// cni-install did not install stays. If it fails, it can be repeated.
+    /// cni-install did not install stays. Can be repeated after a failure.
     ///
     /// # Errors
     /// All failures, joined; the other programs have been put back.
-    pub(super) fn restore(&self, kept: &Kept) -> Result<RollbackReport, Error> {
-        let staging = self.own("staging");
+    pub(super) fn restore(&self, kept: &Kept) -> Result<RestoreReport, Error> {
+        let staging = self.own_path("staging");
         staging::create_empty(&staging)?;
-        let (mut restored, mut removed, mut left, mut lost) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let mut errors = Vec::new();
+        let (mut report, mut errors) = (RestoreReport::default(), Vec::new());
         for name in kept.names() {
             let names = match self.restore_program(kept, name, &staging) {
-                Ok(RestoreOutcome::Restored) => &mut restored,
-                Ok(RestoreOutcome::Removed) => &mut removed,
-                Ok(RestoreOutcome::Left) => &mut left,
-                Ok(RestoreOutcome::Lost) => &mut lost,
+                Ok(RestoreOutcome::Restored) => &mut report.restored,
+                Ok(RestoreOutcome::Removed) => &mut report.removed,
+                Ok(RestoreOutcome::Left) => &mut report.left,
+                Ok(RestoreOutcome::Lost) => &mut report.lost,
                 Err(error) => {
                     errors.push(error.to_string());
                     continue;
@@ -44,32 +43,37 @@ impl Folder {
             names.push(name.to_owned());
         }
         errors.extend(self.sync().err().map(|error| error.to_string()));
-        if errors.is_empty() {
-            Ok(RollbackReport::Done { restored, removed, left, lost, kept: Vec::new() })
-        } else {
-            Err(Error::new(errors.join("; ")))
+        if !errors.is_empty() {
+            return Err(Error::new(errors.join("; ")));
         }
+        report.still_kept = kept.missing_in(&self.path)?;
+        Ok(report)
     }
 
-    /// Whether the plugin folder has all files of the kept set, and none of the programs that were
-    /// installed under names under which no file existed.
+    /// Whether [`restore`](Folder::restore) would change nothing: the plugin folder has all files
+    /// of the kept set, and none of the installed programs whose names did not exist before.
     pub(super) fn is_restored(&self, kept: &Kept) -> Result<bool, Error> {
         for name in kept.names().into_iter().filter(|name| kept.was_absent(name)) {
-            if self.mode_and_sum(name)?.is_some_and(|(_, sum)| kept.was_installed(name, &sum)) {
+            if self.has_installed_program(kept, name)? {
                 return Ok(false);
             }
         }
         Ok(kept.missing_in(&self.path)?.is_empty())
     }
 
+    /// Whether the plugin folder has, under this name, a program that cni-install has installed in
+    /// place of the kept file. False if another installer has replaced it.
+    fn has_installed_program(&self, kept: &Kept, name: &str) -> Result<bool, Error> {
+        Ok(self.mode_and_sum(name)?.is_some_and(|(_, sum)| kept.was_installed(name, &sum)))
+    }
+
     /// Puts one program back, or removes it if it did not exist before. The kept file is linked or
     /// copied into `staging` and renamed from there, so that the program is always complete.
     fn restore_program(&self, kept: &Kept, name: &str, staging: &Path) -> Result<RestoreOutcome, Error> {
         let (file, installed) = (kept.file(name), self.path.join(name));
-        let is_ours = || Ok(self.mode_and_sum(name)?.is_some_and(|(_, sum)| kept.was_installed(name, &sum)));
         if kept.was_absent(name) {
             if exists(&installed)? {
-                if !is_ours()? {
+                if !self.has_installed_program(kept, name)? {
                     return Ok(RestoreOutcome::Left);
                 }
                 fs::remove_file(&installed).map_err(Error::io("remove", &installed))?;
@@ -80,7 +84,7 @@ impl Folder {
             return Ok(RestoreOutcome::Lost);
         }
         if !is_same(&installed, &file).map_err(Error::io("compare", &installed))? {
-            if !is_ours()? {
+            if !self.has_installed_program(kept, name)? {
                 return Ok(RestoreOutcome::Left);
             }
             let copy = staging.join(name);
