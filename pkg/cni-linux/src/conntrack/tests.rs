@@ -126,6 +126,34 @@ fn text_and_list_agree() {
 }
 
 #[test]
+fn no_connection_is_missed_while_others_end() {
+    const KEPT: u8 = 60;
+    in_new_netns(|| {
+        track();
+        let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+        let selection = Selection { ports: [(Protocol::Udp, 53)].into(), family: 0 };
+        if text::read_entries(&selection).is_none() {
+            crate::testing::skip("this kernel has no /proc/net/nf_conntrack");
+            return;
+        }
+        (1..=KEPT).for_each(|host| drop(socket.send_to(b"x", format!("127.2.0.{host}:53"))));
+        for _ in 0..20 {
+            (1..=200).for_each(|host| drop(socket.send_to(b"x", format!("127.1.0.{host}:99"))));
+            let ending = std::thread::spawn(|| {
+                Conntrack::open().unwrap().flush(&[claim(None, 99, "10.0.0.2:99")], FlushScope::Others).unwrap()
+            });
+            while !ending.is_finished() {
+                // `None` is an answer too: then the table is listed over netlink.
+                if let Some(entries) = text::read_entries(&selection) {
+                    assert_eq!(entries.len(), usize::from(KEPT));
+                }
+            }
+            assert_eq!(ending.join().unwrap(), 200);
+        }
+    });
+}
+
+#[test]
 fn connections_in_a_long_table_are_deleted_too() {
     in_new_netns(|| {
         track();

@@ -3,11 +3,17 @@
 //!
 //! For a list over netlink the kernel locks each hash bucket of a table that all namespaces share,
 //! empty or not (262,144 buckets: 3.5 ms). For the text it takes no lock (0.16 ms, and 0.7 µs for
-//! each entry). But the text is read page by page, and some kernels start again from the beginning
-//! for each page. So the text is used only if there are few entries for the number of buckets. A
-//! kernel without the text (`CONFIG_NF_CONNTRACK_PROCFS`) is always asked over netlink.
+//! each entry). But the text is read page by page, and some kernels (6.1) find the beginning of a
+//! page by counting entries from the beginning of the table. This has two consequences:
+//!
+//! - The text is used only if there are few entries for the number of buckets.
+//! - If a connection ends while the text is read, the next page begins one entry too late. So a text
+//!   of several pages is used only if a second reading has the same connections.
+//!
+//! A kernel without the text (`CONFIG_NF_CONNTRACK_PROCFS`) is always asked over netlink.
 
-use std::io::Read as _;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::net::{IpAddr, SocketAddr};
 
 use super::{
@@ -18,8 +24,11 @@ use super::{
 
 /// The text is used if the table has at least this number of hash buckets for each entry.
 const BUCKETS_PER_ENTRY: u64 = 512;
-/// The initial size of the buffer for the text: enough for some 350 entries.
-const BUFFER: usize = 64 * 1024;
+/// The size of a read, and so of the largest page: the kernel returns one page of memory at most,
+/// some 20 entries where pages have 4 KiB.
+const LARGEST_PAGE: usize = 64 * 1024;
+/// How many times at most the text is read.
+const READINGS: usize = 3;
 
 /// Whether reading the text of `entry_count` entries is cheaper than a list over netlink. `false`
 /// if the kernel does not report the number of buckets.
@@ -30,13 +39,39 @@ pub(super) fn is_cheaper(entry_count: u64) -> bool {
 }
 
 /// Returns the selected entries of the calling thread's namespace. `None` if the text cannot be
-/// read, or a part of it cannot be parsed: then the caller lists over netlink.
+/// read, a part of it cannot be parsed, or connections began or ended during all readings: then the
+/// caller lists over netlink.
 pub(super) fn read_entries(selection: &Selection) -> Option<Vec<Entry>> {
-    // With a large buffer each read returns a whole page. With an empty one, std would begin with
-    // small reads, and the kernel may start again from the beginning for each.
-    let mut text = Vec::with_capacity(BUFFER);
-    std::fs::File::open("/proc/thread-self/net/nf_conntrack").ok()?.read_to_end(&mut text).ok()?;
-    parse(&String::from_utf8_lossy(&text), selection)
+    let mut previous_text: Option<String> = None;
+    for _ in 0..READINGS {
+        let (text, pages) = read_text().ok()?;
+        if pages <= 1 || previous_text.is_some_and(|previous| connections(&previous).eq(connections(&text))) {
+            return parse(&text, selection);
+        }
+        previous_text = Some(text);
+    }
+    None
+}
+
+/// Reads the text. Returns it with the number of pages.
+fn read_text() -> io::Result<(String, usize)> {
+    let mut file = File::open("/proc/thread-self/net/nf_conntrack")?;
+    let (mut text, mut pages) = (Vec::new(), 0);
+    let mut page = vec![0; LARGEST_PAGE];
+    loop {
+        match file.read(&mut page)? {
+            0 => return Ok((String::from_utf8_lossy(&text).into_owned(), pages)),
+            length => text.extend_from_slice(page.get(..length).unwrap_or_default()),
+        }
+        pages += 1;
+    }
+}
+
+/// Returns what identifies the connections of a text, in its order: each line has the addresses and
+/// ports (or the numbers of ICMP), the rest of it, such as the remaining time, changes.
+fn connections(text: &str) -> impl Iterator<Item = &str> {
+    const KEYS: [&str; 7] = ["src=", "dst=", "sport=", "dport=", "type=", "code=", "id="];
+    text.split_ascii_whitespace().filter(|word| KEYS.iter().any(|key| word.starts_with(key)))
 }
 
 /// Returns the selected entries in a text with one entry in each line. `None` if a line has no
