@@ -43,6 +43,7 @@ impl World {
         let none: Option<&str> = None;
         mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).doing("failed to make mounts private")?;
         for folder in PRIVATE {
+            // Each of some 60,000 reservations of each side is a file.
             mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755,nr_inodes=1000000"))
                 .doing(format_args!("failed to mount a tmpfs on {folder}"))?;
         }
@@ -72,7 +73,8 @@ impl World {
     pub(crate) fn container(&self) -> Result<PathBuf> {
         let path = self.path("netns");
         File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
-        namespace(Some(&path))?;
+        // The namespace lives as long as the path is bound to it.
+        namespace(Some(&path)).map(drop)?;
         Ok(path)
     }
 
@@ -87,7 +89,7 @@ impl World {
 impl Node {
     /// Moves the calling thread, and the programs that it starts later, into this node's namespace.
     pub(crate) fn enter(&self) -> Result<()> {
-        setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter a node")
+        setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter the network namespace of a node")
     }
 }
 
@@ -99,11 +101,13 @@ fn namespace(bind: Option<&Path>) -> Result<File> {
         unshare(CloneFlags::CLONE_NEWNET).doing("failed to make a network namespace")?;
         if let Some(path) = bind {
             let none: Option<&str> = None;
-            mount(Some(OWN), path, none, MsFlags::MS_BIND, none).doing("failed to bind a namespace")?;
+            mount(Some(OWN), path, none, MsFlags::MS_BIND, none)
+                .doing(format_args!("failed to bind a network namespace to {}", path.display()))?;
         }
-        File::open(OWN).doing("failed to open a namespace")
+        File::open(OWN).doing("failed to open a network namespace")
     };
-    thread::scope(|scope| scope.spawn(make).join()).unwrap_or_else(|_| Err(Error::new("failed to make a namespace")))
+    thread::scope(|scope| scope.spawn(make).join())
+        .unwrap_or_else(|_| Err(Error::new("internal error: the thread that makes a network namespace panicked")))
 }
 
 /// Runs a program and returns what it printed.
