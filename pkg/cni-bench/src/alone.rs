@@ -1,13 +1,14 @@
 //! The cases with a single plugin: its configuration, and how its node and container are prepared.
 
-use std::path::Path;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
 use crate::cases::{FIREWALL, PLAIN, Side, ipam, portmap, tuning};
 use crate::error::Result;
 use crate::floor::Link;
-use crate::world::{World, feed};
+use crate::world::{Process, World, feed, run};
 
 /// A plugin as it is measured alone.
 #[derive(Debug)]
@@ -31,6 +32,9 @@ enum Place {
     First,
     /// Behind another plugin: this program creates the interface and the previous result.
     Chained,
+    /// Called for an interface that leads to a DHCP server: this program creates the interface and
+    /// starts the server and the plugin's daemon.
+    Dhcp,
 }
 
 const WITH_KERNEL: [Side; 3] = [Side::Ours, Side::Theirs, Side::Kernel];
@@ -56,8 +60,8 @@ pub(crate) const HOST_LOCAL: Alone = first("host-local", |_, data| json!({"type"
 /// portmap with one mapping.
 pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained("portmap", |side, _| portmap(side, 1)) };
 
-/// All plugins but bridge, with which the chains begin, and dhcp, which needs a server.
-pub(crate) static ALL: [Alone; 20] = [
+/// All plugins but bridge, with which the chains begin.
+pub(crate) static ALL: [Alone; 21] = [
     first("loopback", |_, _| json!({"type": "loopback"})),
     HOST_LOCAL,
     first(
@@ -103,6 +107,13 @@ pub(crate) static ALL: [Alone; 20] = [
     first("tap without IPAM", |_, _| json!({"type": "tap", "ipam": {}})),
     first("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data)})),
     first("host-device without IPAM", |_, _| json!({"type": "host-device", "device": "dev0"})),
+    Alone {
+        place: Place::Dhcp,
+        ..first(
+            "dhcp",
+            |_, data| json!({"type": "dhcp", "ipam": {"type": "dhcp", "daemonSocketPath": dhcp_socket(data)}}),
+        )
+    },
     chained("tuning", |_, _| tuning()),
     PORTMAP,
     Alone { sides: &FIREWALL, ..chained("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})) },
@@ -133,6 +144,9 @@ impl Alone {
     /// Returns why this machine cannot run the plugin, `None` if it can. Enters a new node to try
     /// the plugin's kind of link: any error of ip(8) means that the kernel lacks it.
     pub(crate) fn obstacle(&self, world: &World) -> Result<Option<&'static str>> {
+        if self.place == Place::Dhcp && run(&["dnsmasq", "--version"]).is_err() {
+            return Ok(Some("there is no dnsmasq in PATH (Debian's package dnsmasq-base)"));
+        }
         let Some(link) = self.probe else { return Ok(None) };
         world.node()?;
         ip(None, "link add eth0 type veth peer name outside")?;
@@ -147,6 +161,40 @@ impl Alone {
             "link add eth0 type veth peer name outside\nlink set outside up\nlink set eth0 up\n\
              addr add 192.0.2.1/24 dev eth0\nroute add default via 192.0.2.2\nlink add dev0 type veth peer name dev1\n",
         )
+    }
+
+    /// For dhcp, creates the container's interface, which stays for all rounds, and starts a DHCP
+    /// server behind it and the daemon of the plugin in `dir`. Returns no process for other
+    /// plugins.
+    pub(crate) fn start_servers(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
+        if self.place != Place::Dhcp {
+            return Ok(Vec::new());
+        }
+        create_interface(netns)?;
+        let (log, leases) = (data.join("dnsmasq.log"), format!("--dhcp-leasefile={}", data.join("leases").display()));
+        let argv = [
+            "dnsmasq",
+            "--no-daemon",
+            "--conf-file=/dev/null",
+            "--pid-file=",
+            "--user=root",
+            // No DNS.
+            "--port=0",
+            "--interface=host0",
+            "--bind-interfaces",
+            "--dhcp-authoritative",
+            // Otherwise dnsmasq waits three seconds for the answer to a ping before each offer.
+            "--no-ping",
+            "--quiet-dhcp",
+            "--dhcp-range=10.8.0.10,10.8.0.250,255.255.255.0,120",
+            &leases,
+        ];
+        let is_started = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("started"));
+        let server = Process::start(&argv, &log, is_started)?;
+        let (program, socket) = (dir.join("dhcp").display().to_string(), dhcp_socket(data));
+        let argv = [&program, "daemon", "-socketpath", &socket.display().to_string()];
+        let accepts = || UnixStream::connect(&socket).is_ok();
+        Ok(vec![server, Process::start(&argv, &data.join("daemon.log"), accepts)?])
     }
 
     /// For a chained plugin, creates the interface that the previous plugin of the list would have
@@ -172,6 +220,11 @@ fn create_interface(netns: &Path) -> Result<()> {
     ip(None, &format!("{pair}link set host0 up\naddr add 10.8.0.1/24 dev host0\n"))?;
     let route = "route add 10.7.0.0/16 via 10.8.0.1\n";
     ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{route}"))
+}
+
+/// Returns the path of the socket of dhcp's daemon.
+fn dhcp_socket(data: &Path) -> PathBuf {
+    data.join("dhcp.sock")
 }
 
 /// Runs commands of ip(8), one in each line, in the namespace `netns`, or on the current node if

@@ -15,7 +15,7 @@ use crate::chain::{Attachment, Chain};
 use crate::error::{Doing as _, Error, Result};
 use crate::floor::Floor;
 use crate::options::Extent;
-use crate::world::{Node, World, feed, run};
+use crate::world::{Node, Process, World, feed, run};
 
 /// One of the compared sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -234,6 +234,8 @@ pub(crate) struct Ready {
     pub(crate) containers: Vec<PathBuf>,
     /// For [`Side::Kernel`], what makes the attachments instead of plugins.
     pub(crate) floor: Option<Floor>,
+    /// The programs that the plugin needs while it runs. They end with this value.
+    _servers: Vec<Process>,
 }
 
 impl Ready {
@@ -271,11 +273,13 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     let data = world.folder()?;
     let dir = if side == Side::Theirs { folders.theirs.clone() } else { folders.ours.clone() };
     let confs = configurations(case.plugins, side, &data, &containers[0]);
+    let mut servers = Vec::new();
     if let Plugins::Alone(plugin) = case.plugins {
         plugin.set_up_node()?;
+        servers = plugin.start_servers(&dir, &data, &containers[0])?;
     }
     let (plugins, chain) = (case.plugins, Chain { dir, plugins: confs });
-    let mut ready = Ready { side, node, plugins, chain, containers, floor: None };
+    let mut ready = Ready { side, node, plugins, chain, containers, floor: None, _servers: servers };
     match case.before {
         Before::Nothing => {}
         Before::Reservations(count) => reserve(&data, 2..2 + count, None)?,
