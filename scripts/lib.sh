@@ -229,6 +229,17 @@ unpack() {
 
 apt_for_unpack() { apt_get -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
 
+# get_dhcp_servers PACKAGE...: unpacks DHCP servers, each as $dhcp_servers/PACKAGE/root. Debian
+# starts a daemon when it is installed, so these packages are not installed. Prints which cannot be
+# had.
+get_dhcp_servers() {
+    local package
+    dhcp_servers=$(realpath -m -- "${CARGO_TARGET_DIR:-$root/target}")/dhcp-servers
+    for package; do
+        unpack "$dhcp_servers/$package" "$package" || say "$package could not be fetched" >&2
+    done
+}
+
 # The Go plugins to compare with: Debian's package of another release than the installed one,
 # fetched and unpacked, never installed. Only this place has the pin. To move it when the mirrors
 # have a newer one: its version, path and SHA256 are in unstable's index

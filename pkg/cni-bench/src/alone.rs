@@ -1,34 +1,40 @@
-//! The cases with a single plugin: its configuration, and how node and container are prepared.
+//! The cases with a single plugin: its configuration, and how its node and container are prepared.
 
-use std::path::Path;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
 use crate::cases::{FIREWALL, PLAIN, Side, ipam, portmap, tuning};
 use crate::error::Result;
 use crate::floor::Link;
-use crate::world::{World, feed};
+use crate::world::{Process, World, feed, run};
 
 /// A plugin as it is measured alone.
 #[derive(Debug)]
 pub(crate) struct Alone {
     pub(crate) name: &'static str,
+    /// Returns the configuration for a side. The path is the side's folder for data, such as
+    /// host-local's.
     conf: fn(Side, &Path) -> Value,
     place: Place,
     pub(crate) sides: &'static [Side],
-    /// The link that the kernel makes with one request for the same attachment.
+    /// The link that [`Side::Kernel`] creates; `None` if it is not a side.
     pub(crate) link: Option<Link>,
-    /// If some kernels lack the plugin's kind of link, the arguments of `ip link add` for that
+    /// The arguments of `ip link add` for the plugin's kind of link, if some kernels lack that
     /// kind.
-    kind: Option<&'static str>,
+    probe: Option<&'static str>,
 }
 
-/// The position of the plugin in a list.
+/// The position of the plugin in a list, and what it needs there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     First,
     /// Behind another plugin: this program creates the interface and the previous result.
     Chained,
+    /// Called for an interface that leads to a DHCP server: this program creates the interface and
+    /// starts the server and the plugin's daemon.
+    Dhcp,
 }
 
 const WITH_KERNEL: [Side; 3] = [Side::Ours, Side::Theirs, Side::Kernel];
@@ -36,7 +42,7 @@ const FIREWALL_WITH_KERNEL: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs
 
 /// Returns a plugin that is the first of a list.
 const fn first(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
-    Alone { name, conf, place: Place::First, sides: &PLAIN, link: None, kind: None }
+    Alone { name, conf, place: Place::First, sides: &PLAIN, link: None, probe: None }
 }
 
 /// Returns a plugin that is behind another one.
@@ -44,44 +50,46 @@ const fn chained(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
     Alone { place: Place::Chained, ..first(name, conf) }
 }
 
-/// Returns an interface plugin that is measured with host-local and against the kernel alone.
-const fn link(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
+/// Returns an interface plugin that is measured with host-local, beside the kernel alone.
+const fn with_kernel(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
     Alone { sides: &WITH_KERNEL, link: Some(link), ..first(name, conf) }
 }
 
-pub(crate) const HOST_LOCAL: Alone =
-    first("host-local", |_, data| json!({"type": "host-local", "ipam": ipam(data, false)}));
+pub(crate) const HOST_LOCAL: Alone = first("host-local", |_, data| json!({"type": "host-local", "ipam": ipam(data)}));
 
-/// One host port.
+/// portmap with one mapping.
 pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained("portmap", |side, _| portmap(side, 1)) };
 
-/// All plugins but bridge, which the chains begin with, and dhcp, which needs a server.
-pub(crate) static ALL: [Alone; 20] = [
+/// All plugins but bridge, with which the chains begin.
+pub(crate) static ALL: [Alone; 21] = [
     first("loopback", |_, _| json!({"type": "loopback"})),
     HOST_LOCAL,
     first(
         "static",
         |_, _| json!({"type": "static", "ipam": {"type": "static", "addresses": [{"address": "10.9.0.2/24"}]}}),
     ),
-    link("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data, false)}), Link::Pair),
+    with_kernel("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data)}), Link::Pair),
     Alone {
         sides: &FIREWALL_WITH_KERNEL,
-        ..link(
+        ..with_kernel(
             "ptp, ipMasq",
             |side, data| {
-                let mut conf = json!({"type": "ptp", "ipMasq": true, "ipam": ipam(data, false)});
+                let mut conf = json!({"type": "ptp", "ipMasq": true, "ipam": ipam(data)});
                 conf["ipMasqBackend"] = backend(side);
                 conf
             },
             Link::Pair,
         )
     },
-    link("macvlan", |_, data| on_master("macvlan", data), Link::Macvlan),
+    with_kernel("macvlan", |_, data| on_master("macvlan", data), Link::Macvlan),
     first("macvlan without IPAM", |_, _| json!({"type": "macvlan", "master": "eth0", "ipam": {}})),
-    Alone { kind: Some("link eth0 type ipvlan"), ..link("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan) },
     Alone {
-        kind: Some("link eth0 type vlan id 5"),
-        ..link(
+        probe: Some("link eth0 type ipvlan"),
+        ..with_kernel("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan)
+    },
+    Alone {
+        probe: Some("link eth0 type vlan id 5"),
+        ..with_kernel(
             "vlan",
             |_, data| {
                 let mut conf = on_master("vlan", data);
@@ -92,13 +100,20 @@ pub(crate) static ALL: [Alone; 20] = [
         )
     },
     Alone {
-        kind: Some("type dummy"),
-        ..link("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data, false)}), Link::Dummy)
+        probe: Some("type dummy"),
+        ..with_kernel("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)}), Link::Dummy)
     },
-    first("tap", |_, data| json!({"type": "tap", "ipam": ipam(data, false)})),
+    first("tap", |_, data| json!({"type": "tap", "ipam": ipam(data)})),
     first("tap without IPAM", |_, _| json!({"type": "tap", "ipam": {}})),
-    first("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data, false)})),
+    first("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data)})),
     first("host-device without IPAM", |_, _| json!({"type": "host-device", "device": "dev0"})),
+    Alone {
+        place: Place::Dhcp,
+        ..first(
+            "dhcp",
+            |_, data| json!({"type": "dhcp", "ipam": {"type": "dhcp", "daemonSocketPath": dhcp_socket(data)}}),
+        )
+    },
     chained("tuning", |_, _| tuning()),
     PORTMAP,
     Alone { sides: &FIREWALL, ..chained("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})) },
@@ -107,12 +122,12 @@ pub(crate) static ALL: [Alone; 20] = [
                "egressRate": 10_000_000, "egressBurst": 1_000_000})
     }),
     chained("sbr", |_, _| json!({"type": "sbr"})),
-    Alone { kind: Some("type vrf table 10"), ..chained("vrf", |_, _| json!({"type": "vrf", "vrfname": "red"})) },
+    Alone { probe: Some("type vrf table 10"), ..chained("vrf", |_, _| json!({"type": "vrf", "vrfname": "red"})) },
 ];
 
 impl Alone {
-    /// Returns the plugin's configuration. `data` is host-local's folder, `netns` the container's
-    /// namespace.
+    /// Returns the plugin's configuration. `data` is the side's folder for data, `netns` the
+    /// container's namespace.
     pub(crate) fn conf(&self, side: Side, data: &Path, netns: &Path) -> Value {
         let mut conf = (self.conf)(side, data);
         if self.place == Place::Chained {
@@ -126,16 +141,20 @@ impl Alone {
         conf
     }
 
-    /// Whether the kernel supports the kind of link that the plugin creates. Tries it on a new
-    /// node.
-    pub(crate) fn kernel_has_kind(&self, world: &World) -> Result<bool> {
-        let Some(kind) = self.kind else { return Ok(true) };
+    /// Returns why this machine cannot run the plugin, `None` if it can. Enters a new node to try
+    /// the plugin's kind of link: any error of ip(8) means that the kernel lacks it.
+    pub(crate) fn obstacle(&self, world: &World) -> Result<Option<&'static str>> {
+        if self.place == Place::Dhcp && run(&["dnsmasq", "--version"]).is_err() {
+            return Ok(Some("there is no dnsmasq in PATH (Debian's package dnsmasq-base)"));
+        }
+        let Some(link) = self.probe else { return Ok(None) };
         world.node()?;
         ip(None, "link add eth0 type veth peer name outside")?;
-        Ok(ip(None, &format!("link add probe0 {kind}")).is_ok())
+        let added = ip(None, &format!("link add probe0 {link}"));
+        Ok(added.err().map(|_| "this kernel does not support such links"))
     }
 
-    /// Prepares the node: `eth0` with the default route, and `dev0` for host-device.
+    /// Prepares the current node: `eth0` with the default route, and `dev0` for host-device.
     pub(crate) fn set_up_node(&self) -> Result<()> {
         ip(
             None,
@@ -144,29 +163,72 @@ impl Alone {
         )
     }
 
-    /// Creates the interface that the previous plugin of the list would have created. Does nothing
-    /// for the first plugin.
-    pub(crate) fn attach(&self, netns: &Path) -> Result<()> {
-        if self.place == Place::First {
-            return Ok(());
+    /// For dhcp, creates the container's interface, which stays for all rounds, and starts a DHCP
+    /// server behind it and the daemon of the plugin in `dir`. Returns no process for other
+    /// plugins.
+    pub(crate) fn start_servers(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
+        if self.place != Place::Dhcp {
+            return Ok(Vec::new());
         }
-        let path = netns.display();
-        let pair = format!("link add host0 type veth peer name eth0 address {MAC} netns {path}\n");
-        ip(None, &format!("{pair}link set host0 up\naddr add 10.8.0.1/24 dev host0\n"))?;
-        let routed = "route add 10.7.0.0/16 via 10.8.0.1\n";
-        ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{routed}"))
+        create_interface(netns)?;
+        let (log, leases) = (data.join("dnsmasq.log"), format!("--dhcp-leasefile={}", data.join("leases").display()));
+        let argv = [
+            "dnsmasq",
+            "--no-daemon",
+            "--conf-file=/dev/null",
+            "--pid-file=",
+            "--user=root",
+            // No DNS.
+            "--port=0",
+            "--interface=host0",
+            "--bind-interfaces",
+            "--dhcp-authoritative",
+            // Otherwise dnsmasq waits three seconds for the answer to a ping before each offer.
+            "--no-ping",
+            "--quiet-dhcp",
+            "--dhcp-range=10.8.0.10,10.8.0.250,255.255.255.0,120",
+            &leases,
+        ];
+        let is_started = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("started"));
+        let server = Process::start(&argv, &log, is_started)?;
+        let (program, socket) = (dir.join("dhcp").display().to_string(), dhcp_socket(data));
+        let argv = [&program, "daemon", "-socketpath", &socket.display().to_string()];
+        let accepts = || UnixStream::connect(&socket).is_ok();
+        Ok(vec![server, Process::start(&argv, &data.join("daemon.log"), accepts)?])
+    }
+
+    /// For a chained plugin, creates the interface that the previous plugin of the list would have
+    /// created.
+    pub(crate) fn attach(&self, netns: &Path) -> Result<()> {
+        if self.place == Place::Chained { create_interface(netns) } else { Ok(()) }
     }
 
     /// Removes the interface that [`attach`](Alone::attach) created.
     pub(crate) fn detach(&self) -> Result<()> {
-        if self.place == Place::First { Ok(()) } else { ip(None, "link del host0") }
+        if self.place == Place::Chained { ip(None, "link del host0") } else { Ok(()) }
     }
 }
 
-/// The hardware address of the interface that [`Alone::attach`] creates.
+/// The hardware address of the interface that [`create_interface`] creates.
 const MAC: &str = "02:00:00:00:00:02";
 
-/// Runs commands of ip(8), one in each line, in the namespace `netns` or on the node.
+/// Creates `eth0` in a container, with an address and a route, and its other end `host0` on the
+/// current node.
+fn create_interface(netns: &Path) -> Result<()> {
+    let path = netns.display();
+    let pair = format!("link add host0 type veth peer name eth0 address {MAC} netns {path}\n");
+    ip(None, &format!("{pair}link set host0 up\naddr add 10.8.0.1/24 dev host0\n"))?;
+    let route = "route add 10.7.0.0/16 via 10.8.0.1\n";
+    ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{route}"))
+}
+
+/// Returns the path of the socket of dhcp's daemon.
+fn dhcp_socket(data: &Path) -> PathBuf {
+    data.join("dhcp.sock")
+}
+
+/// Runs commands of ip(8), one in each line, in the namespace `netns`, or on the current node if
+/// `netns` is `None`.
 fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
     let net = netns.map(|path| format!("--net={}", path.display()));
     let mut argv: Vec<&str> = net.iter().flat_map(|net| ["nsenter", net.as_str()]).collect();
@@ -176,7 +238,7 @@ fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
 
 /// Returns the configuration of a plugin whose link is on top of `eth0`.
 fn on_master(plugin: &str, data: &Path) -> Value {
-    json!({"type": plugin, "master": "eth0", "ipam": ipam(data, false)})
+    json!({"type": plugin, "master": "eth0", "ipam": ipam(data)})
 }
 
 /// Returns the value of a backend option. The Go plugins get iptables, which is also their default.

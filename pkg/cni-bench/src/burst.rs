@@ -1,13 +1,14 @@
 //! Runs many attachments at once, as a runtime does after a reboot of its node.
 
 use std::collections::HashMap;
+use std::process::Command;
 use std::time::Instant;
 
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::call::{Streams, children_cpu};
+use crate::call::{Call, Streams, children_cpu};
 use crate::cases::Ready;
 use crate::error::{Doing as _, Error, Result};
 use crate::world::World;
@@ -31,18 +32,26 @@ struct Progress {
     number: usize,
     /// The position of the plugin in the order in which the verb runs the plugins.
     step: usize,
+    call: Call,
     streams: Streams,
 }
 
+/// Starts a plugin and returns its process ID.
+fn start(mut command: Command) -> Result<Pid> {
+    let child = command.spawn().doing("failed to start a plugin")?;
+    Ok(Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?))
+}
+
 /// Runs `verb` for all containers of `ready` at once; within an attachment, one plugin after the
-/// other. `results` are the results of the ADDs, which DEL gets as prevResult; empty for ADD. Fails
-/// with the first failure of a plugin, after all have ended.
+/// other. `results` are the results of earlier ADDs, which DEL gets as prevResult; empty for ADD.
+/// Fails with the first failure of a plugin, after all processes have ended.
 pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str, results: &[Value]) -> Result<Crowd> {
     let count = ready.containers.len();
     let plugin_count = ready.chain.plugins.len();
     let mut crowd = Crowd { results: vec![Value::Null; count], ..Crowd::default() };
     let mut running: HashMap<Pid, Progress> = HashMap::new();
     let call = |number: usize, step: usize, prev: Option<&Value>| {
+        // DEL runs the plugins in reverse order.
         let place = if verb == "DEL" { plugin_count - 1 - step } else { step };
         ready.chain.call(verb, place, &ready.attachment(round, number), prev)
     };
@@ -51,13 +60,12 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
     for number in 0..count {
         let call = call(number, 0, results.get(number));
         let streams = Streams::new(world.scratch(), number, &call.conf)?;
-        waiting.push((call.command(&call.program, &streams)?, Progress { number, step: 0, streams }));
+        waiting.push((call.command(&call.program, &streams)?, Progress { number, step: 0, call, streams }));
     }
     let before = children_cpu()?;
     let begin = Instant::now();
-    for (mut command, progress) in waiting {
-        let child = command.spawn().doing("failed to start a plugin")?;
-        running.insert(Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?), progress);
+    for (command, progress) in waiting {
+        running.insert(start(command)?, progress);
     }
     let mut failure = None;
     while !running.is_empty() {
@@ -67,32 +75,27 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
             _ => continue,
         };
         let now = begin.elapsed().as_secs_f64() * 1e3;
-        let Some(Progress { number, step, mut streams }) = running.remove(&pid) else { continue };
-        let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number)).cloned();
-        // `outcome` names the call if it failed.
-        let output = match streams.outcome(&call(number, step, prev.as_ref()), succeeded) {
+        let Some(Progress { number, step, call: ended, mut streams }) = running.remove(&pid) else { continue };
+        let output = match streams.outcome(&ended, succeeded) {
             Ok(output) => output,
             Err(error) => {
                 failure.get_or_insert(error);
                 continue;
             }
         };
-        if verb == "ADD"
-            && let Some(result) = crowd.results.get_mut(number)
-        {
-            *result = output;
+        if verb == "ADD" {
+            crowd.results[number] = output;
         }
         if step + 1 == plugin_count {
             crowd.latencies.push(now);
             continue;
         }
         // The result of this ADD so far or, for DEL, that of the earlier ADD.
-        let prev = crowd.results.get(number).filter(|prev| !prev.is_null()).or(results.get(number));
-        let next = call(number, step + 1, prev);
-        let streams = Streams::new(world.scratch(), number, &next.conf)?;
-        let child = next.command(&next.program, &streams)?.spawn().doing("failed to start a plugin")?;
-        let pid = Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?);
-        running.insert(pid, Progress { number, step: step + 1, streams });
+        let prev = if verb == "ADD" { crowd.results.get(number) } else { results.get(number) };
+        let (step, call) = (step + 1, call(number, step + 1, prev));
+        let streams = Streams::new(world.scratch(), number, &call.conf)?;
+        let pid = start(call.command(&call.program, &streams)?)?;
+        running.insert(pid, Progress { number, step, call, streams });
     }
     crowd.wall = begin.elapsed().as_secs_f64() * 1e3;
     crowd.cpu = children_cpu()? - before;

@@ -66,8 +66,8 @@ impl Streams {
         Ok(Streams { stdin, stdout, stderr })
     }
 
-    /// Returns the result that the plugin wrote, null if it wrote nothing. If it failed, returns
-    /// its error as an error.
+    /// Returns the result that the plugin wrote, null if it wrote nothing. Fails with the plugin's
+    /// error if the plugin has failed.
     pub(crate) fn outcome(&mut self, call: &Call, succeeded: bool) -> Result<Value> {
         let mut text = String::new();
         self.stdout.rewind().and_then(|()| self.stdout.read_to_string(&mut text)).doing("failed to read an output")?;
@@ -75,11 +75,13 @@ impl Streams {
             if text.trim().is_empty() {
                 return Ok(Value::Null);
             }
-            return serde_json::from_str(&text).doing(format_args!("{call} printed no JSON"));
+            return serde_json::from_str(&text).doing(format_args!("the output of {call} is not JSON"));
         }
         let mut stderr = String::new();
+        // If this fails, the message is still useful without it.
         let _ = self.stderr.rewind().and_then(|()| self.stderr.read_to_string(&mut stderr));
         let message = serde_json::from_str::<Value>(&text).map(|error| error["msg"].to_string()).unwrap_or(text);
+        // The log of a plugin may be long.
         let why: String = format!("{} {}", message.trim(), stderr.trim()).chars().take(400).collect();
         Err(Error::new(format!("{call} failed: {}", why.trim())))
     }

@@ -4,18 +4,20 @@
 //! same names and addresses, and no case is affected by another one.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
 use crate::alone::{self, Alone};
+use crate::call::Call;
 use crate::chain::{Attachment, Chain};
 use crate::error::{Doing as _, Error, Result};
 use crate::floor::Floor;
 use crate::options::Extent;
-use crate::world::{Node, World, feed, run};
+use crate::world::{Node, Process, World, feed, run};
 
-/// A competitor of the comparison.
+/// One of the compared sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Side {
     /// Our plugins, with iptables where a firewall is involved.
@@ -24,7 +26,7 @@ pub(crate) enum Side {
     OursNft,
     /// The other plugins, as they are configured by default.
     Theirs,
-    /// The kernel alone: no plugin, the fewest requests.
+    /// The kernel alone: this program makes the attachment, with the fewest requests.
     Kernel,
 }
 
@@ -49,35 +51,35 @@ pub(crate) const FIREWALL: [Side; 3] = [Side::Ours, Side::OursNft, Side::Theirs]
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Plugins {
     Alone(&'static Alone),
-    Chain(Links),
+    Chain(ChainSpec),
     /// VERSION of this plugin, nothing else.
     Version(&'static str),
 }
 
 /// A chain of bridge with host-local, and the plugins behind bridge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Links {
+pub(crate) struct ChainSpec {
     pub(crate) masquerade: bool,
     pub(crate) tuning: bool,
     /// How many host ports portmap maps; no portmap if 0.
     pub(crate) ports: usize,
-    /// Whether there is IPv6 too.
-    pub(crate) dual: bool,
+    /// Whether the attachment also has an IPv6 address.
+    pub(crate) dual_stack: bool,
 }
 
 /// What is on the node before the measured calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Before {
     Nothing,
-    /// This number of reservations in the network's folder.
+    /// This number of reservations in host-local's folder.
     Reservations(usize),
-    /// All addresses but four are reserved, and the search begins half the range away from the
-    /// four.
+    /// Reservations of all addresses but four, and a last reserved address from which host-local
+    /// has to search half the range to reach the four.
     AlmostFull,
     /// Rules for this number of mappings, or masqueraded addresses, of other containers, as the
-    /// side itself writes them.
+    /// side's own plugins write them.
     OthersRules(usize),
-    /// This number of rules of other programs, in the same tables.
+    /// This number of rules of other programs: see [`foreign_rules`].
     ForeignRules(usize),
 }
 
@@ -101,10 +103,11 @@ pub(crate) const MAPPINGS: &str = "portmap and rules";
 pub(crate) const MASQUERADE: &str = "ipMasq and rules";
 pub(crate) const START: &str = "start-up";
 
-/// The chain that most targets are about.
-pub(crate) const WHOLE: Links = Links { masquerade: true, tuning: true, ports: 1, dual: false };
+/// bridge with host-local, ipMasq, tuning and one mapped port: the chain that most targets are
+/// about.
+pub(crate) const WHOLE: ChainSpec = ChainSpec { masquerade: true, tuning: true, ports: 1, dual_stack: false };
 /// bridge with host-local only.
-pub(crate) const SIMPLE: Links = Links { masquerade: false, tuning: false, ports: 0, dual: false };
+pub(crate) const SIMPLE: ChainSpec = ChainSpec { masquerade: false, tuning: false, ports: 0, dual_stack: false };
 /// The plugins whose start-up is measured, and whose size has a target.
 pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
 /// The others, whose sizes are listed.
@@ -124,7 +127,7 @@ pub(crate) const OTHERS: [&str; 13] = [
     "vrf",
 ];
 
-impl Links {
+impl ChainSpec {
     /// Returns the name in the report.
     pub(crate) fn name(self) -> String {
         let mut name = "bridge + host-local".to_owned();
@@ -137,72 +140,72 @@ impl Links {
         if self.ports > 0 {
             name.push_str(&format!(" + portmap {}", self.ports));
         }
-        if self.dual {
+        if self.dual_stack {
             name.push_str(", dual stack");
         }
         name
     }
 
-    /// Whether the chain writes firewall rules.
-    fn uses_firewall(self) -> bool {
-        self.masquerade || self.ports > 0
+    /// Returns the sides to compare: [`FIREWALL`] if the chain writes firewall rules.
+    fn sides(self) -> &'static [Side] {
+        if self.masquerade || self.ports > 0 { &FIREWALL } else { &PLAIN }
+    }
+}
+
+impl Case {
+    /// Returns a case with an empty node and one attachment after the other.
+    pub(crate) fn new(group: &'static str, name: impl Into<String>, plugins: Plugins, sides: &[Side]) -> Case {
+        Case { group, name: name.into(), plugins, before: Before::Nothing, sides: sides.to_vec(), at_once: None }
     }
 }
 
 /// Returns all cases, in the order of the report.
 pub(crate) fn all(extent: Extent) -> Vec<Case> {
     let mut cases = Vec::new();
-    let mut push = |group, name: String, plugins, before, sides: &[Side], at_once| {
-        cases.push(Case { group, name, plugins, before, sides: sides.to_vec(), at_once });
-    };
     for plugin in FIVE {
-        push(START, format!("VERSION of {plugin}"), Plugins::Version(plugin), Before::Nothing, &PLAIN, None);
+        cases.push(Case::new(START, format!("VERSION of {plugin}"), Plugins::Version(plugin), &PLAIN));
     }
     for plugin in &alone::ALL {
-        push(ALONE, plugin.name.to_owned(), Plugins::Alone(plugin), Before::Nothing, plugin.sides, None);
+        cases.push(Case::new(ALONE, plugin.name, Plugins::Alone(plugin), plugin.sides));
     }
-    for dual in [false, true] {
+    for dual_stack in [false, true] {
         for (masquerade, tuning, ports) in
             [(false, false, 0), (true, false, 0), (true, true, 0), (true, true, 1), (true, true, 10), (true, true, 50)]
         {
-            let links = Links { masquerade, tuning, ports, dual };
-            let mut sides = if links.uses_firewall() { FIREWALL.to_vec() } else { PLAIN.to_vec() };
+            let spec = ChainSpec { masquerade, tuning, ports, dual_stack };
+            let mut sides = spec.sides().to_vec();
             // The kernel alone is a side of these cases, not a case of its own, because all sides
             // of a case are measured in the same rounds, at the same speed of the machine.
-            if links == SIMPLE || links == WHOLE {
+            if spec == SIMPLE || spec == WHOLE {
                 sides.push(Side::Kernel);
             }
-            push(CHAINS, links.name(), Plugins::Chain(links), Before::Nothing, &sides, None);
+            cases.push(Case::new(CHAINS, spec.name(), Plugins::Chain(spec), &sides));
         }
     }
-    for links in [SIMPLE, WHOLE] {
-        let sides = if links.uses_firewall() { &FIREWALL[..] } else { &PLAIN };
+    for spec in [SIMPLE, WHOLE] {
         for count in extent.sizes(&[1, 8, 32, 64]) {
-            push(AT_ONCE, links.name(), Plugins::Chain(links), Before::Nothing, sides, Some(count));
+            let case = Case::new(AT_ONCE, spec.name(), Plugins::Chain(spec), spec.sides());
+            cases.push(Case { at_once: Some(count), ..case });
         }
     }
-    let host_local = Plugins::Alone(&alone::HOST_LOCAL);
+    let host_local = |name: String, before| Case {
+        before,
+        ..Case::new(RESERVATIONS, name, Plugins::Alone(&alone::HOST_LOCAL), &PLAIN)
+    };
     for count in extent.sizes(&[0, 1000, 10_000, 60_000]) {
-        let before = Before::Reservations(count);
-        push(RESERVATIONS, format!("{} reservations", grouped(count)), host_local, before, &PLAIN, None);
+        cases.push(host_local(format!("{} reservations", grouped(count)), Before::Reservations(count)));
     }
-    push(RESERVATIONS, "4 of 4,093 addresses free".to_owned(), host_local, Before::AlmostFull, &PLAIN, None);
+    cases.push(host_local("4 of 4,093 addresses free".to_owned(), Before::AlmostFull));
     for (group, plugins, what) in [
         (MAPPINGS, Plugins::Alone(&alone::PORTMAP), "mappings"),
-        (MASQUERADE, Plugins::Chain(Links { masquerade: true, ..SIMPLE }), "masqueraded addresses"),
+        (MASQUERADE, Plugins::Chain(ChainSpec { masquerade: true, ..SIMPLE }), "masqueraded addresses"),
     ] {
+        let case = |name: String, before| Case { before, ..Case::new(group, name, plugins, &FIREWALL) };
         for count in extent.sizes(&[0, 100, 1000, 5000]) {
-            push(group, format!("{} {what}", grouped(count)), plugins, Before::OthersRules(count), &FIREWALL, None);
+            cases.push(case(format!("{} {what}", grouped(count)), Before::OthersRules(count)));
         }
         for count in extent.sizes(&[100, 1000, 5000]) {
-            push(
-                group,
-                format!("{} foreign rules", grouped(count)),
-                plugins,
-                Before::ForeignRules(count),
-                &FIREWALL,
-                None,
-            );
+            cases.push(case(format!("{} foreign rules", grouped(count)), Before::ForeignRules(count)));
         }
     }
     cases
@@ -231,19 +234,22 @@ pub(crate) struct Ready {
     pub(crate) containers: Vec<PathBuf>,
     /// For [`Side::Kernel`], what makes the attachments instead of plugins.
     pub(crate) floor: Option<Floor>,
+    /// The programs that the plugin needs while it runs. They end with this value.
+    _servers: Vec<Process>,
 }
 
 impl Ready {
     /// Returns the attachment of the container `number` in this round. Each round has another
     /// container ID.
     pub(crate) fn attachment(&self, round: usize, number: usize) -> Attachment {
-        let netns = self.containers.get(number).cloned().unwrap_or_default();
+        let netns = self.containers[number].clone();
         Attachment { container: format!("bench-{round}-{number}"), netns, number }
     }
 
-    /// Does `work` while the first container has the interface that the plugins before the measured
-    /// one would have created, and returns its result. The interface stays if `work` fails.
-    pub(crate) fn behind_others<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Does `work` and returns its result. If the case is about a chained plugin, the first
+    /// container has an interface meanwhile, as the plugins before it in a list would have created
+    /// it. That interface stays if `work` fails, because the case ends then and its namespaces too.
+    pub(crate) fn with_interface<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let (Plugins::Alone(plugin), Some(netns)) = (self.plugins, self.containers.first()) else { return work() };
         plugin.attach(netns)?;
         let value = work()?;
@@ -266,26 +272,26 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     let containers = (0..case.at_once.unwrap_or(1)).map(|_| world.container()).collect::<Result<Vec<_>>>()?;
     let data = world.folder()?;
     let dir = if side == Side::Theirs { folders.theirs.clone() } else { folders.ours.clone() };
-    let first = containers.first().cloned().unwrap_or_default();
-    let chain = Chain { dir, plugins: plugins(case.plugins, side, &data, &first) };
+    let confs = configurations(case.plugins, side, &data, &containers[0]);
+    let mut servers = Vec::new();
     if let Plugins::Alone(plugin) = case.plugins {
         plugin.set_up_node()?;
+        servers = plugin.start_servers(&dir, &data, &containers[0])?;
     }
-    let plugins = case.plugins;
-    let mut ready = Ready { side, node, plugins, chain, containers, floor: None };
+    let (plugins, chain) = (case.plugins, Chain { dir, plugins: confs });
+    let mut ready = Ready { side, node, plugins, chain, containers, floor: None, _servers: servers };
     match case.before {
         Before::Nothing => {}
-        Before::Reservations(count) => reserve(&data, "10.1", 2, count, None)?,
-        // Host 1 is the gateway and never allocated. 2 to 5 are free; the search begins at 2050.
-        Before::AlmostFull => reserve(&data, "10.1", 6, 4089, Some(2050))?,
-        Before::OthersRules(count) => others_rules(&ready, count)?,
+        Before::Reservations(count) => reserve(&data, 2..2 + count, None)?,
+        Before::AlmostFull => {
+            // A /20 has 4,093 addresses for containers: all but the first, the last and host 1, the
+            // gateway. Hosts 2 to 5 stay free.
+            ready.chain.plugins[0]["ipam"]["ranges"] = json!([[{"subnet": "10.1.0.0/20"}]]);
+            reserve(&data, 6..4095, Some(2050))?;
+        }
+        Before::OthersRules(0) => {}
+        Before::OthersRules(count) => others_rules(world, &ready, count)?,
         Before::ForeignRules(count) => foreign_rules(side, count)?,
-    }
-    // Exactly this range has 4,093 addresses for containers.
-    if matches!(case.before, Before::AlmostFull)
-        && let Some(conf) = ready.chain.plugins.first_mut()
-    {
-        conf["ipam"]["ranges"] = json!([[{"subnet": "10.1.0.0/20"}]]);
     }
     if side == Side::Kernel {
         ready.floor = Some(match case.plugins {
@@ -296,15 +302,18 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     Ok(ready)
 }
 
-/// Returns a host-local configuration with its reservations in `data`; with IPv6 too if `dual`.
-pub(crate) fn ipam(data: &Path, dual: bool) -> Value {
-    let mut ranges = vec![json!([{"subnet": "10.1.0.0/16"}])];
-    let mut routes = vec![json!({"dst": "0.0.0.0/0"})];
-    if dual {
-        ranges.push(json!([{"subnet": "fd00:1::/64"}]));
-        routes.push(json!({"dst": "::/0"}));
-    }
-    json!({"type": "host-local", "dataDir": data, "ranges": ranges, "routes": routes})
+/// Returns a host-local configuration with one IPv4 range and its reservations in `data`.
+pub(crate) fn ipam(data: &Path) -> Value {
+    let ranges = json!([[{"subnet": "10.1.0.0/16"}]]);
+    json!({"type": "host-local", "dataDir": data, "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}]})
+}
+
+/// Returns a host-local configuration as [`ipam`] does, with an IPv6 range too.
+fn dual_stack_ipam(data: &Path) -> Value {
+    let mut conf = ipam(data);
+    conf["ranges"] = json!([[{"subnet": "10.1.0.0/16"}], [{"subnet": "fd00:1::/64"}]]);
+    conf["routes"] = json!([{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]);
+    conf
 }
 
 /// Returns a configuration of tuning: two sysctls and the MTU.
@@ -312,10 +321,13 @@ pub(crate) fn tuning() -> Value {
     json!({"type": "tuning", "sysctl": {"net.core.somaxconn": "500", "net.ipv4.conf.all.arp_filter": "1"}, "mtu": 1400})
 }
 
+/// The host port of portmap's first mapping. The others follow it.
+const FIRST_HOST_PORT: usize = 8080;
+
 /// Returns a configuration of portmap with `count` mappings.
 pub(crate) fn portmap(side: Side, count: usize) -> Value {
     let mappings: Vec<Value> = (0..count)
-        .map(|index| json!({"hostPort": 8080 + index, "containerPort": 80 + index, "protocol": "tcp"}))
+        .map(|index| json!({"hostPort": FIRST_HOST_PORT + index, "containerPort": 80 + index, "protocol": "tcp"}))
         .collect();
     let mut conf = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
     match side {
@@ -326,15 +338,16 @@ pub(crate) fn portmap(side: Side, count: usize) -> Value {
     conf
 }
 
-/// Returns the configurations of a case's plugins, in the order of their ADD.
-fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<Value> {
+/// Returns the configurations of a case's plugins, in the order of their ADD. `data` is
+/// host-local's folder, `netns` the container's namespace.
+fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Vec<Value> {
     let mut list = match plugins {
-        Plugins::Alone(plugin) => vec![plugin.conf(side, data, container)],
+        Plugins::Alone(plugin) => vec![plugin.conf(side, data, netns)],
         Plugins::Version(plugin) => vec![json!({"type": plugin})],
-        Plugins::Chain(links) => {
-            let mut bridge =
-                json!({"type": "bridge", "bridge": "br0", "isGateway": true, "ipam": ipam(data, links.dual)});
-            if links.masquerade {
+        Plugins::Chain(spec) => {
+            let ipam = if spec.dual_stack { dual_stack_ipam(data) } else { ipam(data) };
+            let mut bridge = json!({"type": "bridge", "bridge": "br0", "isGateway": true, "ipam": ipam});
+            if spec.masquerade {
                 bridge["ipMasq"] = true.into();
                 match side {
                     Side::Ours => bridge["ipMasqBackend"] = "iptables".into(),
@@ -343,8 +356,8 @@ fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<V
                 }
             }
             let mut list = vec![bridge];
-            list.extend(links.tuning.then(tuning));
-            list.extend((links.ports > 0).then(|| portmap(side, links.ports)));
+            list.extend(spec.tuning.then(tuning));
+            list.extend((spec.ports > 0).then(|| portmap(side, spec.ports)));
             list
         }
     };
@@ -355,87 +368,110 @@ fn plugins(plugins: Plugins, side: Side, data: &Path, container: &Path) -> Vec<V
     list
 }
 
-/// Writes reservations in the format of every host-local release, for `count` hosts of the /16
-/// network from the host `first` on. `last` is the host stored as last reserved, by default the
-/// last one written.
-fn reserve(data: &Path, network: &str, first: usize, count: usize, last: Option<usize>) -> Result<()> {
+/// Writes reservations in the format of every host-local release, for these hosts of 10.1.0.0/16.
+/// `last_reserved` is the host stored as last reserved, by default the last one written.
+fn reserve(data: &Path, hosts: Range<usize>, last_reserved: Option<usize>) -> Result<()> {
     let folder = data.join("benchnet");
     fs::create_dir(&folder).doing(format_args!("failed to make {}", folder.display()))?;
-    let name = |host: usize| format!("{network}.{}.{}", host / 256, host % 256);
-    for host in first..first + count {
+    let name = |host: usize| format!("10.1.{}.{}", host / 256, host % 256);
+    for host in hosts.clone() {
         let path = folder.join(name(host));
         fs::write(&path, format!("other-{host}\r\neth0")).doing(format_args!("failed to write {}", path.display()))?;
     }
-    let last = last.or((count > 0).then(|| first + count - 1));
-    let Some(last) = last else { return Ok(()) };
+    let Some(last) = last_reserved.or(hosts.last()) else { return Ok(()) };
     let path = folder.join("last_reserved_ip.0");
     fs::write(&path, name(last)).doing(format_args!("failed to write {}", path.display()))
 }
 
 /// Writes the firewall rules of `count` other attachments: makes one attachment, copies its rules
 /// as text with other names, addresses and ports, and removes the attachment.
-fn others_rules(ready: &Ready, count: usize) -> Result<()> {
-    if count == 0 {
-        return Ok(());
-    }
-    let scratch = Path::new("/run");
+fn others_rules(world: &World, ready: &Ready, count: usize) -> Result<()> {
     let at = ready.attachment(0, 0);
-    let add = || ready.chain.run("ADD", &at, None, |call| call.run(scratch).map(|(output, _)| output));
-    let result = ready.behind_others(add)?;
+    let run_call = |call: &Call| call.run(world.scratch()).map(|(output, _)| output);
+    let result = ready.with_interface(|| ready.chain.run("ADD", &at, None, run_call))?;
     let address = result["ips"][0]["address"].as_str().and_then(|text| text.split('/').next()).unwrap_or_default();
     if address.is_empty() {
         return Err(Error::new("the result of an ADD has no address"));
     }
-    let rename = |text: &str, number: usize| {
-        text.replace(&at.container, &format!("other-{number}"))
-            .replace(address, &format!("10.1.{}.{}", 100 + number / 250, 2 + number % 250))
-            .replace("8080", &(20_000 + number).to_string())
-    };
+    let original = Original { container: &at.container, address };
     if ready.side == Side::OursNft {
-        let rules = run(&["nft", "-n", "list", "ruleset"])?;
-        let is_of_attachment = |line: &str| line.contains(&at.container) || line.contains(address);
-        if !rules.lines().any(is_of_attachment) {
-            return Err(Error::new("the attachment left no rule in nf_tables"));
-        }
-        let mut text = String::new();
-        for line in rules.lines() {
-            if is_of_attachment(line) {
-                for number in 1..=count {
-                    text.extend([rename(line, number).as_str(), "\n"]);
-                }
-            }
-            text.extend([line, "\n"]);
-        }
-        feed(&["nft", "-f", "-"], &format!("flush ruleset\n{text}"))?;
+        multiply_nft_rules(&original, count)
     } else {
-        let rules = run(&["iptables-save", "-t", "nat"])?;
-        // The attachment's own chain is renamed too; it is the target of a jump that names the
-        // container.
-        let jump = rules
-            .lines()
-            .find(|line| line.starts_with("-A") && line.contains(&at.container) && line.contains(" -j CNI-"));
-        let chain = jump.and_then(|line| line.rsplit(" -j ").next()).unwrap_or_default().trim().to_owned();
-        if chain.is_empty() {
-            return Err(Error::new("the attachment left no chain of its own in iptables"));
-        }
-        let mut text = String::new();
-        for line in rules.lines() {
-            if line.contains(&chain) {
-                for number in 1..=count {
-                    // The number replaces the end of the hash in the chain's name.
-                    let name = format!("{}{number:06}", &chain[..chain.len() - 6]);
-                    text.extend([rename(line, number).replace(&chain, &name).as_str(), "\n"]);
-                }
-            }
-            text.extend([line, "\n"]);
-        }
-        feed(&["iptables-restore", "-w"], &text)?;
-    }
-    ready.chain.run("DEL", &at, Some(&result), |call| call.run(scratch).map(|(output, _)| output))?;
-    Ok(())
+        multiply_iptables_rules(&original, count)
+    }?;
+    // DEL needs no interface to remove the rules.
+    ready.chain.run("DEL", &at, Some(&result), run_call).map(drop)
 }
 
-/// Writes `count` rules like those of other programs: a chain of rules that match address and port.
+/// The attachment whose firewall rules are copied.
+struct Original<'a> {
+    container: &'a str,
+    address: &'a str,
+}
+
+impl Original<'_> {
+    /// Whether a line of a listing of rules is about the attachment.
+    fn is_in(&self, line: &str) -> bool {
+        line.contains(self.container) || line.contains(self.address)
+    }
+
+    /// Returns the rule for the other attachment `number`, which has its own container, address and
+    /// host port.
+    fn copy(&self, rule: &str, number: usize) -> String {
+        // 250 addresses of each of the networks from 10.1.100.0/24 on.
+        let address = format!("10.1.{}.{}", 100 + number / 250, 2 + number % 250);
+        rule.replace(self.container, &format!("other-{number}"))
+            .replace(self.address, &address)
+            .replace(&FIRST_HOST_PORT.to_string(), &(20_000 + number).to_string())
+    }
+}
+
+/// Adds `count` copies of the attachment's rules and elements in nf_tables.
+fn multiply_nft_rules(original: &Original<'_>, count: usize) -> Result<()> {
+    let rules = run(&["nft", "-n", "list", "ruleset"])?;
+    if !rules.lines().any(|line| original.is_in(line)) {
+        return Err(Error::new("the attachment left no rule in nf_tables"));
+    }
+    let mut text = String::new();
+    for line in rules.lines() {
+        if original.is_in(line) {
+            for number in 1..=count {
+                text.extend([original.copy(line, number).as_str(), "\n"]);
+            }
+        }
+        text.extend([line, "\n"]);
+    }
+    feed(&["nft", "-f", "-"], &format!("flush ruleset\n{text}")).map(drop)
+}
+
+/// Adds `count` copies of the attachment's chain in iptables, of its rules and of the jump to it.
+fn multiply_iptables_rules(original: &Original<'_>, count: usize) -> Result<()> {
+    let rules = run(&["iptables-save", "-t", "nat"])?;
+    // The jump to the attachment's chain has a comment with the container's ID.
+    let jump = rules
+        .lines()
+        .find(|line| line.starts_with("-A") && line.contains(original.container) && line.contains(" -j CNI-"));
+    let chain = jump.and_then(|line| line.rsplit(" -j ").next()).unwrap_or_default().trim().to_owned();
+    if chain.is_empty() {
+        return Err(Error::new("the attachment left no chain of its own in iptables"));
+    }
+    let mut text = String::new();
+    for line in rules.lines() {
+        if line.contains(&chain) {
+            for number in 1..=count {
+                // The number replaces the end of the hash in the chain's name.
+                let name = format!("{}{number:06}", &chain[..chain.len() - 6]);
+                text.extend([original.copy(line, number).replace(&chain, &name).as_str(), "\n"]);
+            }
+        }
+        text.extend([line, "\n"]);
+    }
+    feed(&["iptables-restore", "-w"], &text).map(drop)
+}
+
+/// Writes `count` rules as other programs have them: a chain of rules that match address and port.
+/// No packet passes the chain. With iptables it is in the table `nat`, which `iptables` reads as a
+/// whole; with nftables it is in a table of its own.
 fn foreign_rules(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {

@@ -39,7 +39,8 @@ impl Chain {
             let port = mapping["hostPort"].as_u64().unwrap_or_default() + 100 * at.number as u64;
             mapping["hostPort"] = port.into();
         }
-        // The first version that has these verbs is 1.1.0.
+        // The first version that has these verbs is 1.1.0. Its GC gets the attachments to keep:
+        // none.
         if matches!(verb, "STATUS" | "GC") {
             conf["cniVersion"] = "1.1.0".into();
             conf["cni.dev/valid-attachments"] = Value::Array(Vec::new());
@@ -48,14 +49,14 @@ impl Chain {
         Call { program, verb, container: at.container.clone(), netns: at.netns.clone(), conf }
     }
 
-    /// Runs `verb` for all plugins with the function `run`. Returns the result of the last plugin
-    /// for ADD, and `prev` for other verbs. Stops at the first failure.
+    /// Runs `verb` for all plugins; `run_call` runs each call and returns its output. Returns the
+    /// result of the last plugin for ADD, and `prev` for other verbs. Stops at the first failure.
     pub(crate) fn run(
         &self,
         verb: &'static str,
         at: &Attachment,
         prev: Option<&Value>,
-        mut run: impl FnMut(&Call) -> Result<Value>,
+        mut run_call: impl FnMut(&Call) -> Result<Value>,
     ) -> Result<Value> {
         let mut result = prev.cloned();
         let places: Vec<usize> = match verb {
@@ -63,7 +64,7 @@ impl Chain {
             _ => (0..self.plugins.len()).collect(),
         };
         for place in places {
-            let output = run(&self.call(verb, place, at, result.as_ref()))?;
+            let output = run_call(&self.call(verb, place, at, result.as_ref()))?;
             if verb == "ADD" {
                 result = Some(output);
             }

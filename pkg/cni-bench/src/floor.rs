@@ -39,6 +39,8 @@ use crate::world::run;
 const FORWARDING: u8 = 3;
 /// The multicast group of events about links (RTMGRP_LINK).
 const LINK_EVENTS: u32 = 1;
+/// No multicast group.
+const NO_EVENTS: u32 = 0;
 
 /// A node on which the floor is measured.
 #[derive(Debug)]
@@ -90,27 +92,21 @@ impl Floor {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
-        // The index is looked up in /proc first, and over netlink if /proc does not have it.
-        let text = fs::read_to_string("/proc/thread-self/net/dev_mcast").unwrap_or_default();
-        let line = text.lines().find(|line| line.split_whitespace().nth(1) == Some("br0"));
-        let index = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
-        let bridge = match index {
-            Some(index) => index,
-            None => Connection::open(0)?.find("br0")?,
-        };
-        Ok(Floor { data: data.to_owned(), attachment: AttachmentKind::Port(bridge), round: std::cell::Cell::new(0) })
+        let attachment = AttachmentKind::Port(Connection::open(NO_EVENTS)?.find("br0")?);
+        Ok(Floor { data: data.to_owned(), attachment, round: std::cell::Cell::new(0) })
     }
 
     /// Measures attachments with this kind of link, on a node that has an `eth0`. `data` is the
     /// folder of the reservations.
     pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
-        let attachment = AttachmentKind::Link(link, Connection::open(0)?.find("eth0")?);
+        let attachment = AttachmentKind::Link(link, Connection::open(NO_EVENTS)?.find("eth0")?);
         Ok(Floor { data: data.to_owned(), attachment, round: std::cell::Cell::new(0) })
     }
 
     /// Makes an attachment with a new address, and returns what it created and its cost.
     pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
-        // The numbers repeat before the addresses leave 10.1.0.0/16.
+        // The numbers repeat before the addresses leave 10.1.0.0/16. The first hosts are left out:
+        // one is the gateway.
         self.round.set(self.round.get() % 60_000 + 1);
         let host = self.round.get() + 10;
         let address = [10, 1, (host / 256) as u8, (host % 256) as u8];
@@ -144,14 +140,14 @@ impl Floor {
 
     /// Removes an attachment. Returns the cost of all of it, and of the RTM_DELLINK alone.
     pub(crate) fn del(&self, made: Made) -> Result<(Cost, Cost)> {
-        let (alone, all) = timed(|| {
+        let (dellink, all) = timed(|| {
             let mut message = LinkMessage::default();
             message.header.index = made.link;
-            let ((), alone) = timed(|| made.netns.ask(RouteNetlinkMessage::DelLink(message), 0).map(drop))?;
+            let ((), dellink) = timed(|| made.netns.ask(RouteNetlinkMessage::DelLink(message), 0).map(drop))?;
             fs::remove_file(&made.reservation).doing("failed to remove the reservation of an address")?;
-            Ok(alone)
+            Ok(dellink)
         })?;
-        Ok((all, alone))
+        Ok((all, dellink))
     }
 }
 
@@ -159,7 +155,7 @@ impl Floor {
 /// address, route, the wait until the bridge forwards, the announcement. Returns the index of the
 /// node's end and the connection to the node's namespace.
 fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Result<(u32, Connection)> {
-    let host = Connection::open(0)?;
+    let host = Connection::open(NO_EVENTS)?;
     // The plugin has to look up the bridge too. The index is already known here.
     host.find("br0")?;
     let (outer, inner) = host.pair(Some(bridge), netns, Some(mac))?;
@@ -171,6 +167,7 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
     host.ask(RouteNetlinkMessage::SetLink(alias), 0)?;
     let container = inside(netns, || {
         for (value, text) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
+            // A kernel without IPv6 has no `accept_dad`.
             let _ = fs::write(format!("/proc/sys/net/{value}"), text);
         }
     })?;
@@ -191,7 +188,7 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
 fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<(u32, Connection)> {
     // Not `eth0`: kernels before 6.2 refuse a name that the node has, even for another namespace.
     const NAME: &str = "floor0";
-    let host = Connection::open(0)?;
+    let host = Connection::open(NO_EVENTS)?;
     let (kind, data) = match link {
         Link::Pair => {
             let (outer, inner) = host.pair(None, netns, None)?;
@@ -224,7 +221,7 @@ fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     let visit = || -> Result<Connection> {
         setns(netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
         work();
-        Connection::open(0)
+        Connection::open(NO_EVENTS)
     };
     thread::scope(|scope| {
         scope
@@ -248,11 +245,11 @@ fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
 }
 
 impl Connection {
-    /// Opens a socket in the calling thread's namespace, subscribed to these multicast groups
-    /// (`RTMGRP_…`), 0 for none.
+    /// Opens a socket in the calling thread's namespace, subscribed to these multicast groups:
+    /// [`LINK_EVENTS`] or [`NO_EVENTS`].
     fn open(groups: u32) -> Result<Connection> {
         let mut socket = Socket::new(netlink_sys::protocols::NETLINK_ROUTE).doing("failed to open a netlink socket")?;
-        if groups != 0 {
+        if groups != NO_EVENTS {
             socket.bind(&SocketAddr::new(0, groups)).doing("failed to listen to the kernel")?;
         }
         Ok(Connection(socket))

@@ -8,7 +8,7 @@
 use std::fs;
 
 use crate::alone;
-use crate::cases::{self, ALONE, CHAINS, Case, Folders, Links, Plugins, SIMPLE, START, Side, WHOLE};
+use crate::cases::{self, ALONE, CHAINS, Case, ChainSpec, Folders, Plugins, SIMPLE, START, Side, WHOLE};
 use crate::error::{Doing as _, Error, Result};
 use crate::measure;
 use crate::options::{Guard, GuardMode};
@@ -86,25 +86,17 @@ impl Line {
 
 /// Returns the cases whose operations are counted.
 fn guarded() -> Vec<Case> {
-    let case = |group, name: &str, plugins, sides: &[Side]| Case {
-        group,
-        name: name.to_owned(),
-        plugins,
-        before: cases::Before::Nothing,
-        sides: sides.to_vec(),
-        at_once: None,
-    };
-    let (one, both) = ([Side::Ours], [Side::Ours, Side::OursNft]);
-    let dual = Links { dual: true, ..SIMPLE };
-    let mut cases = vec![case(START, "bridge", Plugins::Version("bridge"), &one)];
+    let (iptables, both) = ([Side::Ours], [Side::Ours, Side::OursNft]);
+    let dual_stack = ChainSpec { dual_stack: true, ..SIMPLE };
+    let mut cases = vec![Case::new(START, "bridge", Plugins::Version("bridge"), &iptables)];
     for plugin in &alone::ALL {
         let ours: Vec<Side> = plugin.sides.iter().copied().filter(|side| both.contains(side)).collect();
-        cases.push(case(ALONE, plugin.name, Plugins::Alone(plugin), &ours));
+        cases.push(Case::new(ALONE, plugin.name, Plugins::Alone(plugin), &ours));
     }
     cases.extend([
-        case(CHAINS, &SIMPLE.name(), Plugins::Chain(SIMPLE), &one),
-        case(CHAINS, &dual.name(), Plugins::Chain(dual), &one),
-        case(CHAINS, &WHOLE.name(), Plugins::Chain(WHOLE), &both),
+        Case::new(CHAINS, SIMPLE.name(), Plugins::Chain(SIMPLE), &iptables),
+        Case::new(CHAINS, dual_stack.name(), Plugins::Chain(dual_stack), &iptables),
+        Case::new(CHAINS, WHOLE.name(), Plugins::Chain(WHOLE), &both),
     ]);
     cases
 }
@@ -139,12 +131,11 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
     let mut counted = Vec::new();
     for case in guarded() {
-        // Without this kind of link in the kernel the case cannot be counted, so its lines in the
-        // table are used.
+        // A case that cannot be counted on this machine keeps its lines of the table.
         if let Plugins::Alone(plugin) = case.plugins
-            && !plugin.kernel_has_kind(&world)?
+            && let Some(obstacle) = plugin.obstacle(&world)?
         {
-            say(&format!("SKIP {}: this kernel does not support such links", case.name));
+            say(&format!("SKIP {}: {obstacle}", case.name));
             let is_of_case =
                 |line: &&Line| line.what.strip_prefix(plugin.name).is_some_and(|rest| rest.starts_with(' '));
             counted.extend(table.iter().filter(is_of_case).cloned());
@@ -212,7 +203,7 @@ fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut 
     let ready = cases::prepare(world, folders, case, side)?;
     // The first round is not counted: it creates what later rounds reuse, such as a bridge.
     for round in 0..=ROUNDS {
-        let counted = ready.behind_others(|| measure::counted(world, &ready, case, round))?;
+        let counted = ready.with_interface(|| measure::counted(world, &ready, case, round))?;
         if round == 0 {
             continue;
         }

@@ -1,11 +1,13 @@
 //! Measures what one directory of CNI plugins costs compared with another, and with the kernel
 //! alone.
 //!
-//! `scripts/bench` and the guard in `scripts/test` run it. It uses none of our crates: plugins are
-//! programs in a folder. Everything runs in namespaces that it creates and that end with it.
+//! `scripts/bench` and the guard in `scripts/test` run it. It uses none of the plugins' crates: it
+//! runs plugins as programs of a folder. Everything runs in namespaces that it creates and that end
+//! with it.
 //!
-//! The speed of a machine changes within minutes, so each round runs every side once: compared
-//! values were measured within the same second.
+//! The speed of a machine changes within minutes, so each round runs every side (each of the
+//! compared folders, and the kernel alone) once: compared values were measured within the same
+//! second.
 
 mod alone;
 mod burst;
@@ -33,7 +35,8 @@ use options::Job;
 /// Runs the job that the arguments ask for. Exits with 1 after an error, or if [`run`] returns
 /// `false`.
 fn main() -> ExitCode {
-    // First, because `trace::run` starts this program to replace itself by a traced plugin.
+    // Before anything else: `trace::run` starts this program a second time, without arguments, as
+    // the process that the traced plugin replaces.
     if let Some(error) = trace::become_tracee() {
         let _ = writeln!(std::io::stderr(), "cni-bench: {error}");
         return ExitCode::FAILURE;

@@ -6,16 +6,18 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::burst;
-use crate::call::Cost;
+use crate::call::{Call, Cost};
 use crate::cases::{self, Case, Folders, Plugins, Ready, SIMPLE, Side};
+use crate::chain::Attachment;
 use crate::error::{Doing as _, Error, Result};
-use crate::options::Bench;
+use crate::options::{Bench, Rounds};
 use crate::report;
 use crate::stats::Samples;
 use crate::trace::{self, Counts};
 use crate::world::World;
 
-/// The verbs in the order of the report.
+/// The verbs in the order of the report, and RTM_DELLINK, the request that is a part of
+/// [`Side::Kernel`]'s DEL.
 const VERBS: [&str; 7] = ["VERSION", "ADD", "CHECK", "DEL", "RTM_DELLINK", "STATUS", "GC"];
 
 /// After this time of the whole run, each further case gets only a few rounds, so that a slow
@@ -37,7 +39,7 @@ pub(crate) struct Row {
     pub(crate) counts: Option<Counts>,
 }
 
-/// The measurements of one verb of a crowd: `count` attachments at once.
+/// The measurements of one verb of crowds. A crowd is `count` attachments at once.
 #[derive(Debug)]
 pub(crate) struct CrowdRow {
     pub(crate) case: String,
@@ -68,8 +70,8 @@ pub(crate) struct Results {
     pub(crate) sizes: Vec<Size>,
     /// Cases that could not be measured, and why.
     pub(crate) failures: Vec<String>,
-    /// Cases that were skipped because the kernel does not support their kind of link.
-    pub(crate) lacking: Vec<String>,
+    /// Cases that this machine cannot run, each with the reason.
+    pub(crate) skipped: Vec<(String, &'static str)>,
     /// The machine, the versions and the run, as pairs of name and value.
     pub(crate) machine: Vec<(String, String)>,
 }
@@ -103,7 +105,18 @@ impl Results {
         self.rows.push(Row { group: case.group, case: case.name.clone(), side, verb, wall, cpu, counts: None });
     }
 
-    /// Stores the counts of a verb in its row. Does nothing if there is no such row.
+    /// Sorts the rows of each case by verb, then by side with ours first. The cases stay in their
+    /// order.
+    fn sort(&mut self) {
+        let verb_position = |verb: &str| VERBS.iter().position(|known| *known == verb);
+        let name = |row: &Row| format!("{}{}", row.group, row.case);
+        let cases: Vec<String> = self.rows.iter().map(name).collect();
+        let case_position = |row: &Row| cases.iter().position(|case| *case == name(row));
+        self.rows.sort_by_key(|row| (case_position(row), verb_position(row.verb), row.side));
+        self.crowds.sort_by(|a, b| (&a.case, a.count, a.verb, a.side).cmp(&(&b.case, b.count, b.verb, b.side)));
+    }
+
+    /// Stores the counts of a verb in its row. Does nothing if the verb was not measured.
     fn set_counts(&mut self, case: &Case, side: Side, verb: &str, counts: Counts) {
         let mut rows = self.rows.iter_mut();
         if let Some(row) =
@@ -114,25 +127,33 @@ impl Results {
     }
 }
 
-/// Measures all selected cases and writes the report. Returns whether all of them could be
-/// measured. Fails if a binary is missing or a file cannot be written.
-pub(crate) fn all(options: &Bench) -> Result<bool> {
-    let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
-    std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
-    let mut results = Results { machine: report::machine(&folders, options.extent), ..Results::default() };
+/// Returns the sizes of the plugins that both folders have. Fails if one lacks a plugin of
+/// [`cases::FIVE`].
+fn sizes(folders: &Folders) -> Result<Vec<Size>> {
+    let mut sizes = Vec::new();
     for plugin in cases::FIVE.into_iter().chain(cases::OTHERS) {
         let size = |dir: &Path| {
             let path = dir.join(plugin);
             path.metadata().map(|file| file.len()).doing(format_args!("failed to find {}", path.display()))
         };
-        // An older release of the Go plugins lacks some of `cases::OTHERS`.
-        match (size(&folders.ours), size(&folders.theirs)) {
-            (Ok(ours), Ok(theirs)) => results.sizes.push(Size { plugin, ours, theirs }),
-            // At least one of the two is an error, which is returned.
-            (ours, theirs) if cases::FIVE.contains(&plugin) => return ours.and(theirs).map(|_| false),
-            _ => {}
+        let both = size(&folders.ours).and_then(|ours| Ok(Size { plugin, ours, theirs: size(&folders.theirs)? }));
+        match both {
+            Ok(both) => sizes.push(both),
+            Err(error) if cases::FIVE.contains(&plugin) => return Err(error),
+            // An older release of the Go plugins lacks some of `cases::OTHERS`.
+            Err(_) => {}
         }
     }
+    Ok(sizes)
+}
+
+/// Measures all selected cases and writes the report. Returns whether all of them could be
+/// measured. Fails if a binary is missing or a file cannot be written.
+pub(crate) fn all(options: &Bench) -> Result<bool> {
+    let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
+    std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
+    let machine = report::machine(&folders, options.extent);
+    let mut results = Results { machine, sizes: sizes(&folders)?, ..Results::default() };
     let world = World::new()?;
     let begin = Instant::now();
     for case in cases::all(options.extent) {
@@ -145,14 +166,14 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
         }
         report::progress(&format!("{:4.0} s  {name}", begin.elapsed().as_secs_f64()));
         if let Plugins::Alone(plugin) = case.plugins
-            && !plugin.kernel_has_kind(&world)?
+            && let Some(obstacle) = plugin.obstacle(&world)?
         {
-            report::progress("        this kernel does not support such links");
-            results.lacking.push(case.name);
+            report::progress(&format!("        {obstacle}"));
+            results.skipped.push((case.name, obstacle));
             continue;
         }
         let rounds = match begin.elapsed() {
-            elapsed if elapsed > LATE => (Duration::from_secs(1), 1, 20),
+            elapsed if elapsed > LATE => Rounds { min: 1, max: 20, time: Duration::from_secs(1) },
             _ => options.extent.rounds(),
         };
         if let Err(error) = measure_case(&world, &folders, &case, rounds, &mut results) {
@@ -160,15 +181,7 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             results.failures.push(format!("{name}: {error}"));
         }
     }
-    // The cases stay in their order. Within a case, sort by verb, then by side with ours first.
-    let verb_position = |verb: &str| VERBS.iter().position(|known| *known == verb);
-    let cases: Vec<String> = results.rows.iter().map(|row| format!("{}{}", row.group, row.case)).collect();
-    let case_position = |row: &Row| {
-        let name = format!("{}{}", row.group, row.case);
-        cases.iter().position(|case| *case == name)
-    };
-    results.rows.sort_by_key(|row| (case_position(row), verb_position(row.verb), row.side));
-    results.crowds.sort_by(|a, b| (&a.case, a.count, a.verb, a.side).cmp(&(&b.case, b.count, b.verb, b.side)));
+    results.sort();
     results.machine.push(("The run took".to_owned(), format!("{:.0} s", begin.elapsed().as_secs_f64())));
     results.machine.push(("Load at its end".to_owned(), report::load()));
     report::write(&results, &options.out)?;
@@ -189,23 +202,18 @@ pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
     }
 }
 
-/// Measures one case for all its sides and adds the measurements to `results`. Measures at least
-/// `least` rounds (fewer for long-running groups) and at most `most`, and between these until
-/// `time` has passed. Then runs one more round in which system calls are counted.
-fn measure_case(
-    world: &World,
-    folders: &Folders,
-    case: &Case,
-    (time, least, most): (Duration, usize, usize),
-    results: &mut Results,
-) -> Result<()> {
+/// Measures one case for all its sides and adds the measurements to `results`. Then runs one more
+/// round in which system calls are counted, unless the case is about attachments at once.
+fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, results: &mut Results) -> Result<()> {
     let mut sides = Vec::new();
     for side in &case.sides {
-        let ready = cases::prepare(world, folders, case, *side).doing(format_args!("to prepare {}", side.label()))?;
+        let ready =
+            cases::prepare(world, folders, case, *side).doing(format_args!("failed to prepare {}", side.label()))?;
         sides.push(ready);
     }
     // The calls of the other groups take long and vary little, so a third of the rounds is enough.
-    let least = if case.group == cases::CHAINS || case.group == cases::ALONE { least } else { least.div_ceil(3) };
+    let is_short = case.group == cases::CHAINS || case.group == cases::ALONE;
+    let min = if is_short { rounds.min } else { rounds.min.div_ceil(3) };
     let mut begin = Instant::now();
     let mut measured = 0;
     for round in 0.. {
@@ -215,7 +223,7 @@ fn measure_case(
         if round == 1 {
             begin = Instant::now();
         }
-        if measured >= most || (measured >= least && begin.elapsed() >= time) {
+        if measured >= rounds.max || (measured >= min && begin.elapsed() >= rounds.time) {
             break;
         }
         // Each round starts with another side. After as many rounds as there are sides the
@@ -237,7 +245,7 @@ fn measure_case(
                     }
                 }
                 None => {
-                    let costs = ready.behind_others(|| costs(world, ready, case, round)).doing(what)?;
+                    let costs = ready.with_interface(|| costs(world, ready, case, round)).doing(what)?;
                     if !is_warm_up {
                         for (verb, cost) in costs {
                             results.add(case, ready.side, verb, cost);
@@ -252,7 +260,7 @@ fn measure_case(
         for ready in sides.iter().filter(|ready| ready.side != Side::Kernel) {
             ready.node.enter()?;
             // No measured round has this number, so the container ID is new.
-            for (verb, counts) in ready.behind_others(|| counted(world, ready, case, usize::MAX))? {
+            for (verb, counts) in ready.with_interface(|| counted(world, ready, case, usize::MAX))? {
                 results.set_counts(case, ready.side, verb, counts);
             }
         }
@@ -265,69 +273,60 @@ fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<
     let at = ready.attachment(round, 0);
     if let Some(floor) = &ready.floor {
         let (made, add) = floor.add(&at.netns)?;
-        let (del, alone) = floor.del(made)?;
-        return Ok(vec![("ADD", add), ("DEL", del), ("RTM_DELLINK", alone)]);
+        let (del, dellink) = floor.del(made)?;
+        return Ok(vec![("ADD", add), ("DEL", del), ("RTM_DELLINK", dellink)]);
     }
-    let mut costs = Vec::new();
-    let mut result: Option<Value> = None;
-    for verb in verbs(case, ready.side) {
-        let mut total = Cost::default();
-        let outcome = ready.chain.run(verb, &at, result.as_ref(), |call| {
-            let (output, cost) = call.run(world.scratch())?;
-            total += cost;
-            Ok(output)
-        });
-        let output = match outcome {
-            Ok(output) => output,
-            // CHECK of some Go releases fails on their own attachment (portmap 1.1.1 with only
-            // IPv4). The other verbs are still measured.
-            Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
-            Err(error) => return Err(error),
-        };
-        if verb == "ADD" {
-            result = Some(output);
-        }
-        costs.push((verb, total));
-    }
-    Ok(costs)
+    run_verbs(ready, case, &at, |call, total: &mut Cost| {
+        let (output, cost) = call.run(world.scratch())?;
+        *total += cost;
+        Ok(output)
+    })
 }
 
 /// Runs all verbs of a case once, for a new attachment, under a tracer, and returns the counts of
 /// each.
 pub(crate) fn counted(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Counts)>> {
-    let at = ready.attachment(round, 0);
-    let mut all_counts = Vec::new();
-    let mut result: Option<Value> = None;
-    for verb in verbs(case, ready.side) {
-        let mut counts = Counts::default();
-        let outcome = ready.chain.run(verb, &at, result.as_ref(), |call| {
-            let (output, call_counts) = trace::run(call, world.scratch())?;
-            counts.add(call_counts);
-            Ok(output)
-        });
-        let output = match outcome {
-            Ok(output) => output,
-            // As in `costs`, a failed CHECK of the Go plugins is skipped.
-            Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
-            Err(error) => return Err(error),
-        };
-        if verb == "ADD" {
-            result = Some(output);
-        }
-        all_counts.push((verb, counts));
-    }
-    Ok(all_counts)
+    run_verbs(ready, case, &ready.attachment(round, 0), |call, total: &mut Counts| {
+        let (output, counts) = trace::run(call, world.scratch())?;
+        total.add(counts);
+        Ok(output)
+    })
 }
 
-/// Runs ADD and then DEL for `count` attachments at once, and returns a row for each of the two
-/// verbs. Fails if a call failed or did not end.
+/// Runs all verbs of a case once for the attachment `at`. `run_call` runs each call, adds its cost
+/// to the total of its verb, and returns its output. Returns the total of each verb.
+fn run_verbs<T: Default>(
+    ready: &Ready,
+    case: &Case,
+    at: &Attachment,
+    mut run_call: impl FnMut(&Call, &mut T) -> Result<Value>,
+) -> Result<Vec<(&'static str, T)>> {
+    let mut totals = Vec::new();
+    let mut result: Option<Value> = None;
+    for verb in verbs(case, ready.side) {
+        let mut total = T::default();
+        match ready.chain.run(verb, at, result.as_ref(), |call| run_call(call, &mut total)) {
+            Ok(output) if verb == "ADD" => result = Some(output),
+            Ok(_) => {}
+            // CHECK of some Go releases fails on their own attachment (portmap 1.1.1 with only
+            // IPv4). The other verbs are still measured.
+            Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
+            Err(error) => return Err(error),
+        }
+        totals.push((verb, total));
+    }
+    Ok(totals)
+}
+
+/// Runs ADD and then DEL for `count` attachments at once, and returns a row with the measurements
+/// of this one crowd for each of the two verbs. Fails if a call fails.
 fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) -> Result<Vec<CrowdRow>> {
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for verb in ["ADD", "DEL"] {
         let crowd = burst::run(world, ready, round, verb, &results)?;
         if crowd.latencies.len() != count {
-            return Err(Error::new(format!("{} of {count} ended", crowd.latencies.len())));
+            return Err(Error::new(format!("only {} of {count} attachments ended", crowd.latencies.len())));
         }
         let mut row = CrowdRow {
             case: case.name.clone(),

@@ -43,21 +43,32 @@ pub(crate) enum Extent {
 }
 
 impl Extent {
-    /// Returns how long one case is measured, and the minimum and maximum number of rounds.
-    pub(crate) fn rounds(self) -> (Duration, usize, usize) {
+    /// Returns the limits of one case. With these, a full run takes less than 15 minutes and a
+    /// quick one about a minute.
+    pub(crate) fn rounds(self) -> Rounds {
         match self {
-            Extent::Full => (Duration::from_millis(8500), 12, 300),
-            Extent::Quick => (Duration::from_millis(300), 3, 20),
+            Extent::Full => Rounds { min: 12, max: 300, time: Duration::from_millis(8500) },
+            Extent::Quick => Rounds { min: 3, max: 20, time: Duration::from_millis(300) },
         }
     }
 
-    /// Returns the sizes that are measured: all, or the first two.
+    /// Returns those of the sizes of a case, such as numbers of rules, that are measured: all, or
+    /// the first two.
     pub(crate) fn sizes(self, all: &[usize]) -> Vec<usize> {
         match self {
             Extent::Full => all.to_vec(),
             Extent::Quick => all.iter().copied().take(2).collect(),
         }
     }
+}
+
+/// How long one case is measured: at least `min` rounds and at most `max`, and between these until
+/// `time` has passed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rounds {
+    pub(crate) min: usize,
+    pub(crate) max: usize,
+    pub(crate) time: Duration,
 }
 
 /// Compares counts, such as those of system calls, with a table of expected counts.
@@ -86,7 +97,7 @@ pub(crate) enum GuardMode {
 pub(crate) fn parse() -> Result<Job> {
     let mut words = std::env::args_os().skip(1);
     let (mut ours, mut theirs, mut out, mut table) = (None, None, None, None);
-    let (mut extent, mut mode, mut guard, mut only) = (Extent::Full, GuardMode::Compare, false, Vec::new());
+    let (mut extent, mut mode, mut is_guard, mut only) = (Extent::Full, GuardMode::Compare, false, Vec::new());
     while let Some(word) = words.next() {
         let word = word.to_string_lossy().into_owned();
         let mut value = || words.next().ok_or_else(|| Error::new(format!("command line: {word} needs a value")));
@@ -99,24 +110,26 @@ pub(crate) fn parse() -> Result<Job> {
             "--quick" => extent = Extent::Quick,
             "--update" => mode = GuardMode::Update,
             "--help" | "-h" => return Ok(Job::Help),
-            "guard" => guard = true,
+            "guard" => is_guard = true,
             other => return Err(Error::new(format!("command line: unknown argument {other:?}; --help lists all"))),
         }
     }
-    let given = |value: Option<PathBuf>, name: &str| value.ok_or_else(|| Error::new(format!("{name} is missing")));
+    let given = |value: Option<PathBuf>, name: &str| {
+        value.ok_or_else(|| Error::new(format!("command line: {name} is missing")))
+    };
     let absolute =
         |path: PathBuf, name: &str| std::path::absolute(&path).doing(format_args!("{name} {}", path.display()));
-    let ours = folder(given(ours, "--ours DIR")?)?;
-    if guard {
+    let ours = existing_folder(given(ours, "--ours DIR")?)?;
+    if is_guard {
         let table = absolute(given(table, "--table FILE")?, "--table")?;
         return Ok(Job::Guard(Guard { ours, table, mode }));
     }
-    let theirs = folder(given(theirs, "--theirs DIR")?)?;
+    let theirs = existing_folder(given(theirs, "--theirs DIR")?)?;
     let out = absolute(given(out, "--out DIR")?, "--out")?;
     Ok(Job::Bench(Bench { ours, theirs, out, extent, only }))
 }
 
-/// Returns the absolute path of an existing folder, without links.
-fn folder(path: PathBuf) -> Result<PathBuf> {
+/// Returns the absolute path of an existing folder, without symbolic links.
+fn existing_folder(path: PathBuf) -> Result<PathBuf> {
     std::fs::canonicalize(&path).doing(format_args!("failed to find {}", path.display()))
 }

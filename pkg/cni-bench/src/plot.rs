@@ -143,9 +143,10 @@ fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side,
     drawing.legend(20.0, 46.0, &sides_of(series.iter().map(|(side, _)| *side)));
     let mut power = lowest;
     while power <= highest {
-        let y = y_of(10f64.powf(power));
+        let value = 10f64.powf(power);
+        let y = y_of(value);
         drawing.line((LEFT, y), (LEFT + WIDTH, y), GRID, 1.0);
-        drawing.text(LEFT - 6.0, y + 4.0, "end", 11, &short(10f64.powf(power)).replace(".00", "").replace(".0", ""));
+        drawing.text(LEFT - 6.0, y + 4.0, "end", 11, &value.to_string());
         power += 1.0;
     }
     for (step, name) in steps.iter().enumerate() {
@@ -182,18 +183,18 @@ pub(crate) fn all(results: &Results) -> Vec<(String, String, String)> {
     for (name, verb, title) in
         [("chains-add", "ADD", "ADD: median wall time"), ("chains-del", "DEL", "DEL: median wall time")]
     {
-        add(name, title, rows(results, CHAINS, verb, title, |row| row.wall.median()));
+        add(name, title, verb_bars(results, CHAINS, verb, title, |row| row.wall.median()));
     }
     let title = "ADD: user and system CPU time";
-    add("chains-cpu", title, rows(results, CHAINS, "ADD", title, |row| row.cpu.median()));
+    add("chains-cpu", title, verb_bars(results, CHAINS, "ADD", title, |row| row.cpu.median()));
     let title = "Start-up: VERSION, median wall time";
-    add("start", title, rows(results, START, "VERSION", title, |row| row.wall.median()));
-    for (name, links) in [("at-once-simple", SIMPLE), ("at-once-whole", WHOLE)] {
-        let title = format!("At once: {}", links.name());
-        add(name, &title, crowds(results, &links.name(), &title));
+    add("start", title, verb_bars(results, START, "VERSION", title, |row| row.wall.median()));
+    for (name, spec) in [("at-once-simple", SIMPLE), ("at-once-whole", WHOLE)] {
+        let title = format!("At once: {}", spec.name());
+        add(name, &title, crowd_lines(results, &spec.name(), &title));
     }
     let title = "host-local ADD with reservations present";
-    let svg = growth(results, RESERVATIONS, "reservations", "reservations", title);
+    let svg = growth_lines(results, RESERVATIONS, "reservations", title);
     add("reservations", title, svg);
     for (name, group, what, title) in [
         ("portmap-mappings", MAPPINGS, "mappings", "portmap ADD with others' mappings present"),
@@ -204,7 +205,7 @@ pub(crate) fn all(results: &Results) -> Vec<(String, String, String)> {
             "bridge + host-local + ipMasq ADD, with others masqueraded",
         ),
     ] {
-        add(name, title, growth(results, group, what, what, title));
+        add(name, title, growth_lines(results, group, what, title));
     }
     if !results.sizes.is_empty() {
         let title = "Sizes of the binaries";
@@ -218,7 +219,7 @@ pub(crate) fn all(results: &Results) -> Vec<(String, String, String)> {
 }
 
 /// Draws the bars of one verb in one group of cases; `None` without figures.
-fn rows(
+fn verb_bars(
     results: &Results,
     group: &str,
     verb: &str,
@@ -239,7 +240,7 @@ fn rows(
 }
 
 /// Draws the attachments per second over the number of attachments at once; `None` without figures.
-fn crowds(results: &Results, case: &str, title: &str) -> Option<String> {
+fn crowd_lines(results: &Results, case: &str, title: &str) -> Option<String> {
     let all = || results.crowds.iter().filter(|row| row.case == case && row.verb == "ADD");
     let mut counts: Vec<usize> = all().map(|row| row.count).collect();
     counts.sort_unstable();
@@ -258,7 +259,7 @@ fn crowds(results: &Results, case: &str, title: &str) -> Option<String> {
 
 /// Draws the wall time of ADD over the number in the names of the cases, `<number> <what>`; `None`
 /// without figures.
-fn growth(results: &Results, group: &str, what: &str, across: &str, title: &str) -> Option<String> {
+fn growth_lines(results: &Results, group: &str, what: &str, title: &str) -> Option<String> {
     let all = || results.rows.iter().filter(|row| row.group == group && row.verb == "ADD");
     let number = |case: &str| -> Option<usize> { case.strip_suffix(what)?.trim().replace(',', "").parse().ok() };
     let mut steps: Vec<usize> = all().filter_map(|row| number(&row.case)).collect();
@@ -275,5 +276,5 @@ fn growth(results: &Results, group: &str, what: &str, across: &str, title: &str)
         })
         .collect();
     let names: Vec<String> = steps.iter().map(|step| grouped(*step)).collect();
-    (!names.is_empty()).then(|| lines(title, &format!("{across} present"), "ms", &names, &series))
+    (!names.is_empty()).then(|| lines(title, &format!("{what} present"), "ms", &names, &series))
 }

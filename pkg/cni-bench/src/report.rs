@@ -1,4 +1,4 @@
-//! Writes the results: tables as text and Markdown, everything as JSON, plots.
+//! Writes the results: tables as text and Markdown, all figures as JSON, and plots.
 //!
 //! If the page `DIR.md` beside the folder `DIR` has the two marks, the part between them is
 //! replaced, so that the page's figures are those of the newest run. Its other text stays.
@@ -169,8 +169,8 @@ fn text(results: &Results) -> String {
     for failure in &results.failures {
         text.push_str(&format!("NOT MEASURED  {failure}\n"));
     }
-    for name in &results.lacking {
-        text.push_str(&format!("NOT MEASURED  {name}: this kernel does not support such links\n"));
+    for (name, why) in &results.skipped {
+        text.push_str(&format!("NOT MEASURED  {name}: {why}\n"));
     }
     text
 }
@@ -200,8 +200,8 @@ fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> Stri
     for failure in &results.failures {
         text.push_str(&format!("- Not measured: {failure}\n"));
     }
-    for name in &results.lacking {
-        text.push_str(&format!("- Not measured: {name}, since this kernel does not support such links\n"));
+    for (name, why) in &results.skipped {
+        text.push_str(&format!("- Not measured: {name}, since {why}\n"));
     }
     text
 }
@@ -229,7 +229,7 @@ fn theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
     results.row(row.group, &row.case, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs)
 }
 
-/// Returns the table of a group with all figures, one line for each row.
+/// Returns the table of a group with all figures, one line for each row of the results.
 fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     let cells = |row: &&Row| {
         let theirs = theirs(results, row);
@@ -391,6 +391,6 @@ fn as_json(results: &Results) -> Value {
         "at_once": crowds.collect::<Value>(),
         "sizes": sizes.collect::<Value>(),
         "failures": results.failures,
-        "lacking": results.lacking,
+        "lacking": results.skipped.iter().map(|(name, why)| format!("{name}: {why}")).collect::<Value>(),
     })
 }

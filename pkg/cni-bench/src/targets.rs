@@ -60,10 +60,10 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
         ));
     }
     for (side, bound) in [(Side::Ours, 14.0), (Side::OursNft, 6.0)] {
-        let alone = wall(row(&whole, Side::Kernel, "RTM_DELLINK"));
-        let more = wall(row(&whole, side, "DEL")).zip(alone).map(|(del, alone)| del - alone);
+        let dellink = wall(row(&whole, Side::Kernel, "RTM_DELLINK"));
+        let beyond = wall(row(&whole, side, "DEL")).zip(dellink).map(|(del, dellink)| del - dellink);
         let what = format!("DEL of {whole}, {}: beyond one RTM_DELLINK", backend(side));
-        targets.push(at_most(what, bound, " ms", more));
+        targets.push(at_most(what, bound, " ms", beyond));
     }
     let many = format!("{} reservations", grouped(60_000));
     for verb in ["ADD", "DEL"] {
@@ -71,12 +71,12 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
         let what = format!("host-local {verb} at {many}: wall, of theirs");
         targets.push(at_most(what, 0.005, "", ratio(of(Side::Ours), of(Side::Theirs))));
     }
-    for (links, side) in [(SIMPLE, Side::Ours), (WHOLE, Side::Ours), (WHOLE, Side::OursNft)] {
-        let of = |side| results.crowd(&links.name(), 64, side, "ADD").map(|row| row.per_second.median());
+    for (spec, side) in [(SIMPLE, Side::Ours), (WHOLE, Side::Ours), (WHOLE, Side::OursNft)] {
+        let of = |side| results.crowd(&spec.name(), 64, side, "ADD").map(|row| row.per_second.median());
         let times = ratio(of(side), of(Side::Theirs));
-        let backend = if links == SIMPLE { String::new() } else { format!(", {}", backend(side)) };
+        let backend = if spec == SIMPLE { String::new() } else { format!(", {}", backend(side)) };
         targets.push(Target {
-            what: format!("64 ADDs of {} at once{backend}: attachments per second, times theirs", links.name()),
+            what: format!("64 ADDs of {} at once{backend}: attachments per second, times theirs", spec.name()),
             bound: "at least 6".to_owned(),
             reached: times.map_or("not measured".to_owned(), short),
             kept: times.map(|times| times >= 6.0),
@@ -92,6 +92,7 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
     targets.push(at_most("The five binaries together", 8.0, " MB", Some(together as f64 / 1e6)));
     let start = |side, plugin: &str| wall(results.row(START, &format!("VERSION of {plugin}"), side, "VERSION"));
     let ratios = five().map(|size| ratio(start(Side::Ours, size.plugin), start(Side::Theirs, size.plugin)));
+    // `None` if one of the five was not measured.
     let worst = ratios.collect::<Option<Vec<f64>>>().and_then(|ratios| ratios.into_iter().reduce(f64::max));
     targets.push(at_most("Start-up (VERSION), the slowest of the five: wall, of theirs", 0.2, "", worst));
     let simple = SIMPLE.name();

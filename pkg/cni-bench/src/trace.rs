@@ -82,6 +82,11 @@ pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
 /// and the counts; programs in `folder` are the plugin's own.
 fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     use ptrace::Options;
+    const EXEC: i32 = ptrace::Event::PTRACE_EVENT_EXEC as i32;
+    const CLONE: i32 = ptrace::Event::PTRACE_EVENT_CLONE as i32;
+    const FORK: i32 = ptrace::Event::PTRACE_EVENT_FORK as i32;
+    const VFORK: i32 = ptrace::Event::PTRACE_EVENT_VFORK as i32;
+    const EXIT: i32 = ptrace::Event::PTRACE_EVENT_EXIT as i32;
     let mut counts = Counts::default();
     // The known threads, and whether each is between the entry and the exit of a system call.
     let mut inside: HashMap<Pid, bool> = HashMap::new();
@@ -101,6 +106,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_TRACEEXIT
         | Options::PTRACE_O_EXITKILL;
     ptrace::setoptions(root, options).doing("failed to set its options")?;
+    // Continues a stopped thread until its next system call or event.
     let resume = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
         // The thread was killed meanwhile; `waitpid` reports its end later.
         Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
@@ -119,31 +125,31 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                 resume(pid, None)?;
             }
             WaitStatus::PtraceEvent(pid, _, event) => {
-                if event == ptrace::Event::PTRACE_EVENT_EXEC as i32 {
-                    // The exit of the `execve` call is still to come.
-                    inside.insert(pid, true);
-                    counts.programs += usize::from(begun);
-                    begun = true;
-                    match fs::read_link(format!("/proc/{pid}/exe")) {
-                        Ok(program) if program.parent() == Some(folder) => foreign.remove(&pid),
-                        _ => foreign.insert(pid),
-                    };
-                } else if event == ptrace::Event::PTRACE_EVENT_CLONE as i32
-                    || event == ptrace::Event::PTRACE_EVENT_FORK as i32
-                    || event == ptrace::Event::PTRACE_EVENT_VFORK as i32
-                {
-                    // Other clones than those of fork and vfork create threads.
-                    if event == ptrace::Event::PTRACE_EVENT_CLONE as i32 {
-                        counts.threads += usize::from(begun);
-                        counts.own_threads += usize::from(begun && !foreign.contains(&pid));
+                match event {
+                    EXEC => {
+                        // The exit of the `execve` call is still to come.
+                        inside.insert(pid, true);
+                        counts.programs += usize::from(begun);
+                        begun = true;
+                        match fs::read_link(format!("/proc/{pid}/exe")) {
+                            Ok(program) if program.parent() == Some(folder) => foreign.remove(&pid),
+                            _ => foreign.insert(pid),
+                        };
                     }
-                    let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
-                    // Until an exec, a thread or process runs the program of its creator.
-                    if foreign.contains(&pid) {
-                        foreign.insert(Pid::from_raw(i32::try_from(child).doing("a process ID")?));
+                    CLONE | FORK | VFORK => {
+                        // fork and vfork have events of their own, so a clone is a new thread.
+                        if event == CLONE {
+                            counts.threads += usize::from(begun);
+                            counts.own_threads += usize::from(begun && !foreign.contains(&pid));
+                        }
+                        let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
+                        // Until an exec, a thread or process runs the program of its creator.
+                        if foreign.contains(&pid) {
+                            foreign.insert(Pid::from_raw(i32::try_from(child).doing("a process ID")?));
+                        }
                     }
-                } else if event == ptrace::Event::PTRACE_EVENT_EXIT as i32 {
-                    counts.peak = counts.peak.max(high_water(pid).unwrap_or(0));
+                    EXIT => counts.peak = counts.peak.max(high_water(pid).unwrap_or(0)),
+                    _ => {}
                 }
                 resume(pid, None)?;
             }

@@ -7,8 +7,9 @@
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
@@ -34,6 +35,11 @@ pub(crate) struct Node {
     net: File,
 }
 
+/// A program that runs beside the measured plugins. It is killed when this value is dropped, and by
+/// the kernel when this process ends.
+#[derive(Debug)]
+pub(crate) struct Process(Child);
+
 impl World {
     /// Moves the calling thread into new network and mount namespaces, so that nothing changes the
     /// machine. The process must have only this thread. Fails without the privilege.
@@ -43,6 +49,7 @@ impl World {
         let none: Option<&str> = None;
         mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).doing("failed to make mounts private")?;
         for folder in PRIVATE {
+            // Each of some 60,000 reservations of each side is a file.
             mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755,nr_inodes=1000000"))
                 .doing(format_args!("failed to mount a tmpfs on {folder}"))?;
         }
@@ -72,7 +79,8 @@ impl World {
     pub(crate) fn container(&self) -> Result<PathBuf> {
         let path = self.path("netns");
         File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
-        namespace(Some(&path))?;
+        // The namespace lives as long as the path is bound to it.
+        namespace(Some(&path)).map(drop)?;
         Ok(path)
     }
 
@@ -87,7 +95,41 @@ impl World {
 impl Node {
     /// Moves the calling thread, and the programs that it starts later, into this node's namespace.
     pub(crate) fn enter(&self) -> Result<()> {
-        setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter a node")
+        setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter the network namespace of a node")
+    }
+}
+
+impl Process {
+    /// Starts a program on the current node, with its output in the file `log`, and returns it as
+    /// soon as `is_ready`. Fails if the program ends before, or is not ready in time.
+    pub(crate) fn start(argv: &[&str], log: &Path, is_ready: impl Fn() -> bool) -> Result<Process> {
+        const LIMIT: Duration = Duration::from_secs(10);
+        let shown = argv.join(" ");
+        let output = File::create(log).doing(format_args!("failed to make {}", log.display()))?;
+        let errors = output.try_clone().doing("failed to duplicate a stream")?;
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]).args(argv);
+        command.stdin(Stdio::null()).stdout(output).stderr(errors);
+        let mut process = Process(command.spawn().doing(format_args!("failed to run `{shown}`"))?);
+        let begin = Instant::now();
+        // Neither dnsmasq nor the daemons of dhcp announce that they are ready.
+        while !is_ready() {
+            let has_ended = process.0.try_wait().doing(format_args!("failed to wait for `{shown}`"))?.is_some();
+            if has_ended || begin.elapsed() > LIMIT {
+                let printed = fs::read_to_string(log).unwrap_or_default();
+                return Err(Error::new(format!("`{shown}` did not start: {}", printed.trim())));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(process)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Both fail if the program has ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 
@@ -99,11 +141,13 @@ fn namespace(bind: Option<&Path>) -> Result<File> {
         unshare(CloneFlags::CLONE_NEWNET).doing("failed to make a network namespace")?;
         if let Some(path) = bind {
             let none: Option<&str> = None;
-            mount(Some(OWN), path, none, MsFlags::MS_BIND, none).doing("failed to bind a namespace")?;
+            mount(Some(OWN), path, none, MsFlags::MS_BIND, none)
+                .doing(format_args!("failed to bind a network namespace to {}", path.display()))?;
         }
-        File::open(OWN).doing("failed to open a namespace")
+        File::open(OWN).doing("failed to open a network namespace")
     };
-    thread::scope(|scope| scope.spawn(make).join()).unwrap_or_else(|_| Err(Error::new("failed to make a namespace")))
+    thread::scope(|scope| scope.spawn(make).join())
+        .unwrap_or_else(|_| Err(Error::new("internal error: the thread that makes a network namespace panicked")))
 }
 
 /// Runs a program and returns what it printed.

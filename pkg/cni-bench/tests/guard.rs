@@ -14,6 +14,10 @@ fn no_operation_costs_more_than_the_table_allows() {
     let table = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/costs.txt");
     let mut guard = Command::new(env!("CARGO_BIN_EXE_cni-bench"));
     guard.arg("guard").arg("--ours").arg(ours).arg("--table").arg(table);
+    // The guard looks for dnsmasq in PATH.
+    if let (Ok(dnsmasq), Ok(path)) = (cni_testkit::probe::dnsmasq(), std::env::var("PATH")) {
+        guard.env("PATH", format!("{path}:{}", dnsmasq.parent().unwrap().display()));
+    }
     let output = guard.output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));

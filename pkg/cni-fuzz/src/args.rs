@@ -1,5 +1,6 @@
 //! CNI_ARGS. Accepted pairs that are joined again are read as the same. The last of duplicate keys
-//! counts. Only pieces without a key or `=` are refused. With IgnoreUnknown, no key is unknown.
+//! counts. Only pieces without a key or `=` are refused. With `IgnoreUnknown=1`, no key is refused
+//! as unknown.
 
 use cni::args::CniArgs;
 
@@ -20,8 +21,8 @@ pub fn run(data: &[u8]) {
     assert_eq!(CniArgs::parse(&joined).as_ref().ok(), Some(&args));
     assert!(CniArgs::parse(&format!("{joined};IgnoreUnknown=1")).is_ok_and(|args| args.check_known(&[]).is_ok()));
     let known: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
-    let ignore = args.get("IgnoreUnknown").unwrap_or("0").to_ascii_lowercase();
+    let ignore_unknown = args.get("IgnoreUnknown").unwrap_or("0").to_ascii_lowercase();
     // All keys are known, so only a value of IgnoreUnknown that is not a boolean is refused.
-    let is_boolean = ["1", "0", "true", "false"].contains(&ignore.as_str());
+    let is_boolean = ["1", "0", "true", "false"].contains(&ignore_unknown.as_str());
     assert_eq!(args.check_known(&known).is_ok(), is_boolean, "{text:?}");
 }

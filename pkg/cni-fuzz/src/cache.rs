@@ -39,7 +39,8 @@ pub fn run(data: &[u8]) {
     let bystander = folder.join("net-other-eth0");
     fs::write(&bystander, "x").expect("a bystander");
     if path == bystander || fs::write(&path, input.rest()).is_err() {
-        // No file can have this name, so the cache cannot have an entry for the attachment.
+        // Unless the input names the bystander itself, no file can have this name, so the cache
+        // cannot have an entry for the attachment.
         assert!(path == bystander || matches!(cache.find(&id), Ok(None) | Err(_)));
         return;
     }
@@ -61,9 +62,10 @@ pub fn run(data: &[u8]) {
         let again = cache.find(&id).expect("to read what was written").expect("it is there");
         assert_same(&again, &entry);
         assert_eq!(mode(&path), 0o600);
-        cache.write(&again).expect("to write it again");
+        cache.write(&again).expect("to write it a second time");
         assert_same(&cache.find(&id).expect("to read it").expect("it is there"), &entry);
     }
+    // Whatever the file is about, `purge` must not touch another file.
     let _ = cache.purge(&id);
     assert_eq!(fs::read(&bystander).expect("the bystander"), b"x");
     let mut names: Vec<_> =

@@ -31,7 +31,7 @@ use crate::machine::NoMachine;
 struct Reader(&'static dyn Plugin);
 
 /// Reads the configuration of a plugin that creates an interface, and CNI_ARGS.
-fn parse<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
+fn parse_interface<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     plugin.parse(&call.conf, &call.environment.args, &call.notes).map(drop)
 }
 
@@ -43,17 +43,17 @@ impl Reader {
             "bridge" => plugin_bridge::fuzzing::read(call)?,
             "firewall" => plugin_firewall::fuzzing::read(call)?,
             "host-local" => return plugin_host_local::fuzzing::read(call).map(Some),
-            "macvlan" => parse(&plugin_macvlan::Macvlan, call)?,
+            "macvlan" => parse_interface(&plugin_macvlan::Macvlan, call)?,
             "portmap" => plugin_portmap::fuzzing::read(call)?,
-            "tap" => parse(&plugin_tap::TapPlugin, call)?,
+            "tap" => parse_interface(&plugin_tap::TapPlugin, call)?,
             "tuning" => plugin_tuning::fuzzing::read(call)?,
             _ => self.0.examine(&call.conf)?,
         }
         Ok(None)
     }
 
-    /// Reads the keys that DEL and GC need.
-    fn read_place(self, call: &Call<'_>) -> Result<()> {
+    /// Reads the keys that DEL and GC need to find what they clean up.
+    fn read_location(self, call: &Call<'_>) -> Result<()> {
         check_found_program(call.conf.ipam_type());
         match self.name() {
             "host-local" => plugin_host_local::fuzzing::read_location(call)?,
@@ -94,12 +94,12 @@ impl Plugin for Reader {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        self.read_place(call)
+        self.read_location(call)
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         assert!(valid.iter().all(|(id, ifname)| !id.is_empty() && !ifname.is_empty()));
-        self.read_place(call)
+        self.read_location(call)
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
@@ -124,7 +124,7 @@ pub fn run(data: &[u8]) {
     let head = input.line_text();
     let (plugin, verb) = head.split_once(' ').unwrap_or(("bridge", &head));
     let known = cni_multicall::find(plugin).or_else(|| cni_multicall::find("bridge"));
-    let plugin = Reader(known.expect("bridge is one"));
+    let plugin = Reader(known.expect("bridge is a plugin"));
     let variables = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
     let mut variables: Vec<(OsString, OsString)> =
         variables.map(|name| (name.into(), OsString::from_vec(input.line().to_vec()))).into();
@@ -141,7 +141,7 @@ pub fn run(data: &[u8]) {
         if Json::parse(&again).as_ref() != Ok(&json) {
             return;
         }
-        assert_eq!(call(plugin, &environment, &again), outcome, "written by ourselves");
+        assert_eq!(call(plugin, &environment, &again), outcome, "the same document, written again");
         // A key that no plugin knows.
         let Json::Object(mut members) = json else { return };
         let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
@@ -161,12 +161,12 @@ fn call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (bool, V
     let config = stdin;
     let streams = Streams { stdin: Some(&mut stdin), stdout: &mut stdout, notes: Notes::silent() };
     let succeeded = dispatch(&plugin, &NoMachine, environment, streams).is_ok();
-    judge(&environment.command, config, succeeded, &stdout);
+    check_output(&environment.command, config, succeeded, &stdout);
     (succeeded, stdout)
 }
 
 /// Checks the output of a call with the configuration `config`.
-fn judge(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
+fn check_output(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
     assert!(verb != "VERSION" || succeeded, "VERSION never fails");
     let has_output = !succeeded || matches!(verb, "ADD" | "VERSION");
     assert_eq!(has_output, !stdout.is_empty(), "{verb}: {}", String::from_utf8_lossy(stdout));
@@ -177,11 +177,12 @@ fn judge(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
     let version = json.get("cniVersion").and_then(Json::as_str).and_then(Version::find).expect("a supported version");
     if succeeded && verb == "ADD" {
         let result = AddResult::decode_as(&json, version).expect("a result of that version");
-        crate::result::convert(&result);
+        crate::result::check_versions(&result);
         assert!(Json::parse(config).is_ok());
     } else if !succeeded {
         let Some(Json::Number(code)) = json.get("code") else { panic!("no code in {json:?}") };
         let code = code.as_u64().expect("a code that is a number");
+        // The specification and these plugins have codes below 200. 999 is that of a defect.
         assert!((1..200).contains(&code), "code {code}: {json:?}");
         assert!(json.get("msg").and_then(Json::as_str).is_some_and(|msg| !msg.is_empty()));
     }

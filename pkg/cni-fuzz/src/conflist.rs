@@ -25,25 +25,26 @@ pub fn run(data: &[u8]) {
         assert!(!list.plugins().is_empty() && !list.name().is_empty());
         let again = NetworkList::parse(list.raw()).expect("its own bytes");
         assert_eq!((again.name(), again.cni_version()), (list.name(), list.cni_version()));
+        // These may fail, but must not panic.
         let _ = (list.version(), list.disable_check(), list.disable_gc());
         let capabilities = list.capabilities();
         for plugin in list.plugins() {
             assert!(!plugin.kind().is_empty());
             assert!(plugin.capabilities().all(|capability| capabilities.contains(&capability)));
-            request(&list, plugin);
+            check_request(&list, plugin);
         }
     }
 }
 
-/// Returns all keys and values of `members`.
-fn keys(members: &Members) -> Vec<(String, Json)> {
+/// Returns all keys of `members` with their values.
+fn entries(members: &Members) -> Vec<(String, Json)> {
     let bytes = members.to_bytes().expect("members are JSON");
     let Ok(Json::Object(members)) = Json::parse(&bytes) else { panic!("members are an object") };
     members
 }
 
 /// Checks the configuration that the plugin gets.
-fn request(list: &NetworkList, plugin: &PluginConf) {
+fn check_request(list: &NetworkList, plugin: &PluginConf) {
     let result = serde_json::value::RawValue::from_string(r#"{"ips":[]}"#.to_owned()).expect("JSON");
     let args = Members::parse(r#"{"portMappings":[],"mac":"x","ips":["1.2.3.4"],"":0}"#).expect("JSON");
     let valid = ValidAttachments::from_iter([("c1", "eth0")]);
@@ -64,7 +65,7 @@ fn request(list: &NetworkList, plugin: &PluginConf) {
     }
     let is_own = |(key, _): &(String, Json)| !RUNTIME_KEYS.iter().any(|name| key.eq_ignore_ascii_case(name));
     let Json::Object(sent) = json else { return };
-    let own: Vec<_> = keys(plugin.members()).into_iter().filter(is_own).collect();
+    let own: Vec<_> = entries(plugin.members()).into_iter().filter(is_own).collect();
     assert_eq!(sent.into_iter().filter(is_own).collect::<Vec<_>>(), own);
     match NetConf::parse(bytes) {
         Ok(conf) => assert_eq!(conf.name(), list.name()),

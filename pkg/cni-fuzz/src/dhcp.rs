@@ -1,5 +1,5 @@
 //! A DHCP server's answer. Only the offered address, the mask, the times and the requested options
-//! are used, and the times are in order.
+//! are used. The times of renewal, of rebinding and of the lease's end are in this order.
 
 use cni_dhcp::message::{Client, DEFAULT_REQUEST, LeaseParameters, Reply, ReplyMode};
 
@@ -31,10 +31,12 @@ fn check(bytes: &[u8]) {
     };
     let Some(all) = terms(&DEFAULT_REQUEST) else { return };
     assert_eq!(all.address().octets(), bytes[16..20], "the offered address");
+    // A lease of less than three seconds has no room for three different times.
     assert!(all.t1 < all.t2 && all.t2 < all.seconds || all.seconds < 3, "{all:?}");
-    let result = all.result(Some(5));
+    let priority = Some(5);
+    let result = all.result(priority);
     assert_eq!((result.ips.len(), result.interfaces.len()), (1, 0));
-    assert!(result.routes.iter().all(|route| route.priority == Some(5)));
+    assert!(result.routes.iter().all(|route| route.priority == priority));
     let names = result.dns.search.iter().chain([&result.dns.domain]);
     assert!(names.flat_map(|name| name.bytes()).all(|byte| byte.is_ascii_graphic()), "{:?}", result.dns);
     // Without requested options, only the address, the mask and the times are read.

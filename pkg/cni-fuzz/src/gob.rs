@@ -1,5 +1,5 @@
-//! The messages between the plugin dhcp and its daemon. They are read the same way if the bytes
-//! arrive in two parts.
+//! The messages between the plugin dhcp and its daemon, in Go's encoding gob. They are read the
+//! same way if the bytes arrive in two parts.
 
 use cni_dhcp::rpc::Connection;
 

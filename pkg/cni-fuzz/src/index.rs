@@ -1,6 +1,6 @@
-//! The index of host-local's store. A valid header is written back unchanged. A table whose checks
-//! all hold answers or is found damaged, however it was forged. An index that was kept up to date
-//! agrees with a model.
+//! The index of host-local's store. A valid header is written back unchanged. A forged table with
+//! valid checksums is either found damaged or answers, and never panics. An index that was kept up
+//! to date agrees with a model.
 //!
 //! The input: one byte that selects what follows: a page, entries, changes, or a page to which the
 //! target adds the right checksum.
@@ -22,7 +22,7 @@ pub fn run(data: &[u8]) {
             let hashes = [input.u64(), input.u64()];
             ask_forged(&entries(&mut input, 64), &addresses, &hashes);
         }
-        2 => against_model(&mut input),
+        2 => compare_with_model(&mut input),
         _ => drop(read_forged_header(input.rest())),
     }
 }
@@ -68,7 +68,7 @@ pub(crate) fn entries(input: &mut Input<'_>, max: usize) -> Vec<CraftedEntry> {
 }
 
 /// Compares an index with a map of addresses, over up to 200 changes.
-fn against_model(input: &mut Input<'_>) {
+fn compare_with_model(input: &mut Input<'_>) {
     let mut index = ConsistentIndex::new();
     let mut model: BTreeMap<IpAddr, u64> = BTreeMap::new();
     for _ in 0..200 {
@@ -98,7 +98,8 @@ fn against_model(input: &mut Input<'_>) {
     }
 }
 
-/// Returns the lowest address from `from` on that is not in the model.
+/// Returns the lowest address from `from` on that is not in the model; `None` if all up to the
+/// family's last address are.
 fn next_free(model: &BTreeMap<IpAddr, u64>, from: IpAddr) -> Option<IpAddr> {
     let mut at = from;
     while model.contains_key(&at) {

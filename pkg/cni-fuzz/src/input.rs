@@ -1,5 +1,5 @@
-//! Reads the bytes of an input as a sequence of choices. It never fails: after the end it reads
-//! zeros.
+//! Reads the bytes of an input as numbers, texts and choices. Reading never fails: after the end it
+//! yields zeros and empty texts.
 
 /// The remaining input.
 #[derive(Debug)]

@@ -59,7 +59,7 @@ fn build_edit(text: &str) -> (Edit, Vec<Words>) {
         let Some((command, rest)) = line.split_at_checked(1) else { continue };
         let mut words: Words = rest.split('\x01').map(str::to_owned).collect();
         if matches!(command, "?" | "!") {
-            conditions(&words);
+            check_accepted_conditions(&words);
             continue;
         }
         let chain = words.remove(0);
@@ -133,17 +133,18 @@ fn words(line: &str) -> Words {
 }
 
 /// Checks that an accepted condition contains no command, target or table.
-fn conditions(words: &[String]) {
+fn check_accepted_conditions(words: &[String]) {
     for family in [Family::V4, Family::V6] {
+        // May refuse the words, but must not panic.
         let _ = compile(words, family);
     }
     if check_conditions(words).is_ok() {
-        let offender = words.iter().find(|word| is_order_of_iptables(word));
+        let offender = words.iter().find(|word| is_command_of_iptables(word));
         assert_eq!(offender, None, "accepted for iptables");
     }
     if accepts_for_nft(words) {
         let text = words.join(" ");
-        let tokens = [Colons::Apart, Colons::InAddresses].into_iter().flat_map(|colons| tokens_of_nft(&text, colons));
+        let tokens = [Colons::Apart, Colons::InAddresses].into_iter().flat_map(|colons| nft_tokens(&text, colons));
         let offender = tokens.into_iter().find(|token| nft_keywords_refused().contains(&token.as_str()));
         assert_eq!(offender, None, "accepted for nft: {text:?}");
     }
@@ -151,32 +152,20 @@ fn conditions(words: &[String]) {
 
 /// Whether iptables would read the word as a command, a target or a table. As with getopt, a long
 /// option may be abbreviated, and several short options without a value may share one word.
-fn is_order_of_iptables(word: &str) -> bool {
+fn is_command_of_iptables(word: &str) -> bool {
     let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else { return word == "COMMIT" };
     if let Some(long) = options.strip_prefix('-') {
+        const COMMANDS: [&str; 11] =
+            ["jump", "goto", "table", "append", "delete", "insert", "flush", "policy", "modprobe", "zero", "new-chain"];
         let name = long.split('=').next().unwrap_or_default();
-        return name.is_empty()
-            || [
-                "jump",
-                "goto",
-                "table",
-                "append",
-                "delete",
-                "insert",
-                "flush",
-                "policy-",
-                "modprobe",
-                "zero",
-                "new-chain",
-            ]
-            .iter()
-            .any(|order| order.starts_with(name) && name.len() > 1 && !"policy".starts_with(name));
+        // `--pol` is an option of the match `policy`.
+        return name != "pol" && COMMANDS.iter().any(|command| command.starts_with(name));
     }
     for option in options.chars() {
         match option {
             // These options have a value, which is the rest of the word.
             's' | 'd' | 'p' | 'i' | 'o' | 'm' => return false,
-            // Of the digits, only 4 and 6 are options.
+            // A negative number is a value. Of the digits, only 4 and 6 are options.
             '0'..='3' | '5' | '7'..='9' => return false,
             'f' | 'b' | 'v' | 'n' | 'x' => {}
             _ => return true,
@@ -185,7 +174,7 @@ fn is_order_of_iptables(word: &str) -> bool {
     false
 }
 
-/// How [`tokens_of_nft`] treats hexadecimal digits with two or more colons: as an address or not.
+/// How [`nft_tokens`] treats hexadecimal digits with two or more colons: as an address or not.
 /// nft recognises addresses exactly, this reader does not, so both are tried.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Colons {
@@ -196,7 +185,7 @@ enum Colons {
 /// Splits a text into tokens as nft's scanner does, each as long as possible: words of letters,
 /// digits and `_/.-` that begin with a letter, strings, numbers (`7`, `0x1e`), times (`1h5ms`),
 /// addresses, and every other character by itself.
-fn tokens_of_nft(text: &str, colons: Colons) -> Vec<String> {
+fn nft_tokens(text: &str, colons: Colons) -> Vec<String> {
     let mut tokens = Vec::new();
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
@@ -211,7 +200,7 @@ fn tokens_of_nft(text: &str, colons: Colons) -> Vec<String> {
         } else if first.is_ascii_alphabetic() {
             run(|char| char.is_ascii_alphanumeric() || "_/.-".contains(char))
         } else {
-            number(rest).max(first.len_utf8())
+            number_len(rest).max(first.len_utf8())
         };
         tokens.push(rest[..end].to_owned());
         rest = &rest[end..];
@@ -220,7 +209,7 @@ fn tokens_of_nft(text: &str, colons: Colons) -> Vec<String> {
 }
 
 /// Returns the length of the number or time at the beginning of the text, in bytes.
-fn number(text: &str) -> usize {
+fn number_len(text: &str) -> usize {
     let digits = |from: usize, of: fn(&u8) -> bool| text.bytes().skip(from).take_while(of).count();
     let mut end = digits(0, u8::is_ascii_digit);
     if text.starts_with("0x") || text.starts_with("0X") {

@@ -6,7 +6,7 @@
 //! plugins' crates make their private functions available in modules `fuzzing`, behind a feature
 //! that only this crate enables.
 //!
-//! No target changes the kernel's network state, or a file outside its own temporary folder.
+//! Targets change neither the kernel's network state nor files outside their own temporary folders.
 
 #![allow(
     clippy::unwrap_used,

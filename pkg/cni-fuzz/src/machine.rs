@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use cni::machine::{Child, Machine, Output, RunError};
 
-/// See the head of this module.
+/// A machine that runs no program.
 #[derive(Debug)]
 pub(crate) struct NoMachine;
 

@@ -15,6 +15,12 @@ use cni_linux::netlink::wire;
 
 use crate::input::Input;
 
+/// The length of a netlink message's header.
+const NLMSGHDR: usize = 16;
+const NFTA_RULE_HANDLE: u16 = 3;
+/// The lowest kind of a tag in a rule's user data. Lower kinds are those of nft.
+const FIRST_TAG: u8 = 0x80;
+
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
@@ -23,20 +29,22 @@ pub fn run(data: &[u8]) {
 
 /// Reads the bytes as messages of the kernel and as the user data of a rule.
 fn read(bytes: &[u8]) {
-    payload(bytes);
+    check_payload(bytes);
     let (comment, tags) = fuzzing::read_userdata(bytes);
     if let Some(written) = fuzzing::userdata(comment.as_deref(), &tags) {
-        let is_ours = |tags: &[(u8, Vec<u8>)]| tags.iter().all(|(kind, _)| *kind >= 0x80);
-        assert!(!is_ours(&tags) || fuzzing::read_userdata(&written) == (comment, tags));
+        // These plugins write only tags of such kinds.
+        let can_be_written = tags.iter().all(|(kind, _)| *kind >= FIRST_TAG);
+        assert!(!can_be_written || fuzzing::read_userdata(&written) == (comment, tags));
     }
     for message in wire::messages(bytes) {
         let _ = wire::outcome(&message);
-        payload(message.payload);
+        check_payload(message.payload);
     }
 }
 
 /// Reads the bytes as the payload of a message, and checks the rule in it, if it has one.
-fn payload(bytes: &[u8]) {
+fn check_payload(bytes: &[u8]) {
+    // These must not panic.
     let _ = (decode::chain(bytes), decode::generation(bytes), decode::generation_low_bits(bytes));
     let place = decode::place(bytes);
     let Some(listed) = decode::rule(bytes) else { return };
@@ -71,7 +79,7 @@ fn write_and_read(input: &mut Input<'_>) {
         rule = rule.with_comment(input.text());
     }
     for _ in 0..input.byte() % 4 {
-        rule = rule.with_tag(input.byte() | 0x80, input.bytes());
+        rule = rule.with_tag(input.byte() | FIRST_TAG, input.bytes());
     }
     while !input.is_empty() && rule.exprs.len() < 64 {
         rule.exprs.push(expr(input));
@@ -87,16 +95,16 @@ fn write_and_read(input: &mut Input<'_>) {
         }
     };
     let message = wire::messages(&bytes).next().expect("one message");
-    assert_eq!(message.payload.len() + 16, bytes.len());
-    // The kernel adds the handle.
+    assert_eq!(message.payload.len() + NLMSGHDR, bytes.len());
+    // The kernel adds the handle: an attribute of 12 bytes, 4 of which are its header.
     let mut payload = message.payload.to_vec();
     payload.extend(12_u16.to_ne_bytes());
-    payload.extend(3_u16.to_ne_bytes());
+    payload.extend(NFTA_RULE_HANDLE.to_ne_bytes());
     payload.extend(77_u64.to_be_bytes());
     let place = decode::place(&payload).expect("what we write we read");
     assert_eq!((place.table, place.chain, place.handle), (table.as_bytes(), chain.as_bytes(), 77));
     assert_eq!(decode::rule(&payload).expect("what we write we read").rule, rule);
-    self::payload(&payload);
+    check_payload(&payload);
 }
 
 /// Returns a name. It has no NUL, which ends a name in the kernel.

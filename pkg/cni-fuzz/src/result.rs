@@ -10,19 +10,20 @@ use cni::version::{Shape, Version};
 pub fn run(data: &[u8]) {
     let Ok(json) = Json::parse(data) else { return };
     for version in [Version::V0_2_0, Version::V0_4_0, Version::V1_1_0] {
-        let as_family = AddResult::decode_as(&json, version);
-        let by_itself = AddResult::decode(&json, version);
-        if let (Ok(as_family), Ok(by_itself)) = (&as_family, &by_itself) {
-            assert_eq!(as_family, by_itself);
+        // In this version, and in the one that the result itself names.
+        let as_version = AddResult::decode_as(&json, version);
+        let as_named = AddResult::decode(&json, version);
+        if let (Ok(as_version), Ok(as_named)) = (&as_version, &as_named) {
+            assert_eq!(as_version, as_named);
         }
-        for result in [as_family.ok(), by_itself.ok()].into_iter().flatten() {
-            convert(&result);
+        for result in [as_version.ok(), as_named.ok()].into_iter().flatten() {
+            check_versions(&result);
         }
     }
 }
 
 /// Checks the properties of one result in all versions.
-pub(crate) fn convert(result: &AddResult) {
+pub(crate) fn check_versions(result: &AddResult) {
     for version in Version::ALL {
         let has_address = !result.ips.is_empty();
         let bytes = match result.encode(version) {
@@ -41,7 +42,7 @@ pub(crate) fn convert(result: &AddResult) {
     }
 }
 
-/// Returns the part of a result that a version can express.
+/// Returns the result without the parts that a version cannot express.
 fn expressible(result: &AddResult, version: Version) -> AddResult {
     let mut part = result.clone();
     if version != Version::V1_1_0 {

@@ -20,7 +20,7 @@ use crate::index::{address, entries};
 use crate::input::Input;
 use crate::machine::NoMachine;
 
-/// How long to wait for the lock.
+/// The maximum time to wait for the lock.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// The files in the folder: the content of a regular file, or `None` for anything else.
@@ -42,7 +42,9 @@ pub fn run(data: &[u8]) {
         if input.is_empty() {
             break;
         }
-        // The low three bits select the verb, the next two the container, then one the interface.
+        // The low three bits select the verb, the next two the container, then one the interface:
+        // 0 and 1 are ADD, 2 ADD with a requested address, 3 and 4 DEL, 5 GC, 6 list and STATUS,
+        // 7 replaces the index by a forged one.
         let selector = input.byte();
         let verb = selector % 8;
         if verb == 7 {
@@ -67,6 +69,7 @@ pub fn run(data: &[u8]) {
             0..=2 => {
                 let mut requested = Requested::none();
                 if verb == 2 {
+                    // A refused address is not requested.
                     let _ = requested.add("ips", [address(&mut input).to_string().as_str()]);
                 }
                 let reserved = locked.reserve(&owner, &sets, &requested);

@@ -1,7 +1,7 @@
 //! The names of sysctls, the allow-list and the backup of the plugin tuning. No key leads to a file
-//! outside `/proc/sys/net`. A list permits only what a list that matches all permits. A further
-//! pattern never permits less, and a list of comments permits nothing. A backup is read as it was
-//! written.
+//! outside `/proc/sys/net`. A list permits only what a list that matches all keys permits. A
+//! further pattern never permits less, and a list of comments permits nothing. A backup is read as
+//! it was written.
 //!
 //! The input: the key, the interface, then the list, or a backup if the first line is `backup`.
 
@@ -22,6 +22,7 @@ pub fn run(data: &[u8]) {
     let list = input.rest();
     let Some(all) = permitted(b".", &key, &ifname) else { return };
     assert!(!all.is_empty());
+    // Each line of the list as a comment.
     let commented: Vec<u8> = [b"# ", list].concat();
     let commented: Vec<u8> = commented
         .iter()
