@@ -7,8 +7,8 @@
 //! page by counting entries from the beginning of the table. This has two consequences:
 //!
 //! - The text is used only if there are few entries for the number of buckets.
-//! - If a connection ends while the text is read, the next page begins one entry too late. So a text
-//!   of several pages is used only if a second reading has the same connections.
+//! - If a connection ends while the text is read, the next page begins one entry too late. So a
+//!   text of several pages is used only if a second reading has the same connections.
 //!
 //! A kernel without the text (`CONFIG_NF_CONNTRACK_PROCFS`) is always asked over netlink.
 
