@@ -1,7 +1,7 @@
 //! ADD: creates the link, gets the addresses, configures the host, then the container's interface.
 //!
-//! The order matters: no frame passes before the plugin's protection rules are in force, and no
-//! address is announced before frames can reach it.
+//! The order matters: no frame passes over a new link before the plugin's protection rules are in
+//! force, and no address is announced before frames can reach it.
 
 use cni::Result;
 use cni::delegate::Delegate;
@@ -140,7 +140,7 @@ fn bring_up<'a, I: Interface>(
         context.container.announce(created.index, created.mac)?;
     }
     if let Some(link) = host_state.neighbours_on {
-        // An address without a neighbour entry needs no correction.
+        // Only existing neighbour entries are changed: the kernel resolves other addresses itself.
         for ip in &layer3.ips {
             context.host.correct_neighbour(link, ip.address.address(), created.mac)?;
         }

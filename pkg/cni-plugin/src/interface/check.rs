@@ -252,7 +252,7 @@ impl<'a, C> Check<'a, C> {
             // The existing routes with the destination, table and metric of `expected`.
             let mut candidates = container.list_conflicting(&expected)?;
             if expected.table_id() == MAIN_TABLE && !candidates.iter().any(has_expected_path) {
-                // The same routes of all tables.
+                // The routes of any table with the destination and metric of `expected`.
                 candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
                 candidates
                     .retain(|route| expected.conflicts_with(&cni_linux::Route { table: expected.table, ..*route }));

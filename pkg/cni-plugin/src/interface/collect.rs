@@ -3,8 +3,9 @@
 //!
 //! A link is recognised by its alias, which links of the Go plugins do not have. Links whose ADD
 //! was killed before it set the alias are removed too. The comments of masquerade rules name
-//! network and container, also those of the Go plugins. IPAM gets a GC of its own. A link without
-//! an end on the host disappears with the container's namespace, so GC has nothing to do for it.
+//! network and container, also those of the Go plugins. The GC of the IPAM plugin removes the
+//! addresses. A link without an end on the host disappears with the container's namespace, so GC
+//! has nothing to do for it.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;

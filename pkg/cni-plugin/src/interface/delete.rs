@@ -1,8 +1,9 @@
 //! DEL: removes everything of the attachment that it can find.
 //!
 //! DEL works after a partial ADD, without a namespace and with a changed configuration: it finds
-//! the host's end by its alias and the rules by the attachment's name, and always asks IPAM. Every
-//! step runs even if an earlier one failed; the errors are reported together.
+//! the host's end by its name or alias and the rules by the attachment's name, and always asks the
+//! configured IPAM plugin. Every step runs even if an earlier one failed; the errors are reported
+//! together.
 //!
 //! The masquerade rules are removed first. The kernel frees them after an RCU grace period, and
 //! closing their socket waits for that. Deleting the link waits for a grace period too. With the

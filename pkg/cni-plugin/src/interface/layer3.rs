@@ -85,7 +85,7 @@ impl Layer3 {
     }
 
     /// Returns the gateway of each address, with the prefix length of that address, without
-    /// duplicates. Leaves out an IPv4 gateway for which the prefix of an IPv6 address is too long.
+    /// duplicates. Leaves out the IPv4 gateway of an IPv6 address whose prefix is longer than 32.
     pub fn gateways(&self) -> Vec<Cidr> {
         let mut gateways = Vec::new();
         for ip in &self.ips {
@@ -98,9 +98,10 @@ impl Layer3 {
         gateways
     }
 
-    /// Adds a default route for each address family that has a gateway; the family of the first
-    /// address comes first. If IPAM lists a default route of the main table with metric 0 but
-    /// without a gateway, sets that route's gateway instead.
+    /// Adds a default route for each address family that has a gateway, unless IPAM lists a default
+    /// route of the family with a gateway. The family of the first address comes first. If IPAM
+    /// lists a default route of the main table with metric 0 but without a gateway, sets that
+    /// route's gateway instead.
     fn add_default_routes(&mut self) {
         let mut families = Family::ALL;
         if self.ips.first().is_some_and(|ip| !ip.address.is_ipv4()) {
@@ -282,11 +283,11 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
             }
         }
     }
-    // The routes of the result are the last ones in `routes`, in the same order.
-    let mut of_result = routes[routes.len() - layer3.routes.len()..].iter();
-    layer3
-        .routes
-        .retain(|_| of_result.next().is_some_and(|route| !left_out.iter().any(|other| route.conflicts_with(other))));
+    // The routes of the result are the last ones in `routes`, in the same order. A route in
+    // `left_out` stands for all routes that were merged with it.
+    let mut result_routes = routes[routes.len() - layer3.routes.len()..].iter();
+    let is_left_out = |route: &Route| left_out.iter().any(|other| route.conflicts_with(other));
+    layer3.routes.retain(|_| result_routes.next().is_some_and(|route| !is_left_out(route)));
     Ok(())
 }
 
@@ -369,8 +370,8 @@ pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machi
 /// Waits until the kernel accepts packets for each of `addresses`. Calls `open_watch` only if an
 /// address is not usable yet.
 ///
-/// [`USABLE_DEADLINE`] is not an error but only noted, because [`Netlink::is_local_address`] does
-/// not find an address that is in the routing table of a VRF.
+/// An address that is not usable at [`USABLE_DEADLINE`] only causes a note, not an error: the check
+/// by [`Netlink::is_local_address`] never finds an address that is in the routing table of a VRF.
 ///
 /// # Errors
 /// Those of the kernel.

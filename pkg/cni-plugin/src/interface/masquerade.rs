@@ -35,7 +35,7 @@ pub(super) fn ensure<'a, C>(
     let (call, attachment) = (context.call, &context.attachment);
     // The undo is registered before the rules are written, because the rules of one address family
     // may be in force when the other fails. It restores rules that an earlier ADD of the same
-    // attachment, into another namespace, had written: `ensure` fills `previous` with them.
+    // attachment, into another namespace, had written: `Masquerade::ensure` fills `previous`.
     let previous = Rc::new(PreviousRules::default());
     let undo = {
         let (attachment, addresses, previous) = (attachment.clone(), addresses.to_vec(), Rc::clone(&previous));

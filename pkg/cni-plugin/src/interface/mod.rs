@@ -93,8 +93,9 @@ pub trait Interface {
     }
 
     /// Creates the link, down, under the name CNI_IFNAME in the container. The caller has checked
-    /// that the name is free. An implementation registers an undo on `rollback` before each change,
-    /// and so removes nothing itself when it fails.
+    /// that the name is free. With [`AttachmentContext::adopted`], uses the existing interface
+    /// instead. An implementation registers an undo on `rollback` before each change, except to
+    /// shared links such as a bridge, and so removes nothing itself when it fails.
     ///
     /// # Errors
     /// Those of the plugin and of the kernel.
