@@ -1,4 +1,5 @@
-//! Implements ADD: bridge, veth pair, port settings, and the wait until the port forwards.
+//! Implements ADD with a new veth pair: creates the pair and its port. Waits, also in chained use,
+//! until the port forwards.
 //!
 //! Flags, VLANs and spoof rules of the port are set before the container's end comes up, so that no
 //! frame passes without them.
@@ -30,7 +31,7 @@ pub struct AttachedPort {
     /// The index of the port.
     pub(crate) port: u32,
     /// The index of the link for the gateways' addresses, which is the bridge if the configuration
-    /// has no gateway; `None` until that link is known.
+    /// has no gateway; `None` until that link is known, and without IPAM.
     pub(crate) gateway_link: Option<u32>,
     /// In chained use, the earlier plugin's interface that became the port.
     pub(crate) adopted: Option<AdoptedInterface>,

@@ -26,7 +26,8 @@ use crate::port::{self, PortEnds};
 /// The longest alias, in bytes, that the kernel stores.
 const ALIAS_MAX: usize = 255;
 
-/// The bytes reserved in the alias for larger numbers: a mark has `0+0` until [`record_addresses`].
+/// The bytes reserved in the alias because the numbers that [`record_addresses`] writes into the
+/// mark may be longer than the initial `0+0`.
 const NUMBERS_LEN: usize = 8;
 
 /// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container; otherwise `None`,
@@ -70,7 +71,7 @@ pub(crate) fn find_adopted(call: &Call<'_>) -> Result<Option<AddResult>> {
 ///
 /// # Errors
 /// - Code 7 if the container has no Ethernet interface CNI_IFNAME, if `earlier` does not list the
-///   host's end, or, with IPAM, if `earlier` does not list the container's interface.
+///   host's end, or, with IPAM, if `earlier` does not list CNI_IFNAME in CNI_NETNS.
 /// - Code 102 if another attachment or bridge uses the host's end.
 /// - The errors of [`device::ensure`] and [`port::protect`].
 pub(crate) fn plug_in<'a>(
@@ -142,7 +143,8 @@ pub(crate) struct AdoptedInterface {
 ///
 /// The earlier plugin's interface remains if this ADD fails, so the new addresses must be removed
 /// from the interface before IPAM releases them. Addresses that the interface already has are the
-/// earlier plugin's. The rollback also sets the interface down again if it was down.
+/// earlier plugin's, and the rollback leaves them. The rollback also sets the interface down again
+/// if it was down.
 pub(crate) fn record_addresses<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &CreatedLink<AttachedPort>,
@@ -154,7 +156,7 @@ pub(crate) fn record_addresses<'a>(
     let mut new_addresses = layer3.addresses();
     new_addresses.retain(|cidr| existing.iter().all(|address| address.cidr != *cidr));
     let (undo_container, index, was_up) = (context.container.clone(), created.index, *inner_was_up);
-    rollback.push(format!("take our addresses off {}", context.call.ifname), move || {
+    rollback.push(format!("remove the added addresses from {}", context.call.ifname), move || {
         // The interface is set down even if an address could not be removed.
         let purged = purge_addresses(&undo_container, index, &new_addresses);
         let set_down = if was_up { Ok(()) } else { undo_container.set_down(index) };

@@ -176,7 +176,8 @@ impl Conf {
         self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
     }
 
-    /// Returns the VLAN that the gateway is in; `None` if its address is on the bridge itself.
+    /// Returns the VLAN that a gateway would be in; `None` if its address would be on the bridge
+    /// itself.
     pub(crate) fn gateway_vlan(&self) -> Option<u16> {
         self.vlans.as_ref().and_then(|vlans| vlans.access)
     }
@@ -243,10 +244,10 @@ fn expand_trunk(entries: Vec<RawTrunk>) -> Result<Vec<u16>> {
             add_range(single, single);
         }
     }
-    let (mut trunk, mut range_end) = (Vec::new(), 0);
+    let (mut trunk, mut covered_until) = (Vec::new(), 0);
     for id in 1..=VLAN_MAX {
-        range_end = range_end.max(range_ends[usize::from(id)]);
-        if id <= range_end {
+        covered_until = covered_until.max(range_ends[usize::from(id)]);
+        if id <= covered_until {
             trunk.push(id);
         }
     }

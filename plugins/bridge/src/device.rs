@@ -1,8 +1,9 @@
 //! Finds or creates the bridge, and applies the settings that the configuration requires.
 //!
 //! The bridge is shared, so its creation and its settings are never rolled back. A bridge without a
-//! MAC of its own takes one of its ports' MACs, which changes when ports come and go, so the MAC is
-//! *pinned*: set explicitly. A bridge created here has its MAC from the beginning.
+//! MAC of its own takes one of its ports' MACs, which changes when ports come and go. To *pin* the
+//! MAC is to set it explicitly. A bridge created here has a pinned MAC from the beginning. For
+//! other bridges, [`pin_mac`] decides whether to pin it.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use cni::machine::Machine;
 use cni::result::Interface;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{BridgeSpec, Link, LinkFlag, Mac, Netlink, Watch};
+use cni_linux::{BridgeSpec, Link, LinkFlag, Netlink, Watch};
 use cni_plugin::interface::veth::{made_up_mac, refuse_router_advertisements};
 use cni_plugin::interface::{PortMark, host_interface};
 
@@ -23,7 +24,8 @@ use crate::record;
 /// came from a port; with this alias, the next ADD needs no look at the ports.
 const PINNED: &str = "cni-bridge: MAC pinned";
 
-/// How long to wait for another ADD that has created its port and has not marked the port yet.
+/// How long to wait for another ADD that has created its port, but has not yet set the alias that
+/// marks the port as a container's.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Finds or creates the bridge and applies the missing settings. A bridge in use usually has all of
@@ -63,8 +65,8 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Resu
     Ok(link)
 }
 
-/// Creates the bridge. If another ADD has created it meanwhile, returns that one, to which not all
-/// settings may have been applied yet.
+/// Creates the bridge. If another ADD has created it meanwhile, returns that bridge, which may lack
+/// some of the settings.
 fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
     let wrap_error = |error| creation_error(error, conf);
     let mac = made_up_mac()?;
@@ -137,18 +139,18 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
 ///
 /// If this ADD adds a gateway's address to the bridge, the MAC is pinned whichever ports the bridge
 /// has: with each change of the MAC all containers would lose the gateway for a while. Otherwise
-/// the MAC is only pinned if no other program relies on its changes.
+/// the MAC is not pinned if another program may need the bridge to take a port's MAC.
 fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.as_deref() == Some(PINNED) {
         return Ok(link);
     }
-    if !conf.puts_gateway_on_bridge() && !serves_only_containers(host, &link) {
+    if !conf.puts_gateway_on_bridge() && others_may_need_port_mac(host, &link) {
         return Ok(link);
     }
     // An alias that the administrator set is not replaced with `PINNED`. So each ADD on such a
     // bridge comes here, although an earlier one may have pinned the MAC. Setting the MAC again
-    // would drop all neighbour entries of the bridge, so the MAC is only set before the bridge has
-    // its first gateway's address, as in Go.
+    // would drop all neighbour entries of the bridge, so the MAC is only set as long as the bridge
+    // has no gateway's address, as in Go.
     if link.alias.is_some() && has_gateway_address(host, &link, conf)? {
         return Ok(link);
     }
@@ -180,23 +182,23 @@ fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool>
     Ok(host.list_addresses(link.index)?.iter().any(|address| is_gateway(address.cidr)))
 }
 
-/// Whether all ports of the bridge are containers', so that no other program relies on the bridge
-/// taking the MAC of its port. A bridge without ports serves only containers if it has no MAC yet.
-/// False if the ports cannot be listed, which can happen while many are being added: the next ADD
-/// looks again.
-fn serves_only_containers(host: &Netlink, link: &Link) -> bool {
-    let Ok(ports) = host.list_ports(link.index) else { return false };
+/// Whether a program other than the CNI plugins may need the bridge to take the MAC of one of its
+/// ports, for example of an uplink. Such a bridge's MAC is only pinned if the bridge gets a
+/// gateway's address.
+fn others_may_need_port_mac(host: &Netlink, link: &Link) -> bool {
+    // Listing can fail while many ports are being added. The next ADD looks again.
+    let Ok(ports) = host.list_ports(link.index) else { return true };
     if ports.is_empty() {
-        // Another program may attach an uplink later and rely on the bridge taking the uplink's
-        // MAC.
-        return link.mac.is_none_or(Mac::is_zero);
+        // A bridge with a MAC may be waiting for an uplink that another program attaches later. A
+        // bridge with a zero MAC has already had ports, and the last one has left.
+        return link.mac.is_some_and(|mac| !mac.is_zero());
     }
     let record = record::HostInterfaces::default();
-    ports.iter().all(|port| is_cni_port(port, &record))
+    ports.iter().any(|port| !is_cni_port(port, &record))
 }
 
 /// Returns the bridge's entry in the result, whose MAC Go's CHECK compares. Must be called after
-/// the port is attached, because a MAC that is not pinned may then change to that of a port.
+/// the port is attached, because attaching the port can change a MAC that is not pinned.
 pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     let mac = match bridge.alias.as_deref() {
         Some(PINNED) => bridge.mac,
@@ -219,10 +221,11 @@ fn is_cni_port(port: &Link, record: &record::HostInterfaces) -> bool {
 /// - Code 2 if the kernel has no VLAN filtering.
 /// - The other errors of the kernel.
 fn enable_vlan_filtering(host: &Netlink, link: &Link, conf: &Conf, machine: &dyn Machine) -> Result<()> {
-    // Another ADD may have created its port and not marked it yet. At the deadline,
-    // `check_foreign_ports` decides about the ports without a mark.
+    // Another ADD may have created its port and not yet set the port's alias, its mark. At the
+    // deadline, `check_foreign_ports` decides about the ports without a mark.
     let watch = Watch::open()?;
-    let marked = watch.wait("a mark on every port", machine.now() + MARK_DEADLINE, machine, || {
+    let what = format!("other ADDs to set the aliases of their ports of bridge {:?}", link.name);
+    let marked = watch.wait(&what, machine.now() + MARK_DEADLINE, machine, || {
         let ports = host.list_ports(link.index)?;
         let are_veths_marked = ports.iter().all(|port| !port.is_veth() || port.alias.is_some());
         Ok(if are_veths_marked { Some(()) } else { None })

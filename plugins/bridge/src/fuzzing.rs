@@ -1,14 +1,17 @@
-//! Reads a configuration, and checks what every valid one must fulfil. Only pkg/cni-fuzz uses this.
+//! Reads a configuration, and asserts what holds for every accepted one, for pkg/cni-fuzz.
 
 use cni::skel::Call;
 use cni::{Result, ident};
 
 use crate::conf::Conf;
 
-/// Reads a configuration as ADD does, and checks the result.
+/// Reads a configuration as ADD does.
 ///
 /// # Errors
 /// The error that ADD would return.
+///
+/// # Panics
+/// If ADD would accept a configuration that it must refuse.
 pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(&call.conf, &call.environment.args, &call.notes)?;
     assert!(ident::check_host_link_name("bridge", &conf.bridge).is_ok(), "{:?} is not a bridge's name", conf.bridge);

@@ -97,15 +97,15 @@ impl Plan {
     }
 
     /// Removes the conflicting addresses, adds the missing ones and enables forwarding. Returns the
-    /// added addresses, without those that another ADD has added meanwhile. Registers the return of
-    /// the removed addresses on `rollback`.
+    /// added addresses, without those that another ADD has added meanwhile. The undo, registered on
+    /// `rollback`, only restores the removed addresses.
     fn execute<'a>(self, context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
         let (host, conf, notes) = (&context.host, &context.conf, &context.call.notes);
         let Plan { link, missing, conflicting, families } = self;
         if !conflicting.is_empty() {
             let saved = host.save_addresses(link.index, &conflicting)?;
             let undo = Rc::clone(host);
-            rollback.push(format!("put back what forceAddress removed from {}", link.name), move || {
+            rollback.push(format!("restore the addresses that forceAddress removed from {}", link.name), move || {
                 // Tries every address, and returns the first error.
                 saved.iter().map(|address| undo.restore_address(address)).fold(Ok(()), Result::and)
             });
@@ -162,6 +162,7 @@ fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Lin
         (_, Some(vlan)) => vlan,
     };
     let name = vlan_gateway_name(&bridge.name, vlan);
+    // The name depends only on bridge and VLAN, so that each ADD knows the port of an earlier one.
     let port_name = AttachmentId::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     if let Some(link) = host.find_link(&name)? {
         // Setting the link up is the last step of its creation: if it is down, the ADD that created

@@ -1,6 +1,7 @@
 //! The settings of a port that decide which frames pass: flags, VLANs and spoof rules.
 //!
-//! They are set while the container's end is still down.
+//! They are set while the container's end of a new veth pair is still down. In chained use, the
+//! earlier plugin may have set that end up already.
 
 use cni::AttachmentId;
 use cni::rollback::Rollback;
@@ -50,9 +51,10 @@ pub(crate) fn guard(name: &str, peer_mac: Mac, attachment: &AttachmentId, rollba
     }
 }
 
-/// Checks that the spoof rules of this ADD do not replace those of another interface that exists:
-/// an earlier one of this attachment, in any namespace, or one of another attachment whose rules
-/// have the same ID. `port` is the host's end in chained use, `None` if this plugin will create it.
+/// Checks that the spoof rules of this ADD do not replace those of another interface that exists.
+/// Rules are identified by container ID and CNI_IFNAME only. So the other interface may be an
+/// earlier one of this attachment, in any namespace, or one of this container in another network.
+/// `port` is the host's end in chained use, `None` if this plugin will create it.
 ///
 /// # Errors
 /// - Code 102 with the name of the other interface or of its host's end.

@@ -1,8 +1,7 @@
 //! Reads from libcni's cached results which links of the host a CNI plugin created.
 //!
-//! On a bridge that these plugins did not create, this distinguishes a container's port created by
-//! a Go plugin, which has no mark, from a port of another program. Only the default folder of Go's
-//! libcni is read, which most runtimes use.
+//! This distinguishes a container's port that a Go plugin created, which has no mark, from a port
+//! of another program. Only the default folder of Go's libcni is read, which most runtimes use.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
