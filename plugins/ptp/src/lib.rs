@@ -72,8 +72,9 @@ impl Interface for Ptp {
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let backend = keys::masquerade_backend(keys.ip_masq_backend)?;
+        let no_ipam = || Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\"");
         Ok(Conf {
-            ipam: keys::ipam_type(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
+            ipam: keys::ipam_type(conf).ok_or_else(no_ipam)?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             masquerade: if keys.ip_masq { Masquerading::On(backend) } else { Masquerading::Off },
             mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?,

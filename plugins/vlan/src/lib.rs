@@ -56,6 +56,7 @@ impl Interface for Vlan {
         let keys: Keys = conf.decode()?;
         let missing = "\"master\" field is required. It specifies the host interface name to create the VLAN for";
         let master = keys::non_empty(keys.master).ok_or_else(|| Error::config(missing))?;
+        let no_ipam = || Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\"");
         Ok(Conf {
             link: Choices {
                 stacked: Stacked::Vlan(check_vlan_id(keys.vlan_id)?),
@@ -65,7 +66,7 @@ impl Interface for Vlan {
                 mac: None,
                 broadcast_queue: None,
             },
-            ipam: keys::ipam_type(conf).ok_or_else(|| Error::config("no plugin name provided"))?,
+            ipam: keys::ipam_type(conf).ok_or_else(no_ipam)?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
         })
     }
