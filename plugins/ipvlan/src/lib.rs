@@ -1,8 +1,8 @@
 //! The plugin `ipvlan`: creates an interface in the container's network namespace on top of an
 //! interface of the host, the master. The new interface has the master's hardware address.
 //!
-//! The plugin may run after another plugin of the same list and have no IPAM plugin. It then takes
-//! the addresses and routes from that plugin's result, and also the master if none is configured.
+//! The plugin may run after another plugin of the same list. It takes the master from that plugin's
+//! result if none is configured, and the addresses and routes if there is no IPAM plugin.
 //!
 //! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
 //! The plugin changes nothing in the host's namespace, apart from the master's mode.
@@ -118,8 +118,8 @@ impl Interface for Ipvlan {
 /// one mode per master, and the last ADD sets it for all interfaces on the master.
 pub fn mode_of_master(conf: &NetConf) -> Option<(String, Stacked)> {
     let Conf { link, ipam, .. } = Ipvlan.parse(conf, "", &Notes::silent()).ok()?;
-    // Without a master and an IPAM plugin, the plugin runs after another one, whose result names
-    // the master.
+    // With neither a master nor an IPAM plugin, the plugin runs after another one, whose result
+    // names the master.
     if link.master.is_none() && ipam.is_none() {
         return None;
     }
