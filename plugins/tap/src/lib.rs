@@ -2,9 +2,11 @@
 //! whose frames go to and come from a program, such as a virtual machine.
 //!
 //! The tap outlives this process only from the end of ADD on: if ADD is killed before, the kernel
-//! removes it. With `selinuxContext` the program `ip` creates the tap, because the kernel takes the
-//! SELinux label of a tap from the program that creates it. This file reads the configuration and
-//! creates the tap. [`cni_plugin::interface`] does the rest.
+//! removes it. The exception is a tap with `selinuxContext`. The program `ip` creates that tap,
+//! persistent at once, because the kernel takes the SELinux label of a tap from the program that
+//! creates it.
+//!
+//! This file reads the configuration and creates the tap. [`cni_plugin::interface`] does the rest.
 
 use std::ffi::OsString;
 use std::ops::RangeInclusive;
@@ -158,8 +160,8 @@ impl Interface for TapPlugin {
             }
         }
         check.compare_layer3()?;
-        // Go's plugin enables duplicate address detection. It only runs while a program has the tap
-        // open, so that the tap is in the state running: without that, waiting would be in vain.
+        // Duplicate address detection, which Go's plugin leaves enabled, only runs while a program
+        // has the tap open. Otherwise the tap is not in the state running, and waiting is in vain.
         if check.inner.running { check.wait_for_dad(check.settle_deadline()) } else { Ok(()) }
     }
 
@@ -237,10 +239,12 @@ fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, se
         timeout: IP_TIMEOUT,
         on_sigterm: OnSigterm::Kill,
     };
-    // The program inherits both the label and the namespace of the thread that starts it.
+    // The program inherits both the label and the namespace of the thread that starts it. A program
+    // started in `Netns::run` stays in the namespace, as it must here.
     let run_in_netns = || context.netns.run(|| context.call.machine.run(&child));
-    let outcome = selinux::with_exec_label(selinux_context, run_in_netns);
-    let outcome = outcome.map_err(|error| Error::from(error).context("failed set socket label"))??;
+    let labelled_run = selinux::with_exec_label(selinux_context, run_in_netns);
+    // The second `?` is for an error of entering the namespace.
+    let outcome = labelled_run.map_err(|error| Error::from(error).context("failed set socket label"))??;
     let output = outcome.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;
     if output.status == Exit::Status(0) {
         return Ok(());
