@@ -82,7 +82,8 @@ fn has_dpdk_driver(address: &str) -> Result<bool> {
 /// Returns the interface that `selector` selects in the host's namespace.
 ///
 /// # Errors
-/// Code 7, with the texts of Go's plugin, if there is none.
+/// - Code 7, with the texts of Go's plugin, if there is none.
+/// - The errors of the kernel.
 pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
     let name = match selector {
         Selector::Name(name) => name.clone(),
@@ -197,6 +198,7 @@ fn find_by_mac(host: &Netlink, mac: Mac) -> Result<Link> {
 /// # Errors
 /// Code 100 if the kernel cannot be asked.
 pub(crate) fn has_the_only_default_routes(host: &Netlink, device: &Link) -> Result<bool> {
+    // No route leads over an interface that is down.
     if !device.up {
         return Ok(false);
     }

@@ -118,7 +118,7 @@ impl Interface for HostDevice {
     /// namespace ended: gives it the name in its alias, and removes the alias.
     fn clean(&self, call: &Call<'_>, _attachment: &AttachmentId) -> Result<()> {
         let (keys, host) = (keys_of(call), Netlink::open()?);
-        // The usual case, without a list of all links: the device is on the host as before ADD.
+        // The usual case, which needs no list of all links: the device is on the host again.
         if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
             return Ok(());
         }

@@ -1,3 +1,3 @@
-//! The CNI plugin `host-device`: a container gets an interface of the host, which gets it back.
+//! The CNI plugin `host-device`: a container gets an interface of the host until DEL.
 
 cni_plugin::main!(cni_plugin::InterfacePlugin(plugin_host_device::HostDevice));
