@@ -1,8 +1,8 @@
 //! Creates bridges and configures their ports; [`vlan`](crate::vlan) configures the ports' VLANs.
 //!
 //! A bridge created without a hardware address has the lowest one of its ports, and changes it as
-//! ports come and go. A kernel may support bridges without VLAN filtering; it reports
-//! that (EOPNOTSUPP) only when filtering is switched on.
+//! ports come and go. A kernel may support bridges but not their VLAN filtering; it reports that
+//! (EOPNOTSUPP) only when filtering is switched on.
 
 use std::thread;
 use std::time::Instant;
@@ -102,6 +102,7 @@ impl Netlink {
         let hairpin = new_attribute(IFLA_BRPORT_MODE, &[u8::from(flags.hairpin)]);
         let isolated = new_attribute(IFLA_BRPORT_ISOLATED, &[u8::from(flags.isolated)]);
         let request = LinkRequest::new(index).port("bridge", &[hairpin, isolated].concat());
+        // NEWLINK, because SETLINK ignores the options of a port, too.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to set hairpin mode and isolation of {}", self.label(index)), cause)
         })
@@ -123,7 +124,8 @@ impl Netlink {
         deadline: Instant,
         machine: &dyn cni::machine::Machine,
     ) -> Result<Link> {
-        watch.wait("the bridge's port to forward", deadline, machine, || {
+        let what = format!("interface {index} to forward as a port of its bridge");
+        watch.wait(&what, deadline, machine, || {
             let Some(link) = self.find_link_by_index(index)? else {
                 return Err(Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound));
             };

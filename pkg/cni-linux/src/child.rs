@@ -1,8 +1,9 @@
 //! Runs another program (an IPAM delegate, iptables) and waits until it has ended or been killed.
 //!
-//! The child is killed when this process dies (`PR_SET_PDEATHSIG`), at its deadline, and on
-//! SIGTERM. When [`run`] returns, the child has been reaped, so it cannot act after a rollback. No
-//! shell is involved.
+//! The child is killed when the thread that started it ends, and so when this process dies
+//! (`PR_SET_PDEATHSIG`); at its deadline; and on SIGTERM, unless it undoes an interrupted call
+//! ([`OnSigterm::Finish`]). When [`run`] returns, the child has been reaped, so it cannot act after
+//! a rollback. No shell is involved.
 //!
 //! The wait ends with the child, not at the end of its output, because a grandchild may keep the
 //! pipe open forever. The pipes are read meanwhile, because the child blocks once one is full.

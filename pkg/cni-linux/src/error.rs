@@ -158,7 +158,7 @@ impl Cause {
         matches!(self.0, Reason::Deadline(_))
     }
 
-    /// Whether a signal ended the wait.
+    /// Whether SIGTERM, SIGINT or SIGHUP ended the wait.
     pub fn is_terminated(&self) -> bool {
         matches!(self.0, Reason::Terminated)
     }
@@ -249,7 +249,7 @@ impl Error {
         matches!(self.cause.0, Reason::Deadline(_))
     }
 
-    /// Whether SIGTERM ended the wait.
+    /// Whether SIGTERM, SIGINT or SIGHUP ended the wait.
     pub fn is_terminated(&self) -> bool {
         matches!(self.cause.0, Reason::Terminated)
     }
@@ -273,8 +273,8 @@ impl Error {
 }
 
 impl From<Error> for cni::Error {
-    /// Converts the error. The code is 4 if CNI_NETNS is not a namespace, 11 after a timeout or
-    /// SIGTERM, 102 if another attachment has the object, else 100. A caller that knows a better
+    /// Converts the error. The code is 4 if CNI_NETNS is not a namespace, 11 after a timeout or a
+    /// signal, 102 if another attachment has the object, else 100. A caller that knows a better
     /// code (for an unsupported VLAN setting, for example) sets it with [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause, others } = error;

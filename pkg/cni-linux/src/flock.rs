@@ -53,7 +53,7 @@ pub struct Refused {
 /// # Errors
 /// - The deadline came before the lock was free.
 /// - With [`OnSigterm::Kill`], SIGTERM, SIGINT or SIGHUP came before the lock was free. The machine
-///   must have blocked these signals. A signal that ends the wait stays pending.
+///   must have blocked these signals. The signal is not lost: the machine still reports it.
 /// - The kernel failed.
 pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Refused> {
     let failed = |error: io::Error| Refused { cause: error.into(), holder: None };
@@ -113,8 +113,8 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
     thread::Builder::new().name("flock".into()).spawn(lock_and_send)?;
     let mut is_signal_pending = false;
     loop {
-        // A signal that ended the poll is not read here (`terminated` may read it), so it stays
-        // pending, and the machine can report it later.
+        // After a poll that a signal ended, `terminated` is not called, because it may read the
+        // signal: so the signal stays pending, and the machine can report it later.
         if on_sigterm == OnSigterm::Kill && (is_signal_pending || machine.terminated()) {
             return Err(Cause::terminated());
         }

@@ -84,7 +84,7 @@ fn parse(text: &[u8]) -> Option<Mac> {
         (14, _) => (b'.', 4),
         _ => return None,
     };
-    // Either spelling has 12 digits, two for each byte.
+    // Every spelling has 12 digits, two for each byte.
     let mut mac = [0; 6];
     let mut digit_count = 0;
     for (position, &byte) in text.iter().enumerate() {

@@ -2,7 +2,8 @@
 //!
 //! SIGTERM, SIGINT and SIGHUP all mean that this process is to end; comments that say SIGTERM mean
 //! all three. They are blocked and read from a descriptor, without a signal handler. Every wait
-//! includes that descriptor, so a rollback runs on the main thread, as after any other failure.
+//! that they are to end includes that descriptor, so a rollback runs on the main thread, as after
+//! any other failure.
 //!
 //! A signal is blocked per *thread*, and a new thread inherits the mask, so `main` calls
 //! [`LinuxMachine::install`] first. Once a signal is blocked, the descriptor reports it even if it

@@ -190,6 +190,7 @@ mod tests {
     use crate::testing::{in_new_netns, new_netns};
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
+    /// Returns the message of the error for a path, and whether it is [`Error::is_no_netns`].
     fn text_and_kind(path: &str) -> (String, bool) {
         let error = Netns::open(Path::new(path)).unwrap_err();
         (error.to_string(), error.is_no_netns())

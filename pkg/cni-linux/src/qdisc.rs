@@ -325,8 +325,9 @@ fn decode_tbf(options: &[u8]) -> Option<Tbf> {
 }
 
 /// Decodes the body of a message about filters. Returns the actions of the filter; a filter without
-/// an action counts as one [`Filter::Other`]. Returns an empty list if the message is not about a
-/// filter but about the list or the hash table that contains the filters.
+/// an action, or of a kind other than `u32`, counts as one [`Filter::Other`]. Returns an empty list
+/// if the message is not about a filter but about the list or the hash table that contains the
+/// filters.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
     let encoded = body.get(HEADER..).unwrap_or_default();
     // A message without options describes the list.

@@ -31,6 +31,8 @@ pub(crate) fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T>
 mod tests {
     use super::*;
 
+    /// Retries a call that fails `times` times. Returns the number of calls, and whether `retry`
+    /// succeeded.
     fn failing(times: usize, errno: i32) -> (usize, bool) {
         let mut calls = 0;
         let done = retry(|| {

@@ -1,7 +1,8 @@
 //! Lists and adds routes.
 //!
 //! If a conflicting route exists, an addition fails and changes nothing; the caller lists the
-//! conflicting routes and decides.
+//! conflicting routes and decides. Only [`Netlink::add_route_in_front`] and
+//! [`Netlink::append_route`] add a route nevertheless.
 //!
 //! Within a table, the kernel identifies an IPv4 route by destination, TOS and metric: a route that
 //! differs only in its gateway conflicts. IPv6 replaces metric 0 by 1024 and has no scopes. A table
@@ -196,9 +197,11 @@ impl Netlink {
         self.add_paths(paths, NLM_F_CREATE | NLM_F_EXCL)
     }
 
-    /// Adds one route over one or several gateways in front of the
-    /// [conflicting](Route::conflicts_with) ones, which then are not used any more. `paths` has the
-    /// same meaning as in [`add_multipath_route`](Netlink::add_multipath_route).
+    /// Adds one route over one or several gateways although [conflicting](Route::conflicts_with)
+    /// ones exist. An IPv4 route comes before these, which then are not used any more. For IPv6,
+    /// these stay in use: the kernel puts the route after them, or merges routes that have a
+    /// gateway. `paths` has the same meaning as in
+    /// [`add_multipath_route`](Netlink::add_multipath_route).
     ///
     /// # Errors
     /// [`Error::is_exists`] if an identical route with the same protocol exists.
@@ -386,7 +389,7 @@ fn parse(reply: &Reply) -> Option<RouteMessage> {
 }
 
 /// Converts a route as the kernel reports it: a unicast route becomes one [`Route`], or one for
-/// each gateway. Returns none for other types of routes, and for routes of other families.
+/// each gateway. Returns none for a route of another type or family, or that the kernel has cached.
 fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     let unspecified: IpAddr = match header.address_family {
         AddressFamily::Inet => IpAddr::from([0; 4]),

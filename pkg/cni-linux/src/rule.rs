@@ -2,7 +2,7 @@
 //!
 //! The kernel evaluates the rules by priority, the lowest number first. A rule that is added
 //! without a priority gets the number below that of the second rule in the list, so the newest such
-//! rule comes first.
+//! rule becomes the second.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -50,8 +50,8 @@ impl std::fmt::Display for Rule {
 }
 
 impl Netlink {
-    /// Adds a rule, for the family of its source. Without a priority the rule is added even if the
-    /// same rule exists.
+    /// Adds a rule, for the family of its source, which must be set. Without a priority the rule is
+    /// added even if the same rule exists.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the same rule with the same priority exists.
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_rule_comes_first() {
+    fn the_newest_rule_becomes_the_second() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             for (host, table) in [("10.2.0.2", 100), ("10.2.0.3", 101)] {

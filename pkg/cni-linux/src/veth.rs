@@ -126,10 +126,10 @@ impl Netlink {
         Ok(None)
     }
 
-    /// Removes the host ends and ifbs of a network that have no alias because the ADD that created
-    /// them was killed. `listed` is a list of the namespace's links. If `listed` has such links,
-    /// waits up to a second for an ADD in progress to set their aliases, and removes only those
-    /// that still have none.
+    /// Removes the unmarked host ends and ifbs of a network: those that have no alias because the
+    /// ADD that created them was killed. `listed` is a list of the namespace's links. If `listed`
+    /// has unmarked links, waits up to a second for an ADD in progress to set their aliases, and
+    /// removes only those that still have none.
     ///
     /// # Errors
     /// The first link that could not be removed, after all others have been tried;
@@ -167,10 +167,9 @@ impl Netlink {
         result
     }
 
-    /// Looks up which of the two names is in use, and adds that to `cause`, the EEXIST of a failed
-    /// creation. If both are in use, adds the container's, because another host name would not
-    /// help; if the container's cannot be looked up, adds the host's. Returns any other cause
-    /// unchanged.
+    /// Adds to `cause`, the EEXIST of a failed creation, which of the two names is in use. Looks up
+    /// only the other end's name: if that name is in use, another host name would not help. If it
+    /// is free or cannot be looked up, adds the host end's name. Returns any other cause unchanged.
     fn add_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;

@@ -30,9 +30,9 @@ const LIST_ATTEMPTS: usize = 20;
 pub struct Vlan {
     /// The VLAN's ID, 1 to 4094.
     pub vid: u16,
-    /// Whether untagged frames that the port receives belong to it.
+    /// Whether untagged frames that the port receives belong to this VLAN.
     pub pvid: bool,
-    /// Whether the port sends its frames untagged.
+    /// Whether the port sends this VLAN's frames untagged.
     pub untagged: bool,
 }
 
@@ -169,7 +169,7 @@ mod tests {
     fn the_entries_of_one_port_are_read_out_of_a_message() {
         let mut body = vec![0; 16];
         body[4..8].copy_from_slice(&7_u32.to_ne_bytes());
-        // IFLA_AF_SPEC, nested; in it flags of the bridge's, then VLAN 10, the port's own, and 20.
+        // IFLA_AF_SPEC, nested, with IFLA_BRIDGE_FLAGS, then VLAN 10 (PVID, untagged) and VLAN 20.
         for half in [4 + 3 * 8_u16, 0x8000 | libc::IFLA_AF_SPEC, 6, 0, 1, 0, 8, 2, 6, 10, 8, 2, 0, 20] {
             body.extend(half.to_ne_bytes());
         }

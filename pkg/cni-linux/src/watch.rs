@@ -1,6 +1,6 @@
 //! Waits, with a deadline, until the network configuration is as the caller needs it.
 //!
-//! A [`Watch`] receives events about links, addresses and IPv6 routes, but does not read their
+//! A [`Watch`] receives the kernel's events about changes. [`Watch::wait`] does not read their
 //! content: after each event it calls a `check`, which looks at the state itself. So a lost event
 //! does no harm as long as another one follows.
 //!
@@ -24,7 +24,8 @@ use crate::netns::Netns;
 /// reported before its route exists, so the route must be watched.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
-/// A subscription to changes of links, addresses and IPv6 routes of one network namespace.
+/// A subscription to changes of links, addresses and IPv6 routes of one network namespace, or of
+/// links of many ([`open_everywhere`](Watch::open_everywhere)).
 #[derive(Debug)]
 pub struct Watch {
     events: Events,
@@ -44,6 +45,19 @@ impl AsRawFd for Watch {
 }
 
 impl Watch {
+    /// Subscribes to the changes in the calling thread's namespace, from now on.
+    pub fn open() -> Result<Watch> {
+        let events = Events::open(GROUPS).map_err(|error| {
+            Error::new("failed to subscribe to the kernel's messages about interfaces, addresses and routes", error)
+        })?;
+        Ok(Watch { events })
+    }
+
+    /// Subscribes to the changes in another namespace, from now on.
+    pub fn open_in(netns: &Netns) -> Result<Watch> {
+        netns.run(Watch::open)?
+    }
+
     /// Subscribes to changes of links in every namespace that has an ID in the calling thread's
     /// namespace, and to changes of these IDs.
     pub fn open_everywhere() -> Result<Watch> {
@@ -57,19 +71,6 @@ impl Watch {
     /// a namespace's ID, or events were lost.
     pub fn drain(&self) -> bool {
         self.events.drain()
-    }
-
-    /// Subscribes to the changes in the calling thread's namespace, from now on.
-    pub fn open() -> Result<Watch> {
-        let events = Events::open(GROUPS).map_err(|error| {
-            Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
-        })?;
-        Ok(Watch { events })
-    }
-
-    /// Subscribes to the changes in another namespace, from now on.
-    pub fn open_in(netns: &Netns) -> Result<Watch> {
-        netns.run(Watch::open)?
     }
 
     /// Calls `check` at once and after every change, until `check` returns `Some`, and returns the

@@ -26,7 +26,7 @@ mod text;
 
 pub use claim::{ClaimedPort, Protocol};
 
-/// How many times at most the table is read, if it changes during each.
+/// How many times at most the table is read, if it changes during each reading.
 const DUMP_ATTEMPTS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
@@ -65,9 +65,9 @@ const CTA_PROTO_DST_PORT: u16 = 3;
 /// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// Those that something other than the claim's container answers; used at ADD.
+    /// Those that something other than the containers of the claims answers; used at ADD.
     Others,
-    /// Those that the claim's container answers; used at DEL.
+    /// Those that the container of the claim answers; used at DEL.
     Own,
 }
 
@@ -229,8 +229,8 @@ fn must_delete(
         let is_in_scope = match scope {
             // Compared with all claims, because a container may claim the same port on several
             // addresses of the host: a connection that another of its claims answers must stay.
-            FlushScope::Others => !claims.iter().any(|other| is_answered_for(entry, other)),
-            FlushScope::Own => is_answered_for(entry, claim),
+            FlushScope::Others => !claims.iter().any(|other| is_answered_by_container(entry, other)),
+            FlushScope::Own => is_answered_by_container(entry, claim),
         };
         if is_in_scope && (claim.host_ip.is_some() || host_addresses.contains(entry.destination.ip())?) {
             return Ok(true);
@@ -246,8 +246,9 @@ fn is_about(entry: &Entry, claim: &ClaimedPort) -> bool {
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
-/// Whether the entry is about the claim, and the claim's container answers the connection.
-fn is_answered_for(entry: &Entry, claim: &ClaimedPort) -> bool {
+/// Whether the entry's first packet was sent to the claimed port, and the claim's container
+/// answers the connection.
+fn is_answered_by_container(entry: &Entry, claim: &ClaimedPort) -> bool {
     is_about(entry, claim) && entry.answered_by == claim.container.ip()
 }
 

@@ -6,7 +6,8 @@
 //! each entry). But the text is read page by page, and some kernels (6.1) find the beginning of a
 //! page by counting entries from the beginning of the table. This has two consequences:
 //!
-//! - The text is used only if there are few entries for the number of buckets.
+//! - Each page takes another walk through the table. So the text is used only if there are few
+//!   entries for the number of buckets.
 //! - If a connection ends while the text is read, the next page begins one entry too late. So a
 //!   text of several pages is used only if a second reading has the same connections.
 //!
@@ -24,8 +25,8 @@ use super::{
 
 /// The text is used if the table has at least this number of hash buckets for each entry.
 const BUCKETS_PER_ENTRY: u64 = 512;
-/// The size of a read, and so of the largest page: the kernel returns one page of memory at most,
-/// some 20 entries where pages have 4 KiB.
+/// The size of the buffer for one page of the text, which is at most a page of memory: 4 KiB, some
+/// 20 entries, on most machines.
 const LARGEST_PAGE: usize = 64 * 1024;
 /// How many times at most the text is read.
 const READINGS: usize = 3;
@@ -45,7 +46,7 @@ pub(super) fn read_entries(selection: &Selection) -> Option<Vec<Entry>> {
     let mut previous_text: Option<String> = None;
     for _ in 0..READINGS {
         let (text, pages) = read_text().ok()?;
-        if pages <= 1 || previous_text.is_some_and(|previous| connections(&previous).eq(connections(&text))) {
+        if pages <= 1 || previous_text.is_some_and(|previous| connection_words(&previous).eq(connection_words(&text))) {
             return parse(&text, selection);
         }
         previous_text = Some(text);
@@ -67,9 +68,9 @@ fn read_text() -> io::Result<(String, usize)> {
     }
 }
 
-/// Returns what identifies the connections of a text, in its order: each line has the addresses and
-/// ports (or the numbers of ICMP), the rest of it, such as the remaining time, changes.
-fn connections(text: &str) -> impl Iterator<Item = &str> {
+/// Returns the words of a text that identify its connections, in the text's order: addresses, and
+/// ports or the numbers of ICMP. The other words, such as the remaining time, change meanwhile.
+fn connection_words(text: &str) -> impl Iterator<Item = &str> {
     const KEYS: [&str; 7] = ["src=", "dst=", "sport=", "dport=", "type=", "code=", "id="];
     text.split_ascii_whitespace().filter(|word| KEYS.iter().any(|key| word.starts_with(key)))
 }

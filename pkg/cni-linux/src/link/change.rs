@@ -107,7 +107,7 @@ impl Netlink {
     /// Sets the length of the transmit queue, in packets.
     pub fn set_txqlen(&self, index: u32, packets: u32) -> Result<()> {
         let request = LinkRequest::new(index).txqlen(packets);
-        self.set_link(request, |link| format!("failed to set the transmit queue of {link} to {packets}"))
+        self.set_link(request, |link| format!("failed to set the transmit queue length of {link} to {packets}"))
     }
 
     /// Makes an interface a port of a bridge or VRF. With a VRF, the kernel sets the interface down

@@ -57,8 +57,8 @@ impl Netlink {
     /// behind, unless the kernel's answer was lost.
     pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, attachment: &AttachmentId) -> Result<Link> {
         let request = LinkRequest::without_index().up().name(name).mac(mac).mtu(mtu).txqlen(0);
-        // The kernel ignores an alias at creation. Until the alias is set, the group marks the
-        // network.
+        // The kernel ignores an alias at creation. Until the alias is set, `purge_unmarked` finds
+        // the ifb by its network's group.
         let request = request.group(AttachmentId::group(&attachment.network)).kind("ifb", &[]);
         let link = self
             .create_link(&request, name)
@@ -92,7 +92,8 @@ impl Netlink {
     /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
     /// [`Error::is_not_found`] if the interface does not exist.
     pub fn wait_carrier(&self, watch: &Watch, index: u32, deadline: Instant, machine: &dyn Machine) -> Result<()> {
-        watch.wait("the interface's carrier", deadline, machine, || match self.find_link_by_index(index)? {
+        let what = format!("the carrier of interface {index}");
+        watch.wait(&what, deadline, machine, || match self.find_link_by_index(index)? {
             Some(link) => Ok(has_carrier(&link).then_some(())),
             None => Err(Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound)),
         })

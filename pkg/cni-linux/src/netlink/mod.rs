@@ -22,7 +22,7 @@ pub mod wire;
 use socket::{Protocol, Socket};
 pub(crate) use wire::{attributes, text};
 
-/// How many times at most a dump is requested, if the table changes during each.
+/// How many times at most a dump is requested, if the table changes during each answer.
 const DUMP_ATTEMPTS: usize = 20;
 
 /// A connection to the network configuration of one network namespace. Clones share one socket.

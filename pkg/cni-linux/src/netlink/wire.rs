@@ -170,12 +170,12 @@ pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
 mod tests {
     use super::*;
 
-    /// An attribute that says it is that long.
+    /// Returns an attribute with `len` in its length field, whatever the length of `value`.
     fn attribute(len: u16, kind: u16, value: &[u8]) -> Vec<u8> {
         [&len.to_ne_bytes(), &kind.to_ne_bytes(), value].concat()
     }
 
-    /// The answer to a request of which the header alone comes back.
+    /// Returns the outcome of an acknowledgement that has, of the request, only the header.
     fn refused(code: i32, attributes: &[u8]) -> Option<(i32, Option<String>)> {
         let payload = [&code.to_ne_bytes(), &[0; HEADER][..], attributes].concat();
         outcome(&Message { kind: NLMSG_ERROR, flags: 0x300, sequence: 0, payload: &payload })

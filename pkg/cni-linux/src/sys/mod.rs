@@ -1,8 +1,9 @@
 //! Wraps the system calls that neither std nor nix offers as safe functions; [`Arena`] is the
 //! plugins' allocator. No other module of the workspace has unsafe code.
 //!
-//! Each function makes one system call and has no preconditions, so it is safe for every caller.
-//! Code between fork and exec must not allocate: see [`die_with_parent`].
+//! Each function wraps one system call; only [`die_with_parent`] prepares two, which run between
+//! fork and exec, where code must not allocate. No function has preconditions, so each is safe for
+//! every caller.
 #![allow(unsafe_code, reason = "the one module of the workspace that has unsafe code")]
 
 mod arena;
