@@ -39,6 +39,7 @@ impl IptablesPortMap<'_> {
                     None => true,
                 }
             })?;
+            // Very old releases of Go's plugin made this second chain.
             if let Some(snat_content) = nat.chain(&snat_chain)?.cloned() {
                 for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&snat_chain)) {
                     edit.delete(SNAT, rule);

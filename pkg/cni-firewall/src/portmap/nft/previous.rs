@@ -37,7 +37,7 @@ fn uses_anonymous_set(rule: &Listed) -> bool {
 
 impl NftPortMap {
     /// Puts back the rules that the attachment had before an [`ensure`](NftPortMap::ensure), and
-    /// removes those that it added, in one transaction.
+    /// removes those that `ensure` added, in one transaction.
     ///
     /// # Errors
     /// - The rules cannot be read or written.
@@ -63,6 +63,7 @@ impl NftPortMap {
                     for listed in own {
                         batch.delete_rule(table, chain, listed.handle);
                     }
+                    // A chain that another program has removed is not created again.
                     if recorded.is_empty() || self.nft.find_chain(table, chain)?.is_none() {
                         continue;
                     }
