@@ -201,8 +201,8 @@ pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, ke
     }
 }
 
-/// Whether packets for one of the claims can pass this jump of [`DNAT`]. False for a rule without a
-/// target.
+/// Whether this rule of [`DNAT`] can lead packets for one of the claims to a chain. False for a
+/// rule without a target.
 pub(super) fn serves_any(jump: &Rule, claims: &[ClaimedPort]) -> bool {
     let Some(jump) = Jump::read(jump) else { return false };
     claims.iter().any(|claim| jump.serves(claim))

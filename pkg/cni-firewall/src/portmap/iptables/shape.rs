@@ -171,7 +171,7 @@ impl Jump {
         Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, is_plain })
     }
 
-    /// Whether packets for this claim can pass the jump.
+    /// Whether the jump can lead packets for this claim to its chain.
     pub(super) fn serves(&self, claim: &ClaimedPort) -> bool {
         let has_protocol = match self.protocol {
             Some(protocol) => protocol == claim.protocol,

@@ -64,7 +64,9 @@ impl NftPortMap {
             }
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
             let is_mapping_of = |claim: &ClaimedPort, found: &ClaimedPort, exprs: &Vec<Expr>| match &conditions {
-                Some(conditions) if !own.untagged => *exprs == [conditions.clone(), shape::mapping_rule(claim)].concat(),
+                Some(conditions) if !own.untagged => {
+                    *exprs == [conditions.clone(), shape::mapping_rule(claim)].concat()
+                }
                 // Rules made by Go have no conditions: Go puts them into the base chains.
                 Some(_) => found == claim,
                 // The program `nft` wrote the rule. Its conditions may end with an address, which

@@ -217,7 +217,7 @@ impl NftPortMap {
             let mut garbage_handles: Vec<u64> = Vec::new();
             let mut owned_handles: Vec<u64> = Vec::new();
             for Listed { handle, rule, .. } in rules {
-                // An ownership rule names rules without a tag, which share its fate.
+                // Rules that an ownership rule names are removed or kept with it.
                 let handles = identity::handles(rule);
                 let is_valid = valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This);
                 if identity::names_network(rule, network) && !is_valid {

@@ -81,10 +81,10 @@ impl NftPortMap {
         })?;
         if lost_count > 0 {
             let cause = Cause::text(format!(
-                "{lost_count} rules use an anonymous set, which the kernel removed with them. Repeat the ADD to write \
+                "{lost_count} of them used an anonymous set, which the kernel has removed. Repeat the ADD to write \
                  them again"
             ));
-            return Err(Error::new("failed to put back the host ports as they were", cause));
+            return Err(Error::new("failed to put back all previous host port rules of the attachment", cause));
         }
         Ok(())
     }
