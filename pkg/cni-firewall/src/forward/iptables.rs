@@ -8,7 +8,7 @@
 //! -A CNI-FORWARD --comment "CNI firewall plugin admin overrides" -j CNI-ADMIN
 //! -A CNI-FORWARD -d ADDRESS -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
 //! -A CNI-FORWARD -s ADDRESS -j ACCEPT
-//! -A CNI-ISOLATION-STAGE-1 -i BRIDGE -o BRIDGE --comment "... (ingressPolicy: isolated)" -j DROP     # isolated alone
+//! -A CNI-ISOLATION-STAGE-1 -i BRIDGE -o BRIDGE --comment "... (ingressPolicy: isolated)" -j DROP  # only for isolated
 //! -A CNI-ISOLATION-STAGE-1 -i BRIDGE ! -o BRIDGE --comment "... (ingressPolicy: POLICY)" -j CNI-ISOLATION-STAGE-2
 //! -A CNI-ISOLATION-STAGE-2 -o BRIDGE --comment "... (ingressPolicy: same-bridge|isolated)" -j DROP
 //! -A CNI-FW-OWNERS -s ADDRESS [-i BRIDGE [!] -o BRIDGE] --comment cni:NETWORK/CONTAINER/IFNAME
@@ -415,7 +415,7 @@ fn end_isolation(
 /// The addresses of one family that had rules before an ADD.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PreviousAddresses {
-    /// The addresses that records give to the attachment.
+    /// The addresses for which the attachment had a record.
     own: Vec<OwnedAddress>,
     /// Addresses of the ADD that [`CNI_FORWARD`] accepted although the attachment had no record of
     /// them: the rules were those of another attachment or of the Go plugin.
@@ -423,8 +423,8 @@ pub(super) struct PreviousAddresses {
 }
 
 impl PreviousAddresses {
-    /// Reads the addresses that the attachment `owner` has, and which of `addresses`, which an ADD
-    /// is about to give to it, are accepted already.
+    /// Reads the addresses that the attachment `owner` has. Also reads which other ones of
+    /// `addresses`, the addresses of the ADD, [`CNI_FORWARD`] accepts already.
     pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
         let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
         let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
@@ -452,6 +452,7 @@ impl PreviousAddresses {
         if !self.own.is_empty() {
             return ensure(filter, owner, &self.own, admin_chain);
         }
+        // The attachment had no address, so all records that it has now are those of `ensure`.
         let own_records = find_own_records(filter, owner)?;
         let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
         let mut staying = addresses.to_vec();

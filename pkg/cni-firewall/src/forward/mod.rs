@@ -4,7 +4,8 @@
 //! The firewall plugin uses [`Forward`], which writes the rules of one attachment
 //! ([`AttachmentId`]) to one of two [`Backend`]s: `iptables` in the form of the Go plugin,
 //! `nftables` as elements of sets. Both record which attachment has an address (`owner`), so that
-//! removing needs no address and no knowledge of how the rules were made.
+//! the attachment's name is enough to remove its rules. Exception: the rules that the Go plugin has
+//! written are found by their address.
 //!
 //! All calls act in the network namespace of the calling thread, which must be the host's. The
 //! shared chains and the jumps to them stay when the last container is removed, as with Go: the
@@ -52,7 +53,7 @@ pub struct ForwardRules {
 }
 
 impl ForwardRules {
-    /// Returns the addresses, each with its owner and its policy.
+    /// Returns the addresses, each with its owner and its ingress policy.
     fn owned_addresses(&self) -> Vec<OwnedAddress> {
         let owner = owner::name(&self.attachment);
         let mut owned = Vec::new();
@@ -107,7 +108,7 @@ impl<'m> Forward<'m> {
     /// iptables' programs are not installed.
     ///
     /// # Errors
-    /// If the installed program does not say which variant it is.
+    /// If the variant of the installed program cannot be found out.
     pub fn default_backend(&self) -> Result<Backend> {
         let variant = self.iptables(OnSigterm::Kill)?.chosen_variant(Family::V4)?;
         Ok(if variant.is_some() { Backend::Iptables } else { Backend::Nftables })
@@ -331,10 +332,10 @@ fn check_family_in_iptables(
     Ok((missing_in_first.unwrap_or_else(no_chain), false))
 }
 
-/// Returns the base chains of nf_tables that drop forwarded packets which none of their rules
-/// accepts, as `inet filter forward`, except `admin_chain`. Such a chain drops packets of
-/// containers although the backend `nftables` accepts them in its own table. Empty on a kernel
-/// without nf_tables.
+/// Returns the base chains of nf_tables that drop each forwarded packet which none of their rules
+/// accepts, except `admin_chain`. Each is returned as family, table and chain: `inet filter
+/// forward`. Such a chain drops packets of containers although the backend `nftables` accepts them
+/// in its own table. Empty on a kernel without nf_tables.
 ///
 /// # Errors
 /// If chains cannot be read.

@@ -111,16 +111,16 @@ fn forward_rules(entry_chain: &EntryChain) -> Vec<Vec<Expr>> {
     rules
 }
 
-/// Returns the expressions `exprs` of a match of `bridge`. Fails for `None`, which [`iifname`] and
-/// [`oifname`] return for a name that is too long for an interface.
+/// Returns `exprs`, the result of [`iifname`] or [`oifname`] for `bridge`. Fails if it is `None`:
+/// then the name is too long for an interface.
 fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
     exprs.ok_or_else(|| {
         Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))
     })
 }
 
-/// Returns the isolation rules of the policy's bridge, each with the chain that it belongs to; none
-/// for the policy `open`.
+/// Returns the rules that isolate the policy's bridge, each with its chain; none for the policy
+/// `open`.
 fn isolation_rules(ingress: &Ingress) -> Result<Vec<(&'static str, Vec<Expr>)>> {
     let Some(bridge) = ingress.bridge() else { return Ok(Vec::new()) };
     let from_bridge = require_match(iifname(bridge), bridge)?;
@@ -202,8 +202,8 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
 #[derive(Debug, Default)]
 pub(super) struct PreviousAddresses {
     pub(super) owned: Vec<OwnedAddress>,
-    /// The administrator's chain that led to the rules of these addresses; `None` if the rules were
-    /// in the plugins' own table.
+    /// The configured administrator's chain, if the rules were in its table. `None` if they were in
+    /// the plugins' own table, or in that of a chain that was configured earlier.
     pub(super) admin_chain: Option<EntryChain>,
 }
 
@@ -345,9 +345,10 @@ fn remove(nft: &mut Nft, is_removed: &dyn Fn(&OwnedAddress) -> bool) -> Result<(
     })
 }
 
-/// Adds to `batch` the removal, in the table of `owners`, of the records for which `is_removed` is
-/// true, of the set elements whose last record this is, and of isolation rules that no remaining
-/// address requires. The addresses `staying` count as remaining: the same batch adds them.
+/// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true. Also
+/// removed from the same table are the set element of each such address that no remaining record
+/// has, and the isolation rules that no remaining record requires. The addresses `staying` count as
+/// remaining records: the same batch adds them.
 fn remove_addresses(
     nft: &mut Nft,
     batch: &mut Batch,
@@ -445,8 +446,8 @@ pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
     Ok(chains.iter().flat_map(OwnersChain::addresses).any(|owned| owned.owner == owner))
 }
 
-/// Returns the base chains that drop forwarded packets by default, as `inet filter forward`, except
-/// the chain `admin_chain`.
+/// Returns the base chains that drop forwarded packets by default, except the chain `admin_chain`.
+/// Each is returned as family, table and chain: `inet filter forward`.
 pub(super) fn list_dropping_chains(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for family in FAMILIES {

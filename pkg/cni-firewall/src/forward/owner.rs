@@ -1,5 +1,4 @@
-//! Names the owners of addresses: the attachment that an address belongs to, and the bridge that is
-//! isolated for this attachment.
+//! Describes the owner of an address: the attachment that has the address, and its ingress policy.
 //!
 //! The rules that accept an address cannot name an attachment: those of iptables are Go's, byte for
 //! byte, and those of nftables are elements of a set. So both backends have a chain to which no
@@ -17,7 +16,7 @@ const NAME_MAX: usize = 128;
 /// The number of hex digits of a hash in a name.
 const HASH_DIGITS: usize = 32;
 
-/// Which other containers may open connections to a container.
+/// The ingress policy: which other containers may open connections to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Ingress {
     /// All that the host forwards.

@@ -104,12 +104,14 @@ impl Chains<'_> {
         }
     }
 
-    /// Returns the names, beginning with `prefix`, of the chains that rules of the chain `name`
-    /// jump to and that have a rule with this address; perhaps some more. With iptables-nft no rule
-    /// is decoded, and each name with the prefix costs one request.
+    /// Returns the chains to which rules of the chain `name` jump, whose own rules contain this
+    /// address, and whose names begin with `prefix`. Perhaps also returns some chains without the
+    /// address. With iptables-nft no rule is decoded, and each name with the prefix costs one
+    /// request.
     ///
     /// # Errors
-    /// Also if other processes keep changing rules: the reading is repeated a few times only.
+    /// If the chains cannot be read; also if other processes keep changing rules meanwhile, because
+    /// the reading is repeated a few times only.
     pub fn list_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         match self.nft {
             Some(_) => self.list_nft_chains_for_address(name, prefix, address),

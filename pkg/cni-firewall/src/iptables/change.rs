@@ -13,8 +13,7 @@ const ATTEMPTS: usize = 8;
 /// How additions to iptables-nft are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writer {
-    /// Over netlink if [`encode`](super::encode) knows the words of all added rules; else by the
-    /// program.
+    /// Over netlink if [`transaction::additions`] can express them; else by `iptables-restore`.
     Netlink,
     /// By `iptables-restore`.
     Program,

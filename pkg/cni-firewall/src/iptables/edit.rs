@@ -20,7 +20,7 @@ pub struct Edit {
     /// The rules that are added to the beginning or the end of a chain.
     pub(crate) rules: Vec<AddedRule>,
     /// The rules that are removed because `rules` adds the same rule at the beginning of the chain.
-    /// Each with the chain's name, as in the next two fields.
+    /// Each is with its chain's name, as in the next two fields.
     pub(crate) old_copies: Vec<(String, Rule)>,
     /// The rules that were removed earlier and are added again at the end of their chains.
     pub(crate) put_back: Vec<(String, Rule)>,

@@ -67,7 +67,7 @@ impl Encoder {
     /// Adds the expressions of `option`, whose values are the next `words`. `op` is `NE` for a
     /// negated option. `None` if plugins do not write this option and value.
     fn option<'w>(&mut self, option: &str, words: &mut impl Iterator<Item = &'w str>, op: CmpOp) -> Option<()> {
-        // iptables refuses a repeated option other than `-m`, and prints why.
+        // A repeated option other than `-m` is left to iptables, which refuses it and prints why.
         if option != "-m" && !self.options.insert(option.to_owned()) {
             return None;
         }
@@ -139,7 +139,7 @@ fn value_after<'w>(option: &str, words: &mut impl Iterator<Item = &'w str>) -> O
     if words.next()? == option { words.next() } else { None }
 }
 
-/// The structure of an xtables match or target while its fields are written.
+/// The structure (`info`) of an xtables match or target while its fields are written.
 struct Info {
     extension: Extension,
     bytes: Vec<u8>,

@@ -1,7 +1,7 @@
 //! Reads single fields of rules: structures of xtables matches and targets, and compared bytes.
 //!
-//! Every function returns `None` for bytes that are too short or that contain an option which CNI
-//! plugins do not write.
+//! A function that returns an `Option` returns `None` for bytes that are too short or that contain
+//! an option which CNI plugins do not write.
 
 use std::mem::offset_of;
 use std::net::IpAddr;

@@ -73,8 +73,8 @@ impl NetnsLock {
                 Ok(file) => (file, path.display().to_string(), None),
                 Err(cause) => {
                     let remark = format!(
-                        "iptables is locked by the file of the network namespace, whose lock any process in it can \
-                         hold, because {} cannot be used: {cause}",
+                        "iptables is locked by the file of the network namespace, because {} cannot be used: {cause}. \
+                         Any process in the namespace can hold that lock",
                         path.display()
                     );
                     (netns.try_clone().map_err(failed)?, format!("the network namespace ({remark})"), Some(remark))
@@ -151,7 +151,7 @@ fn require_private(metadata: &Metadata, subject: &str, forbidden: u32) -> io::Re
     }
     if metadata.mode() & forbidden != 0 {
         let mode = metadata.mode() & 0o7777;
-        let message = format!("{subject} has mode {mode:o}, which gives other users rights of {forbidden:03o}");
+        let message = format!("{subject} has mode {mode:o}, of which the bits {forbidden:03o} must not be set");
         return Err(io::Error::other(message));
     }
     Ok(())
@@ -172,7 +172,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(30);
     const LONG: Duration = Duration::from_secs(30);
 
-    /// As in a fresh namespace, with a folder for the file that is not there yet.
+    /// Runs the body in a new namespace, with the path of a lock folder that does not exist yet.
     #[track_caller]
     fn with_folder(body: impl FnOnce(&Path) + Send) {
         in_new_netns(|| body(&tempfile::tempdir().unwrap().path().join("cni")));
@@ -182,7 +182,7 @@ mod tests {
         NetnsLock::acquire(&machine(), OnSigterm::Kill, folder, limit)
     }
 
-    /// The path of the file in this namespace.
+    /// Returns the path of this namespace's lock file.
     fn path(folder: &Path) -> PathBuf {
         let (device, inode) = cni_linux::Netns::current().unwrap().id();
         folder.join(format!("iptables-{device}-{inode}.lock"))
@@ -240,7 +240,7 @@ mod tests {
         });
     }
 
-    /// No event reports that a process waits in the kernel's queue.
+    /// Waits until a process waits for the lock; polls, because no event reports that.
     #[track_caller]
     fn until_a_process_waits(folder: &Path) {
         let inode = format!(":{} ", path(folder).metadata().unwrap().ino());
@@ -251,9 +251,9 @@ mod tests {
         }
     }
 
-    /// In this state of the folder the namespace itself is locked, and the reason given.
+    /// Asserts that the lock is on the namespace's own file, with `why` in the remark.
     #[track_caller]
-    fn is_avoided(folder: &Path, why: &str) {
+    fn locks_the_namespace(folder: &Path, why: &str) {
         let held = acquire(folder, LONG).unwrap();
         let remark = held.remark().unwrap_or_else(|| panic!("no remark: {why}")).to_owned();
         assert!(remark.contains(&path(folder).display().to_string()) && remark.contains(why), "{remark}");
@@ -270,7 +270,7 @@ mod tests {
                 let _ = std::fs::remove_dir_all(folder);
                 std::fs::create_dir(folder).unwrap();
                 spoil();
-                is_avoided(folder, why);
+                locks_the_namespace(folder, why);
             };
             let target = tempfile::NamedTempFile::new().unwrap();
             spoilt(&|| symlink(target.path(), &file).unwrap(), "os error 40");
@@ -286,12 +286,12 @@ mod tests {
                     std::fs::write(&file, "").unwrap();
                     set(&file, others);
                 };
-                spoilt(&made, &format!("it has mode {others:o}, which gives other users rights of 077"));
+                spoilt(&made, &format!("it has mode {others:o}, of which the bits 077 must not be set"));
             }
             for others in [0o1777, 0o775] {
                 spoilt(
                     &|| set(folder, others),
-                    &format!("its folder has mode {others:o}, which gives other users rights of 022"),
+                    &format!("its folder has mode {others:o}, of which the bits 022 must not be set"),
                 );
             }
             set(folder, 0o700);
@@ -306,20 +306,20 @@ mod tests {
             if let Err(error) = chown(path(folder), Some(65534), None) {
                 return skip(&format!("cannot give files away: {error}"));
             }
-            is_avoided(folder, "it must belong to root, but belongs to user 65534");
+            locks_the_namespace(folder, "it must belong to root, but belongs to user 65534");
             chown(path(folder), Some(0), None).unwrap();
             chown(folder, Some(65534), None).unwrap();
-            is_avoided(folder, "its folder must belong to root, but belongs to user 65534");
+            locks_the_namespace(folder, "its folder must belong to root, but belongs to user 65534");
         });
     }
 
     #[test]
     fn without_a_lock_folder_the_namespace_is_locked_with_a_note() {
-        in_new_netns(|| is_avoided(Path::new("/proc/cni"), "os error 2"));
+        in_new_netns(|| locks_the_namespace(Path::new("/proc/cni"), "os error 2"));
         let base = TempDir::new().unwrap();
         let link = base.path().join("link");
         symlink(base.path(), &link).unwrap();
-        in_new_netns(|| is_avoided(&link, "os error 20"));
+        in_new_netns(|| locks_the_namespace(&link, "os error 20"));
     }
 
     #[test]

@@ -1,18 +1,19 @@
 //! Reads and changes a table of iptables, without starting a process where that is possible.
 //!
 //! There are two variants of iptables. The tables of **iptables-nft** are tables of nf_tables, `ip
-//! nat` and `ip6 nat` for example: they are read and changed over netlink, in one transaction. Only
-//! rules in words that plugins do not write themselves go through `iptables-restore`
-//! (docs/decisions/rules.md). The tables of **iptables-legacy** are visible to its own programs
-//! alone. These programs run only where `/proc/net/ip{,6}_tables_names` lists the table, because
-//! the kernel creates a table when it is read. The processes of one [`change`](Iptables::change),
-//! for each family and attempt:
+//! nat` and `ip6 nat` for example: they are read and changed over netlink, in one transaction.
+//! Exception: `iptables-restore` adds rules that this crate cannot write over netlink, mostly
+//! because of words that plugins do not write themselves (docs/decisions/rules.md).
+//!
+//! The tables of **iptables-legacy** are visible to its own programs alone. The save program runs
+//! only where `/proc/net/ip{,6}_tables_names` lists the table, because the kernel creates a table
+//! when it is read. The processes of one [`change`](Iptables::change), for each family and attempt:
 //!
 //! | | iptables-nft | iptables-legacy |
 //! | --- | --- | --- |
 //! | nothing to do, no table | none | none |
 //! | nothing to do | none | 1 save |
-//! | rules added | none; 1 restore for other words | 1 restore, and 1 save if the table exists |
+//! | rules added | none, or 1 restore | 1 restore, and 1 save if the table exists |
 //! | rules removed | none | 1 save, 1 restore |
 //!
 //! Reading and then writing is not a transaction. [`Iptables::change`] therefore holds the
@@ -188,8 +189,8 @@ impl<'m> Iptables<'m> {
     }
 
     /// Returns the variant in which new rules are made: the chosen one or, if none is installed,
-    /// iptables-nft over netlink. `None` if none is installed and this kernel or program cannot
-    /// write rules over netlink.
+    /// iptables-nft over netlink. `None` if none is installed and rules cannot be written over
+    /// netlink, because of the kernel or in a 32-bit plugin.
     pub fn variant_for_new_rules(&mut self, family: Family) -> Result<Option<Variant>> {
         if let Some(chosen) = self.chosen_variant(family)? {
             return Ok(Some(chosen));

@@ -1,4 +1,4 @@
-//! The core against both variants of iptables, in throw-away namespaces.
+//! Tests reading and changing both variants of iptables, each in a new namespace.
 
 use std::process::Command;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, skip};
 
-/// What is written over netlink, read by every release of iptables at hand.
+/// Tests that every installed release of iptables reads what is written over netlink.
 mod releases;
 
 const VARIANTS: [Variant; 2] = [Variant::Nft, Variant::Legacy];
@@ -24,7 +24,7 @@ pub(crate) fn with_each(body: impl Fn(Variant, Family) + Sync) {
     }
 }
 
-/// The host's programs; a lock of the test's own, so that nothing is left in /run.
+/// The host's programs, with a folder for the lock that is removed after the test.
 struct Rig {
     machine: cni_linux::LinuxMachine,
     locks: tempfile::TempDir,
@@ -48,7 +48,7 @@ fn program(variant: Variant, family: Family, job: &str) -> String {
     format!("ip{}tables-{variant}-{job}", if family == Family::V4 { "" } else { "6" })
 }
 
-/// What the variant's own program shows.
+/// Returns the rules, and the chains named `CNI...`, that the variant's own program prints.
 fn saved(variant: Variant, family: Family) -> Vec<String> {
     let text = shell(&format!("{} -t nat 2>/dev/null", program(variant, family, "save")));
     text.lines().filter(|line| line.starts_with("-A") || line.starts_with(":CNI")).map(str::to_owned).collect()
@@ -58,7 +58,7 @@ fn restore(variant: Variant, family: Family, lines: &str) {
     shell(&format!("{} --noflush <<'EOF'\n*nat\n{lines}\nCOMMIT\nEOF", program(variant, family, "restore")));
 }
 
-/// Every form of rule that plugins write, in the words of `-S`.
+/// Returns every form of rule that plugins write, in the words of `-S`.
 fn forms(family: Family) -> Vec<&'static str> {
     let mut forms = vec![
         r#"-m comment --comment "name: \"my\\net\" id: \"ctr1\"" -j ACCEPT"#,
@@ -116,7 +116,7 @@ fn both_variants_are_read_as_their_own_program_prints_them() {
 }
 
 #[test]
-fn what_is_not_understood_still_has_its_comment_and_target() {
+fn an_unknown_rule_still_has_its_comment_and_target() {
     with_each(|variant, family| {
         restore(
             variant,
@@ -216,7 +216,7 @@ fn another_table_is_changed_as_nat_is() {
 }
 
 #[test]
-fn looking_makes_no_table() {
+fn reading_makes_no_table() {
     in_new_netns(|| {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
@@ -266,22 +266,22 @@ fn a_chain_created_concurrently_is_seen_on_the_retry() {
     with_each(|variant, family| {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
-        let mut looks = 0;
+        let mut plan_calls = 0;
         let plan = |nat: &mut Chains<'_>| {
-            looks += 1;
+            plan_calls += 1;
             let mut edit = Edit::new();
             if !nat.has_chain("CNI-SHARED")? {
                 edit.create_chain("CNI-SHARED");
                 edit.append("CNI-SHARED", ["-j", "RETURN"]);
             }
             // A program that does not take the lock, between reading and change.
-            if looks == 1 {
+            if plan_calls == 1 {
                 restore(variant, family, ":CNI-SHARED - [0:0]\n-A CNI-SHARED -m comment --comment theirs -j RETURN");
             }
             Ok(edit)
         };
         iptables.change(family, variant, plan).unwrap();
-        assert_eq!(looks, 2);
+        assert_eq!(plan_calls, 2);
         assert_eq!(
             saved(variant, family),
             [":CNI-SHARED - [0:0]", "-A CNI-SHARED -m comment --comment theirs -j RETURN"],
@@ -296,20 +296,20 @@ fn a_rule_removed_concurrently_is_not_a_failure() {
         restore(variant, family, ":CNI-A - [0:0]\n-A POSTROUTING -j CNI-A");
         let rig = Rig::new();
         let mut iptables = rig.iptables();
-        let mut looks = 0;
+        let mut plan_calls = 0;
         let plan = |nat: &mut Chains<'_>| {
-            looks += 1;
+            plan_calls += 1;
             let mut edit = Edit::new();
             for rule in nat.rules("POSTROUTING")? {
                 edit.delete("POSTROUTING", rule);
             }
-            if looks == 1 {
+            if plan_calls == 1 {
                 restore(variant, family, "-D POSTROUTING -j CNI-A");
             }
             Ok(edit)
         };
         iptables.change(family, variant, plan).unwrap();
-        assert_eq!((looks, saved(variant, family)), (2, vec![":CNI-A - [0:0]".to_owned()]));
+        assert_eq!((plan_calls, saved(variant, family)), (2, vec![":CNI-A - [0:0]".to_owned()]));
     });
 }
 
@@ -318,17 +318,17 @@ fn permanent_errors_quote_the_program_and_are_not_retried() {
     with_each(|variant, family| {
         let rig = Rig::new();
         let mut iptables = rig.iptables();
-        let mut looks = 0;
+        let mut plan_calls = 0;
         let plan = |_: &mut Chains<'_>| {
-            looks += 1;
+            plan_calls += 1;
             let mut edit = Edit::new();
             edit.append("CNI-NONE", ["-j", "RETURN"]);
             Ok(edit)
         };
         let error = iptables.change(family, variant, plan).unwrap_err().to_string();
-        // Over netlink first.
+        // With iptables-nft, the first attempt is over netlink.
         let wanted = if variant == Variant::Nft { 3 } else { 2 };
-        assert_eq!(looks, wanted, "one look more, but no second process");
+        assert_eq!(plan_calls, wanted, "planned again, but the program ran only once");
         assert!(error.contains("-restore --noflush -w 10: exit status"), "{error}");
     });
 }
@@ -350,22 +350,22 @@ fn a_lock_every_user_can_hold_is_used_with_one_note() {
 }
 
 #[test]
-fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
+fn concurrent_first_changes_are_each_made_once() {
     with_each(|variant, family| {
         let (netns, rig) = (cni_linux::Netns::current().unwrap(), Rig::new());
         let folders = rig.folders();
-        let looks = std::sync::atomic::AtomicUsize::new(0);
+        let plan_calls = std::sync::atomic::AtomicUsize::new(0);
         let crowd = cni_testkit::crowd(50);
         std::thread::scope(|scope| {
             for number in 0..crowd {
-                let (netns, looks, folders) = (&netns, &looks, folders.clone());
+                let (netns, plan_calls, folders) = (&netns, &plan_calls, folders.clone());
                 scope.spawn(move || {
                     // Threads inherit the namespace.
                     assert!(cni_linux::Netns::current().unwrap().is_same(netns));
                     let machine = machine();
                     let chain = format!("CNI-{number}");
                     let plan = |nat: &mut Chains<'_>| {
-                        looks.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                        plan_calls.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
                         let mut edit = Edit::new();
                         if !nat.has_chain("CNI-SHARED")? {
                             edit.create_chain("CNI-SHARED");
@@ -381,7 +381,7 @@ fn of_fifty_first_changes_at_once_none_is_lost_and_none_doubled() {
                 });
             }
         });
-        assert_eq!(looks.into_inner(), crowd, "no other writer came in between");
+        assert_eq!(plan_calls.into_inner(), crowd, "no other writer came in between");
         let saved = saved(variant, family);
         assert_eq!(saved.iter().filter(|line| line.starts_with(":CNI")).count(), crowd + 1);
         assert_eq!(saved.iter().filter(|line| line.starts_with("-A POSTROUTING")).count(), 1);

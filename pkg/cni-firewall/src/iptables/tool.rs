@@ -1,8 +1,9 @@
 //! Finds and runs the programs of iptables.
 //!
-//! The variant of a program is taken from the name of the file that its path links to, which needs
-//! no process. Programs run through [`Machine::run`], without a shell, with a deadline; an error
-//! has the program's arguments, its status and its stderr.
+//! The variant of a program is taken from the name of the file that its path links to. If that name
+//! shows no variant, the program is run with `--version`. Programs run through [`Machine::run`],
+//! without a shell, with a deadline; an error has the program's arguments, its status and its
+//! stderr.
 //!
 //! Callers run a program of iptables-legacy only where the legacy table exists or is to be created:
 //! reading the table makes the kernel create it.
@@ -262,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_script_is_asked() {
+    fn the_version_of_a_script_shows_its_variant() {
         let folder = folder_with(&[("iptables-restore", "iptables-restore")]);
         let tool = chosen_in(&folder, Family::V4).unwrap();
         assert_eq!(tool.variant, Variant::Nft);

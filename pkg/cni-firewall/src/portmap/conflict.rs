@@ -1,14 +1,20 @@
-//! Decides whether the container of a rule is alive: a rule for a wanted host port, or one that
-//! leads to this container's address.
+//! Decides whether another container still exists that has a rule for a host port which an ADD
+//! wants, or a rule that leads to the container of the ADD. Only rules of a container that no
+//! longer exists are removed.
 //!
-//! A container is *alive* if a link on the host has the alias that the rule names. It is *dead* if
-//! a link had this alias when the rule was made and none has it now. It is also dead if the rule
-//! leads to the address that this attachment was just given, and either names the same network or
-//! every route of the host to that address leads to this attachment. In every other case it is
-//! *unknown*: it may be a container of another plugin or of a Go plugin, or conditions may let both
-//! containers have the port.
+//! The rule may name the network and the alias of the attachment, and record that a link on the
+//! host had this alias when the rule was made. The first of these cases that applies decides:
+//! - The rule leads to the address of this ADD and names the network of this ADD: the container is
+//!   *dead*, because a network gives an address to one container at a time.
+//! - The rule leads to another address, and its conditions differ from those of the ADD: *unknown*.
+//!   Both containers may have the port.
+//! - A link had the alias, which the rule names in full: *dead* if no link has it now. Else
+//!   *alive*, but *unknown* if the conditions differ.
+//! - The rule leads to the address of this ADD, and the host's routes to that address all lead to
+//!   this attachment: *dead*.
+//! - All other cases: *unknown*. The container may be one of another plugin or of a Go plugin.
 //!
-//! The routes are checked because two networks can have overlapping subnets. Then two containers
+//! The routes are compared because two networks can have overlapping subnets. Then two containers
 //! have the same address, and a rule that names no network may lead to the other one, through
 //! another route or another routing table (VRF).
 
@@ -33,8 +39,8 @@ pub enum Policy {
     Ignore,
 }
 
-/// Another container whose rule maps a wanted port, or leads to this container's address, as the
-/// rule describes it.
+/// Another container, as its rule describes it. The rule maps a wanted port, or leads to the
+/// address of the ADD's own container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// The container ID, or a name in parentheses if the rule does not have the ID.
@@ -68,7 +74,7 @@ pub struct Conflicts {
     /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub held: Option<Holder>,
     /// Whether rules of dead containers were found. With [`ConflictAction::Displace`] they have
-    /// been removed.
+    /// been removed, unless `held` is set.
     pub found_dead: bool,
     /// Remarks for the operator, one sentence each.
     pub remarks: Vec<String>,
@@ -79,7 +85,8 @@ pub struct Conflicts {
 pub enum ConflictAction {
     /// They stay.
     Keep,
-    /// They are removed, unless a living container has a wanted port.
+    /// They are removed, unless a living container has a wanted port. With iptables, the tables
+    /// that were searched before that container was found are changed already.
     Displace,
 }
 
@@ -102,8 +109,8 @@ pub(super) struct LivenessProbe {
 }
 
 impl LivenessProbe {
-    /// Returns whether the holder is alive, as far as that can be proved. Fails if the links cannot
-    /// be read.
+    /// Returns whether the holder is alive, by the cases of the module's documentation. Fails if
+    /// the links cannot be read.
     pub(super) fn liveness_of(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
         let address = holder.claim.container.ip();
         let leads_here = wanted.is_container(address);
@@ -129,7 +136,7 @@ impl LivenessProbe {
         }
         let is_routed_only_here = match self.routed_only_here.get(&address) {
             Some(known) => *known,
-            // If the routes cannot be read, nothing is proved. The ADD does not fail for that.
+            // Routes that cannot be read prove nothing, and do not make the ADD fail.
             None => self.is_routed_only_to(address, &wanted.links).unwrap_or(false),
         };
         self.routed_only_here.insert(address, is_routed_only_here);

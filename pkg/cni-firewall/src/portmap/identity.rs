@@ -2,8 +2,11 @@
 //!
 //! Go's plugin finds a container's rules by their comment, which is only the container ID. The
 //! network and the interface are in a tag, a field beside the comment that `nft` does not print:
-//! the alias of the attachment, or two hashes if the alias does not fit beside a long ID. A rule
-//! without a tag was made by a Go plugin, or written by `nft -f` from a listing, which loses tags.
+//! the alias of the attachment, or two hashes if the alias does not fit beside a long ID.
+//!
+//! A rule without a tag was made by a Go plugin, or by the program `nft`, which cannot write tags.
+//! If `nft` wrote it for these plugins, an *ownership rule*, which has tags but no effect, names
+//! its attachment. Else `nft` loaded it from a listing, which has no tags.
 
 use std::net::IpAddr;
 
@@ -24,7 +27,7 @@ const TAG_HAD_LINK: u8 = 0x82;
 /// The tag of an ownership rule, which has no expressions: the handles, 8 bytes each, of rules of
 /// the attachment that the program `nft` wrote without tags.
 const TAG_HANDLES: u8 = 0x83;
-/// Another tag of an ownership rule: a hash of the text from which `nft` wrote those rules.
+/// The second tag of an ownership rule: a hash of the text from which `nft` wrote those rules.
 const TAG_TEXT: u8 = 0x84;
 
 /// The bytes of the network's hash in [`TAG_HASHES`].

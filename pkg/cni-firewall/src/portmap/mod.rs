@@ -41,10 +41,10 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Whether some packet could be sent to both mappings of a container with addresses of both
-    /// families.
+    /// Whether one packet could match both this mapping and `other`, if the container has an
+    /// address in both families.
     pub fn overlaps(&self, other: &Mapping) -> bool {
-        // Which address the container has does not matter, only its family.
+        // Only the family of the container's address matters here, so any address will do.
         for container in [IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)] {
             if let (Some(own_claim), Some(other_claim)) = (self.claim(container), other.claim(container))
                 && own_claim.overlaps(&other_claim)
@@ -176,8 +176,8 @@ pub struct Removal {
     /// The claims of all rules that were found, also if a removal failed. The caller must use them
     /// now: a repeated removal does not find removed rules again.
     pub claims: Vec<ClaimedPort>,
-    /// A sentence for each rule that was not removed, or table that was not searched, without that
-    /// being an error.
+    /// A sentence for each rule that was not removed, and for each table that was not searched,
+    /// where that is not an error.
     pub remarks: Vec<String>,
     /// Fails with the errors of all removals that failed.
     pub outcome: Result<()>,
@@ -193,7 +193,7 @@ pub enum EnsureOutcome<Previous> {
         /// Remarks for the operator, one sentence each.
         remarks: Vec<String>,
     },
-    /// Nothing was changed, because this living container has one of the ports.
+    /// The attachment's rules are as before, because this living container has one of the ports.
     Held(Holder),
 }
 

@@ -73,7 +73,7 @@ impl IptablesPortMap<'_> {
     /// Finds the conflicts in the table of one family and variant, and with
     /// [`ConflictAction::Displace`] removes the rules of dead containers. Returns the plan of the
     /// removal, which names the living holder of a wanted port, if there is one. An inner `Err` is
-    /// the reason why the table was not searched, if that is not an error.
+    /// the reason why the table was not searched, where the ADD can go on without that.
     fn search_table(
         &mut self,
         wanted: &Forwarding,

@@ -1,9 +1,9 @@
 //! Maps host ports with iptables of either variant, with at most two processes for each family and
-//! attempt.
+//! attempt. A change is attempted again if another program has disturbed it.
 //!
-//! The rules are those of `shape`; [`crate::iptables`] reads, writes, locks and repeats. Rules of
-//! an attachment are replaced only where they differ, so an ADD that finds everything in place
-//! writes nothing.
+//! The rules are those of `shape`; [`crate::iptables`] locks, reads and writes, and repeats
+//! attempts. Rules of an attachment are replaced only where they differ, so an ADD that finds
+//! everything in place writes nothing. Exception: jumps with conditions are always replaced.
 //!
 //! The container's chain is emptied only if all rules in it are the attachment's: another interface
 //! of the container may have rules there, written by these plugins or by Go's. The shared chains
@@ -53,7 +53,7 @@ struct Plan {
 
 impl<'m> IptablesPortMap<'m> {
     /// Opens a connection in the calling thread's network namespace. `notes` and `on_sigterm` are
-    /// [`Iptables::open`]'s.
+    /// those of [`Iptables::open`].
     pub fn open(machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<IptablesPortMap<'m>> {
         Ok(IptablesPortMap { iptables: Iptables::open(Table::Nat, machine, notes, on_sigterm)? })
     }
@@ -259,7 +259,8 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
 }
 
 /// Plans the rules in the container's own chain and the jumps to it, where they differ from the
-/// existing ones. `candidate_jumps` are the rules of [`DNAT`] that may be such jumps.
+/// existing ones; jumps with conditions always. `candidate_jumps` are the rules of [`DNAT`] that
+/// may be such jumps.
 fn plan_own_rules(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -273,6 +274,7 @@ fn plan_own_rules(
     let mut new_rules = vec![shape::marker_rule(&wanted.attachment, host_link)];
     new_rules.extend(claims.iter().flat_map(|claim| shape::mapping_rules(wanted, container, claim)));
     let mut sections = shape::sections(nat.rules(&chain)?);
+    // An empty chain has one empty section.
     sections.retain(|section| section.rules().next().is_some());
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
     let claims_of_others: Vec<ClaimedPort> = others.iter().flat_map(|section| section.claims()).collect();

@@ -138,7 +138,8 @@ struct OtherChain<'t> {
     attachment: &'t AttachmentId,
     /// This container's address.
     address: IpAddr,
-    /// The network and the container ID in the comment of a jump to the chain.
+    /// The network and the container ID in the comment of a jump to the chain; `None` if no jump
+    /// names them.
     jump_owner: Option<(&'t str, &'t str)>,
     /// Whether this attachment or a jump to the chain has conditions. Then both containers can have
     /// the same port, for different packets.
@@ -147,7 +148,7 @@ struct OtherChain<'t> {
 
 impl<'t> OtherChain<'t> {
     /// Describes `chain`, to which `jumps` of [`DNAT`] lead, for an ADD of `wanted`. `address` is
-    /// this container's.
+    /// the address of the ADD's container.
     fn new(chain: &'t str, wanted: &'t Forwarding, address: IpAddr, jumps: &'t [Rule]) -> OtherChain<'t> {
         let has_conditions = !wanted.conditions(Family::of(address)).is_empty()
             || jumps.iter().filter_map(Jump::read).any(|jump| !jump.is_plain);

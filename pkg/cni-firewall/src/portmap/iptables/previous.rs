@@ -64,7 +64,7 @@ impl PreviousRules {
 
 /// Whether a section of the container's chain is this attachment's: its marker names the
 /// attachment, or it has no marker and all its mappings lead to the container's addresses, like the
-/// mappings of an earlier ADD by Go's plugin. True for a section without marker and mappings.
+/// mappings of an earlier ADD by Go's plugin. True for the empty section of an empty chain.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
         Some(alias) => alias == wanted.attachment.alias(),

@@ -39,6 +39,7 @@ impl IptablesPortMap<'_> {
                     None => true,
                 }
             })?;
+            // Very old releases of Go's plugin made this second chain.
             if let Some(snat_content) = nat.chain(&snat_chain)?.cloned() {
                 for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&snat_chain)) {
                     edit.delete(SNAT, rule);
@@ -200,8 +201,8 @@ pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, ke
     }
 }
 
-/// Whether packets for one of the claims can pass this jump of [`DNAT`]. False for a rule without a
-/// target.
+/// Whether this rule of [`DNAT`] can lead packets for one of the claims to a chain. False for a
+/// rule without a target.
 pub(super) fn serves_any(jump: &Rule, claims: &[ClaimedPort]) -> bool {
     let Some(jump) = Jump::read(jump) else { return false };
     claims.iter().any(|claim| jump.serves(claim))

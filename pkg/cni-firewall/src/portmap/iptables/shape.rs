@@ -1,8 +1,9 @@
 //! Builds and reads the rules of the iptables backend, which are those of Go's plugin, in the words
 //! of `iptables -S`.
 //!
-//! In table `nat`, with D for the chain `CNI-DN-` and 21 hex digits of the SHA-512 of network and
-//! container ID:
+//! In table `nat`, where D is the container's chain, named `CNI-DN-` and 21 hex digits of the
+//! SHA-512 of network and container ID; N is the network, P the protocol, H the host's address, A
+//! and B ports of the host, and C:Q the address and port of the container:
 //! ```text
 //! -A PREROUTING            -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT          and the same from OUTPUT
 //! -I POSTROUTING           -m comment --comment "CNI portfwd requiring masquerade" -j CNI-HOSTPORT-MASQ
@@ -152,8 +153,8 @@ pub(super) struct Jump {
     pub(super) chain: String,
     /// The protocol; `None` if the rule names none or an unknown one.
     pub(super) protocol: Option<Protocol>,
-    /// The ports; empty if the rule names none or in an unknown way, so that it may be for any
-    /// port.
+    /// The ports; empty if the rule names none, or names them in an unknown form. Then the rule may
+    /// be for any port.
     pub(super) ports: Vec<u16>,
     /// Whether the rule has no conditions.
     pub(super) is_plain: bool,
@@ -170,7 +171,7 @@ impl Jump {
         Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, is_plain })
     }
 
-    /// Whether packets for this claim can pass the jump.
+    /// Whether the jump can lead packets for this claim to its chain.
     pub(super) fn serves(&self, claim: &ClaimedPort) -> bool {
         let has_protocol = match self.protocol {
             Some(protocol) => protocol == claim.protocol,
@@ -303,9 +304,10 @@ pub(super) fn first_claim(rules: &[Rule], claim: &ClaimedPort) -> Option<Claimed
 }
 
 /// Splits a container's chain into sections. First come the rules without a marker: a section for
-/// each address, and one for each group without an address; then a section for each marker. A group
-/// after a marker that leads to another address than the marker's first mapping counts as without a
-/// marker: Go's plugin appended the group. An empty chain gives one empty section.
+/// each address, and one for each group without an address. Then comes a section for each marker.
+/// If a group follows a marker, but leads to another address than the first mapping after the
+/// marker, the group counts as without a marker: Go's plugin appended it. An empty chain gives one
+/// empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut unmarked: Vec<Group> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();

@@ -1,5 +1,5 @@
-//! What is read of a container's chain, and what a call of the plugin cannot bring about. The
-//! backend as a whole is tested through the plugin, with packets, in both variants.
+//! Tests the reading of a container's chain, and situations that a call of the plugin cannot bring
+//! about. The backend as a whole is tested through the plugin, with packets, in both variants.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -101,7 +101,7 @@ fn a_jump_to_a_chain_covers_the_ports_it_names() {
     assert!(of("-p tcp -j D").serves(&claim(80)), "every port");
 }
 
-/// As in a fresh namespace, where there is iptables-nft.
+/// Runs the body in a new namespace. Without iptables-nft, skips the test.
 #[track_caller]
 fn with_nft(body: impl FnOnce() + Send) {
     in_new_netns(|| match std::process::Command::new("iptables-nft-restore").arg("--version").output() {
@@ -110,7 +110,7 @@ fn with_nft(body: impl FnOnce() + Send) {
     });
 }
 
-/// As in a fresh namespace, where there is iptables-legacy.
+/// Runs the body in a new namespace. Without iptables-legacy, skips the test.
 #[track_caller]
 fn with_legacy(body: impl FnOnce() + Send) {
     in_new_netns(|| match std::process::Command::new("iptables-legacy").arg("--version").output() {
@@ -196,11 +196,11 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
         }
         shell(&format!("iptables-nft-restore <<'EOF'\n{text}COMMIT\nEOF"));
         let (machine, wanted) = (machine(), Forwarding { mappings: Vec::new(), ..forwarding() });
-        let look = || {
+        let search = || {
             let iptables = Iptables::open(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill).unwrap();
             IptablesPortMap::new(iptables).conflicts(&wanted, UnreadTables::Both, ConflictAction::Keep).unwrap()
         };
-        assert!(look().found_dead);
+        assert!(search().found_dead);
         let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };
         let (stop, changes) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
@@ -217,7 +217,7 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
             let _ended = cni_testkit::Ended(&stop);
             let begun = Instant::now();
             for _ in 0..5 {
-                let found = look();
+                let found = search();
                 assert!(found.found_dead || found.remarks[0].contains("changed the rules"), "{:?}", found.remarks);
             }
             let (took, changes) = (begun.elapsed(), changes.load(Ordering::Relaxed));

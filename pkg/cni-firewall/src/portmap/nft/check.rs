@@ -14,8 +14,9 @@ use cni_linux::route::Family;
 struct OwnRules<'s> {
     mappings: Vec<(ClaimedPort, &'s Vec<Expr>)>,
     masquerades: Vec<&'s Vec<Expr>>,
-    /// Whether one of the rules names only the container, as those of Go's plugin do.
-    by_go: bool,
+    /// Whether one of the rules names only the container, as those of Go's plugin do. The rules
+    /// that the program `nft` wrote do, too.
+    untagged: bool,
 }
 
 impl<'s> OwnRules<'s> {
@@ -24,7 +25,7 @@ impl<'s> OwnRules<'s> {
         let mut own = OwnRules::default();
         for (chain, rules) in &state.rules {
             for listed in identity.own_rules(rules, addresses, shape::container) {
-                own.by_go |= identity.ownership_of(&listed.rule) == identity::Ownership::Container;
+                own.untagged |= identity.ownership_of(&listed.rule) == identity::Ownership::Container;
                 match shape::read_mapping(&listed.rule) {
                     Some((claim, _)) if *chain != MASQUERADING => own.mappings.push((claim, &listed.rule.exprs)),
                     _ => own.masquerades.push(&listed.rule.exprs),
@@ -57,12 +58,15 @@ impl NftPortMap {
             for chain in &state.missing_chains {
                 differences.push(format!("nft chain {table} {chain} is missing"));
             }
-            for chain in state.chains_without_jump(own.by_go) {
+            // Go puts conditions before the jumps of the base chains, which then differ.
+            for chain in state.chains_without_jump(!own.untagged) {
                 differences.push(format!("nft chain {table} {chain} lacks a jump to the chains of the mappings"));
             }
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
             let is_mapping_of = |claim: &ClaimedPort, found: &ClaimedPort, exprs: &Vec<Expr>| match &conditions {
-                Some(conditions) if !own.by_go => *exprs == [conditions.clone(), shape::mapping_rule(claim)].concat(),
+                Some(conditions) if !own.untagged => {
+                    *exprs == [conditions.clone(), shape::mapping_rule(claim)].concat()
+                }
                 // Rules made by Go have no conditions: Go puts them into the base chains.
                 Some(_) => found == claim,
                 // The program `nft` wrote the rule. Its conditions may end with an address, which
@@ -97,7 +101,7 @@ impl NftPortMap {
             }
             // Go's plugin ignores `masqAll` with nftables.
             let is_masqueraded_as_by_go =
-                own.by_go && wanted.snat == Snat::All && own.has_masquerades(container.address(), Snat::Hairpin);
+                own.untagged && wanted.snat == Snat::All && own.has_masquerades(container.address(), Snat::Hairpin);
             if !own.has_masquerades(container.address(), wanted.snat) && !is_masqueraded_as_by_go {
                 differences.push(format!(
                     "nft chain {table} {MASQUERADING} lacks a masquerade rule for {}",
@@ -110,11 +114,11 @@ impl NftPortMap {
 }
 
 impl State {
-    /// Returns the shared chains that exist and lack a jump to the next chain. Go puts conditions
-    /// before the jumps of the base chains, so with `by_go` these are not compared.
-    fn chains_without_jump(&self, by_go: bool) -> Vec<&'static str> {
+    /// Returns the shared chains that exist and lack a jump to the next chain. The base chains are
+    /// among them only with `compare_base_chains`.
+    fn chains_without_jump(&self, compare_base_chains: bool) -> Vec<&'static str> {
         let mut chains = Vec::new();
-        if !by_go {
+        if compare_base_chains {
             chains.extend(ENTRY_CHAINS.map(|(name, _)| name));
         }
         chains.push(HOSTPORTS_ALL);

@@ -1,8 +1,10 @@
 //! Maps host ports with nf_tables: one transaction for each call and both families, no process.
+//! Exception: mappings with conditions that only the program `nft` understands (`program`).
 //!
-//! The rules are those of `shape`. Conflicts and existing rules are found by reading, so the
-//! transaction of an ADD is valid only if no rule has changed since ([`Batch::only_at`]); else all
-//! is read and planned again. That needs no lock: of many racing ADDs one succeeds each time.
+//! The rules are those of `shape`. An ADD reads the existing rules, finds conflicts in them and
+//! plans its transaction. The kernel accepts the transaction only if no rule has changed since
+//! ([`Batch::only_at`]); else the ADD reads and plans again. That needs no lock: of many racing
+//! ADDs one succeeds each time.
 //!
 //! After a transaction that deletes a rule, closing the socket waits for an RCU grace period of the
 //! kernel (some 10 ms), so an ADD deletes only rules that conflict with it. The shared chains are
@@ -40,8 +42,7 @@ use program::ProgramMappings;
 use shape::{CONTAINER_CHAINS, ENTRY_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
 
 /// How often a change is planned if, each time, another process changes a rule before the change is
-/// applied.
-/// Of n racing changes each loses at most n - 1 times.
+/// applied. Of n racing changes each loses at most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
 const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
@@ -75,10 +76,11 @@ impl From<Error> for Refusal {
 /// What the transaction of an ADD does.
 #[derive(Clone, Copy)]
 enum Stage<'w> {
-    /// Creates the shared chains, which the program `nft` needs, and removes the rules of dead
-    /// containers.
+    /// Creates the shared chains and removes the rules of dead containers. Only done if the program
+    /// `nft` writes mappings, before `nft` runs: it needs the chains.
     Prepare,
-    /// Also writes the attachment's rules, after the program has written these mappings.
+    /// Does the same, and writes the attachment's rules. The mappings given here have been written
+    /// by the program `nft` already.
     Whole(&'w [ProgramMappings]),
 }
 
@@ -102,11 +104,12 @@ impl NftPortMap {
     }
 
     /// Writes the rules of `wanted` in one transaction, which also removes the attachment's
-    /// previous rules. If they are in place already, nothing is changed. On failure all rules are
-    /// as before, except the shared chains and the rules of dead containers.
+    /// previous rules. If the rules of `wanted` are in place already, nothing is changed. On
+    /// failure, and if a living container has a wanted port, the attachment's rules are as before;
+    /// shared chains may have been added, and rules of dead containers removed.
     ///
-    /// The program `nft` writes rules with conditions that [`conditions`] does not compile, before
-    /// the transaction.
+    /// Rules whose conditions [`conditions`] does not compile are written before: a transaction
+    /// creates the chains that the program `nft` needs, then `nft` adds the rules.
     ///
     /// # Errors
     /// See [`Refusal`].
@@ -115,9 +118,10 @@ impl NftPortMap {
         machine: &dyn Machine,
         wanted: &Forwarding,
     ) -> Result<EnsureOutcome<PreviousRules>, Refusal> {
-        let mut by_program = ProgramMappings::all(wanted)?;
+        let mut by_program = ProgramMappings::uncompiled(wanted)?;
         if !by_program.is_empty() {
-            // The program needs the shared chains, and must not run if a port is held.
+            // The program needs the shared chains, and must not run if a living container has a
+            // port.
             if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare)? {
                 return Ok(EnsureOutcome::Held(holder));
             }
@@ -125,14 +129,15 @@ impl NftPortMap {
         }
         let outcome = self.transact(wanted, Stage::Whole(&by_program));
         if !matches!(outcome, Ok(EnsureOutcome::Done { .. })) {
-            // A failure to delete is returned instead of the outcome: rules are left behind.
+            // If deleting fails too, that error is returned instead of the outcome, because rules
+            // remain.
             self.delete_added(&by_program)?;
         }
         Ok(outcome?)
     }
 
-    /// Plans and commits the transaction of a stage until no other process changes a rule in
-    /// between.
+    /// Plans and commits the transaction of a stage, repeatedly until no other process changes a
+    /// rule in between.
     fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = match probe.find_host_link(&wanted.attachment)? {
@@ -212,6 +217,7 @@ impl NftPortMap {
             let mut garbage_handles: Vec<u64> = Vec::new();
             let mut owned_handles: Vec<u64> = Vec::new();
             for Listed { handle, rule, .. } in rules {
+                // Rules that an ownership rule names are removed or kept with it.
                 let handles = identity::handles(rule);
                 let is_valid = valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This);
                 if identity::names_network(rule, network) && !is_valid {
@@ -275,8 +281,8 @@ impl NftPortMap {
         Removal { claims, remarks: Vec::new(), outcome }
     }
 
-    /// Whether the attachment has any rule. `addresses` are used as in
-    /// [`purge`](NftPortMap::purge).
+    /// Whether the attachment has any rule. A rule of Go names only the container: it counts if it
+    /// leads to one of `addresses`, the attachment's known addresses, or if `addresses` is empty.
     pub fn holds(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
         let identity = Identity::new(attachment);
         for family in FAMILIES {

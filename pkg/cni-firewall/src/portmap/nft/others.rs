@@ -15,9 +15,9 @@ use cni_linux::route::Family;
 
 /// A search for rules of other containers that conflict with an ADD in one family.
 pub(super) struct ConflictSearch<'o> {
-    /// This attachment's.
+    /// The identity of the attachment of the ADD.
     pub(super) identity: &'o Identity,
-    /// This container's address.
+    /// The address of its container: "this container" in what follows.
     pub(super) container: Cidr,
     /// The wanted ports.
     pub(super) claims: &'o [ClaimedPort],
@@ -37,8 +37,8 @@ pub(super) struct HolderDecision {
 }
 
 impl ConflictSearch<'_> {
-    /// Decides about the rules in `state`. Fails if it cannot be found out whether a container is
-    /// alive.
+    /// Decides about each rule of another container in `state`. Fails if it cannot be found out
+    /// whether a container is alive.
     pub(super) fn decide(
         &self,
         state: &State,
@@ -77,7 +77,8 @@ impl ConflictSearch<'_> {
     }
 
     /// Returns the other container that has this mapping, if the mapping claims a wanted port or
-    /// leads to this container's address. `None` if it does neither, or is this container's.
+    /// leads to this container's address. `None` if the mapping does neither, or if it is this
+    /// container's.
     fn holder_of(&self, rule: &Rule) -> Option<Holder> {
         let (claim, condition_count) = shape::read_mapping(rule)?;
         let leads_here = claim.container.ip() == self.container.address();
@@ -103,8 +104,9 @@ impl ConflictSearch<'_> {
 }
 
 impl State {
-    /// Returns the mappings that name only this container, no attachment, and lead to other
-    /// addresses than these.
+    /// Returns the mappings that may be those of another attachment of the same container: they
+    /// name only the container, and lead to other addresses than these or are named by an ownership
+    /// rule of the other attachment.
     pub(super) fn mappings_to_other_addresses(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<ClaimedPort> {
         let mut mappings = Vec::new();
         for (chain, rules) in &self.rules {
@@ -143,7 +145,8 @@ impl State {
 
 impl NftPortMap {
     /// Reads the rules of one family that can conflict: those of containers that compare with a
-    /// claimed port or contain this container's address. Does not read the shared chains.
+    /// claimed port or contain this container's address. For a caller that adds no rules: whether
+    /// shared chains and rules are missing is not read.
     pub(super) fn read_conflicting(&mut self, container: Cidr, claims: &[ClaimedPort]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);

@@ -32,8 +32,9 @@ pub(super) struct Plan {
 
 impl NftPortMap {
     /// Adds the changes of one family to the plan: missing shared chains and rules, the removal of
-    /// dead containers' rules, and in the last stage the attachment's own rules. Returns the living
-    /// container that has a wanted port, if there is one; then the plan must not be committed.
+    /// dead containers' rules, and in [`Stage::Whole`] the attachment's own rules. Returns the
+    /// living container that has a wanted port, if there is one; then the plan must not be
+    /// committed.
     pub(super) fn plan_family(
         &mut self,
         request: &FamilyRequest<'_>,
@@ -72,9 +73,12 @@ impl NftPortMap {
 
 impl Plan {
     /// Adds the attachment's own rules of one family, chain by chain: if the existing ones differ,
-    /// they are deleted and the new ones appended. `conditions` are the compiled conditions; `None`
-    /// if the program has written the mappings, as `by_program` describes. Then only the
-    /// attachment's earlier rules are deleted, and ownership rules are appended.
+    /// they are deleted and the new ones appended.
+    ///
+    /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings,
+    /// as `by_program` describes. Then, in the chain of the mappings, the rules from before the
+    /// program ran are deleted and ownership rules are appended; or nothing changes, because the
+    /// program did not need to run.
     ///
     /// A chain that does not exist is not in `state`; its new rules are appended.
     fn add_own_rules(
@@ -95,12 +99,13 @@ impl Plan {
             vec![(HOSTPORTS, mapping_rules), (MASQUERADING, shape::masquerade_rules(container.address(), wanted.snat))];
         for (chain, rules) in &state.rules {
             let mut own = identity.own_rules(rules, &wanted.addresses(), shape::container);
-            let by_program = if *chain == HOSTPORTS { by_program } else { None };
-            if let Some(mappings) = by_program {
+            // The program writes to this chain only.
+            let added_here = if *chain == HOSTPORTS { by_program } else { None };
+            if let Some(mappings) = added_here {
                 own.retain(|listed| !mappings.has_added(listed));
             }
             self.previous.record(state.family, chain, &own);
-            if by_program.is_some_and(ProgramMappings::is_in_place) {
+            if added_here.is_some_and(ProgramMappings::is_in_place) {
                 continue;
             }
             let chain_rules = new_rules.iter().find(|(name, _)| name == chain);

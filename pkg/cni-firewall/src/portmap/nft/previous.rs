@@ -37,7 +37,7 @@ fn uses_anonymous_set(rule: &Listed) -> bool {
 
 impl NftPortMap {
     /// Puts back the rules that the attachment had before an [`ensure`](NftPortMap::ensure), and
-    /// removes those that it added, in one transaction.
+    /// removes those that `ensure` added, in one transaction.
     ///
     /// # Errors
     /// - The rules cannot be read or written.
@@ -63,6 +63,7 @@ impl NftPortMap {
                     for listed in own {
                         batch.delete_rule(table, chain, listed.handle);
                     }
+                    // A chain that another program has removed is not created again.
                     if recorded.is_empty() || self.nft.find_chain(table, chain)?.is_none() {
                         continue;
                     }
@@ -80,10 +81,10 @@ impl NftPortMap {
         })?;
         if lost_count > 0 {
             let cause = Cause::text(format!(
-                "{lost_count} rules use an anonymous set, which the kernel removed with them. Repeat the ADD to write \
+                "{lost_count} of them used an anonymous set, which the kernel has removed. Repeat the ADD to write \
                  them again"
             ));
-            return Err(Error::new("failed to put back the host ports as they were", cause));
+            return Err(Error::new("failed to put back all previous host port rules of the attachment", cause));
         }
         Ok(())
     }

@@ -1,11 +1,11 @@
-//! Writes mappings with the program `nft`, for conditions that only `nft` itself understands: sets,
-//! connection states, and the rest of its language.
+//! Writes mappings with the program `nft`, in each family whose conditions [`conditions`] does not
+//! compile: sets, connection states, and the rest of nft's language.
 //!
-//! `nft -f -` adds the rules of such a family after those that the attachment has; a transaction
-//! then removes the latter. `nft` writes no tags, so until that transaction the rules look like
-//! Go's. The transaction adds *ownership rules*, which match nothing: their tags have the handles
-//! of the rules and a hash of the text. From the hash the next ADD knows whether it would write the
-//! same rules again.
+//! `nft -f -` adds the new rules after those that the attachment has; a transaction then removes
+//! the old ones. `nft` cannot write tags, so until that transaction the new rules look like Go's.
+//! The transaction adds *ownership rules*, which have no effect: their tags have the handles of the
+//! new rules and a hash of the text that `nft` got. By the hash the next ADD finds out whether it
+//! would write the same rules again.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -52,19 +52,20 @@ pub(super) struct ProgramMappings {
     claims: Vec<ClaimedPort>,
     /// The input of the program.
     text: String,
-    /// The first token of the conditions that is not compiled here, for errors.
+    /// The first token that [`conditions`] does not compile, for errors.
     token: String,
     program: PathBuf,
-    /// The handles of the rules that the program has added; empty before it runs. `None` if it need
-    /// not run, because an earlier ADD had the same text and all rules of that ADD exist.
+    /// The handles of the rules that the program has added; empty before it runs. `None` if the
+    /// program need not run, because an earlier ADD had the same text and all its rules exist.
     added_handles: Option<Vec<u64>>,
 }
 
 impl ProgramMappings {
-    /// Returns the mappings of all families whose conditions are not compiled here. Fails if there
-    /// are some and `nft` is not installed.
-    pub(super) fn all(wanted: &Forwarding) -> Result<Vec<ProgramMappings>, Refusal> {
-        let mut all = Vec::new();
+    /// Returns the mappings that only the program can write: those of each family whose conditions
+    /// [`conditions`] does not compile. Usually empty. Fails if there are some and `nft` is not
+    /// installed.
+    pub(super) fn uncompiled(wanted: &Forwarding) -> Result<Vec<ProgramMappings>, Refusal> {
+        let mut uncompiled = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let conditions = wanted.conditions(family);
@@ -76,9 +77,10 @@ impl ProgramMappings {
                 return Err(Refusal::Condition { token, why: why.to_owned() });
             };
             let text = text(family, conditions, &claims, &Identity::new(&wanted.attachment).comment);
-            all.push(ProgramMappings { family, claims, text, token, program, added_handles: Some(Vec::new()) });
+            let added_handles = Some(Vec::new());
+            uncompiled.push(ProgramMappings { family, claims, text, token, program, added_handles });
         }
-        Ok(all)
+        Ok(uncompiled)
     }
 
     /// Whether the program has added this rule during this ADD.
@@ -86,7 +88,8 @@ impl ProgramMappings {
         self.added_handles.as_ref().is_some_and(|added| added.contains(&listed.handle))
     }
 
-    /// Whether the rules of an earlier ADD stay, because it had the same text.
+    /// Whether the program did not need to run: the rules of an earlier ADD stay, because it had
+    /// the same text.
     pub(super) fn is_in_place(&self) -> bool {
         self.added_handles.is_none()
     }
@@ -122,18 +125,19 @@ impl ProgramMappings {
 }
 
 impl NftPortMap {
-    /// Runs the program for all families. The rules that the attachment had stay beside the new
-    /// ones. On failure no rule is added.
+    /// Runs the program for each family in `by_program`. The rules that the attachment had stay
+    /// beside the new ones. On failure no rule is added, unless the program has run and its rules
+    /// cannot be read.
     pub(super) fn add_by_program(
         &mut self,
         machine: &dyn Machine,
         wanted: &Forwarding,
-        all: &mut [ProgramMappings],
+        by_program: &mut [ProgramMappings],
     ) -> Result<(), Refusal> {
         let identity = Identity::new(&wanted.attachment);
-        let result = all.iter_mut().try_for_each(|mappings| self.add_family(machine, &identity, mappings));
+        let result = by_program.iter_mut().try_for_each(|mappings| self.add_family(machine, &identity, mappings));
         if result.is_err() {
-            self.delete_added(all)?;
+            self.delete_added(by_program)?;
         }
         result
     }
@@ -171,8 +175,8 @@ impl NftPortMap {
     }
 
     /// Deletes the rules that the program has added. A rule that is gone already is not an error.
-    pub(super) fn delete_added(&mut self, all: &[ProgramMappings]) -> Result<()> {
-        for mappings in all {
+    pub(super) fn delete_added(&mut self, by_program: &[ProgramMappings]) -> Result<()> {
+        for mappings in by_program {
             for handle in mappings.added_handles.iter().flatten() {
                 let mut batch = Batch::new();
                 batch.delete_rule(shape::table(mappings.family), HOSTPORTS, *handle);

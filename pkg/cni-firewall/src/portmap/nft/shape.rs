@@ -1,6 +1,8 @@
-//! Builds and reads the rules of the nft backend, which are those of Go's plugin.
+//! Builds and reads the rules of the nft backend, which are those of Go's plugin, except for the
+//! place of conditions.
 //!
-//! The table in family ip, and alike in ip6, with `ID` for the container ID:
+//! The table in family ip, and alike in ip6, with H and P for the host's address and port, A and C
+//! for those of the container, and ID for the container ID:
 //! ```text
 //! table cni_hostport { comment "CNI portmap plugin"
 //!     chain hostip_hostports { }              # older releases of Go put rules here
@@ -12,8 +14,8 @@
 //!         ip saddr A ip daddr A masquerade comment "ID"
 //!         ip saddr 127.0.0.1 ip daddr A masquerade comment "ID" } }    # not in ip6
 //! ```
-//! Go puts the conditions before the `fib` of the two base chains, where those of the last ADD
-//! replace all others.
+//! Go puts the conditions before the `fib` of the two base chains instead, where those of the last
+//! ADD replace all others.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 

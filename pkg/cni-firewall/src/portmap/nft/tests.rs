@@ -1,4 +1,4 @@
-//! The nft backend against the real kernel.
+//! Tests the nft backend on the real kernel.
 
 use super::super::Policy;
 use super::super::{Mapping, Protocol, SetMark};
@@ -29,7 +29,7 @@ fn is_changed(ensured: EnsureOutcome<PreviousRules>) -> bool {
     matches!(ensured, EnsureOutcome::Done { previous: Some(_), .. })
 }
 
-/// What a removal that went well has found.
+/// Returns the claims of a removal, which must have succeeded.
 #[track_caller]
 fn claims(removal: Removal) -> Vec<ClaimedPort> {
     removal.outcome.unwrap();
@@ -74,7 +74,7 @@ fn thirty_concurrent_adds_leave_thirty_mappings_once_each() {
         }
         assert_eq!(ruleset().matches("jump hostports_all").count(), 4, "{}", ruleset());
         assert_eq!(ruleset().matches("dnat to").count(), 60);
-        // The same attachment from all sides is there once.
+        // Concurrent ADDs of the same attachment write its rules once.
         all(&|_| drop(ensure(&wanted(1))));
         assert_eq!(ruleset().matches("dnat to").count(), 60);
         all(&|number| drop(claims(NftPortMap::open().unwrap().purge(&wanted(number).attachment, &[]))));
@@ -105,23 +105,23 @@ fn first_adds_that_start_together_make_what_is_shared_once() {
 }
 
 #[test]
-fn what_rests_on_an_older_ruleset_is_not_done() {
+fn a_batch_for_an_older_ruleset_is_refused() {
     on_a_host(|| {
         let mut socket = Nft::open().unwrap();
         let table = shape::table(Family::V4);
-        for (meddled, empty) in [(false, false), (true, false), (false, true), (true, true)] {
+        for (is_outdated, is_empty) in [(false, false), (true, false), (false, true), (true, true)] {
             let mut batch = Batch::new();
             batch.only_at(socket.wait_for_generation().unwrap());
-            if meddled {
+            if is_outdated {
                 nft("add table ip x");
                 nft("delete table ip x");
             }
-            if !empty {
+            if !is_empty {
                 batch.ensure_table(table, None);
             }
             let done = socket.commit(batch);
-            assert_eq!(done.as_ref().is_err_and(raced), meddled, "{done:?}");
-            assert_eq!(done.is_ok(), !meddled, "{done:?}");
+            assert_eq!(done.as_ref().is_err_and(raced), is_outdated, "{done:?}");
+            assert_eq!(done.is_ok(), !is_outdated, "{done:?}");
         }
     });
 }
@@ -134,8 +134,8 @@ fn concurrent_adds_of_one_port_all_see_each_other() {
                 scope.spawn(move || ensure(&forwarding(&format!("c{number}"), "eth0", number, 8080)));
             }
         });
-        // Nothing is known of any of them, so all stay; and each ADD but the first has a note for
-        // each one before it.
+        // Whether the other containers are alive is unknown, so all rules stay, and each ADD has a
+        // remark about each earlier one.
         assert_eq!(ruleset().matches("dnat to").count(), 40);
         let late = ensure(&forwarding("late", "eth0", 99, 8080));
         assert!(matches!(late, EnsureOutcome::Done { remarks, .. } if remarks.len() == 40));
@@ -154,7 +154,7 @@ fn rules_that_have_lost_their_tags_go_by_their_address() {
         assert_eq!(backend.check(&one).unwrap(), Vec::<String>::new());
         assert_eq!(claims(backend.purge(&one.attachment, &addresses)).len(), 2);
         assert!(!ruleset().contains("8080") && ruleset().contains("8081"), "{}", ruleset());
-        // Without an address, as Go: all of the container.
+        // Without a known address, all rules of the container are removed, as by Go.
         assert_eq!(claims(backend.purge(&one.attachment, &[])).len(), 2);
         assert!(!ruleset().contains("comment \"c\""), "{}", ruleset());
     });
