@@ -76,7 +76,8 @@ const STALE_TRIES_MAX: usize = 1024;
 /// which takes about 10 ms. No process is started.
 ///
 /// # Errors
-/// The kernel refuses the check for another reason, for example a missing privilege.
+/// The kernel refuses the check for another reason than missing support, for example a missing
+/// privilege.
 pub fn nft_usable() -> Result<bool> {
     let table = Table { family: Family::Inet, name: "cni_probe" };
     let mut batch = Batch::new();

@@ -132,7 +132,7 @@ impl SpoofCheck {
     ///
     /// # Errors
     /// - [`Error::is_unsupported`]: the kernel has no nf_tables for bridges.
-    /// - Code 102: rules of this ID guard another interface that exists.
+    /// - CNI error code 102: rules of this ID guard another interface that exists.
     /// - The kernel refuses the change for another reason.
     pub fn ensure(&mut self, attachment: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
@@ -212,8 +212,8 @@ impl SpoofCheck {
     /// owner. `Ok(None)` means that no rules of the attachment are left, or that the kernel has no
     /// nf_tables.
     ///
-    /// Call this after the link is deleted: before, the container's last frames would pass
-    /// unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
+    /// Call this after the link is deleted: without the rules, the container's last frames would
+    /// pass unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
     pub fn purge(&mut self, attachment: &AttachmentId) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         self.purge_id(&id, |rules| {
