@@ -93,8 +93,8 @@ enum Evidence {
 }
 
 impl RuleOwner {
-    /// Whether the rule belongs to `attachment`, or may belong to it: some rules contain only the
-    /// container's ID.
+    /// Whether the rule belongs to `attachment`, or may belong to it: some rules contain neither
+    /// the network nor the interface.
     pub fn matches(&self, attachment: &AttachmentId) -> bool {
         let AttachmentId { network, container_id, ifname } = attachment;
         match &self.evidence {
@@ -196,20 +196,20 @@ fn forward_entry(
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
-/// Adds an entry for each address that iptables' table filter accepts to `rules`. Reads the chain
-/// that records the owners of addresses, because the accepting rules do not name owners.
+/// Adds to `rules` an entry for each address whose packets iptables' table filter accepts. Reads
+/// the chain that records the owners of addresses, because the accepting rules do not name owners.
 fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
         let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
-        // The chain of the accepting rules: they have an effect, the read chain has none.
+        // Names the chain of the accepting rules: those of the chain that is read have no effect.
         let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
         rules.extend(forward_entry(place, owner, address, &ingress));
     }
     Ok(())
 }
 
-/// Adds the rules of all features that are in nf_tables to `rules`.
+/// Adds to `rules` the entries of all features that have rules in nf_tables.
 fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     list_nft_masquerade(nft, rules)?;
     list_nft_portmap(nft, rules)?;
@@ -219,7 +219,8 @@ fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
             rules.extend(forward_entry(place, &owned.owner, owned.address, &owned.ingress));
         }
     }
-    // Addresses in zones of firewalld, which does not record owners: rules of nf_tables do.
+    // The addresses in zones of firewalld. It does not record their owners, but rules of nf_tables
+    // that the plugin firewall writes do.
     for owned in forward::sources::list(nft)? {
         rules.extend(forward_entry("firewalld".to_owned(), &owned.owner, owned.address, &owned.ingress));
     }
@@ -244,7 +245,7 @@ fn nft_entry(
     }
 }
 
-/// Adds the masquerading rules of nf_tables to `rules`. Their comments are
+/// Adds to `rules` the masquerading rules of nf_tables. Their comments are
 /// `HASHES, net: NETWORK, if: IFNAME, id: CONTAINER`, perhaps cut.
 fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let (table, chain) = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
@@ -260,7 +261,8 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
             ifname: value_of("if: "),
             evidence: Evidence::MasqueradeNft(comment.clone()),
         };
-        // The words for the wrong family leave out the addresses, so the longer text is right.
+        // The rule does not give its family. In the words for the wrong family, the addresses are
+        // missing, so the longer text is right.
         let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
         let text = if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 };
         rules.push(nft_entry(Purpose::Masquerade, table, chain, &listed, owner, text));
@@ -268,7 +270,7 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
     Ok(())
 }
 
-/// Adds the host port rules of nf_tables to `rules`. Their comment is the container's ID. A tag has
+/// Adds to `rules` the host port rules of nf_tables. Their comment is the container's ID. A tag has
 /// the alias, except in rules of the Go plugin.
 fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for family in [Family::V4, Family::V6] {
@@ -292,8 +294,9 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
     Ok(())
 }
 
-/// Adds the rules that jump to spoof checks to `rules`. Rules of the Go plugin, and those for very
-/// long names, have no tag with the alias but only `CONTAINER-IFNAME` in the comment.
+/// Adds to `rules` the jumps to the chains that check for forged sources. Jumps of the Go plugin,
+/// and those for very long names, have no tag with the alias but only `CONTAINER-IFNAME` in the
+/// comment.
 fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
     for listed in nft.rules(table, chain)? {
@@ -318,7 +321,7 @@ fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     Ok(())
 }
 
-/// Adds the rules of iptables' table nat that lead to chains of containers to `rules`: from
+/// Adds to `rules` the rules of iptables' table nat that lead to chains of containers: from
 /// POSTROUTING for masquerading, from the DNAT chain for host ports.
 fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let program = program_name(nat.family(), variant);
@@ -352,9 +355,10 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
     Ok(())
 }
 
-/// Returns the owner of a rule that jumps to a container's chain: the names from its comment, and
-/// the interface from the chain's first tag, which is a rule without a target whose comment is the
-/// alias. A chain can have tags of several interfaces.
+/// Returns the owner of a rule that jumps to a container's chain: network and container from the
+/// rule's comment, and the interface from the chain's first tag, a rule without a target whose
+/// comment is the alias. The interface may be another one of the container: a chain can have tags
+/// of several.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,

@@ -4,9 +4,10 @@
 //! the features that use these two. The programs `nft` and `iptables` need not be installed. All
 //! calls act in the network namespace of the calling thread.
 //!
-//! Names, comments and matches are those of the Go plugins, byte for byte, so that these and Go's
-//! plugins can remove each other's rules. What Go's comments do not contain, for example the
-//! network's name, is in tags beside them ([`nft::userdata`]), which Go does not read. A shared
+//! Rules that the Go plugins write too have Go's names, comments and matches, byte for byte, so
+//! that these and Go's plugins can remove each other's rules. What Go's rules do not record, for
+//! example the network's name in a spoof rule, is in tags, which Go does not read: entries of a
+//! rule's userdata in nf_tables ([`nft::userdata`]), rules without a target in iptables. A shared
 //! table or chain stays when its last rule is removed, as with Go: another process may be about to
 //! add a rule.
 
@@ -60,12 +61,12 @@ impl fmt::Display for Backend {
     }
 }
 
-/// How often a change is tried if an object that it names was created or deleted by another process
-/// after the rules were read. Only operations on the same attachment disturb each other in this
-/// way, so only a defect reaches this bound.
+/// How often a change is tried at most if it fails as it does when another process has created or
+/// deleted an object that the change names ([`nft::raced`]). Only operations on the same attachment
+/// disturb each other in this way, so an error that reaches this bound has another cause.
 const CONFLICT_TRIES_MAX: usize = 32;
-/// How often a change is tried that requires an unchanged ruleset ([`Batch::only_at`]). Of n
-/// processes that change rules at once, each fails at most n - 1 times, and a failed try costs
+/// How often a change is tried at most if it requires an unchanged ruleset ([`Batch::only_at`]). Of
+/// n processes that change rules at once, each fails at most n - 1 times, and a failed try costs
 /// little.
 const STALE_TRIES_MAX: usize = 1024;
 
@@ -75,7 +76,8 @@ const STALE_TRIES_MAX: usize = 1024;
 /// which takes about 10 ms. No process is started.
 ///
 /// # Errors
-/// The kernel refuses the check for another reason, for example a missing privilege.
+/// The kernel refuses the check for another reason than missing support, for example a missing
+/// privilege.
 pub fn nft_usable() -> Result<bool> {
     let table = Table { family: Family::Inet, name: "cni_probe" };
     let mut batch = Batch::new();
@@ -89,14 +91,14 @@ pub fn nft_usable() -> Result<bool> {
     }
 }
 
-/// Repeats `change`, which reads rules and changes them, while it fails because another process has
-/// changed the rules in between. Returns its last result.
+/// Calls `change`, which reads rules and changes them. While it fails because another process has
+/// changed the rules in between, calls it again, up to a bound. Returns its last result.
 fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
     let (mut stale_tries, mut conflict_tries) = (0, 0);
     loop {
         let result = change();
         let (tries, tries_max) = match &result {
-            // The error of `Batch::only_at`.
+            // The error of `Batch::only_at`. `raced` includes it, so this arm must be first.
             Err(error) if error.errno() == Some(libc::ERESTART) => (&mut stale_tries, STALE_TRIES_MAX),
             Err(error) if nft::raced(error) => (&mut conflict_tries, CONFLICT_TRIES_MAX),
             _ => return result,

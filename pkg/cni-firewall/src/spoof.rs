@@ -11,14 +11,15 @@
 //!     ether saddr <container MAC> return comment "macspoofchk-ID"
 //!     drop comment "macspoofchk-ID"                                              }
 //! ```
-//! Like Go, this module finds the first rule, the *jump*, by its comment and the chains by their
-//! names, so it also finds duplicates and leftovers of Go.
+//! This module finds the first rule, the *jump*, by its comment, as Go does, or by its target, and
+//! the chains by their names, so it also finds duplicates and leftovers of Go.
 //!
 //! **Several attachments can have one ID**: the same container and interface in another network, or
 //! container `a` with interface `eth0-x` and container `a-eth0` with interface `x`. So the jump has
-//! a tag beside its comment, which names the attachment, and another attachment neither replaces
-//! nor removes the rules while their interface exists. The network namespace is not recorded: an
-//! ADD into another namespace does not replace the rules of an existing interface either.
+//! a tag beside its comment, which names the attachment, and DEL of another attachment leaves the
+//! rules. An ADD replaces the rules of its ID unless they guard another interface that exists, even
+//! one of the same attachment: the tag does not name the network namespace, and this may be a
+//! second ADD, into another one.
 //!
 //! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags
 //! together. `nft` accepts comments of at most 128 bytes, so Go's ADD fails for IDs over 116 bytes.
@@ -116,11 +117,11 @@ impl SpoofCheck {
     /// # Errors
     /// The kernel refuses the check: [`Error::is_unsupported`] if it has no nf_tables for bridges.
     pub fn probe(&mut self) -> Result<()> {
-        if self.has_shared_chains()? {
+        if self.has_shared_chain()? {
             return Ok(());
         }
         let mut batch = Batch::new();
-        add_shared_chains(&mut batch);
+        add_shared_chain(&mut batch);
         self.nft.rehearse(batch)
     }
 
@@ -131,7 +132,7 @@ impl SpoofCheck {
     ///
     /// # Errors
     /// - [`Error::is_unsupported`]: the kernel has no nf_tables for bridges.
-    /// - Code 102: rules of this ID guard another interface that exists.
+    /// - CNI error code 102: rules of this ID guard another interface that exists.
     /// - The kernel refuses the change for another reason.
     pub fn ensure(&mut self, attachment: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
@@ -190,15 +191,15 @@ impl SpoofCheck {
         for object in existing {
             object.add_removal(&mut batch);
         }
-        if !self.has_shared_chains()? {
-            add_shared_chains(&mut batch);
+        if !self.has_shared_chain()? {
+            add_shared_chain(&mut batch);
         }
         // `create` fails if the chain exists: of two processes that write the rules of one ID, the
         // second fails here, is retried, and finds the rules of the first.
         batch.create_chain(TABLE, &id.chain(), None);
         batch.create_chain(TABLE, &id.mac_chain(), None);
         batch.append_rule(TABLE, PREROUTING, jump);
-        batch.append_rule(TABLE, &id.chain(), &commented(id.to_mac_chain()));
+        batch.append_rule(TABLE, &id.chain(), &commented(id.jump_to_mac_chain()));
         for exprs in mac_rules(mac) {
             batch.append_rule(TABLE, &id.mac_chain(), &commented(exprs));
         }
@@ -206,29 +207,31 @@ impl SpoofCheck {
     }
 
     /// Removes all rules of the attachment in one transaction, also incomplete ones and Go's; the
-    /// shared table and PREROUTING stay. Returns another attachment with the same ID to which the
-    /// rules belong: they stay, as without them its container could send with any MAC. `Ok(None)`
-    /// means that no rules of the attachment are left, or that the kernel has no nf_tables.
+    /// shared table and PREROUTING stay. If the rules belong to another attachment with the same
+    /// ID, leaves them, as without them that container could send with any MAC, and returns their
+    /// owner. `Ok(None)` means that no rules of the attachment are left, or that the kernel has no
+    /// nf_tables.
     ///
-    /// Call this after the link is deleted: before, the container's last frames would pass
-    /// unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
+    /// Call this after the link is deleted: without the rules, the container's last frames would
+    /// pass unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
     pub fn purge(&mut self, attachment: &AttachmentId) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         self.purge_id(&id, |rules| {
             if let Some(other) = id.find_other_owner(rules, attachment) {
                 return Some(other);
             }
-            // Go's rules name no network. The interface of this attachment is deleted by now, so an
-            // existing interface that Go's rules guard belongs to another attachment. If the
-            // interfaces cannot be read, the rules are removed, as Go does in any case.
+            // No tag names another attachment, but Go's rules have no tag. The interface of this
+            // attachment is deleted by now, so an existing interface that Go's rules guard belongs
+            // to another attachment. If the interfaces cannot be read, the rules are removed, as Go
+            // does in any case.
             let owner = find_owner_with_link(&id, rules, None).unwrap_or_default()?;
             if owner.tag == JumpTag::Missing { Some(owner) } else { None }
         })
     }
 
     /// Undoes an [`ensure`](SpoofCheck::ensure) for `host_veth`: removes all rules with the
-    /// attachment's ID. All stay if one of the jumps is for another attachment or interface, as
-    /// `ensure` did not write that.
+    /// attachment's ID. All stay if one of the jumps is for another attachment or interface: then
+    /// `ensure` did not write them.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let find_other = |rules: &[Listed]| {
@@ -243,8 +246,9 @@ impl SpoofCheck {
         self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
     }
 
-    /// Removes all rules of the ID, unless `find_other`, given the rules of PREROUTING, returns
-    /// another owner, which is returned then. `Ok(None)` also on a kernel without nf_tables.
+    /// Removes all rules of the ID. If `find_other`, given the rules of PREROUTING, returns another
+    /// owner, removes nothing and returns that owner. `Ok(None)` also on a kernel without
+    /// nf_tables.
     fn purge_id(
         &mut self,
         id: &Id,
@@ -295,7 +299,7 @@ impl SpoofCheck {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
         let jump = id.jump(host_veth)?;
-        if !self.has_shared_chains()? {
+        if !self.has_shared_chain()? {
             differences.push(format!(
                 "nft chain {TABLE} {PREROUTING} is missing, or is not of type filter, hook prerouting, priority -300"
             ));
@@ -306,7 +310,7 @@ impl SpoofCheck {
                 "nft chain {TABLE} {PREROUTING} has no rule that sends frames from {host_veth} to {chain}"
             ));
         }
-        for (chain, expected) in [(id.chain(), &[id.to_mac_chain()][..]), (id.mac_chain(), &mac_rules(mac)[..])] {
+        for (chain, expected) in [(id.chain(), &[id.jump_to_mac_chain()][..]), (id.mac_chain(), &mac_rules(mac)[..])] {
             let rules = self.nft.rules(TABLE, &chain)?;
             if rules.iter().map(|listed| &listed.rule.exprs).eq(expected) {
                 continue;
@@ -333,7 +337,7 @@ impl SpoofCheck {
         for Listed { rule, .. } in &rules {
             let Some(comment) = rule.comment.as_deref() else { continue };
             let Some(id) = comment.strip_prefix(COMMENT_PREFIX) else { continue };
-            // Of several jumps for one ID the first with a tag counts; if none has one, the last.
+            // Of several jumps for one ID the first with a tag counts, or the last if none has one.
             if let Some(known) = owners.get(id)
                 && known.tag != JumpTag::Missing
             {
@@ -355,8 +359,9 @@ impl SpoofCheck {
         Ok(owners.into_values().collect())
     }
 
-    /// Whether the chains that all attachments share exist: there is only one, PREROUTING.
-    fn has_shared_chains(&mut self) -> Result<bool> {
+    /// Whether PREROUTING, the chain that all attachments share, exists with the hook that the
+    /// rules need.
+    fn has_shared_chain(&mut self) -> Result<bool> {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
@@ -401,8 +406,8 @@ fn find_owner_with_link(id: &Id, rules: &[Listed], own_veth: Option<&str>) -> Re
     Ok(None)
 }
 
-/// Adds the table and the chain that all attachments share to `batch`.
-fn add_shared_chains(batch: &mut Batch) {
+/// Adds to `batch` the creation of the table and of PREROUTING, unless they exist.
+fn add_shared_chain(batch: &mut Batch) {
     batch.ensure_table(TABLE, None);
     batch.ensure_base_chain(TABLE, PREROUTING, BASE, None);
 }

@@ -15,7 +15,7 @@ pub(crate) fn new_netns() -> Netns {
     netns.unwrap()
 }
 
-/// Returns the real machine; no test is sent SIGTERM.
+/// Returns the real machine. Its handling of SIGTERM has no effect: no test sends the signal.
 pub(crate) fn machine() -> LinuxMachine {
     LinuxMachine::install().unwrap()
 }

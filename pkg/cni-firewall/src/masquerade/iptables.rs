@@ -239,21 +239,25 @@ fn create(names: &RuleNames, family: Family, addresses: &[Cidr], networks: &[Cid
 
 /// The masqueraded addresses that an attachment had in one family before an ADD.
 #[derive(Clone, Debug, Default)]
-pub(super) struct FamilyRules {
+pub(super) struct PreviousAddresses {
     /// The addresses in its tags, with the prefix lengths of their networks.
     tagged: Vec<Cidr>,
     /// The sources of jumps without a tag, which Go made, that cover an address of the ADD.
     untagged: Vec<Cidr>,
 }
 
-impl FamilyRules {
-    /// Reads the rules that the attachment has, and Go's rules for `addresses`, which an ADD is
-    /// about to give to the attachment.
-    pub(super) fn read(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<FamilyRules> {
+impl PreviousAddresses {
+    /// Reads the addresses in the attachment's rules, and the sources of Go's jumps that cover
+    /// `addresses`, which an ADD is about to give to the attachment.
+    pub(super) fn read(
+        nat: &mut Chains<'_>,
+        attachment: &AttachmentId,
+        addresses: &[Cidr],
+    ) -> Result<PreviousAddresses> {
         let names = RuleNames::new(attachment);
-        let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(FamilyRules::default()) };
+        let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(PreviousAddresses::default()) };
         let tags: Vec<Tag> = chain.rules.iter().filter_map(Tag::read).collect();
-        let mut previous = FamilyRules::default();
+        let mut previous = PreviousAddresses::default();
         for tag in tags.iter().filter(|tag| tag.alias == names.alias) {
             if let (Some(source), Some(network)) = (tag.source, tag.network) {
                 previous.tagged.extend(Cidr::new(source.address(), network.prefix()));
@@ -269,7 +273,8 @@ impl FamilyRules {
         Ok(previous)
     }
 
-    /// Returns the edit that undoes an [`ensure`] of `addresses` and restores these rules.
+    /// Returns the edit that undoes an [`ensure`] of `addresses`: the attachment's masqueraded
+    /// addresses are the previous ones again.
     pub(super) fn put_back(&self, nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
         // `ensure` also removes the rules of the addresses that the ADD has added.
         if !self.tagged.is_empty() {
@@ -299,9 +304,9 @@ impl FamilyRules {
     }
 }
 
-/// Returns the edit that removes the attachment's rules. Jumps without a tag, made by Go, are the
-/// attachment's if they cover one of `addresses`. If no addresses are known, all these jumps are,
-/// unless the attachment has tags.
+/// Returns the edit that removes the attachment's rules. Of the jumps without a tag, made by Go,
+/// those that cover one of `addresses` count as the attachment's. If `addresses` is empty, all of
+/// them do, unless the attachment has tags.
 pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
     let names = RuleNames::new(attachment);
     let is_own = |alias: &str| alias == names.alias;
@@ -346,9 +351,9 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
 
 /// Returns the edit that removes, from a container's `chain` and from POSTROUTING, the rules of the
 /// attachments for whose alias `is_garbage` is true, and the jumps without a tag for which
-/// `is_untagged_garbage` is true, given their source and whether the chain has tags of garbage.
-/// With `names`, jumps with another comment than that in `names` stay. The chain is removed if no
-/// jump and no tag remains.
+/// `is_untagged_garbage` is true: its arguments are the jump's source, and whether the chain has a
+/// tag that is garbage. With `names`, jumps stay whose comment is not the one in `names`. The chain
+/// is removed if no jump and no tag remains.
 fn remove(
     nat: &mut Chains<'_>,
     chain: &str,

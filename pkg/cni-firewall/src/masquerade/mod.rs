@@ -48,7 +48,7 @@ pub struct PreviousRules {
     /// `None` if the ADD has not read nf_tables.
     nftables: RefCell<Option<Vec<Listed>>>,
     /// One element for each family that the ADD has read.
-    iptables: RefCell<Vec<(Family, Variant, iptables::FamilyRules)>>,
+    iptables: RefCell<Vec<(Family, Variant, iptables::PreviousAddresses)>>,
 }
 
 /// The connections that have removed rules.
@@ -76,7 +76,8 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
-    /// Its existing rules are replaced, and stored in `previous`. Without a `backend`: iptables, or
+    /// The attachment's existing rules in the same backend are replaced (in iptables, only those of
+    /// a family that `addresses` has), and stored in `previous`. Without a `backend`: iptables, or
     /// nftables where iptables is not installed or does not work.
     ///
     /// # Errors
@@ -103,6 +104,7 @@ impl<'m> Masquerade<'m> {
     fn ensure_in_any(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         for family in families(addresses) {
+            // Without a variant, iptables is not installed.
             if iptables.chosen_variant(family)?.is_none() {
                 return nftables::ensure(attachment, addresses, &previous.nftables);
             }
@@ -158,7 +160,7 @@ impl<'m> Masquerade<'m> {
             // This plan can run again after a conflict with another process; the first run has
             // stored the rules.
             if !stored.iter().any(|(stored_family, ..)| *stored_family == family) {
-                stored.push((family, variant, iptables::FamilyRules::read(nat, attachment, addresses)?));
+                stored.push((family, variant, iptables::PreviousAddresses::read(nat, attachment, addresses)?));
             }
             iptables::ensure(nat, attachment, addresses)
         })
@@ -176,10 +178,10 @@ impl<'m> Masquerade<'m> {
         if let Some(rules) = previous.nftables.take() {
             results.push(self.in_nftables(|nft| nftables::put_back(nft, attachment, &rules)));
         }
-        for (family, variant, rules) in previous.iptables.take() {
+        for (family, variant, previous_addresses) in previous.iptables.take() {
             let addresses: Vec<Cidr> = of_family(addresses, family).collect();
             results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
-                iptables.change(family, variant, |nat| rules.put_back(nat, attachment, &addresses))
+                iptables.change(family, variant, |nat| previous_addresses.put_back(nat, attachment, &addresses))
             }));
         }
         Error::join(results.into_iter().filter_map(Result::err))
@@ -234,7 +236,8 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Makes the removals that `plan` returns, in every family and variant of iptables that may
-    /// have one of the chains. A failure in one does not stop the others; all failures are joined.
+    /// have one of `chains`. A failure in one does not stop the others; all failures are joined. A
+    /// variant whose programs are missing is not an error but a note.
     fn clean(
         &self,
         chains: &[&str],
@@ -284,8 +287,10 @@ impl<'m> Masquerade<'m> {
         Ok(missing)
     }
 
-    /// Checks that [`ensure`](Masquerade::ensure) can work here, without starting a process: an
-    /// installed iptables is assumed to work.
+    /// Checks that [`ensure`](Masquerade::ensure) can work here. An installed iptables is assumed
+    /// to work, because trying it starts a process. The only process that this can start is
+    /// `iptables-restore --version`, if the name of the program's file does not contain the
+    /// variant.
     ///
     /// # Errors
     /// `ensure` cannot work; the error gives the reason.

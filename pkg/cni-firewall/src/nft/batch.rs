@@ -1,11 +1,11 @@
 //! Collects the changes of one transaction, each with the text of the error if the kernel refuses
 //! it.
 //!
-//! The kernel gets them with [`Nft::commit`](super::Nft::commit). An `ensure_` method has no effect
-//! on an object that exists, so two processes that create the same table at once both succeed; a
-//! `create_` method fails if the object exists, so the second of two processes notices the first.
-//!
-//! Flags, policy and comment of existing tables and chains are never changed.
+//! The kernel gets them with [`Nft::commit`](super::Nft::commit). An `ensure_` method leaves an
+//! existing object, also its flags, policy and comment, as it is, so two processes that create the
+//! same table at once both succeed; only a base chain with another hook is an error. With a
+//! `create_` method the commit fails if the object exists, so the second of two processes notices
+//! the first.
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
@@ -117,16 +117,16 @@ pub(crate) enum RulePosition {
     Last,
 }
 
-/// Returns the attribute with the protocol that a rule matches. The kernel reads it to check the
-/// rule's xtables matches: that of tcp ports, for example, requires protocol tcp.
-fn compat(protocol: u8) -> RuleAttribute {
+/// Returns the attribute that names the protocol that a rule matches. The kernel reads it to check
+/// the rule's xtables matches: that of tcp ports, for example, requires protocol tcp.
+fn protocol_attribute(protocol: u8) -> RuleAttribute {
     const NFTA_RULE_COMPAT_PROTO: u16 = 1;
     const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
     let number = |kind, value: u32| DefaultNla::new(kind, value.to_be_bytes().to_vec());
     RuleAttribute::Compat(vec![number(NFTA_RULE_COMPAT_PROTO, protocol.into()), number(NFTA_RULE_COMPAT_FLAGS, 0)])
 }
 
-/// Returns the message body for one element, an address, of a set.
+/// Returns the message body that names one element of a set: `address`.
 pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElementMessage {
     let key = match address {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -142,14 +142,16 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
     }
 }
 
-/// The meaning of the errno with which the kernel refuses a change.
+/// The meaning of the errno with which the kernel refuses a change. The error that a caller gets
+/// has the errno of the meaning, not always the kernel's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ErrnoMeaning {
     /// The errno has its usual meaning.
     Usual,
-    /// The change creates a base chain. ENOENT: the kernel has no such type of chain for the
-    /// family; the table cannot be missing, as the same batch creates it. EOPNOTSUPP: the chain
-    /// exists with another hook.
+    /// The change creates a base chain. ENOENT becomes EOPNOTSUPP: the kernel has no such type of
+    /// chain for the family (the table is not missing: the same batch creates it). EOPNOTSUPP
+    /// becomes EEXIST: the chain exists with another hook, type or priority; older kernels answer
+    /// EEXIST themselves.
     OfBaseChain,
 }
 
@@ -210,8 +212,9 @@ impl Batch {
         self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE, message);
     }
 
-    /// Creates the base chain, with policy accept, unless it exists. The commit fails with EEXIST
-    /// if it exists with another hook, type or priority.
+    /// Creates the base chain, with policy accept, unless it exists. On every kernel, the commit
+    /// fails with EEXIST if the chain exists with another hook, type or priority, and with
+    /// [`Error::is_unsupported`] if the kernel has no such type of chain.
     pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain, comment: Option<&str>) {
         let what = format!("failed to add nft base chain {table} {name}");
         let mut attributes = vec![
@@ -295,7 +298,7 @@ impl Batch {
             RuleAttribute::Table(table.name.into()),
             RuleAttribute::Chain(chain.into()),
             RuleAttribute::Expressions(exprs.iter().map(Expr::wire).collect()),
-            compat(protocol),
+            protocol_attribute(protocol),
         ];
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
         let flags = match position {
@@ -337,11 +340,12 @@ impl Batch {
         self.push(what, ErrnoMeaning::Usual, table.family, 0, message);
     }
 
-    /// Adds a rule that was read earlier, and removed since, at the chain's end. `protocol`
-    /// (`IPPROTO_*`) is the one that the rule matches, which the kernel needs to check xtables
-    /// matches but does not return when it lists rules. The commit fails with ENOENT if the chain,
-    /// a chain that the rule jumps to, or a set that it uses does not exist; a set without a name
-    /// is removed with its rule.
+    /// Adds, at the chain's end, a rule that was read earlier and has been removed. `protocol`
+    /// (`IPPROTO_*`), only for a rule of iptables, is the one that the rule matches: the kernel
+    /// needs it to check xtables matches, but does not return it when it lists rules. The commit
+    /// fails with ENOENT if the chain, a chain that the rule jumps to, or a set that it uses does
+    /// not exist. So a rule with a set without a name cannot be put back: the set was removed with
+    /// the rule.
     pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
         const NFTA_RULE_EXPRESSIONS: u16 = 4;
         const NLA_F_NESTED: u16 = 1 << 15;
@@ -352,7 +356,7 @@ impl Batch {
             RuleAttribute::Chain(chain.into()),
             RuleAttribute::Other(exprs),
         ];
-        attributes.extend(protocol.map(compat));
+        attributes.extend(protocol.map(protocol_attribute));
         if !raw.userdata.is_empty() {
             attributes.push(RuleAttribute::UserData(raw.userdata.clone()));
         }
@@ -373,12 +377,13 @@ impl Batch {
         self.push(what, ErrnoMeaning::Usual, table.family, 0, message);
     }
 
-    /// Removes the chain with its rules. The commit fails with ENOENT if the chain of this handle
-    /// does not exist, even if another one has its name, and with EBUSY if a rule jumps to it.
+    /// Removes the chain with its rules. The commit fails with EBUSY if a rule jumps to the chain,
+    /// and with ENOENT if no chain has this handle, even if another one has the name (before Linux
+    /// 4.16, if no chain has the name).
     pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
         let attributes = vec![
             ChainAttribute::Table(table.name.into()),
-            // Kernels before 4.16 find the chain by its name, newer ones by the handle.
+            // Kernels before 4.16 read only the name, newer ones find the chain by the handle.
             ChainAttribute::Name(name.into()),
             ChainAttribute::Handle(handle),
         ];
@@ -394,7 +399,7 @@ impl Batch {
         self.push(format!("failed to delete nft table {table}"), ErrnoMeaning::Usual, table.family, 0, message);
     }
 
-    /// Whether there are no changes.
+    /// Whether there are no changes, not even one that could not be encoded.
     pub fn is_empty(&self) -> bool {
         self.changes.is_empty() && self.fault.is_none()
     }
@@ -407,8 +412,8 @@ impl Batch {
         }
     }
 
-    /// Encodes a comment and tags; `None` if there are none, or if they are too long, which becomes
-    /// the batch's fault.
+    /// Encodes a comment and tags; `None` if there are none, or if they are too long. In the latter
+    /// case `fault` is set to an error that begins with `what`.
     fn userdata(&mut self, what: &str, comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
         if comment.is_none() && tags.is_empty() {
             return None;

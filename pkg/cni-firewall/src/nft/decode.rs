@@ -230,17 +230,17 @@ fn nat(data: &[u8]) -> Option<Expr> {
     Some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
 }
 
-/// Whether one of these byte pairs, for example port numbers, is at an even offset of a rule as the
-/// kernel sends it. Ports are at even offsets, in xtables structures too. Searches without
-/// decoding: this takes most of the time that reading a long chain takes.
+/// Whether a rule, as the kernel sends it, has one of these byte pairs, for example port numbers,
+/// at an even offset. Ports are at even offsets, in xtables structures too. Does not decode the
+/// rule: in a long chain, this search already takes most of the reading's time.
 pub fn occurs(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
     rule.as_chunks::<2>().0.iter().any(|pair| pairs.contains(pair))
 }
 
-/// Whether a rule as the kernel sends it contains the text, or an address in network byte order, at
-/// an even offset. True for a text of less than two bytes.
-pub fn mentions(rule: &[u8], text: impl AsRef<[u8]>) -> bool {
-    let Some((first_pair, rest)) = text.as_ref().split_first_chunk::<2>() else { return true };
+/// Whether a rule, as the kernel sends it, contains these bytes at an even offset, as the name of a
+/// chain and an address in network byte order are. True for less than two bytes.
+pub fn mentions(rule: &[u8], bytes: impl AsRef<[u8]>) -> bool {
+    let Some((first_pair, rest)) = bytes.as_ref().split_first_chunk::<2>() else { return true };
     for (index, pair) in rule.as_chunks::<2>().0.iter().enumerate() {
         if pair == first_pair && rule.get(2 * index + 2..).is_some_and(|after| after.starts_with(rest)) {
             return true;

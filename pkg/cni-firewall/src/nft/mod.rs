@@ -2,8 +2,9 @@
 //!
 //! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`],
 //! [`Nft::chains`] and [`Nft::find_chain`] read. A change that depends on what was read names
-//! handles, or creates chains with `create_chain`, so that the kernel refuses the change if another
-//! process has changed the objects meanwhile; the caller then reads again ([`raced`]).
+//! handles, creates chains with [`Batch::create_chain`], or requires that no rule has changed
+//! ([`Batch::only_at`]), so that the kernel refuses the change if another process has changed the
+//! objects meanwhile; the caller then reads again ([`raced`]).
 //!
 //! Needs CAP_NET_ADMIN. The socket belongs to the network namespace that the thread was in when it
 //! opened the socket. On a kernel without nf_tables every call fails with

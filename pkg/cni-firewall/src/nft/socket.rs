@@ -1,7 +1,7 @@
 //! Sends transactions to the kernel and reads consistent lists from it.
 //!
-//! Nothing here waits for an answer: the kernel has queued the answer when sending the request
-//! returns. A missing answer is an error.
+//! The kernel handles a request while it is sent, and has queued the answer when sending returns.
+//! So only sending can wait, for the transactions of other processes; a missing answer is an error.
 
 use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST};
@@ -34,8 +34,9 @@ const BATCH_FAILED: &str = "failed to change nftables";
 #[derive(Debug)]
 pub struct Nft {
     socket: Socket,
-    /// Whether one reading of a list is enough, without a second that confirms it. True from
-    /// [`Nft::wait_for_generation`] to the next commit, which fails if the list has changed.
+    /// Whether one reading of a list is enough, without a second that confirms it. True within
+    /// [`Nft::has_rule`], and from [`Nft::wait_for_generation`] to the next commit, which fails if
+    /// the list has changed.
     one_reading_suffices: bool,
     /// How often a list is read at most.
     reads_max: usize,
@@ -85,7 +86,7 @@ impl Nft {
         self.transact(batch, Ending::Abort)
     }
 
-    /// Sends the batch, and reports the transaction to the step log.
+    /// Sends the batch with this ending, and reports the transaction to the step log.
     fn transact(&mut self, batch: Batch, ending: Ending) -> Result<()> {
         let step = Step::begin();
         let what = match ending {
@@ -98,8 +99,8 @@ impl Nft {
         result
     }
 
-    /// Sends the batch and reads the kernel's answers. If the kernel refuses a change, its message
-    /// is written to `refused_request`.
+    /// Sends the batch and reads the kernel's answers. If the kernel refuses a change, the netlink
+    /// message of the change is written to `refused_request`.
     fn send_batch(&mut self, batch: Batch, ending: Ending, refused_request: &mut Vec<u8>) -> Result<()> {
         let generation = batch.generation();
         self.one_reading_suffices = false;
@@ -132,7 +133,7 @@ impl Nft {
         self.socket.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
 
         let Some(refusal) = self.receive_refusal(first_sequence, changes.len())? else { return Ok(()) };
-        // At the positions before the first change and after the last one is the batch as a whole.
+        // A refusal at another position than a change's concerns the batch as a whole.
         let Some(change) = refusal.position.checked_sub(1).and_then(|index| changes.get(index)) else {
             return Err(Error::new(BATCH_FAILED, Cause::kernel(refusal.errno, refusal.text)));
         };
@@ -141,9 +142,10 @@ impl Nft {
         Err(refusal.into_error(change))
     }
 
-    /// Receives the answers to a batch of `change_count` changes; `None` if the kernel acknowledged
-    /// it. `first_sequence` is the number of the begin message. Of several refusals the one of the
-    /// earliest change is returned: the others are often consequences.
+    /// Receives the answers to a batch of `change_count` changes, and returns the refusal; `None`
+    /// if the kernel acknowledged the batch. Of several refusals the one of the earliest change is
+    /// returned: the others are often consequences. `first_sequence` is the sequence number of the
+    /// begin message.
     ///
     /// # Errors
     /// The kernel neither acknowledged nor refused the batch.
@@ -154,7 +156,7 @@ impl Nft {
                 let Some((errno, text)) = wire::outcome(&message) else { continue };
                 let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
                 if position > change_count + 1 {
-                    // A late answer to an earlier batch, during which the socket's buffer overran.
+                    // A late answer to an earlier batch, whose answers overran the socket's buffer.
                     continue;
                 }
                 if errno == 0 {
@@ -185,7 +187,7 @@ impl Nft {
     }
 
     /// Returns the chain's rules, in order, for whose bytes, as the kernel sends them, `matches` is
-    /// true. The others are read too, but not decoded, which takes a fraction of the time.
+    /// true. The others are received but not decoded, which saves most of the time.
     pub fn rules_where(
         &mut self,
         table: Table<'_>,
@@ -278,16 +280,16 @@ impl Nft {
     }
 
     /// Whether the chain exists and has this type, hook and priority. Callers check this before
-    /// [`Batch::ensure_base_chain`] because a transaction that names an existing chain changes it:
-    /// the kernel frees memory after an RCU grace period, and closing the socket waits for that
-    /// (12 ms on Linux 6.18).
+    /// [`Batch::ensure_base_chain`], which leaves an existing chain as it is but costs time: the
+    /// kernel handles it as an update, frees memory after an RCU grace period, and closing the
+    /// socket waits for that (12 ms on Linux 6.18).
     pub fn has_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain) -> Result<bool> {
         Ok(self.find_chain(table, name)?.is_some_and(|chain| chain.base == Some(base)))
     }
 
-    /// Adds the chain's creation to the batch only if the chain does not exist: naming an existing
-    /// chain in a transaction is a change, which makes closing the socket slow
-    /// ([`has_base_chain`](Nft::has_base_chain)).
+    /// Adds the chain's creation to the batch only if the chain does not exist: for an existing
+    /// chain, [`Batch::ensure_chain`] makes closing the socket slow, as
+    /// [`has_base_chain`](Nft::has_base_chain) explains.
     pub fn add_missing_chain(&mut self, batch: &mut Batch, table: Table<'_>, name: &str) -> Result<()> {
         if self.find_chain(table, name)?.is_none() {
             batch.ensure_chain(table, name, None);
@@ -350,8 +352,9 @@ impl Nft {
     }
 
     /// Returns the ruleset's generation for [`Batch::only_at`], after the transaction that is
-    /// running, if any, has ended. From here to the next commit each list is read only once: a
-    /// change that spoils a reading also increments the generation, so the commit fails.
+    /// running, if any, has ended. From here to the next commit, which must have that condition,
+    /// each list is read only once: a change that spoils a reading also increments the generation,
+    /// so the commit fails.
     ///
     /// Not for chains into which other processes insert rules at the beginning: a transaction that
     /// does so and is aborted shifts the list while it is read, but leaves the generation as it
@@ -381,8 +384,8 @@ impl Nft {
     }
 
     /// Reads a list until two successive readings have the same handles, and returns it as it was
-    /// at one instant. `decode` returns an object's handle and its value, or `None` to leave the
-    /// object out. Fails after `reads_max` readings.
+    /// at one instant. `read_object` returns an object's handle and its value, or `None` to leave
+    /// the object out. Fails after `reads_max` readings.
     ///
     /// The kernel sends a long list in parts, and begins each part by counting objects from the
     /// start. If rules are added or removed meanwhile, the count is wrong. The kernel then sets a
@@ -394,7 +397,7 @@ impl Nft {
         what: &str,
         family: Family,
         request: NfTablesMessage,
-        decode: impl Fn(&[u8]) -> Option<(u64, T)>,
+        read_object: impl Fn(&[u8]) -> Option<(u64, T)>,
     ) -> Result<Vec<T>> {
         let mut previous_handles = None;
         for _ in 0..self.reads_max {
@@ -403,7 +406,7 @@ impl Nft {
             let is_uninterrupted = self.ask(what, family, &request, NLM_F_DUMP, |message| {
                 let generation = decode::generation_low_bits(message.payload);
                 is_one_generation &= *first_generation.get_or_insert(generation) == generation;
-                if let Some((handle, value)) = decode(message.payload) {
+                if let Some((handle, value)) = read_object(message.payload) {
                     handles.push(handle);
                     values.push(value);
                 }
@@ -457,10 +460,10 @@ pub(crate) enum Extension {
     Target,
 }
 
-/// A change that the kernel refused.
+/// The kernel's refusal of a change, or of the batch as a whole.
 struct Refusal {
-    /// 0: the batch as a whole; n: its nth change, from 1; the number after the last change: the
-    /// batch's end.
+    /// The position of the refused message in the batch: 0 is the begin message, n the nth change,
+    /// counted from 1, and the position after the last change the end message.
     position: usize,
     errno: i32,
     /// The kernel's explanation.
@@ -468,15 +471,13 @@ struct Refusal {
 }
 
 impl Refusal {
-    /// Returns the error for the refused change. Replaces the errno for a base chain where kernels
-    /// differ, so that callers need not know the kernel's version.
+    /// Returns the error for the refused `change`, with the errno replaced as [`ErrnoMeaning`]
+    /// describes, so that callers need not know the kernel's version.
     fn into_error(self, change: &Change) -> Error {
         match (self.errno, change.meaning) {
             (libc::ENOENT, ErrnoMeaning::OfBaseChain) => {
                 unsupported(&change.what, "the kernel has no such type of chain", Errno::ENOENT)
             }
-            // Older kernels answer EEXIST if the chain exists with another hook, newer ones
-            // EOPNOTSUPP.
             (libc::EOPNOTSUPP, ErrnoMeaning::OfBaseChain) => {
                 let text = "the chain exists with another hook, type or priority".to_owned();
                 Error::new(&change.what, Cause::kernel(libc::EEXIST, Some(text)))
@@ -486,7 +487,7 @@ impl Refusal {
     }
 }
 
-/// The end of a transaction: the kernel makes the changes, or checks and discards them.
+/// What the kernel does with a batch: makes the changes, or checks and discards them.
 enum Ending {
     Commit,
     Abort,

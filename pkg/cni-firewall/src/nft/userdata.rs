@@ -3,7 +3,7 @@
 //! The kernel stores up to 256 bytes without interpreting them: entries of type, length (one byte
 //! each) and value. `nft` knows type 0, the comment, and skips unknown ones; tags have types from
 //! 0x80 up, far from those that `nft` may add. Saving and loading the ruleset with `nft` loses
-//! them.
+//! the tags.
 
 /// The most bytes that the kernel stores with one object (`NFT_USERDATA_MAXLEN`).
 pub const MAX: usize = 256;

@@ -1,7 +1,7 @@
 //! Builds the ID of an attachment's spoof rules and the names that contain it, and reads which
 //! attachment owns existing rules.
 //!
-//! The [`super`] module shows the rules.
+//! The documentation of [`super`] shows the rules.
 
 use std::fmt;
 
@@ -19,8 +19,8 @@ use cni_linux::error::{Cause, Error, Result};
 pub(crate) struct Id(pub(super) String);
 
 impl Id {
-    /// Returns the ID of an attachment. One longer than [`PLAIN_ID_MAX`] is cut, and ends in `-`
-    /// and a hash of the whole: 116 bytes, of which `nft` accepts the comment.
+    /// Returns the ID of an attachment. An ID longer than [`PLAIN_ID_MAX`] is replaced with its
+    /// beginning, `-` and a hash of the whole: 116 bytes, so that `nft` accepts the comment.
     pub(crate) fn new(container_id: &str, ifname: &str) -> Id {
         const CUT_LEN: usize = 83;
         const HASH_DIGITS: usize = 32;
@@ -52,8 +52,8 @@ impl Id {
         format!("{COMMENT_PREFIX}{}", self.0)
     }
 
-    /// Whether a rule of PREROUTING belongs to this ID: by its comment, as Go searches, or because
-    /// it leads to the ID's chain, which the kernel does not remove before that rule.
+    /// Whether a rule of PREROUTING belongs to this ID: it has the ID's comment, by which Go
+    /// searches, or it leads to the ID's chain, which the kernel does not remove before that rule.
     pub(super) fn owns(&self, rule: &Rule) -> bool {
         if rule.comment.as_deref() == Some(&self.comment()) {
             return true;
@@ -75,7 +75,8 @@ impl Id {
     }
 
     /// Returns the first owner of this ID's jumps among the rules of PREROUTING that is certainly
-    /// not `attachment`: the tag of its jump names another attachment or network.
+    /// not `attachment`: the tag of the jump names another attachment or network. The owner of a
+    /// jump without a tag is unknown, and not returned.
     pub(super) fn find_other_owner(&self, rules: &[Listed], attachment: &AttachmentId) -> Option<SpoofOwner> {
         self.owners(rules).find(|owner| match &owner.tag {
             JumpTag::Alias(alias) => *alias != attachment.alias(),
@@ -94,8 +95,9 @@ impl Id {
         Ok(exprs)
     }
 
-    /// Returns the expressions of the only rule of [`chain`](Id::chain).
-    pub(super) fn to_mac_chain(&self) -> Vec<Expr> {
+    /// Returns the expressions of the only rule of [`chain`](Id::chain): the jump to
+    /// [`mac_chain`](Id::mac_chain).
+    pub(super) fn jump_to_mac_chain(&self) -> Vec<Expr> {
         vec![Expr::Verdict(Verdict::Jump(self.mac_chain()))]
     }
 }
@@ -105,7 +107,7 @@ pub(super) fn network_hash(network: &str) -> Vec<u8> {
     sha512(&[network.as_bytes()])[..NETWORK_HASH_LEN].to_vec()
 }
 
-/// The tag of a jump, which names the attachment.
+/// The tag of a jump, which names the attachment that the rules belong to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum JumpTag {
     /// The attachment's alias, with the network's name.
@@ -132,7 +134,7 @@ impl fmt::Display for JumpTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             JumpTag::Alias(alias) => f.write_str(alias),
-            JumpTag::NetworkHash(_) => f.write_str("an attachment with a name too long to be recorded"),
+            JumpTag::NetworkHash(_) => f.write_str("an attachment whose name is too long to be recorded"),
             JumpTag::Missing => f.write_str("an attachment created by a Go plugin"),
         }
     }
@@ -148,10 +150,10 @@ pub struct SpoofOwner {
     pub(super) tag: JumpTag,
 }
 
-/// Displays the attachment and its interface for a message.
+/// Displays the attachment and the guarded interface: `cni:net/c1/eth0, host interface veth12`.
 impl fmt::Display for SpoofOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on {}", self.tag, self.host_veth.as_deref().unwrap_or("no interface"))
+        write!(f, "{}, host interface {}", self.tag, self.host_veth.as_deref().unwrap_or("unknown"))
     }
 }
 

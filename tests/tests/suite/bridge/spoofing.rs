@@ -113,7 +113,7 @@ fn a_second_attachment_with_the_same_chain_names_is_refused() {
     let before = node.ruleset();
     let failure = second.add().failure();
     assert_eq!(failure.code, Some(102), "{failure:?}");
-    assert!(failure.msg.contains("cni:net1/a/eth0-x on veth"), "{failure:?}");
+    assert!(failure.msg.contains("cni:net1/a/eth0-x, host interface veth"), "{failure:?}");
     assert!(container.link("x").is_none());
     second.del().success();
     assert_eq!(node.ruleset(), before);

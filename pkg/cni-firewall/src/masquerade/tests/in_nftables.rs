@@ -92,10 +92,10 @@ fn a_repeat_adds_no_duplicates_and_leaves_other_rules_alone() {
 fn a_damaged_base_chain_is_repaired_and_a_sound_one_unchanged() {
     on_a_host(|| {
         ensure(&attachment("c1", "eth0"), &[NET4]);
-        let shell_chain = || shell("nft -a list chain inet cni_plugins_masquerade postrouting");
-        let before = shell_chain();
+        let postrouting = || shell("nft -a list chain inet cni_plugins_masquerade postrouting");
+        let before = postrouting();
         ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
-        assert_eq!(shell_chain(), before, "handles included");
+        assert_eq!(postrouting(), before, "handles included");
         nft("flush chain inet cni_plugins_masquerade postrouting");
         let missing = nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap();
         assert!(missing[0].contains("does not lead to masq_checks"), "{missing:?}");

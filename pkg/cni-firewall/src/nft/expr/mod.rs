@@ -3,7 +3,8 @@
 //! The kernel evaluates a rule's expressions in order: an expression loads a value into a register,
 //! changes it there, or compares it. [`Expr`] has those that the plugins' rules need, and
 //! [`decode`](super::decode) returns the same type, so rules are compared as lists. The functions
-//! below return the expressions, with the registers, that `nft` writes for the quoted text.
+//! below return the expressions, with the registers, that `nft` writes for the text quoted in a
+//! function's documentation.
 //!
 //! Attribute numbers are big-endian. A register's contents are as the kernel loads them: packet
 //! bytes as on the wire, marks and families in the host's byte order.
@@ -299,7 +300,8 @@ fn other(name: &str, attributes: &[(u16, u32)]) -> wire::Expressions {
     wire::Expressions::Other { expression_type: name.to_owned(), attributes: attributes.collect() }
 }
 
-/// Returns an xtables `match` or `target` (`kind`), whose attributes have the same numbers.
+/// Returns the expression for an xtables `match` or `target` (`kind`): both have attributes of the
+/// same numbers.
 fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> wire::Expressions {
     const NFTA_NAME: u16 = 1;
     const NFTA_REV: u16 = 2;
@@ -312,7 +314,8 @@ fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> wire::Expressi
     wire::Expressions::Other { expression_type: kind.to_owned(), attributes }
 }
 
-/// Returns the match that the value which `load` loads, into register 1, is equal to `data`.
+/// Returns the match of a value with `data`: `load`, which loads the value into register 1, and the
+/// comparison.
 fn equal(load: Expr, data: Vec<u8>) -> Vec<Expr> {
     vec![load, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }]
 }
