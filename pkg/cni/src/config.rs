@@ -147,12 +147,13 @@ impl From<RuntimeDns> for Dns {
     }
 }
 
-/// Returns the name resolution that an interface plugin reports in its result instead of IPAM's:
-/// `runtime_dns`, the value of `runtimeConfig.dns`, or, if that is absent, `conf_dns`, the value of
-/// `dns` in the configuration, or, if that is empty too, `None`.
+/// Returns the name resolution that an interface plugin reports in its result instead of IPAM's, or
+/// `None` if the result keeps IPAM's. `runtime_dns` is the value of `runtimeConfig.dns`, and is used
+/// even if it is an empty object. `conf_dns` is the value of `dns` in the configuration. It is used
+/// if `runtime_dns` is absent and `conf_dns` is not empty.
 ///
-/// A `runtime_dns` of a wrong type is noted and counts as absent, because the Go plugins ignore
-/// `runtimeConfig.dns`.
+/// A `runtime_dns` of a wrong type is noted and counts as absent: with the Go plugins, which ignore
+/// `runtimeConfig.dns`, any value works.
 pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
     if let Some(json) = runtime_dns {
         match json.decode::<RuntimeDns>() {
