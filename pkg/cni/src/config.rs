@@ -148,9 +148,9 @@ impl From<RuntimeDns> for Dns {
 }
 
 /// Returns the name resolution that an interface plugin reports in its result instead of IPAM's, or
-/// `None` if the result keeps IPAM's. `runtime_dns` is the value of `runtimeConfig.dns`, and is used
-/// even if it is an empty object. `conf_dns` is the value of `dns` in the configuration. It is used
-/// if `runtime_dns` is absent and `conf_dns` is not empty.
+/// `None` if the result keeps IPAM's. `runtime_dns` is the value of `runtimeConfig.dns`. It is used
+/// if it exists, even if it is an empty object. Otherwise `conf_dns`, the value of `dns` in the
+/// configuration, is used unless it is empty.
 ///
 /// A `runtime_dns` of a wrong type is noted and counts as absent: with the Go plugins, which ignore
 /// `runtimeConfig.dns`, any value works.

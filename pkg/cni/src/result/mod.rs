@@ -2,9 +2,9 @@
 //!
 //! All code uses [`AddResult`], which has the fields of the newest version. Only `wire` knows the
 //! older forms of the JSON. A result of a delegate or in `prevResult` is decoded by its own
-//! version. The answer to the runtime is encoded in the configuration's version, without the fields
-//! that this version does not have. Only 0.1.0 and 0.2.0 cannot express every result: they need an
-//! address. Without one, ADD fails and is rolled back.
+//! version. The answer to the runtime is encoded in the configuration's version, without the parts
+//! that this version does not have, such as the MTU before 1.1.0. Only a result without an address
+//! cannot be encoded in 0.1.0 and 0.2.0: ADD fails and is rolled back.
 //!
 //! Where 0 is a valid number, it differs from an absent one: a route's table 0 and an address's
 //! interface 0 are kept.

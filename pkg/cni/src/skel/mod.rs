@@ -93,10 +93,10 @@ pub trait Plugin {
     /// Checks that the plugin can handle an ADD.
     ///
     /// # Errors
-    /// A defect that makes every ADD fail until it is repaired. The skeleton replaces codes
-    /// about configurations, files and unsupported keys (2, 5, 6, 7) by 50. If the error
-    /// [is a shortage](Error::is_shortage), which may pass by itself, the skeleton writes a note and
-    /// STATUS succeeds.
+    /// A defect that makes every ADD fail until it is repaired. The skeleton replaces codes about
+    /// configurations, files and unsupported keys (2, 5, 6, 7) by 50. If the error
+    /// [is a shortage](Error::is_shortage), which may pass by itself, STATUS succeeds, and the
+    /// skeleton writes a note.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 
     /// Finds the packet filter rules of the attachment that another program has removed and, with
