@@ -123,7 +123,7 @@ impl NetConf {
 
 /// `runtimeConfig.dns`, the name resolution that a runtime wants for a container. The
 /// specification's conventions name its keys `servers` and `searches`, but `dns` of a configuration
-/// has `nameservers` and `search`. Both are accepted.
+/// has `nameservers` and `search`. Both are accepted; those of the conventions come first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct RuntimeDns {

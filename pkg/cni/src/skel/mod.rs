@@ -309,11 +309,11 @@ fn handle(
     environment.check(verb)?;
     let conf = read_conf(verb, streams, facts)?;
     // GC and STATUS ignore the variables that name an attachment.
-    let variable = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
+    let unless_ignored = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
     let mut call = Call {
-        container_id: variable(&environment.container_id),
-        netns: Some(PathBuf::from(variable(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
-        ifname: variable(&environment.ifname),
+        container_id: unless_ignored(&environment.container_id),
+        netns: Some(PathBuf::from(unless_ignored(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
+        ifname: unless_ignored(&environment.ifname),
         conf,
         environment,
         machine,
@@ -334,7 +334,8 @@ fn handle(
         Verb::Add => add(plugin, &call, streams.stdout),
         Verb::Check => plugin.check(&call),
         Verb::Del if is_own_netns => {
-            // DEL removes what is outside the container, and then reports the error.
+            // DEL removes what is outside the container. Then the error is reported, even if the
+            // DEL has panicked.
             call.netns = None;
             let outcome = catch_panic(plugin, || plugin.del(&call));
             Err(own_netns_error().and(outcome.err()))
