@@ -57,7 +57,7 @@ pub struct Entry {
     /// The network's name.
     pub network: String,
     /// The arguments of the ADD. An entry from a bare result has only the container ID and the
-    /// interface name, which are those of the attachment that was looked up, and the namespace.
+    /// interface name of the attachment that was looked up, and the namespace in the result.
     pub attachment: Attachment,
     /// The bytes of the network's configuration at the time of the ADD.
     pub config: Vec<u8>,
