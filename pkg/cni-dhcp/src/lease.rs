@@ -23,7 +23,7 @@ const MAX_DOUBLINGS: u32 = 10;
 const REFUSED_WAIT: Duration = Duration::from_secs(1);
 /// How many times an offered address is requested before the client discards the offer.
 const SELECT_TRIES: u32 = 4;
-/// The shortest wait before a message is repeated, even if the daemon's flags ask for a shorter one.
+/// The shortest wait before a message is repeated. The daemon's flags cannot make it shorter.
 const MIN_WAIT: Duration = Duration::from_millis(10);
 /// The shortest wait between two requests to extend a lease.
 const MIN_EXTEND: Duration = Duration::from_secs(10);
