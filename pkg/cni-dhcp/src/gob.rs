@@ -149,7 +149,7 @@ impl Reader {
             let mut input = Input(received);
             let Some(length) = input.length()? else { return Ok(None) };
             if length > MAX_MESSAGE {
-                return Err(GobError("the message is too long"));
+                return Err(GobError("a message is longer than 4 MiB"));
             }
             let Some(message) = input.0.get(..length) else { return Ok(None) };
             let end_of_message = received.len() - input.0.len() + length;
@@ -369,9 +369,12 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// Fails if the message has further bytes.
+    /// Checks that the whole message has been decoded.
+    ///
+    /// # Errors
+    /// The message has further bytes.
     fn end(&self) -> Result<()> {
-        if self.0.is_empty() { Ok(()) } else { Err(GobError("a message is too long")) }
+        if self.0.is_empty() { Ok(()) } else { Err(GobError("a message has bytes after its value")) }
     }
 }
 

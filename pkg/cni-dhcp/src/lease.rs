@@ -16,14 +16,14 @@ use crate::message::{Ask, Client, LeaseParameters, Reply, v4};
 /// The time until the first message is repeated. It doubles with each further message. It is short
 /// because messages may get lost right after the link has come up.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
-/// How many times that wait is doubled at most, so that the number does not overflow. Then it is
-/// longer than each of the default [`Limits`].
+/// How many times that wait is doubled at most, so that the number does not overflow. After these
+/// doublings the wait is longer than each of the default [`Limits`].
 const MAX_DOUBLINGS: u32 = 10;
 /// The pause after a server has refused a request.
 const REFUSED_WAIT: Duration = Duration::from_secs(1);
 /// How many times an offered address is requested before the client discards the offer.
 const SELECT_TRIES: u32 = 4;
-/// The shortest wait between two messages. The daemon's flags can ask for a shorter one.
+/// The shortest wait before a message is repeated. The daemon's flags cannot make it shorter.
 const MIN_WAIT: Duration = Duration::from_millis(10);
 /// The shortest wait between two requests to extend a lease.
 const MIN_EXTEND: Duration = Duration::from_secs(10);
@@ -108,8 +108,8 @@ pub enum Step {
     Listen(Duration, Path),
     /// Do nothing until this time, without an open socket, and call `step` again.
     Sleep(Duration),
-    /// Give up: no server has granted the first lease in time, or the client identifier is too long
-    /// for a message.
+    /// Give up: no server has granted the first lease in time, or an option, such as the client
+    /// identifier, is too long for a message.
     Failed,
 }
 
@@ -122,7 +122,8 @@ pub enum Change {
     Acquired,
     /// A server has extended the lease, with the same address.
     Extended,
-    /// A server has extended the lease, but with another address. The value is the old address.
+    /// A server has extended the lease, but with another address or prefix. The value is the old
+    /// address with its prefix.
     Moved(Cidr),
     /// The lease has ended. The value is its address, which must not be used any more.
     Lost(Cidr),
@@ -273,8 +274,8 @@ impl Session {
             let wait = match self.state {
                 // RFC 2131, 4.4.5: half of the remaining time.
                 State::Renewing(_) | State::Rebinding(_) => (end.saturating_sub(now) / 2).max(MIN_EXTEND),
-                // Before the first lease there is a deadline. After it the client searches without
-                // end, with growing pauses.
+                // Before the first lease there is a deadline. A client that has lost its lease
+                // searches without end, with growing pauses.
                 _ => {
                     let longest = if self.deadline.is_some() { self.limits.answer } else { self.limits.pause };
                     let doubled = FIRST_WAIT * (1 << self.tries.min(MAX_DOUBLINGS));

@@ -51,7 +51,7 @@ const DEFAULT_LEASE: u32 = 3600;
 /// The shortest length of a message in bytes. Some servers and relays drop shorter ones, because
 /// BOOTP has no shorter ones.
 const MIN_LENGTH: usize = 300;
-/// The length in bytes of the longest message that the client accepts, which it sends to servers.
+/// The length in bytes of the longest message that the client accepts. Option 57 has it.
 const MAX_LENGTH: u16 = 1500;
 /// The length of a message before its options, in bytes.
 const HEADER_LENGTH: usize = 240;
@@ -102,7 +102,8 @@ pub enum Ask {
         /// The server.
         server: Ipv4Addr,
     },
-    /// DHCPREQUEST: to continue the lease of an address, from the server that has recorded it.
+    /// DHCPREQUEST: to continue the lease of an address. It goes to all servers; the one that has
+    /// recorded the lease answers.
     Confirm {
         /// The address.
         address: Ipv4Addr,
@@ -171,7 +172,8 @@ impl Client {
     }
 
     /// Decodes a server's answer to this client's message with the transaction number `xid`.
-    /// Returns `None` for any other message, and for an answer that lacks something necessary.
+    /// Returns `None` for any other message, and for an answer without a server, without a type, or
+    /// without valid parameters of an offer or a lease.
     pub fn read(&self, bytes: &[u8], xid: u32) -> Option<Reply> {
         let message = DhcpPacket::new_checked(bytes).ok()?;
         let mac = message.client_hardware_address();
@@ -202,7 +204,8 @@ impl Client {
 
     /// Decodes the parameters of an offer or a lease. `find` returns the value of an option by its
     /// code. An option that this client did not request is ignored, except mask and times. Returns
-    /// `None` if the address, the server, the mask or the lease time is invalid.
+    /// `None` if the mask is absent, or if the address, the server, the mask or the lease time is
+    /// invalid.
     fn terms(
         &self,
         address: Ipv4Addr,

@@ -117,7 +117,7 @@ pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     for text in [&args.container_id, &args.netns, &args.ifname, &args.args, &args.path] {
         body.text(text);
     }
-    // NetnsOverride.
+    // NetnsOverride is left out.
     body.skip();
     body.data(&args.stdin);
     write_struct(&mut out, BODY, body);
@@ -201,12 +201,12 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
         write_definition(out, id, name, definition);
     }
     let mut fields = Fields::default();
-    // CNIVersion and Interfaces.
+    // CNIVersion and Interfaces are left out.
     fields.skip();
     fields.skip();
     fields.list(&result.ips, |ip| {
         let mut fields = Fields::default();
-        // Interface.
+        // Interface is left out.
         fields.skip();
         fields.nested(ip_net(&ip.address));
         fields.data(&octets(ip.gateway));

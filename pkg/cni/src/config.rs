@@ -123,7 +123,7 @@ impl NetConf {
 
 /// `runtimeConfig.dns`, the name resolution that a runtime wants for a container. The
 /// specification's conventions name its keys `servers` and `searches`, but `dns` of a configuration
-/// has `nameservers` and `search`. Both are accepted.
+/// has `nameservers` and `search`. Both are accepted; those of the conventions come first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct RuntimeDns {
@@ -147,12 +147,13 @@ impl From<RuntimeDns> for Dns {
     }
 }
 
-/// Returns the name resolution that an interface plugin reports in its result instead of IPAM's:
-/// `runtime_dns`, the value of `runtimeConfig.dns`, or, if that is absent, `conf_dns`, the value of
-/// `dns` in the configuration, or, if that is empty too, `None`.
+/// Returns the name resolution that an interface plugin reports in its result instead of IPAM's, or
+/// `None` if the result keeps IPAM's. `runtime_dns` is the value of `runtimeConfig.dns`. It is used
+/// if it exists, even if it is an empty object. Otherwise `conf_dns`, the value of `dns` in the
+/// configuration, is used unless it is empty.
 ///
-/// A `runtime_dns` of a wrong type is noted and counts as absent, because the Go plugins ignore
-/// `runtimeConfig.dns`.
+/// A `runtime_dns` of a wrong type is noted and counts as absent: with the Go plugins, which ignore
+/// `runtimeConfig.dns`, any value works.
 pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
     if let Some(json) = runtime_dns {
         match json.decode::<RuntimeDns>() {

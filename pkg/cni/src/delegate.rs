@@ -4,10 +4,11 @@
 //! its stdin. Its stderr is passed on, and its errors keep their code. If it is missing, dies, does
 //! not end in time or does not print JSON, the error names its file.
 //!
-//! A delegate that was interrupted during ADD may have done part of its work, so this module runs
-//! its DEL. A delegate that answered ADD with an error has undone its work and gets no DEL: the
-//! refused call may have been a second ADD of a running container, whose address a DEL would
-//! release.
+//! A delegate that ends during ADD without a usable answer may have done part of its work, so this
+//! module runs its DEL. A delegate that answered ADD with an error has undone its work and gets no
+//! DEL: the refused call may have been a second ADD of a running container, whose address a DEL
+//! would release. For the same reason there is no DEL if the attachment already had the addresses
+//! that ADD returns again (`"reuse": true` in `ipam`).
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -99,18 +100,18 @@ impl<'a> Delegate<'a> {
     ///
     /// # Errors
     /// Those of [`interpret`], and code 6 if the answer of ADD is not a result. If the delegate may
-    /// have left changes, its DEL has been run, with the same exception.
+    /// have left changes, its DEL has been run, unless the attachment had its addresses before.
     pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
-        let had_lease = self.reuses_lease()?;
+        let had_addresses = self.has_reusable_addresses()?;
         let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout).map_err(Failure::Unanswered));
         match added {
-            Ok(result) if had_lease => Ok(result),
+            Ok(result) if had_addresses => Ok(result),
             Ok(result) => {
                 rollback.push(format!("run DEL of {program}"), move || self.del());
                 Ok(result)
             }
-            Err(Failure::Unanswered(error)) if !had_lease => {
+            Err(Failure::Unanswered(error)) if !had_addresses => {
                 if let Err(del_error) = self.del() {
                     self.notes.note(format_args!("DEL of {program} after its failed ADD: {del_error}"));
                 }
@@ -125,7 +126,7 @@ impl<'a> Delegate<'a> {
     ///
     /// # Errors
     /// Those of [`interpret`] if it stays unknown whether the attachment has addresses.
-    fn reuses_lease(&self) -> Result<bool> {
+    fn has_reusable_addresses(&self) -> Result<bool> {
         if self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse")) != Some(&Json::Bool(true)) {
             return Ok(false);
         }
@@ -221,7 +222,7 @@ impl<'a> Delegate<'a> {
 /// Code 7 with Go's text if the `type` is empty or not a file name.
 pub fn check_plugin_name(kind: &str) -> Result<()> {
     if kind.is_empty() {
-        return Err(Error::config("no plugin name provided"));
+        return Err(Error::config("no plugin name provided").with_details("the plugin's \"type\" is missing or empty"));
     }
     if kind.contains(['/', '\0']) || kind == "." || kind == ".." {
         return Err(Error::config(format!("invalid plugin name: {kind}")));
@@ -288,7 +289,7 @@ impl From<Failure> for Error {
 /// The error that the plugin printed, with its code. If the plugin printed none:
 /// - Code 5 if the plugin could not be started, or its input or output failed.
 /// - Code 11 if the plugin exceeded its time, or this process received a signal to end.
-/// - Code 999 if the plugin ended with another status than 0.
+/// - Code 999 if the plugin ended with another status than 0, or by a signal.
 pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());

@@ -159,6 +159,7 @@ impl Error {
     /// descriptors, which may pass without a repair.
     pub fn is_shortage(&self) -> bool {
         use std::io::ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull, WouldBlock};
+        // `WouldBlock` is EAGAIN, with which the kernel refuses to create another process.
         // ENFILE, EMFILE, ENOBUFS, for which std has no error kind.
         const WITHOUT_A_KIND: [i32; 3] = [23, 24, 105];
         self.io_cause().is_some_and(|error| {

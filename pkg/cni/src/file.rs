@@ -28,9 +28,10 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns a path without `.`, superfluous slashes, and each `..` that a folder precedes. It is
-/// simplified lexically like Go's `filepath.Clean`, which the Go plugins use. So `link/..` becomes
-/// `.`, although the kernel would go to the parent of the folder that `link` points to.
+/// Simplifies a path: removes `.`, superfluous slashes, each folder that `..` follows together with
+/// that `..`, and each `..` after the root. It does so lexically like Go's `filepath.Clean`, which
+/// the Go plugins use. So `link/..` becomes `.`, although the kernel would go to the parent of the
+/// folder that `link` points to.
 pub fn clean(path: &str) -> PathBuf {
     let mut clean = PathBuf::new();
     for component in Path::new(path).components() {

@@ -78,7 +78,8 @@ pub fn check_host_link_name(key: &str, name: &str) -> Result<()> {
     }
 }
 
-/// Returns why a link should not be created with a valid link name, or `None` if it can be.
+/// Returns why a new link must not get this name, or `None` if it may. The caller has checked that
+/// the name is a valid link name.
 fn unfit_for_new_link(name: &str) -> Option<&'static str> {
     match name {
         // The kernel replaces `%d` in the name of a new link by a number.

@@ -5,7 +5,8 @@
 //! - [`json`]: one JSON document as Go's decoder reads it (keys of structures match
 //!   case-insensitively, `null` is the default, the last duplicate wins).
 //! - [`attachment`]: the identity of an attachment, and the names and aliases of its links.
-//! - [`version`], [`ident`], [`args`]: specification versions, identifiers, `CNI_ARGS`.
+//! - [`version`], [`ident`], [`args`], [`cidr`]: specification versions, identifiers, `CNI_ARGS`,
+//!   addresses with a prefix length.
 //! - [`config`]: the network configuration that a plugin receives; [`result`]: the result that it
 //!   returns, as one type for all versions.
 //! - [`error`]: errors with a CNI code; [`mod@file`]: files that an operator has named; [`hash`]:

@@ -43,11 +43,11 @@ pub struct Child<'a> {
     pub stdin: &'a [u8],
     /// How long it may run before it is killed and reaped.
     pub timeout: Duration,
-    /// The effect on it of a SIGTERM that this process receives before or while it runs.
+    /// What happens to it if this process receives a signal to end, before or while it runs.
     pub on_sigterm: OnSigterm,
 }
 
-/// The effect on a child of a SIGTERM that this process receives.
+/// What happens to a child if this process receives a signal to end: SIGTERM, SIGINT or SIGHUP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnSigterm {
     /// It is killed, or not started.
@@ -95,7 +95,7 @@ pub enum RunError {
     /// It exceeded its time and was killed.
     #[error("it was killed after {} s without an answer", .0.as_secs_f32())]
     Timeout(Duration),
-    /// This process received SIGTERM; the child was killed.
+    /// This process received SIGTERM, SIGINT or SIGHUP, and the child was killed or not started.
     #[error("it was killed because this process received a signal to end")]
     Terminated,
     /// Writing its input or reading its output failed, and it was killed.

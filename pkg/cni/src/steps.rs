@@ -55,8 +55,8 @@ impl Step {
         }
     }
 
-    /// Logs the run of a program and how it ended, and if it failed also its output (`said`) and
-    /// its input (`request`).
+    /// Logs the run of a program and how it ended. If it failed, also logs its output (key `said`)
+    /// and its input (key `request`).
     pub fn end_program(self, what: impl fmt::Display, stdin: &[u8], output: &Output) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;

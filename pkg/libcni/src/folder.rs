@@ -100,7 +100,7 @@ impl ConfFile {
         };
         let list = if is_list(&path) { read_list(&path, &raw) } else { NetworkList::parse_single(&raw) };
         let list = list.map_err(|error| error.context(format_args!("failed to load {}", path.display())));
-        // An error is already in `list`.
+        // If this is not valid JSON, `list` already has the error.
         let name = Json::parse(&raw).ok().and_then(|json| Some(json.get("name")?.as_str()?.to_owned()));
         ConfFile { path, name, list }
     }

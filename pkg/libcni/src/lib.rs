@@ -9,8 +9,8 @@
 //! - [`cache`]: the results of ADD, in the layout of Go's libcni.
 //!
 //! It differs from Go's libcni: after a failed ADD, every plugin gets a DEL; a second ADD of an
-//! attachment is refused before any plugin runs; CHECK, DEL and GC report errors of the cache;
-//! every plugin has a deadline.
+//! attachment is refused before any plugin runs; CHECK, DEL and GC report errors of the cache, as
+//! errors or notes; every plugin has a deadline.
 
 mod folder;
 #[cfg(feature = "fuzzing")]

@@ -298,7 +298,8 @@ fn highest_version(json: &Json) -> Result<String> {
         Some(Json::Array(items)) => items,
         Some(_) => return Err(Error::new(Code::DECODE, "invalid type of cniVersions: expected a list of strings")),
     };
-    // A missing `cniVersion` counts as none here, although `Version::find` takes it for 0.1.0.
+    // A missing or empty `cniVersion` counts as none here. `Version::find` takes an empty one for
+    // 0.1.0.
     let mut highest = Some(single).filter(|text| !text.is_empty()).and_then(Version::find);
     for (index, item) in listed.iter().enumerate() {
         let Json::String(text) = item else {

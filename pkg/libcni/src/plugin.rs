@@ -57,7 +57,7 @@ impl Runtime<'_> {
             Err(_) => String::new(),
         };
         let outcome = interpret(&program, verb, output).map_err(Error::from);
-        // If a plugin dies without an answer, the error quotes its stderr.
+        // If a plugin dies without an answer, the error quotes its stderr, so no note repeats it.
         let is_quoted = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{stderr:?}")));
         if !stderr.is_empty() && !is_quoted {
             self.notes.note(format_args!("{kind}: {stderr}"));

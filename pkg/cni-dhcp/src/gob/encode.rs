@@ -63,7 +63,7 @@ fn write_message(out: &mut Vec<u8>, id: i64, body: &[u8]) {
 pub struct Fields {
     bytes: Vec<u8>,
     /// The distance of the next field's index from that of the last field that was not left out. It
-    /// is encoded before the next field.
+    /// is encoded before the next field. The index before the first field counts as -1.
     distance: u64,
 }
 

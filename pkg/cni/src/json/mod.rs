@@ -1,9 +1,9 @@
 //! Parses JSON by the rules of Go's `encoding/json`.
 //!
 //! Existing configurations rely on these rules: keys of structures match in any case, `null` means
-//! the default, and of duplicate keys the last one counts. serde_json refuses all three. So a
-//! document is first parsed into a [`Json`] tree, which keeps order and duplicates, and structures
-//! with a plain `#[derive(Deserialize)]` are then decoded from the tree.
+//! the default, and of duplicate keys the last one that is not `null` counts. serde_json refuses
+//! all three. So a document is first parsed into a [`Json`] tree, which keeps order and duplicates,
+//! and structures with a plain `#[derive(Deserialize)]` are then decoded from the tree.
 //!
 //! Keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`) never do.
 
@@ -394,7 +394,7 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     }
 
     /// Passes each field that the object has and that is not `null`, once and in the structure's
-    /// spelling. `null` instead of the object has no fields.
+    /// spelling. `null` counts as an object without fields.
     fn deserialize_struct<V: Visitor<'de>>(
         self,
         _: &'static str,

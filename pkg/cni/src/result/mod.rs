@@ -2,8 +2,9 @@
 //!
 //! All code uses [`AddResult`], which has the fields of the newest version. Only `wire` knows the
 //! older forms of the JSON. A result of a delegate or in `prevResult` is decoded by its own
-//! version. The answer to the runtime is encoded in the configuration's version. If that version
-//! cannot express the result, ADD fails and is rolled back.
+//! version. The answer to the runtime is encoded in the configuration's version, without the parts
+//! that this version does not have, such as the MTU before 1.1.0. Only a result without an address
+//! cannot be encoded in 0.1.0 and 0.2.0: ADD fails and is rolled back.
 //!
 //! Where 0 is a valid number, it differs from an absent one: a route's table 0 and an address's
 //! interface 0 are kept.
@@ -72,8 +73,9 @@ pub struct IpConfig {
     pub gateway: Option<IpAddr>,
 }
 
-/// A route of a result. From version 0.3.0 on, all keys are encoded, because an IPAM plugin passes
-/// them to its caller. As in Go, only `table` and `scope` distinguish 0 from an absent value.
+/// A route of a result. Every version from 0.3.0 on encodes all these keys, even those that 1.1.0
+/// added, because an IPAM plugin passes them to its caller. As in Go, only `table` and `scope`
+/// distinguish 0 from an absent value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
     /// The destination, with the host bits that were given.

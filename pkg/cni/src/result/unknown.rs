@@ -107,8 +107,8 @@ fn without_known(json: &Json, known: &[Known]) -> Value {
     }
 }
 
-/// Returns the members of an object whose keys are not in `known`, and those members whose value
-/// has unknown keys in it.
+/// Returns the members of an object whose keys are not in `known`. Of a member whose key is known,
+/// returns the unknown keys in its value, if there are any.
 fn unknown_members(members: &[(String, Json)], known: &[Known]) -> Map<String, Value> {
     let mut unknown = Map::new();
     for (key, value) in members {

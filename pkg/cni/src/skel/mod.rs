@@ -93,9 +93,10 @@ pub trait Plugin {
     /// Checks that the plugin can handle an ADD.
     ///
     /// # Errors
-    /// A defect that makes every ADD fail until it is repaired. The skeleton turns the codes of
-    /// configurations, files and unsupported keys into 50. Of an error that
-    /// [is a shortage](Error::is_shortage), which may pass by itself, it only writes a note.
+    /// A defect that makes every ADD fail until it is repaired. The skeleton replaces codes about
+    /// configurations, files and unsupported keys (2, 5, 6, 7) by 50. If the error
+    /// [is a shortage](Error::is_shortage), which may pass by itself, STATUS succeeds, and the
+    /// skeleton writes a note.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 
     /// Finds the packet filter rules of the attachment that another program has removed and, with
@@ -138,8 +139,8 @@ pub struct Added<'a> {
 pub struct Call<'m> {
     /// CNI_CONTAINERID; empty for GC and STATUS.
     pub container_id: String,
-    /// CNI_NETNS. `None` if it is not set, or in a DEL with the plugin's own namespace, which DEL
-    /// must not change.
+    /// CNI_NETNS. `None` if it is not set, for GC and STATUS, and for a DEL with the plugin's own
+    /// namespace, which DEL must not change.
     pub netns: Option<PathBuf>,
     /// CNI_IFNAME; empty for GC and STATUS.
     pub ifname: String,
@@ -280,8 +281,8 @@ fn encode_error(error: &Error, version: Version) -> Vec<u8> {
 
 /// Facts that [`handle`] learns from the configuration, and that its caller also needs if it fails.
 struct CallFacts {
-    /// The specification version in which an error is encoded. It is the newest until `handle` has
-    /// read the configuration's, and if that is not supported.
+    /// The specification version in which an error is encoded: the configuration's, or the newest
+    /// if that has not been read or is not supported.
     version: Version,
     /// The network's name for the log, or the empty string until `handle` has read it.
     network: String,
@@ -308,11 +309,11 @@ fn handle(
     environment.check(verb)?;
     let conf = read_conf(verb, streams, facts)?;
     // GC and STATUS ignore the variables that name an attachment.
-    let variable = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
+    let unless_ignored = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
     let mut call = Call {
-        container_id: variable(&environment.container_id),
-        netns: Some(PathBuf::from(variable(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
-        ifname: variable(&environment.ifname),
+        container_id: unless_ignored(&environment.container_id),
+        netns: Some(PathBuf::from(unless_ignored(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
+        ifname: unless_ignored(&environment.ifname),
         conf,
         environment,
         machine,
@@ -333,7 +334,8 @@ fn handle(
         Verb::Add => add(plugin, &call, streams.stdout),
         Verb::Check => plugin.check(&call),
         Verb::Del if is_own_netns => {
-            // DEL removes what is outside the container, and then reports the error.
+            // DEL removes what is outside the container. Then the error is reported, even if the
+            // DEL has panicked.
             call.netns = None;
             let outcome = catch_panic(plugin, || plugin.del(&call));
             Err(own_netns_error().and(outcome.err()))
@@ -393,7 +395,8 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
 /// error marks the node as not ready, and Kubernetes then evicts pods that work.
 ///
 /// # Errors
-/// Code 50, or the plugin's more specific code, if no ADD can succeed until something is repaired.
+/// The plugin's error, with code 50 instead of a code about configurations, files or unsupported
+/// keys.
 fn status(plugin: &dyn Plugin, call: &Call<'_>) -> Result<()> {
     let Err(error) = plugin.status(call) else { return Ok(()) };
     if error.is_shortage() {

@@ -1,15 +1,15 @@
 //! The result cache: one file for each attachment,
 //! `<dir>/results/<network>-<containerID>-<ifname>`.
 //!
-//! The files are byte for byte those of Go's libcni, so that either can replace the other while
-//! containers run: one line of JSON of the kind `cniCacheV1` or, from older versions, a bare
-//! result. Files that only this crate uses are in `results/.cni`, which Go's libcni skips because
-//! it is a folder.
+//! A file has an entry, the record of its attachment, as one line of JSON of the kind `cniCacheV1`.
+//! Older versions of Go's libcni wrote a bare result instead: only the result of the ADD.
 //!
-//! An entry is the record of one attachment: the content of its file.
+//! The files are byte for byte those of Go's libcni, so that either can replace the other while
+//! containers run. Files that only this crate uses are in `results/.cni`, which Go's libcni skips
+//! because it is a folder.
 //!
 //! `-` is allowed in all three parts of the file's name, so two attachments may have the same file
-//! name. The entry names the attachment to which the file belongs. A bare result does not, so it
+//! name. An entry names the attachment to which the file belongs. A bare result does not, so it
 //! belongs to the attachment that is looked up.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -37,8 +37,8 @@ pub const DEFAULT_DIR: &str = "/var/lib/cni";
 /// The name of the folder, in the folder of results, for files that only this crate uses.
 const OWN_FOLDER: &str = ".cni";
 
-/// The number of processes that can write at the same time. It is never reached, and limits the
-/// search for a free temporary file.
+/// The number of processes that can write at the same time. It only bounds the search for a free
+/// temporary file: so many processes never write at once.
 const MAX_WRITERS: u32 = 4096;
 
 /// The largest length of a file that is read, in bytes. An entry is shorter: a plugin accepts at
@@ -57,7 +57,7 @@ pub struct Entry {
     /// The network's name.
     pub network: String,
     /// The arguments of the ADD. An entry from a bare result has only the container ID and the
-    /// interface name, which are those of the attachment that was looked up, and the namespace.
+    /// interface name of the attachment that was looked up, and the namespace in the result.
     pub attachment: Attachment,
     /// The bytes of the network's configuration at the time of the ADD.
     pub config: Vec<u8>,
@@ -143,7 +143,8 @@ impl Entry {
     /// attachment.
     ///
     /// # Errors
-    /// Code 6 if the result cannot be decoded or cannot be expressed in the list's version.
+    /// - Code 1 if the list's version is not supported.
+    /// - Code 6 if the result cannot be decoded or cannot be expressed in the list's version.
     pub fn request(&self, list: &NetworkList, plugin: &PluginConf) -> Result<Vec<u8>> {
         let result = self.result_as(list.version()?)?;
         let capability_args = Some(&self.attachment.capability_args);
@@ -275,7 +276,7 @@ impl Cache {
     /// # Errors
     /// Code 5 if the folder or one of the network's files cannot be read.
     pub fn list(&self, network: &str) -> Result<Listing> {
-        // A name may also begin like this if its network is, for example, `<network>-b`.
+        // The files of, for example, `<network>-b` begin like this too, so the entry decides.
         self.list_entries(&format!("{network}-"), |entry| entry.network == network)
     }
 
@@ -288,6 +289,8 @@ impl Cache {
     }
 
     /// Returns the entries that `is_wanted` accepts, of the files whose names begin with `prefix`.
+    /// The problems are about all of these files, because a file without a usable entry may belong
+    /// to any network.
     fn list_entries(&self, prefix: &str, is_wanted: impl Fn(&Entry) -> bool) -> Result<Listing> {
         let mut listing = Listing::default();
         for path in self.list_files(prefix)? {

@@ -1,6 +1,7 @@
 //! Encodes and decodes a cache entry.
 //!
-//! `config` is base64 as Go writes byte slices: the standard alphabet with padding.
+//! The value of the key `config` is the configuration in base64, as Go writes byte slices: with the
+//! standard alphabet and padding.
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
@@ -78,10 +79,11 @@ pub(super) enum Content {
     BareResult(Box<RawValue>),
 }
 
-/// Decodes a file of either form.
+/// Decodes a file: an entry, or a bare result. Any JSON object without the kind of an entry counts
+/// as a bare result, which is not decoded further.
 ///
 /// # Errors
-/// The reason why the file has neither form.
+/// The reason why the file is neither.
 pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
     let text = String::from_utf8_lossy(bytes);
     // `members` has the values that stay verbatim, `json` the others.

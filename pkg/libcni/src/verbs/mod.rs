@@ -2,8 +2,8 @@
 //! cache.
 //!
 //! As the specification requires, DEL stops at the first error and keeps the cached result, so that
-//! it can be repeated. [`OnError::GoOn`] is for DELs that are not repeated: those after a failed
-//! ADD, and those of GC.
+//! it can be repeated. The DELs after a failed ADD and those of GC run the remaining plugins too
+//! ([`OnError::GoOn`]), because no other DEL of the attachment may follow.
 
 use serde_json::value::RawValue;
 
@@ -37,7 +37,8 @@ impl Runtime<'_> {
     /// - Code 1 if the version is not supported.
     /// - Code 4 or 7 if an identifier is invalid or a plugin does not exist.
     /// - Code 5 if the cache cannot be read.
-    /// - [`Code::CONFLICT`] if the cache already has the attachment.
+    /// - [`Code::CONFLICT`] if the cache already has the attachment, or another one with the same
+    ///   file name.
     ///
     /// Later, the error of the plugin that failed, or code 5 if the cache cannot be written. Then
     /// all plugins, also those that did not run, get a DEL in reverse order. The errors of these
@@ -118,14 +119,14 @@ impl Runtime<'_> {
     }
 
     /// DEL: detaches a container, with the plugins in reverse order, and removes the cached entry.
-    /// It succeeds if the attachment does not exist. A cached result that cannot be decoded is
-    /// noted, and the plugins run without it.
+    /// It succeeds if the attachment does not exist. A cached result that cannot be read or decoded
+    /// is noted, and the plugins run without it.
     ///
     /// # Errors
     /// - Code 1 if the list's version is not supported.
     /// - Code 4 or 7 if an identifier is invalid.
     /// - The errors of the plugins, joined. The cached entry stays, so that DEL can be repeated.
-    /// - Code 5 if the cached entry cannot be removed.
+    /// - Code 5 if the file of the cached entry cannot be read or removed.
     pub fn del(&self, list: &NetworkList, attachment: &Attachment, on_error: OnError) -> Result<()> {
         let version = check_call(list, attachment)?;
         let id = attachment.id(list.name());
@@ -272,7 +273,8 @@ fn with_errors_of_dels(add_error: Error, failed_dels: Vec<(&PluginConf, Error)>)
     let mut lines: Vec<String> = add_error.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed_dels {
         // The message about a plugin that gave no answer names the verb, so the verb of the DEL is
-        // replaced before the messages are compared. The ADD's begins with the plugin that failed.
+        // replaced before the messages are compared. Only the end of the ADD's message is compared,
+        // because `name_plugin` has put the failed plugin before it.
         let msg_in_add = error.msg().replace(": DEL: ", ": ADD: ");
         let is_same = add_error.msg().ends_with(&msg_in_add);
         let why = if is_same { "for the same reason" } else { error.msg() };
