@@ -266,7 +266,6 @@ pub enum Reply {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseParameters {
     /// The address with its prefix.
-    #[serde(with = "cidr_text")]
     pub network: Cidr,
     /// The server's address (option 54).
     pub server: Ipv4Addr,
@@ -333,20 +332,6 @@ impl LeaseParameters {
             },
             ..AddResult::default()
         }
-    }
-}
-
-/// Writes a CIDR as text in the daemon's records.
-mod cidr_text {
-    use super::{Cidr, Deserialize};
-    use serde::{Deserializer, Serializer, de::Error as _};
-
-    pub(super) fn serialize<S: Serializer>(cidr: &Cidr, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(cidr)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Cidr, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
     }
 }
 

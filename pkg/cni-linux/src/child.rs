@@ -32,7 +32,8 @@ const STDERR_MAX: usize = 1 << 20;
 /// # Errors
 /// In each case, a child that was started has been killed and reaped.
 /// - [`RunError::Start`]: the program could not be started.
-/// - [`RunError::Terminated`]: SIGTERM came, and `child` is to be killed by it.
+/// - [`RunError::Terminated`]: a termination signal (SIGTERM, SIGINT, SIGHUP) arrived, and
+///   `child.on_sigterm` says that it ends the child.
 /// - [`RunError::Timeout`]: the child's timeout passed.
 /// - [`RunError::Io`]: the child's standard output is larger than [`STDOUT_MAX`], or the kernel
 ///   failed.
@@ -46,7 +47,7 @@ pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, R
     running.communicate(machine, child, deadline)
 }
 
-/// Whether SIGTERM has come and the child is to be killed by it. Also empties the machine's signal
+/// Whether a termination signal arrived that ends the child. Also empties the machine's signal
 /// descriptor: a loop that polls the descriptor must call this after each poll.
 fn must_stop(machine: &LinuxMachine, child: &Child<'_>) -> bool {
     machine.terminated() && child.on_sigterm == OnSigterm::Kill
