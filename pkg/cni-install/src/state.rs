@@ -16,7 +16,8 @@ pub(crate) enum State {
     Installing(u64),
     Installed(u64),
     RollingBack(u64),
-    /// `rollback --original` is running. It needs no number: `original/` is complete.
+    /// `rollback --original` is running. It has no number, because the original set belongs to no
+    /// generation.
     Restoring,
     Forgetting(u64),
 }
