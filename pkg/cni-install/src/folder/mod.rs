@@ -147,8 +147,8 @@ impl Folder {
         staging::write_and_try(&self.own_path("staging"), set, contents)?;
         let generation = current + 1;
         Kept::create(&self.path, set, &self.generation_folder(generation))?;
-        // The previous set of until now is removed after this install, so the original set gets its
-        // files.
+        // After this install, the set that is the previous one now is removed. So the original set
+        // gets its files.
         self.add_to_original(current)?;
         State::Installing(generation).write(&self.own_folder)?;
         for program in set.programs() {
