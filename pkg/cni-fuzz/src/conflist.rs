@@ -1,14 +1,14 @@
 //! Network lists, as a runtime reads them, and the configuration that each plugin then gets. An
 //! accepted list has plugins, each with a type. A plugin's configuration has the list's name and
-//! version, keeps every other key unchanged and in order, and has only the capabilities that the
-//! plugin declares.
+//! version, and in `runtimeConfig` only the capabilities that the plugin declares. All keys that
+//! the runtime does not manage (see `RUNTIME_KEYS`) stay unchanged and in order.
 
 use cni::Code;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use libcni::{Members, NetworkList, PluginConf, fuzzing};
 
-/// Keys that the runtime adds to a plugin's configuration or removes from it.
+/// The keys that the runtime manages: it adds them to a plugin's configuration, or removes them.
 const RUNTIME_KEYS: [&str; 7] = [
     "capabilities",
     "cniVersion",

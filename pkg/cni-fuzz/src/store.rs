@@ -168,6 +168,7 @@ fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
             11 => fs::write(&path, b"\0\0\0"),
             _ => fs::write(&path, input.bytes()),
         };
+        // The store cannot open a folder in place of the lock.
         is_lockable &= made.is_err() || !(name == "lock" && kind == 0);
     }
     is_lockable
