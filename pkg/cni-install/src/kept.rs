@@ -67,7 +67,7 @@ impl Kept {
             let path = plugin_folder.join(name);
             match find_metadata(&path).map_err(Error::io("look at", &path))? {
                 Some(found) if found.is_dir() => {
-                    return Err(Error::new(format!("{} is a folder", path.display())));
+                    return Err(Error::new(format!("{} is a folder, which no program can replace", path.display())));
                 }
                 Some(_) => link_or_copy(&path, &folder.join(name)).map_err(Error::io("keep", &path))?,
                 None => {
@@ -80,7 +80,7 @@ impl Kept {
             let path = folder.join(name);
             write_new(&path, text.as_bytes(), 0o644).map_err(Error::io("write", &path))?;
         }
-        sync(folder).map_err(Error::io("write out", folder))
+        sync(folder).map_err(Error::io("sync", folder))
     }
 
     /// Returns the names of the installed programs, each once.
@@ -202,7 +202,7 @@ fn replace_list(folder: &Path, name: &str, text: &str, modified: SystemTime) -> 
     write_new(&temporary, text.as_bytes(), 0o644)
         .and_then(|()| File::options().write(true).open(&temporary)?.set_modified(modified))
         .map_err(Error::io("write", &temporary))?;
-    sync(folder).map_err(Error::io("write out", folder))?;
+    sync(folder).map_err(Error::io("sync", folder))?;
     fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
-    sync(folder).map_err(Error::io("write out", folder))
+    sync(folder).map_err(Error::io("sync", folder))
 }

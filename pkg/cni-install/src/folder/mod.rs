@@ -346,7 +346,7 @@ impl Folder {
             KeptSetId::Previous(generation) => self.require_kept(generation)?,
             KeptSetId::Original => {
                 let folder = self.own_path("original");
-                self.find_original()?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))?
+                self.find_original()?.ok_or_else(|| incomplete(&folder))?
             }
         };
         let report = self.restore(&kept)?;
@@ -373,7 +373,7 @@ impl Folder {
             let path = folder.join(name);
             ignore_not_found(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
         }
-        sync(&folder).map_err(Error::io("write out", &folder))?;
+        sync(&folder).map_err(Error::io("sync", &folder))?;
         State::Installed(generation).write(&self.own_folder)
     }
 
@@ -419,7 +419,7 @@ impl Folder {
     /// If the set does not exist or is not complete.
     fn require_kept(&self, generation: u64) -> Result<Kept, Error> {
         let folder = self.generation_folder(generation);
-        self.find_kept(generation)?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))
+        self.find_kept(generation)?.ok_or_else(|| incomplete(&folder))
     }
 
     /// Returns the path of the file or folder `name` in the installer's own folder.
@@ -439,7 +439,7 @@ impl Folder {
 
     /// Waits until all renames in the plugin folder are on the disk.
     fn sync(&self) -> Result<(), Error> {
-        self.handle.sync_all().map_err(Error::io("write out", &self.path))
+        self.handle.sync_all().map_err(Error::io("sync", &self.path))
     }
 
     /// Runs `command` and then removes the installer's files that are not needed any more, even if
@@ -516,4 +516,9 @@ impl Folder {
         set::parse(&String::from_utf8_lossy(&text))
             .map_err(|reason| Error::new(format!("{}: {reason}", path.display())))
     }
+}
+
+/// Returns the error that `folder` is needed for a rollback but is not a kept set any more.
+fn incomplete(folder: &Path) -> Error {
+    Error::new(format!("the kept set in {} is not complete", folder.display()))
 }
