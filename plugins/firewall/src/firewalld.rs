@@ -299,7 +299,7 @@ impl<'m> Zone<'m> {
         // address, which is reserved for documentation.
         let any_address = IpAddr::from([192, 0, 2, 1]);
         firewalld.call(Method::Query, &self.name, any_address).map(drop).map_err(|failure| {
-            let doing = format!("firewalldZone: firewalld does not answer for {} zone", self.name);
+            let doing = format!("firewalldZone: failed to query {} zone of firewalld", self.name);
             Error::from(failure).context(doing)
         })
     }
