@@ -126,8 +126,8 @@ pub(crate) static ALL: [Alone; 21] = [
 ];
 
 impl Alone {
-    /// Returns the plugin's configuration. `data` is the side's folder for data, `netns` the
-    /// container's namespace.
+    /// Returns the plugin's configuration, with a `prevResult` for a chained plugin. `data` is the
+    /// side's folder for data, `netns` the container's namespace.
     pub(crate) fn conf(&self, side: Side, data: &Path, netns: &Path) -> Value {
         let mut conf = (self.conf)(side, data);
         if self.place == Place::Chained {
@@ -141,8 +141,9 @@ impl Alone {
         conf
     }
 
-    /// Returns why this machine cannot run the plugin, `None` if it can. Enters a new node to try
-    /// the plugin's kind of link: any error of ip(8) means that the kernel lacks it.
+    /// Returns why this machine cannot run the plugin, or `None` if it can. If some kernels lack
+    /// the plugin's kind of link, enters a new node and creates such a link there: any error of
+    /// ip(8) means that this kernel lacks the kind.
     pub(crate) fn obstacle(&self, world: &World) -> Result<Option<&'static str>> {
         if self.place == Place::Dhcp && run(&["dnsmasq", "--version"]).is_err() {
             return Ok(Some("there is no dnsmasq in PATH (Debian's package dnsmasq-base)"));

@@ -1,6 +1,7 @@
 //! Runs many attachments at once, as a runtime does after a reboot of its node.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
@@ -30,7 +31,7 @@ pub(crate) struct Crowd {
 struct Progress {
     /// The number of the attachment.
     number: usize,
-    /// The position of the plugin in the order in which the verb runs the plugins.
+    /// How many plugins the verb has run before this one for the attachment.
     step: usize,
     call: Call,
     streams: Streams,
@@ -38,8 +39,8 @@ struct Progress {
 
 /// Starts a plugin and returns its process ID.
 fn start(mut command: Command) -> Result<Pid> {
-    let child = command.spawn().doing("failed to start a plugin")?;
-    Ok(Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?))
+    let child = command.spawn().doing(format_args!("failed to start {}", Path::new(command.get_program()).display()))?;
+    Ok(Pid::from_raw(i32::try_from(child.id()).doing("invalid process ID of a plugin")?))
 }
 
 /// Runs `verb` for all containers of `ready` at once; within an attachment, one plugin after the
@@ -50,33 +51,33 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
     let plugin_count = ready.chain.plugins.len();
     let mut crowd = Crowd { results: vec![Value::Null; count], ..Crowd::default() };
     let mut running: HashMap<Pid, Progress> = HashMap::new();
-    let call = |number: usize, step: usize, prev: Option<&Value>| {
+    let call_at = |number: usize, step: usize, prev: Option<&Value>| {
         // DEL runs the plugins in reverse order.
         let place = if verb == "DEL" { plugin_count - 1 - step } else { step };
         ready.chain.call(verb, place, &ready.attachment(round, number), prev)
     };
     // The files for the first plugins are created before the time is taken.
-    let mut waiting = Vec::new();
+    let mut prepared = Vec::new();
     for number in 0..count {
-        let call = call(number, 0, results.get(number));
+        let call = call_at(number, 0, results.get(number));
         let streams = Streams::new(world.scratch(), number, &call.conf)?;
-        waiting.push((call.command(&call.program, &streams)?, Progress { number, step: 0, call, streams }));
+        prepared.push((call.command(&call.program, &streams)?, Progress { number, step: 0, call, streams }));
     }
     let before = children_cpu()?;
     let begin = Instant::now();
-    for (command, progress) in waiting {
+    for (command, progress) in prepared {
         running.insert(start(command)?, progress);
     }
     let mut failure = None;
     while !running.is_empty() {
-        let (pid, succeeded) = match waitpid(None, None).doing("failed to wait")? {
+        let (pid, succeeded) = match waitpid(None, None).doing("failed to wait for the plugins")? {
             WaitStatus::Exited(pid, status) => (pid, status == 0),
             WaitStatus::Signaled(pid, ..) => (pid, false),
             _ => continue,
         };
-        let now = begin.elapsed().as_secs_f64() * 1e3;
-        let Some(Progress { number, step, call: ended, mut streams }) = running.remove(&pid) else { continue };
-        let output = match streams.outcome(&ended, succeeded) {
+        let ended_after = begin.elapsed().as_secs_f64() * 1e3;
+        let Some(Progress { number, step, call, mut streams }) = running.remove(&pid) else { continue };
+        let output = match streams.outcome(&call, succeeded) {
             Ok(output) => output,
             Err(error) => {
                 failure.get_or_insert(error);
@@ -87,12 +88,12 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
             crowd.results[number] = output;
         }
         if step + 1 == plugin_count {
-            crowd.latencies.push(now);
+            crowd.latencies.push(ended_after);
             continue;
         }
         // The result of this ADD so far or, for DEL, that of the earlier ADD.
         let prev = if verb == "ADD" { crowd.results.get(number) } else { results.get(number) };
-        let (step, call) = (step + 1, call(number, step + 1, prev));
+        let (step, call) = (step + 1, call_at(number, step + 1, prev));
         let streams = Streams::new(world.scratch(), number, &call.conf)?;
         let pid = start(call.command(&call.program, &streams)?)?;
         running.insert(pid, Progress { number, step, call, streams });

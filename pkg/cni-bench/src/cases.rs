@@ -246,9 +246,10 @@ impl Ready {
         Attachment { container: format!("bench-{round}-{number}"), netns, number }
     }
 
-    /// Does `work` and returns its result. If the case is about a chained plugin, the first
-    /// container has an interface meanwhile, as the plugins before it in a list would have created
-    /// it. That interface stays if `work` fails, because the case ends then and its namespaces too.
+    /// Runs `work` and returns its result. If the case is about a chained plugin, the first
+    /// container has an interface during `work`, as a plugin before it in a list would have created
+    /// it. The interface is removed afterwards, except if `work` fails: then the case ends, and its
+    /// namespaces with it.
     pub(crate) fn with_interface<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let (Plugins::Alone(plugin), Some(netns)) = (self.plugins, self.containers.first()) else { return work() };
         plugin.attach(netns)?;
@@ -426,7 +427,8 @@ impl Original<'_> {
     }
 }
 
-/// Adds `count` copies of the attachment's rules and elements in nf_tables.
+/// Adds `count` copies of the attachment's rules and elements in nf_tables: lists the ruleset, puts
+/// the copies of a line before the line, and loads the result in place of the ruleset.
 fn multiply_nft_rules(original: &Original<'_>, count: usize) -> Result<()> {
     let rules = run(&["nft", "-n", "list", "ruleset"])?;
     if !rules.lines().any(|line| original.is_in(line)) {
@@ -470,8 +472,8 @@ fn multiply_iptables_rules(original: &Original<'_>, count: usize) -> Result<()> 
 }
 
 /// Writes `count` rules as other programs have them: a chain of rules that match address and port.
-/// No packet passes the chain. With iptables it is in the table `nat`, which `iptables` reads as a
-/// whole; with nftables it is in a table of its own.
+/// No rule jumps to the chain, so no packet passes it. With iptables it is in the table `nat`,
+/// which `iptables` reads as a whole; with nftables it is in a table of its own.
 fn foreign_rules(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {

@@ -2,11 +2,11 @@
 //! host-local.
 //!
 //! This process makes the attachment itself, over one blocking socket per namespace, with the
-//! fewest requests that lead to the same state. For bridge: the pair with its mark, the
-//! announcement's and duplicate detection's sysctls, address, "up", default route, the wait until
-//! the bridge forwards, the announcement, and a reservation under a lock. For a [`Link`]: the link,
-//! made in the container, address, "up", default route and reservation. Nothing is checked, nothing
-//! is undone.
+//! fewest requests that lead to the same state. For bridge: a reservation under a lock, the veth
+//! pair and its alias, the sysctls for the announcement and for duplicate address detection, the
+//! address, "up", the default route, the wait until the bridge forwards, and the announcement. For
+//! a [`Link`]: the reservation, the link, which is made in the container, the address, "up" and the
+//! default route. Nothing is checked, and nothing is undone after a failure.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd as _;
@@ -48,7 +48,7 @@ pub(crate) struct Floor {
     data: PathBuf,
     attachment: AttachmentKind,
     /// The number of the last attachment. An attachment's address is derived from its number.
-    round: std::cell::Cell<u32>,
+    last_number: std::cell::Cell<u32>,
 }
 
 /// A link that one request creates in the container's namespace.
@@ -93,22 +93,22 @@ impl Floor {
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
         let attachment = AttachmentKind::Port(Connection::open(NO_EVENTS)?.find("br0")?);
-        Ok(Floor { data: data.to_owned(), attachment, round: std::cell::Cell::new(0) })
+        Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
     /// Measures attachments with this kind of link, on a node that has an `eth0`. `data` is the
     /// folder of the reservations.
     pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
         let attachment = AttachmentKind::Link(link, Connection::open(NO_EVENTS)?.find("eth0")?);
-        Ok(Floor { data: data.to_owned(), attachment, round: std::cell::Cell::new(0) })
+        Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
     /// Makes an attachment with a new address, and returns what it created and its cost.
     pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
         // The numbers repeat before the addresses leave 10.1.0.0/16. The first hosts are left out:
         // one is the gateway.
-        self.round.set(self.round.get() % 60_000 + 1);
-        let host = self.round.get() + 10;
+        self.last_number.set(self.last_number.get() % 60_000 + 1);
+        let host = self.last_number.get() + 10;
         let address = [10, 1, (host / 256) as u8, (host % 256) as u8];
         timed(|| self.attach(netns, address))
     }
@@ -166,14 +166,14 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
     alias.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
     host.ask(RouteNetlinkMessage::SetLink(alias), 0)?;
     let container = inside(netns, || {
-        for (value, text) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
+        for (sysctl, value) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
             // A kernel without IPv6 has no `accept_dad`.
-            let _ = fs::write(format!("/proc/sys/net/{value}"), text);
+            let _ = fs::write(format!("/proc/sys/net/{sysctl}"), value);
         }
     })?;
     container.configure(inner, address)?;
     while !host.forwards(outer)? {
-        events.0.recv_from_full().doing("failed to wait for the port")?;
+        events.0.recv_from_full().doing("failed to wait until br0 forwards packets of its port")?;
     }
     // Because of `arp_notify`, setting the MAC makes the kernel announce the address.
     let mut announce = LinkMessage::default();
@@ -215,7 +215,7 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
     Ok((index, container))
 }
 
-/// Does `work` in a namespace and opens a connection there. Uses a new thread, so that the calling
+/// Runs `work` in a namespace and opens a connection there. Uses a new thread, so that the calling
 /// thread stays in its own namespace.
 fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     let visit = || -> Result<Connection> {
@@ -231,7 +231,7 @@ fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     })
 }
 
-/// Does `work`, and returns its result with the wall time and this process's CPU time.
+/// Runs `work`, and returns its result and its cost: the wall time and this process's CPU time.
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
     let cpu = || -> Result<f64> {
         let usage = getrusage(UsageWho::RUSAGE_SELF).doing("failed to read the CPU time")?;
@@ -244,13 +244,26 @@ fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
     Ok((value, Cost { wall, cpu: cpu()? - before }))
 }
 
+/// Returns the kernel's name for a request that this module sends.
+fn request_name(message: &RouteNetlinkMessage) -> &'static str {
+    match message {
+        RouteNetlinkMessage::NewLink(_) => "RTM_NEWLINK",
+        RouteNetlinkMessage::SetLink(_) => "RTM_SETLINK",
+        RouteNetlinkMessage::DelLink(_) => "RTM_DELLINK",
+        RouteNetlinkMessage::GetLink(_) => "RTM_GETLINK",
+        RouteNetlinkMessage::NewAddress(_) => "RTM_NEWADDR",
+        RouteNetlinkMessage::NewRoute(_) => "RTM_NEWROUTE",
+        _ => "a request",
+    }
+}
+
 impl Connection {
     /// Opens a socket in the calling thread's namespace, subscribed to these multicast groups:
     /// [`LINK_EVENTS`] or [`NO_EVENTS`].
     fn open(groups: u32) -> Result<Connection> {
         let mut socket = Socket::new(netlink_sys::protocols::NETLINK_ROUTE).doing("failed to open a netlink socket")?;
         if groups != NO_EVENTS {
-            socket.bind(&SocketAddr::new(0, groups)).doing("failed to listen to the kernel")?;
+            socket.bind(&SocketAddr::new(0, groups)).doing("failed to subscribe to the kernel's link events")?;
         }
         Ok(Connection(socket))
     }
@@ -258,18 +271,21 @@ impl Connection {
     /// Sends a request and returns the messages before its acknowledgement. Fails if the kernel
     /// refuses the request.
     fn ask(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Vec<RouteNetlinkMessage>> {
+        let name = request_name(&message);
         let mut message = NetlinkMessage::from(message);
         message.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
         message.finalize();
         let mut bytes = vec![0; message.buffer_len()];
         message.serialize(&mut bytes);
-        self.0.send(&bytes, 0).doing("failed to send a request")?;
+        self.0.send(&bytes, 0).doing(format_args!("failed to send {name} to the kernel"))?;
         let mut answers = Vec::new();
         loop {
-            let (bytes, _) = self.0.recv_from_full().doing("failed to read an answer")?;
+            let (bytes, _) =
+                self.0.recv_from_full().doing(format_args!("failed to read the kernel's answer to {name}"))?;
             let mut rest = bytes.as_slice();
             while !rest.is_empty() {
-                let reply = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).doing("a reply is garbled")?;
+                let reply = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest)
+                    .doing(format_args!("failed to decode the kernel's answer to {name}"))?;
                 // Messages are aligned to 4 bytes, and a header has 16.
                 let length = (reply.header.length as usize).next_multiple_of(4).clamp(16, rest.len());
                 rest = rest.get(length..).unwrap_or_default();
@@ -277,7 +293,7 @@ impl Connection {
                     NetlinkPayload::InnerMessage(message) => answers.push(message),
                     NetlinkPayload::Error(error) => match error.code {
                         None => return Ok(answers),
-                        Some(_) => return Err(Error::new(format!("the kernel refused: {}", error.to_io()))),
+                        Some(_) => return Err(Error::new(format!("the kernel refused {name}: {}", error.to_io()))),
                     },
                     _ => {}
                 }
@@ -285,14 +301,14 @@ impl Connection {
         }
     }
 
-    /// Returns the link that `message` names by its index or name.
+    /// Asks the kernel for the link whose index or name `message` has, and returns it.
     fn link(&self, message: LinkMessage) -> Result<LinkMessage> {
         let answers = self.ask(RouteNetlinkMessage::GetLink(message), 0)?;
         let link = answers.into_iter().find_map(|answer| match answer {
             RouteNetlinkMessage::NewLink(link) => Some(link),
             _ => None,
         });
-        link.ok_or_else(|| Error::new("the kernel's answer has no link"))
+        link.ok_or_else(|| Error::new("the kernel's answer to RTM_GETLINK has no link"))
     }
 
     /// Returns the index of the link with this name.
@@ -338,7 +354,7 @@ impl Connection {
         });
         Ok((
             created.header.index,
-            inner.ok_or_else(|| Error::new("the kernel's answer has no index of the other end"))?,
+            inner.ok_or_else(|| Error::new("the kernel's answer to RTM_NEWLINK lacks the index of the other end"))?,
         ))
     }
 

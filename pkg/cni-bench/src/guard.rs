@@ -1,5 +1,5 @@
 //! The guard: counts what each operation of the plugins costs, and compares it with a table in the
-//! repository.
+//! repository. An operation is one verb of a case, for one side.
 //!
 //! Counted are the system calls of the plugins' own processes, and the programs and threads that
 //! they start. On a busy machine waits make a few more system calls. The release of iptables does
@@ -58,12 +58,12 @@ impl Line {
         })
     }
 
-    /// Returns the number of system calls that is still accepted: 3 % more than in the table, and
-    /// four. An older kernel than that of the table does not answer with a created link, so each of
-    /// up to two links costs one more request, which is two calls.
+    /// Returns the number of system calls that is still accepted: 3 % more than in this line, plus
+    /// 4 and, for portmap, plus 16.
     ///
-    /// portmap reads the table of connections with a varying number of reads: runs that differed by
-    /// 15 calls were seen.
+    /// The 4: a kernel older than that of the table does not answer with a created link, so each of
+    /// up to two links costs one more request, which is two calls. The 16: portmap reads the table
+    /// of connections with a varying number of reads, and runs that differed by 15 calls were seen.
     fn bound(&self) -> usize {
         let reads = if self.what.contains("portmap") { 16 } else { 0 };
         self.syscalls + self.syscalls / 33 + 4 + reads
@@ -86,16 +86,16 @@ impl Line {
 
 /// Returns the cases whose operations are counted.
 fn guarded() -> Vec<Case> {
-    let (iptables, both) = ([Side::Ours], [Side::Ours, Side::OursNft]);
+    let (only_iptables, both) = ([Side::Ours], [Side::Ours, Side::OursNft]);
     let dual_stack = ChainSpec { dual_stack: true, ..SIMPLE };
-    let mut cases = vec![Case::new(START, "bridge", Plugins::Version("bridge"), &iptables)];
+    let mut cases = vec![Case::new(START, "bridge", Plugins::Version("bridge"), &only_iptables)];
     for plugin in &alone::ALL {
         let ours: Vec<Side> = plugin.sides.iter().copied().filter(|side| both.contains(side)).collect();
         cases.push(Case::new(ALONE, plugin.name, Plugins::Alone(plugin), &ours));
     }
     cases.extend([
-        Case::new(CHAINS, SIMPLE.name(), Plugins::Chain(SIMPLE), &iptables),
-        Case::new(CHAINS, dual_stack.name(), Plugins::Chain(dual_stack), &iptables),
+        Case::new(CHAINS, SIMPLE.name(), Plugins::Chain(SIMPLE), &only_iptables),
+        Case::new(CHAINS, dual_stack.name(), Plugins::Chain(dual_stack), &only_iptables),
         Case::new(CHAINS, WHOLE.name(), Plugins::Chain(WHOLE), &both),
     ]);
     cases
@@ -126,6 +126,7 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
 /// again, up to [`MAX_RECOUNTS`] times.
 fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
+    // No guarded case has the side `Theirs`, so its folder does not matter.
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
     let is_compared = options.mode == GuardMode::Compare;
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
@@ -197,8 +198,8 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
-/// Counts the operations of a case in several rounds. Adds a line to `lines` for each operation, or
-/// lowers the figures of the existing line to the new ones.
+/// Counts the operations of a case in several rounds. `lines` then has a line for each operation,
+/// with the lowest figures of these rounds and of those that the line had before.
 fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut Vec<Line>) -> Result<()> {
     let ready = cases::prepare(world, folders, case, side)?;
     // The first round is not counted: it creates what later rounds reuse, such as a bridge.

@@ -188,8 +188,8 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
     Ok(results.failures.is_empty())
 }
 
-/// Returns the verbs to measure for a case: those of an attachment and, in some cases and only for
-/// our plugins, STATUS and GC.
+/// Returns the verbs to measure for a case: VERSION alone for a start-up case, otherwise ADD, CHECK
+/// and DEL and, in some cases and only for our plugins, STATUS and GC.
 pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
     let has_network_verbs =
         case.group == cases::ALONE || (case.group == cases::CHAINS && matches!(case.plugins, Plugins::Chain(SIMPLE)));
@@ -202,8 +202,8 @@ pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
     }
 }
 
-/// Measures one case for all its sides and adds the measurements to `results`. Then runs one more
-/// round in which system calls are counted, unless the case is about attachments at once.
+/// Measures one case for all its sides and adds the measurements to `results`. Then counts the
+/// system calls of the plugins in one more round, unless the case is about attachments at once.
 fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, results: &mut Results) -> Result<()> {
     let mut sides = Vec::new();
     for side in &case.sides {
@@ -211,9 +211,9 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
             cases::prepare(world, folders, case, *side).doing(format_args!("failed to prepare {}", side.label()))?;
         sides.push(ready);
     }
-    // The calls of the other groups take long and vary little, so a third of the rounds is enough.
-    let is_short = case.group == cases::CHAINS || case.group == cases::ALONE;
-    let min = if is_short { rounds.min } else { rounds.min.div_ceil(3) };
+    // In the other groups a third of the minimum is enough: their calls vary little.
+    let needs_all_rounds = case.group == cases::CHAINS || case.group == cases::ALONE;
+    let min = if needs_all_rounds { rounds.min } else { rounds.min.div_ceil(3) };
     let mut begin = Instant::now();
     let mut measured = 0;
     for round in 0.. {

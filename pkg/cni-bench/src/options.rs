@@ -62,8 +62,8 @@ impl Extent {
     }
 }
 
-/// How long one case is measured: at least `min` rounds and at most `max`, and between these until
-/// `time` has passed.
+/// How long one case is measured: for at least `min` rounds, and then until `time` has passed or
+/// `max` rounds are done.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rounds {
     pub(crate) min: usize,
@@ -118,7 +118,7 @@ pub(crate) fn parse() -> Result<Job> {
         value.ok_or_else(|| Error::new(format!("command line: {name} is missing")))
     };
     let absolute =
-        |path: PathBuf, name: &str| std::path::absolute(&path).doing(format_args!("{name} {}", path.display()));
+        |path: PathBuf, name: &str| std::path::absolute(&path).doing(format_args!("invalid {name} {}", path.display()));
     let ours = existing_folder(given(ours, "--ours DIR")?)?;
     if is_guard {
         let table = absolute(given(table, "--table FILE")?, "--table")?;

@@ -1,7 +1,8 @@
 //! Writes the results: tables as text and Markdown, all figures as JSON, and plots.
 //!
-//! If the page `DIR.md` beside the folder `DIR` has the two marks, the part between them is
-//! replaced, so that the page's figures are those of the newest run. Its other text stays.
+//! The results go into the folder of `--out DIR`. If there is a page `DIR.md` beside that folder
+//! and it has the two lines [`BEGIN`] and [`END`], the part between them is replaced, so that the
+//! page's figures are those of the newest run. Its other text stays.
 
 use std::fs;
 use std::io::Write as _;
@@ -17,7 +18,7 @@ use crate::plot;
 use crate::targets::{self, short};
 use crate::world::run;
 
-/// The marks in the page; the report is written between them.
+/// The lines in the page between which the report is written.
 const BEGIN: &str = "<!-- begin: written by scripts/bench -->";
 const END: &str = "<!-- end: written by scripts/bench -->";
 
@@ -123,8 +124,9 @@ impl Table {
     }
 }
 
-/// Writes tables, JSON and plots into the folder `out`, and the tables to standard output. If the
-/// page beside the folder has both marks, replaces the part between them.
+/// Prints the tables to standard output, and writes the JSON and the plots into the folder `out`.
+/// If the page beside the folder has the lines [`BEGIN`] and [`END`], replaces the part between
+/// them.
 pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
     let save = |name: &str, text: &str| {
         let path = out.join(name);
@@ -224,7 +226,8 @@ fn dash(value: Option<f64>) -> String {
     value.filter(|value| value.is_finite()).map_or("-".to_owned(), short)
 }
 
-/// Returns the Go plugins' row for the same case and verb; `None` if `row` is theirs already.
+/// Returns the row of the side `Theirs` to compare `row` with, for the same case and verb. `None`
+/// if there is none, or if `row` is of that side itself.
 fn theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
     results.row(row.group, &row.case, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs)
 }

@@ -72,7 +72,7 @@ pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
     let mut command = call.command(Path::new("/proc/self/exe"), &streams)?;
     command.env(TRACEE, &call.program);
     let child = command.spawn().doing(format_args!("failed to run {call}"))?;
-    let root = Pid::from_raw(i32::try_from(child.id()).doing("a process ID")?);
+    let root = Pid::from_raw(i32::try_from(child.id()).doing("invalid process ID of a plugin")?);
     let folder = call.program.parent().unwrap_or(Path::new("/"));
     let (succeeded, counts) = follow(root, folder).doing(format_args!("failed to trace {call}"))?;
     Ok((streams.outcome(call, succeeded)?, counts))
@@ -89,14 +89,14 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     const EXIT: i32 = ptrace::Event::PTRACE_EVENT_EXIT as i32;
     let mut counts = Counts::default();
     // The known threads, and whether each is between the entry and the exit of a system call.
-    let mut inside: HashMap<Pid, bool> = HashMap::new();
+    let mut in_syscall: HashMap<Pid, bool> = HashMap::new();
     // Threads of programs outside `folder`.
     let mut foreign: HashSet<Pid> = HashSet::new();
     // Nothing is counted before the process has become the plugin.
     let mut begun = false;
-    match waitpid(root, None).doing("failed to wait for it to stop")? {
+    match waitpid(root, None).doing("failed to wait until its process stops")? {
         WaitStatus::Stopped(_, Signal::SIGSTOP) => {}
-        other => return Err(Error::new(format!("it did not stop: {other:?}"))),
+        other => return Err(Error::new(format!("its process did not stop to be traced: {other:?}"))),
     }
     let options = Options::PTRACE_O_TRACESYSGOOD
         | Options::PTRACE_O_TRACECLONE
@@ -105,7 +105,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_TRACEEXEC
         | Options::PTRACE_O_TRACEEXIT
         | Options::PTRACE_O_EXITKILL;
-    ptrace::setoptions(root, options).doing("failed to set its options")?;
+    ptrace::setoptions(root, options).doing("failed to set the options of ptrace")?;
     // Continues a stopped thread until its next system call or event.
     let resume = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
         // The thread was killed meanwhile; `waitpid` reports its end later.
@@ -114,11 +114,11 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     };
     resume(root, None)?;
     loop {
-        match waitpid(None, Some(WaitPidFlag::__WALL)).doing("failed to wait")? {
+        match waitpid(None, Some(WaitPidFlag::__WALL)).doing("failed to wait for the traced processes")? {
             WaitStatus::PtraceSyscall(pid) => {
-                let is_inside = inside.entry(pid).or_default();
-                *is_inside = !*is_inside;
-                if *is_inside && begun {
+                let is_entry = in_syscall.entry(pid).or_default();
+                *is_entry = !*is_entry;
+                if *is_entry && begun {
                     counts.syscalls += 1;
                     counts.own_syscalls += usize::from(!foreign.contains(&pid));
                 }
@@ -128,7 +128,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                 match event {
                     EXEC => {
                         // The exit of the `execve` call is still to come.
-                        inside.insert(pid, true);
+                        in_syscall.insert(pid, true);
                         counts.programs += usize::from(begun);
                         begun = true;
                         match fs::read_link(format!("/proc/{pid}/exe")) {
@@ -145,7 +145,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                         let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
                         // Until an exec, a thread or process runs the program of its creator.
                         if foreign.contains(&pid) {
-                            foreign.insert(Pid::from_raw(i32::try_from(child).doing("a process ID")?));
+                            foreign.insert(Pid::from_raw(i32::try_from(child).doing("invalid ID of a new thread")?));
                         }
                     }
                     EXIT => counts.peak = counts.peak.max(high_water(pid).unwrap_or(0)),
@@ -155,13 +155,13 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
             }
             WaitStatus::Stopped(pid, signal) => {
                 // A new thread or child begins with a stop that no signal caused.
-                let is_new = !inside.contains_key(&pid);
-                inside.entry(pid).or_default();
+                let is_new = !in_syscall.contains_key(&pid);
+                in_syscall.entry(pid).or_default();
                 resume(pid, Some(signal).filter(|signal| !(is_new && *signal == Signal::SIGSTOP)))?;
             }
             WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, counts)),
             WaitStatus::Signaled(pid, signal, _) if pid == root => {
-                return Err(Error::new(format!("it was ended by {signal}")));
+                return Err(Error::new(format!("its process was ended by {signal}")));
             }
             _ => {}
         }

@@ -112,7 +112,7 @@ impl Process {
         command.stdin(Stdio::null()).stdout(output).stderr(errors);
         let mut process = Process(command.spawn().doing(format_args!("failed to run `{shown}`"))?);
         let begin = Instant::now();
-        // Neither dnsmasq nor the daemons of dhcp announce that they are ready.
+        // Neither dnsmasq nor the daemons of dhcp notify this process when they are ready.
         while !is_ready() {
             let has_ended = process.0.try_wait().doing(format_args!("failed to wait for `{shown}`"))?.is_some();
             if has_ended || begin.elapsed() > LIMIT {

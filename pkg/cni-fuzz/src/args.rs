@@ -1,6 +1,6 @@
-//! CNI_ARGS. Accepted pairs that are joined again are read as the same. The last of duplicate keys
-//! counts. Only pieces without a key or `=` are refused. With `IgnoreUnknown=1`, no key is refused
-//! as unknown.
+//! CNI_ARGS. Only a text with a piece that lacks a key or `=` is refused. The last of duplicate
+//! keys counts. Accepted pairs, joined to a text again, are read as the same pairs. With
+//! `IgnoreUnknown=1`, no key is refused as unknown.
 
 use cni::args::CniArgs;
 

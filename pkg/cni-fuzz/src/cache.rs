@@ -1,6 +1,6 @@
-//! The runtime's cache of attachments. No attachment leads to a file outside the cache's folder. A
-//! file is only accepted if its entry is about the attachment of its name. An entry that was read
-//! can be written, and is then read unchanged. No other file is changed.
+//! The runtime's cache of attachments. The file of an attachment is always in the cache's folder.
+//! An entry is only read if it is about the attachment that its file's name stands for. An entry
+//! that was read can be written, and is then read unchanged. No other file is changed.
 //!
 //! The input: network, container and interface, a line each; the rest is the file.
 
@@ -39,8 +39,9 @@ pub fn run(data: &[u8]) {
     let bystander = folder.join("net-other-eth0");
     fs::write(&bystander, "x").expect("a bystander");
     if path == bystander || fs::write(&path, input.rest()).is_err() {
-        // Unless the input names the bystander itself, no file can have this name, so the cache
-        // cannot have an entry for the attachment.
+        // A file with this name cannot be written, for example because the name is too long, so the
+        // cache has no entry for the attachment. The bystander must not be overwritten, so an input
+        // that names it ends here too.
         assert!(path == bystander || matches!(cache.find(&id), Ok(None) | Err(_)));
         return;
     }

@@ -1,10 +1,10 @@
 //! A whole call, with its environment and configuration, through the skeleton and the configuration
 //! reader of each plugin.
 //!
-//! Every call returns one JSON document and never code 999 (a defect of the program). An unknown
-//! key, and the case of keys, do not change the outcome. DEL does not fail because of a wrong key,
-//! unless the key says where to clean up. The program that would be run for IPAM is a file of
-//! exactly that name in a folder of CNI_PATH.
+//! An ADD, a VERSION and every failed call print one JSON document; no other call prints anything.
+//! No call fails with code 999 (a defect of the program). For every verb except VERSION, which
+//! reads only `cniVersion`, neither an unknown key nor the case of keys changes the outcome. The
+//! program that would be run for IPAM is a file of exactly that name in a folder of CNI_PATH.
 //!
 //! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each;
 //! the rest is stdin.
@@ -26,7 +26,8 @@ use cni_plugin::Interface;
 use crate::input::Input;
 use crate::machine::NoMachine;
 
-/// A plugin that reads its configuration as the real plugin does, and does nothing else.
+/// A plugin that reads its configuration as the real plugin does for the same verb, and does
+/// nothing else.
 #[derive(Clone, Copy)]
 struct Reader(&'static dyn Plugin);
 
@@ -36,7 +37,7 @@ fn parse_interface<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
 }
 
 impl Reader {
-    /// Reads the whole configuration, as ADD does. Returns the result of host-local.
+    /// Reads the whole configuration, as ADD does. Returns a result only for host-local.
     fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
         check_found_program(call.conf.ipam_type());
         match self.name() {
@@ -121,41 +122,43 @@ fn check_found_program(kind: &str) {
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
-    let head = input.line_text();
-    let (plugin, verb) = head.split_once(' ').unwrap_or(("bridge", &head));
+    let first_line = input.line_text();
+    let (plugin, verb) = first_line.split_once(' ').unwrap_or(("bridge", &first_line));
     let known = cni_multicall::find(plugin).or_else(|| cni_multicall::find("bridge"));
     let plugin = Reader(known.expect("bridge is a plugin"));
-    let variables = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
+    let names = ["CNI_CONTAINERID", "CNI_IFNAME", "CNI_NETNS", "CNI_ARGS"];
     let mut variables: Vec<(OsString, OsString)> =
-        variables.map(|name| (name.into(), OsString::from_vec(input.line().to_vec()))).into();
+        names.map(|name| (name.into(), OsString::from_vec(input.line().to_vec()))).into();
     variables.push(("CNI_COMMAND".into(), verb.into()));
     variables.push(("CNI_PATH".into(), "/nonexistent".into()));
     let environment = Environment::new(variables);
     let stdin = input.rest();
 
     let outcome = call(plugin, &environment, stdin);
-    if let (Ok(json @ Json::Object(_)), false) = (Json::parse(stdin), verb == "VERSION") {
-        let again = written(&json, |_, key| key.to_owned());
-        // serde_json may read a float with another last bit than it has written. Such documents are
-        // skipped, because no plugin reads floats.
-        if Json::parse(&again).as_ref() != Ok(&json) {
-            return;
-        }
-        assert_eq!(call(plugin, &environment, &again), outcome, "the same document, written again");
-        // A key that no plugin knows.
-        let Json::Object(mut members) = json else { return };
-        let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
-        members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
-        let json = Json::Object(members);
-        assert_eq!(call(plugin, &environment, &written(&json, |_, key| key.to_owned())), outcome, "an unknown key");
-        // Only the top-level keys are changed: deeper ones may be names in a map, where case
-        // matters.
-        let shouted = written(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
-        assert_eq!(call(plugin, &environment, &shouted), outcome, "keys in upper case");
+    if verb == "VERSION" {
+        return;
     }
+    let Ok(json @ Json::Object(_)) = Json::parse(stdin) else { return };
+    let again = written(&json, |_, key| key.to_owned());
+    // serde_json may read a float with another last bit than it has written. Such documents are
+    // skipped, because no plugin reads floats.
+    if Json::parse(&again).as_ref() != Ok(&json) {
+        return;
+    }
+    assert_eq!(call(plugin, &environment, &again), outcome, "the same document, written again");
+    // A key that no plugin knows.
+    let Json::Object(mut members) = json else { return };
+    let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
+    members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
+    let json = Json::Object(members);
+    assert_eq!(call(plugin, &environment, &written(&json, |_, key| key.to_owned())), outcome, "an unknown key");
+    // Only the top-level keys are changed: deeper ones may be names in a map, where case matters.
+    let upper_case = written(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
+    assert_eq!(call(plugin, &environment, &upper_case), outcome, "keys in upper case");
 }
 
-/// Runs a call and checks its output. Returns whether the call succeeded, and its output.
+/// Runs a call with the configuration `stdin` and checks its output. Returns whether the call
+/// succeeded, and its output.
 fn call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (bool, Vec<u8>) {
     let mut stdout = Vec::new();
     let config = stdin;
@@ -182,7 +185,7 @@ fn check_output(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
     } else if !succeeded {
         let Some(Json::Number(code)) = json.get("code") else { panic!("no code in {json:?}") };
         let code = code.as_u64().expect("a code that is a number");
-        // The specification and these plugins have codes below 200. 999 is that of a defect.
+        // The specification and these plugins have codes below 200, and 999 for a defect.
         assert!((1..200).contains(&code), "code {code}: {json:?}");
         assert!(json.get("msg").and_then(Json::as_str).is_some_and(|msg| !msg.is_empty()));
     }

@@ -1,14 +1,14 @@
 //! Network lists, as a runtime reads them, and the configuration that each plugin then gets. An
 //! accepted list has plugins, each with a type. A plugin's configuration has the list's name and
-//! version, keeps every other key unchanged and in order, and has only the capabilities that the
-//! plugin declares.
+//! version, and in `runtimeConfig` only the capabilities that the plugin declares. All keys that
+//! the runtime does not manage (see `RUNTIME_KEYS`) stay unchanged and in order.
 
 use cni::Code;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use libcni::{Members, NetworkList, PluginConf, fuzzing};
 
-/// Keys that the runtime adds to a plugin's configuration or removes from it.
+/// The keys that the runtime manages: it adds them to a plugin's configuration, or removes them.
 const RUNTIME_KEYS: [&str; 7] = [
     "capabilities",
     "cniVersion",
@@ -43,25 +43,25 @@ fn entries(members: &Members) -> Vec<(String, Json)> {
     members
 }
 
-/// Checks the configuration that the plugin gets.
+/// Checks the request of a plugin: the configuration that the plugin gets on stdin.
 fn check_request(list: &NetworkList, plugin: &PluginConf) {
     let result = serde_json::value::RawValue::from_string(r#"{"ips":[]}"#.to_owned()).expect("JSON");
     let args = Members::parse(r#"{"portMappings":[],"mac":"x","ips":["1.2.3.4"],"":0}"#).expect("JSON");
     let valid = ValidAttachments::from_iter([("c1", "eth0")]);
     let bytes = fuzzing::request(list, plugin, Some(&result), Some(&args), Some(&valid)).expect("a request");
     let Ok(json @ Json::Object(_)) = Json::parse(&bytes) else {
-        // The request does not exceed the parser's depth limit: the plugin's members are less deep
-        // than in the list, and the added ones have few levels.
+        // Not because it is nested too deeply for the parser: the plugin's members are one level
+        // higher than in the list, which was parsed, and the added ones have few levels.
         panic!("the request is not an object: {}", String::from_utf8_lossy(&bytes))
     };
     assert_eq!(json.get("name").and_then(Json::as_str), Some(list.name()));
     assert_eq!(json.get("cniVersion").and_then(Json::as_str), Some(list.cni_version()));
     assert_eq!(json.get("type").and_then(Json::as_str), Some(plugin.kind()));
     assert!(json.get("capabilities").is_none());
-    let given = |name: &str| plugin.capabilities().any(|capability| capability == name);
-    if ["portMappings", "mac", "ips", ""].iter().any(|name| given(name)) {
+    let is_declared = |name: &str| plugin.capabilities().any(|capability| capability == name);
+    if ["portMappings", "mac", "ips", ""].iter().any(|name| is_declared(name)) {
         let Some(Json::Object(config)) = json.get("runtimeConfig") else { panic!("no runtimeConfig") };
-        assert!(config.iter().all(|(name, _)| given(name)));
+        assert!(config.iter().all(|(name, _)| is_declared(name)));
     }
     let is_own = |(key, _): &(String, Json)| !RUNTIME_KEYS.iter().any(|name| key.eq_ignore_ascii_case(name));
     let Json::Object(sent) = json else { return };
@@ -69,8 +69,8 @@ fn check_request(list: &NetworkList, plugin: &PluginConf) {
     assert_eq!(sent.into_iter().filter(is_own).collect::<Vec<_>>(), own);
     match NetConf::parse(bytes) {
         Ok(conf) => assert_eq!(conf.name(), list.name()),
-        // libcni passes on versions and names that only the verbs refuse, and keys of a wrong type,
-        // which the plugin refuses.
+        // libcni does not check these when it parses a list, so the plugin refuses them: a version
+        // that is not supported, an invalid name, and a key of a wrong type.
         Err(error) => assert!([Code::INCOMPATIBLE_VERSION, Code::INVALID_CONFIG, Code::DECODE].contains(&error.code())),
     }
 }

@@ -31,7 +31,8 @@ fn check(message: &Message<'_>) {
     for kind in [TUPLE_ORIG, ID, ZONE] {
         assert_eq!(find(&key[NFGENMSG..], kind), find(body, kind), "attribute {kind}");
     }
-    // With the tuple of the reply, which a key does not need, the key is read as the same entry.
+    // A key has no tuple of the reply, which an entry needs to be decoded. With that tuple added,
+    // the key is decoded as the same entry.
     let reply = find(body, TUPLE_REPLY).expect("an entry has a reply");
     let mut again = key.to_vec();
     again.extend(u16::try_from(reply.len() + 4).expect("it came in an attribute").to_ne_bytes());

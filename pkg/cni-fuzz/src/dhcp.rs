@@ -1,5 +1,6 @@
 //! A DHCP server's answer. Only the offered address, the mask, the times and the requested options
-//! are used. The times of renewal, of rebinding and of the lease's end are in this order.
+//! are used. The times of renewal, of rebinding and of the lease's end are in this order, except in
+//! a lease of less than three seconds.
 
 use cni_dhcp::message::{Client, DEFAULT_REQUEST, LeaseParameters, Reply, ReplyMode};
 
@@ -31,7 +32,7 @@ fn check(bytes: &[u8]) {
     };
     let Some(all) = terms(&DEFAULT_REQUEST) else { return };
     assert_eq!(all.address().octets(), bytes[16..20], "the offered address");
-    // A lease of less than three seconds has no room for three different times.
+    // Fewer than three seconds have no room for three different times.
     assert!(all.t1 < all.t2 && all.t2 < all.seconds || all.seconds < 3, "{all:?}");
     let priority = Some(5);
     let result = all.result(priority);

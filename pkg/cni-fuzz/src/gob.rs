@@ -1,5 +1,7 @@
-//! The messages between the plugin dhcp and its daemon, in Go's encoding gob. They are read the
-//! same way if the bytes arrive in two parts.
+//! The messages between the plugin dhcp and its daemon, in Go's encoding gob. The same messages are
+//! read if the bytes arrive in two parts.
+//!
+//! The input: two bytes, which are the length of the first part; the rest is both parts.
 
 use cni_dhcp::rpc::Connection;
 
@@ -8,9 +10,9 @@ use crate::input::Input;
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
-    let at = usize::from(input.u16());
+    let first_len = usize::from(input.u16());
     let bytes = input.rest();
-    let (first, second) = bytes.split_at(at.min(bytes.len()));
+    let (first, second) = bytes.split_at(first_len.min(bytes.len()));
     assert_eq!(requests(&[first, second]), requests(&[bytes]), "requests");
     assert_eq!(responses(&[first, second]), responses(&[bytes]), "responses");
 }

@@ -1,9 +1,10 @@
-//! The index of host-local's store. A valid header is written back unchanged. A forged table with
-//! valid checksums is either found damaged or answers, and never panics. An index that was kept up
-//! to date agrees with a model.
+//! The index of host-local's store: a file with a header and a table of addresses. A valid header
+//! is written back unchanged. Each query to a forged table with valid checksums returns an answer
+//! or an error about damage, without a panic. An index that was kept up to date agrees with a
+//! model.
 //!
-//! The input: one byte that selects what follows: a page, entries, changes, or a page to which the
-//! target adds the right checksum.
+//! The input: one byte that selects what follows: the page of a header, the entries of a forged
+//! table, changes to an index, or the page of a header without its checksum, which is added.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -67,7 +68,8 @@ pub(crate) fn entries(input: &mut Input<'_>, max: usize) -> Vec<CraftedEntry> {
     entries
 }
 
-/// Compares an index with a map of addresses, over up to 200 changes.
+/// Makes up to 200 changes to an index and to a model, a map from each address to the hash of its
+/// holder, and compares the answers of both.
 fn compare_with_model(input: &mut Input<'_>) {
     let mut index = ConsistentIndex::new();
     let mut model: BTreeMap<IpAddr, u64> = BTreeMap::new();
@@ -75,16 +77,16 @@ fn compare_with_model(input: &mut Input<'_>) {
         if input.is_empty() {
             break;
         }
-        let (address, holder) = (address(input), input.byte() % 8);
-        match holder {
+        let (address, selector) = (address(input), input.byte() % 8);
+        match selector {
             0 => {
                 index.set(address, None);
                 model.remove(&address);
             }
-            // The hashes 0 to 2 stand for addresses without a known holder.
-            holder => {
-                index.set(address, Some(u64::from(holder) + 2));
-                model.insert(address, u64::from(holder) + 2);
+            // The hash is at least 3: 0 to 2 stand for addresses without a known holder.
+            selector => {
+                index.set(address, Some(u64::from(selector) + 2));
+                model.insert(address, u64::from(selector) + 2);
             }
         }
         assert_eq!(index.holder(address), model.get(&address).copied());

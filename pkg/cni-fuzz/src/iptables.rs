@@ -1,10 +1,12 @@
-//! The text for `iptables-restore`, and users' conditions in it. An independent reader finds in the
-//! text exactly the requested commands, in order, with the same words. What `iptables-save` would
-//! print for it is read back as those words. An accepted condition contains no command, target or
-//! table, neither of iptables nor of nft.
+//! The text for `iptables-restore`, and users' conditions in it. A reader in this module, which is
+//! independent of the writer, finds in the text exactly the requested commands with the same words.
+//! What `iptables-save` would print for an added rule is read back as the rule's words. An accepted
+//! condition contains no command, target or table, neither of iptables nor of nft.
 //!
-//! The input: `command chain word word...`, separated by 0x02, with the words separated by 0x01.
-//! The words of the commands `?` and `!` are conditions.
+//! The input: commands, separated by 0x02. A command is one character and the name of a chain,
+//! followed by words, each after a 0x01. `N` creates the chain, `:` replaces it, `A` appends, `I`
+//! inserts and `D` deletes a rule with the words. After `?` and `!` there is no chain, only words,
+//! which are conditions. Any other character deletes the chain.
 
 use cni_firewall::fuzzing;
 use cni_firewall::iptables::{Chain, Edit, check_conditions};
@@ -49,9 +51,9 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Returns the edit that the input's commands request, and the lines that its text must have: the
-/// new chains, the added and the deleted rules, and last the deleted chains. Checks the input's
-/// conditions.
+/// Returns the edit that the input's commands request, and the lines that its text must have, in
+/// this order: the created chains, the added rules, the deleted rules, and for the deleted chains
+/// first every `-F`, then every `-X`. Checks the input's conditions.
 fn build_edit(text: &str) -> (Edit, Vec<Words>) {
     let mut edit = Edit::new();
     let (mut created, mut added, mut deleted, mut flushed, mut removed) = (vec![], vec![], vec![], vec![], vec![]);
@@ -144,7 +146,7 @@ fn check_accepted_conditions(words: &[String]) {
     }
     if accepts_for_nft(words) {
         let text = words.join(" ");
-        let tokens = [Colons::Apart, Colons::InAddresses].into_iter().flat_map(|colons| nft_tokens(&text, colons));
+        let tokens = [Colons::Separate, Colons::InAddresses].into_iter().flat_map(|colons| nft_tokens(&text, colons));
         let offender = tokens.into_iter().find(|token| nft_keywords_refused().contains(&token.as_str()));
         assert_eq!(offender, None, "accepted for nft: {text:?}");
     }
@@ -174,11 +176,13 @@ fn is_command_of_iptables(word: &str) -> bool {
     false
 }
 
-/// How [`nft_tokens`] treats hexadecimal digits with two or more colons: as an address or not.
-/// nft recognises addresses exactly, this reader does not, so both are tried.
+/// How [`nft_tokens`] splits hexadecimal digits with two or more colons. nft recognises addresses
+/// exactly, this reader does not, so both ways are tried.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Colons {
-    Apart,
+    /// Each colon is a token of its own.
+    Separate,
+    /// The digits and colons are one token: an IPv6 or hardware address.
     InAddresses,
 }
 
@@ -189,16 +193,16 @@ fn nft_tokens(text: &str, colons: Colons) -> Vec<String> {
     let mut tokens = Vec::new();
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
-        let run = |of: fn(char) -> bool| rest.find(|char| !of(char)).unwrap_or(rest.len());
-        let address = run(|char| char.is_ascii_hexdigit() || char == ':');
+        let prefix_len = |of: fn(char) -> bool| rest.find(|char| !of(char)).unwrap_or(rest.len());
+        let address_len = prefix_len(|char| char.is_ascii_hexdigit() || char == ':');
         let end = if first == '"' {
             let close = rest[1..].find('"').map(|at| at + 2);
             assert!(close.is_some(), "an open string in {text:?} swallows what follows it");
             close.unwrap_or(rest.len())
-        } else if colons == Colons::InAddresses && rest[..address].matches(':').count() > 1 {
-            address
+        } else if colons == Colons::InAddresses && rest[..address_len].matches(':').count() > 1 {
+            address_len
         } else if first.is_ascii_alphabetic() {
-            run(|char| char.is_ascii_alphanumeric() || "_/.-".contains(char))
+            prefix_len(|char| char.is_ascii_alphanumeric() || "_/.-".contains(char))
         } else {
             number_len(rest).max(first.len_utf8())
         };

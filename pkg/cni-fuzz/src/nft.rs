@@ -1,6 +1,6 @@
 //! Rules of nf_tables in netlink messages. Any bytes are read without a panic. A rule that can be
-//! written is read back unchanged, with its comment and its tags. A rule that is translated to the
-//! words of iptables keeps its target and comment.
+//! written is read back unchanged, with its comment and its tags. A rule with a comment still has a
+//! comment when it is translated to the words of iptables.
 //!
 //! The input: if the first byte is odd, the rest selects the parts of a rule; otherwise the rest is
 //! a message of the kernel.
@@ -32,7 +32,7 @@ fn read(bytes: &[u8]) {
     check_payload(bytes);
     let (comment, tags) = fuzzing::read_userdata(bytes);
     if let Some(written) = fuzzing::userdata(comment.as_deref(), &tags) {
-        // These plugins write only tags of such kinds.
+        // These plugins never write a tag of a lower kind.
         let can_be_written = tags.iter().all(|(kind, _)| *kind >= FIRST_TAG);
         assert!(!can_be_written || fuzzing::read_userdata(&written) == (comment, tags));
     }
@@ -51,6 +51,7 @@ fn check_payload(bytes: &[u8]) {
     if let Some(place) = place {
         assert_eq!(place.handle, listed.handle);
     }
+    // A comment that was not UTF-8 has been read with replacement characters.
     if let Some(comment) = listed.rule.comment.as_deref().filter(|comment| !comment.contains('\u{fffd}')) {
         let wanted = comment.as_bytes();
         assert!(wanted.is_empty() || bytes.windows(wanted.len()).any(|part| part == wanted));

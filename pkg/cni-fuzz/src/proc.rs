@@ -1,7 +1,7 @@
-//! Texts of the kernel: `/proc/net/nf_conntrack`, from which connections are deleted, and
-//! `/proc/locks`, which names the holders of locks. Of the first, only connections to the requested
-//! ports are taken, each with its own key. In the second, a process is only found as the holder of
-//! a lock if a complete line names that process and the inode.
+//! Two texts of the kernel. `/proc/net/nf_conntrack` lists connections, so that some of them can be
+//! deleted: only connections to the requested ports are read from it, each with its own key.
+//! `/proc/locks` lists locks: a process is only found as the holder of a file's lock if a complete
+//! line names the process and the file's inode.
 
 use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, decode_entry};
@@ -59,6 +59,7 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
 fn locks(text: &str) {
     let holder = |text: &str| lock_holder(text, DEVICE, INODE);
     if let Some(pid) = holder(text) {
+        // The device is not compared.
         let names_holder = |line: &str| {
             let words: Vec<&str> = line.split_ascii_whitespace().collect();
             let [_, "FLOCK", _, _, process, file, ..] = words[..] else { return false };
@@ -68,6 +69,6 @@ fn locks(text: &str) {
         assert!(pid != 0 && text.lines().any(names_holder), "{pid} in {text:?}");
     }
     let line = format!("9: FLOCK  ADVISORY  WRITE 4242 fd:01:{INODE} 0 EOF\n");
-    assert_eq!(holder(&format!("{line}{text}")), Some(4242), "the first line names it in full");
+    assert_eq!(holder(&format!("{line}{text}")), Some(4242), "the first line about the file names its holder");
     assert!(holder(&format!("{text}\n{line}")).is_some());
 }

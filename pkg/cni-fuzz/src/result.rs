@@ -1,6 +1,7 @@
-//! Results. A result that was read in one version can be written in every version, unless it has no
-//! address. What was written is read back as the same result, without the parts that the version
-//! cannot express, and written again as the same bytes.
+//! Results. A result that was read in one version can be written in every version; only a result
+//! without an address cannot be written in a version below 0.3.0. What was written is read back as
+//! the same result, without the parts that the version cannot express, and written again as the
+//! same bytes.
 
 use cni::json::Json;
 use cni::result::{AddResult, Interface, ResultError, Route};
@@ -46,6 +47,7 @@ pub(crate) fn check_versions(result: &AddResult) {
 fn expressible(result: &AddResult, version: Version) -> AddResult {
     let mut part = result.clone();
     if version != Version::V1_1_0 {
+        // Only version 1.1.0 has the other keys of an interface.
         for interface in &mut part.interfaces {
             *interface = Interface {
                 name: interface.name.clone(),

@@ -1,7 +1,7 @@
 //! host-local's folder with arbitrary contents, and verbs on it. An ADD gives only free addresses
-//! and writes each as a file that only its owner can read. DEL and GC succeed and remove exactly
-//! the reservations that they should. Nothing else changes, in the folder or outside, whatever
-//! files, links, pipes and forged indexes are there.
+//! and writes a file with mode 0600 for each. DEL and GC succeed and remove only reservations that
+//! they should remove; because of a forged index they may miss some of these. Nothing else changes,
+//! in the folder or outside, whatever files, links, folders and forged indexes are there.
 //!
 //! The input: the folder's contents, then the verbs.
 
@@ -69,7 +69,7 @@ pub fn run(data: &[u8]) {
             0..=2 => {
                 let mut requested = Requested::none();
                 if verb == 2 {
-                    // A refused address is not requested.
+                    // If this address is refused, the ADD requests none.
                     let _ = requested.add("ips", [address(&mut input).to_string().as_str()]);
                 }
                 let reserved = locked.reserve(&owner, &sets, &requested);
@@ -168,6 +168,7 @@ fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
             11 => fs::write(&path, b"\0\0\0"),
             _ => fs::write(&path, input.bytes()),
         };
+        // The store cannot open a folder in place of the lock.
         is_lockable &= made.is_err() || !(name == "lock" && kind == 0);
     }
     is_lockable

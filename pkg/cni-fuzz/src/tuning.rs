@@ -1,9 +1,10 @@
-//! The names of sysctls, the allow-list and the backup of the plugin tuning. No key leads to a file
-//! outside `/proc/sys/net`. A list permits only what a list that matches all keys permits. A
-//! further pattern never permits less, and a list of comments permits nothing. A backup is read as
-//! it was written.
+//! The sysctl keys, the allow-list and the backup of the plugin tuning. A key may mean several
+//! files, all in `/proc/sys/net`. The list `.`, which matches every key, permits all of them. Any
+//! other list permits only files among these. A list with a further pattern permits the same files
+//! or more, and a list of comments permits none. A backup is read as it was written.
 //!
-//! The input: the key, the interface, then the list, or a backup if the first line is `backup`.
+//! The input: the key and the interface, a line each; the rest is the list. If the first line is
+//! `backup`, the rest is a backup.
 
 use plugin_tuning::fuzzing::{permitted, rewritten_backup};
 
@@ -20,6 +21,7 @@ pub fn run(data: &[u8]) {
     }
     let ifname = input.line_text();
     let list = input.rest();
+    // All files that the key may mean.
     let Some(all) = permitted(b".", &key, &ifname) else { return };
     assert!(!all.is_empty());
     // Each line of the list as a comment.
@@ -34,7 +36,7 @@ pub fn run(data: &[u8]) {
     assert!(files.iter().all(|file| all.contains(file)));
     let more = permitted(&[list, b"\n^net[./]core"].concat(), &key, &ifname).unwrap_or_default();
     assert!(files.iter().all(|file| more.contains(file)), "{files:?} {more:?}");
-    // The interface matters only for keys with its name.
+    // The interface matters only if the key has the placeholder IFNAME.
     if !key.contains("IFNAME") {
         assert_eq!(permitted(list, &key, "another0"), Some(files));
     }

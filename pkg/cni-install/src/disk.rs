@@ -11,8 +11,8 @@ use std::path::Path;
 
 use nix::errno::Errno;
 
-/// Makes `to` a hard link of `from` or, if that fails, a copy: some file systems have no hard
-/// links, and the kernel's protection of links may forbid one.
+/// Makes `to` a hard link of `from` or, if that fails, a copy with the same mode: some file systems
+/// have no hard links, and the kernel's protection of links may forbid one.
 pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if fs::hard_link(from, to).is_ok() {
         return Ok(());
@@ -25,8 +25,8 @@ pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     File::open(to)?.sync_all()
 }
 
-/// Whether both paths lead to the same file, to regular files with equal content and mode, or to
-/// symbolic links with the same target. `installed` need not exist.
+/// Whether both paths are hard links of one file, regular files with equal content and mode, or
+/// symbolic links with the same target. False if `installed` does not exist.
 pub(crate) fn is_same(installed: &Path, kept: &Path) -> io::Result<bool> {
     let of_kept = fs::symlink_metadata(kept)?;
     let Some(of_installed) = find_metadata(installed)? else { return Ok(false) };
@@ -56,8 +56,8 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     open(path)?.map_or_else(|| Err(io::Error::other("it is not a regular file")), |(_, content)| Ok(content))
 }
 
-/// Returns the mode and the content of the regular file at `path`, which may be a link to it.
-/// `None` if it does not exist or is not a regular file.
+/// Returns the mode and the content of the regular file that `path` or the link there leads to.
+/// `None` if there is no file or it is not a regular one.
 pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     open(path).or_else(|cause| match cause.raw_os_error().map(Errno::from_raw) {
         // ENOENT: missing, or a link to a missing file; ELOOP: links in a circle; ENXIO: a socket.

@@ -58,7 +58,8 @@ impl Kept {
     /// # Errors
     /// If a folder has the name of a program, or a file cannot be linked or copied.
     pub(crate) fn create(plugin_folder: &Path, set: &Set, folder: &Path) -> Result<(), Error> {
-        // It exists if an installer was killed here. If it cannot be removed, its creation fails.
+        // The folder exists if an installer was killed here. If it cannot be removed, creating it
+        // fails.
         let _ = fs::remove_dir_all(folder);
         DirBuilder::new().mode(0o755).create(folder).map_err(Error::io("create the folder", folder))?;
         let mut absent = String::new();
@@ -66,7 +67,7 @@ impl Kept {
             let path = plugin_folder.join(name);
             match find_metadata(&path).map_err(Error::io("look at", &path))? {
                 Some(found) if found.is_dir() => {
-                    return Err(Error::new(format!("{} is a folder", path.display())));
+                    return Err(Error::new(format!("{} is a folder, which no program can replace", path.display())));
                 }
                 Some(_) => link_or_copy(&path, &folder.join(name)).map_err(Error::io("keep", &path))?,
                 None => {
@@ -79,7 +80,7 @@ impl Kept {
             let path = folder.join(name);
             write_new(&path, text.as_bytes(), 0o644).map_err(Error::io("write", &path))?;
         }
-        sync(folder).map_err(Error::io("write out", folder))
+        sync(folder).map_err(Error::io("sync", folder))
     }
 
     /// Returns the names of the installed programs, each once.
@@ -117,8 +118,8 @@ impl Kept {
         Ok(names)
     }
 
-    /// Merges this set into the kept set in `folder`, or creates that one. A name that it already
-    /// has keeps its file.
+    /// Merges this set into the kept set in `folder`, which is created if it does not exist. If
+    /// both have a name, what `folder` has for it stays, because it is older.
     ///
     /// `SHA256SUMS` is written last. If the process is killed before, the set in `folder` still has
     /// the same names and files.
@@ -144,11 +145,12 @@ impl Kept {
         }
         let count_before = merged.programs.len();
         for program in &self.programs {
-            let is_merged = existing_names.contains(&program.name) || new_names.contains(&program.name.as_str());
-            if is_merged && !merged.programs.contains(program) {
+            let has_name = existing_names.contains(&program.name) || new_names.contains(&program.name.as_str());
+            if has_name && !merged.programs.contains(program) {
                 merged.programs.push(program.clone());
             }
         }
+        // The set in `folder` already has all names and programs.
         if merged.programs.len() == count_before {
             return Ok(());
         }
@@ -200,7 +202,7 @@ fn replace_list(folder: &Path, name: &str, text: &str, modified: SystemTime) -> 
     write_new(&temporary, text.as_bytes(), 0o644)
         .and_then(|()| File::options().write(true).open(&temporary)?.set_modified(modified))
         .map_err(Error::io("write", &temporary))?;
-    sync(folder).map_err(Error::io("write out", folder))?;
+    sync(folder).map_err(Error::io("sync", folder))?;
     fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
-    sync(folder).map_err(Error::io("write out", folder))
+    sync(folder).map_err(Error::io("sync", folder))
 }

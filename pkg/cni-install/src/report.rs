@@ -130,8 +130,8 @@ pub struct KeptSet {
 }
 
 impl KeptSets {
-    /// Combines the sets that are on the disk. There the original set does not contain the previous
-    /// one yet: the next install adds it.
+    /// Combines the sets that are on the disk. The next install will add the previous set to the
+    /// original one; for the report, this is done here.
     pub(crate) fn new(original: Option<&Kept>, previous: Option<&Kept>) -> KeptSets {
         let sets: Vec<&Kept> = original.into_iter().chain(previous).collect();
         KeptSets {
@@ -142,8 +142,8 @@ impl KeptSets {
 }
 
 impl KeptSet {
-    /// Merges several sets, or returns `None` if there are none. For each name the first set that
-    /// has it counts.
+    /// Merges several sets, or returns `None` if there are none. If several sets have a name, the
+    /// first of these counts.
     fn merge(sets: &[&Kept]) -> Option<KeptSet> {
         let (mut seen, mut programs, mut absent) = (BTreeSet::new(), Vec::new(), Vec::new());
         for kept in sets {

@@ -11,8 +11,8 @@ use crate::Error;
 use crate::disk::{ignore_not_found, link_or_copy, write_new};
 use crate::set::{Program, Set};
 
-/// Writes the programs of `set` to the folder `staging` and runs each once, because the folder may
-/// be mounted `noexec`, or a program may be built for another processor.
+/// Writes the programs of `set` to the folder `staging` and runs each once, to find out before the
+/// install whether the folder is mounted `noexec` or a program is built for another processor.
 ///
 /// `contents` maps each checksum to the content. Programs with equal content become hard links of
 /// one file, if the file system supports them.

@@ -16,7 +16,8 @@ pub(crate) enum State {
     Installing(u64),
     Installed(u64),
     RollingBack(u64),
-    /// `rollback --original` is running. It needs no number: `original/` is complete.
+    /// `rollback --original` is running. It has no number, because the original set belongs to no
+    /// generation.
     Restoring,
     Forgetting(u64),
 }
@@ -78,14 +79,14 @@ impl State {
         let (path, temporary) = (own_folder.join("state"), own_folder.join("state.new"));
         write_new(&temporary, self.text().as_bytes(), 0o644).map_err(Error::io("write", &temporary))?;
         fs::rename(&temporary, &path).map_err(Error::io("write", &path))?;
-        sync(own_folder).map_err(Error::io("write out", own_folder))
+        sync(own_folder).map_err(Error::io("sync", own_folder))
     }
 
     /// Removes the state, and waits until the removal is on the disk.
     pub(crate) fn remove(own_folder: &Path) -> Result<(), Error> {
         let path = own_folder.join("state");
         ignore_not_found(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
-        sync(own_folder).map_err(Error::io("write out", own_folder))
+        sync(own_folder).map_err(Error::io("sync", own_folder))
     }
 }
 

@@ -124,8 +124,8 @@ impl Limit {
         u128::from(self.rate) / 40 + u128::from(self.burst)
     }
 
-    /// Returns the parameters of the kernel's token bucket filter. `limit` and `buffer` have 32
-    /// bits there: a larger number becomes the largest one that fits.
+    /// Returns the parameters of the kernel's token bucket filter. Its `limit` and `buffer` have 32
+    /// bits: instead of a larger number, the largest one that fits is used.
     pub(crate) fn tbf(self) -> Tbf {
         Tbf {
             rate: self.rate,
@@ -142,13 +142,15 @@ impl Limit {
         Tbf { rate: self.rate, limit: self.queue_length() as u32, buffer: ticks(fill_time.into()) as u32 }
     }
 
-    /// Returns the size of the kernel's bucket in bytes: the burst, unless that is too large.
+    /// Returns the size of the kernel's bucket in bytes: the burst, or less if the burst does not
+    /// fit into the 32 bits of [`Tbf::buffer`]. With 0, the kernel would send no packet.
     pub(crate) fn bucket_size(self) -> u128 {
         u128::from(self.tbf().buffer) * u128::from(TICK) * u128::from(self.rate) / 1_000_000_000
     }
 
     /// Returns a note for stderr if the burst does not fit into the 32 bits of [`Tbf::buffer`].
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
+        // Both plugins compute the same buffer, unless it does not fit.
         if self.tbf().buffer == self.tbf_of_go().buffer {
             return None;
         }

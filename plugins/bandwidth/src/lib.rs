@@ -103,7 +103,8 @@ impl Plugin for Bandwidth {
             let Some(ifb) = host.find_link(&name)?.filter(Link::is_ifb) else { continue };
             let is_of_attachment = match &ifb.alias {
                 Some(alias) => attachment.is_on(Some(alias)),
-                // An ADD of this plugin was killed before it set the alias.
+                // The ifb has the group of this plugin's interfaces. It lacks the alias because an
+                // ADD was killed before it set the alias.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
                 // Go's plugin sets no alias, and its name for the ifb does not show to which of the
                 // container's interfaces the ifb belongs. It belongs to another one if this
@@ -127,8 +128,8 @@ impl Plugin for Bandwidth {
     }
 }
 
-/// Sets the configured limits, and removes limits that an earlier ADD of the same attachment has
-/// set. `result` is the result of the plugin before this one; a created ifb is added to it.
+/// Removes limits that an earlier ADD of the same attachment has set, and sets the configured ones.
+/// `result` is the result of the plugin before this one; a created ifb is added to it.
 ///
 /// # Errors
 /// - Code 7 if the container's interface is not a veth whose other end is on this host.
@@ -265,7 +266,8 @@ fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
 /// Go's sets them.
 ///
 /// # Errors
-/// Code 101, with the texts of Go's plugin, if `link` has no such filter or one with other numbers.
+/// Code 101 if `link` has no such filter or one with other numbers. Of other numbers, the first is
+/// named as in the text of Go's plugin.
 fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
     let found = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
     let Some(found) = found else { return Err(failed(format!("{} has no token bucket filter", link.name))) };

@@ -56,7 +56,7 @@ pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<d
     Ok(Box::new(SystemBus { connection, runtime, machine, on_sigterm }))
 }
 
-/// Runs `task` until it is complete and returns its result.
+/// Runs `task` until it is complete, a signal arrives or the time is up. Returns the task's result.
 ///
 /// # Errors
 /// [`io::ErrorKind::TimedOut`] after [`TIMEOUT`] and, with [`OnSigterm::Kill`], at SIGTERM, SIGINT
@@ -68,7 +68,7 @@ fn wait<T>(
     task: impl Future<Output = T>,
 ) -> io::Result<T> {
     let interrupted = || io::Error::new(io::ErrorKind::TimedOut, "interrupted by a signal");
-    // A signal that `terminated` has read before is not pending any more.
+    // If `terminated` has already read the signal, the descriptor below does not become readable.
     if on_sigterm == OnSigterm::Kill && machine.terminated() {
         return Err(interrupted());
     }
@@ -105,14 +105,16 @@ fn into_io(error: zbus::Error) -> io::Error {
 }
 
 impl SystemBus<'_> {
-    /// Waits for the answer to a method call and converts its failures.
+    /// Waits for the answer to a method call. The failure is [`Failure::Refused`] if the answer is
+    /// an error, and [`Failure::Unreachable`] if there is no answer.
     fn answer_to(&self, call: impl Future<Output = zbus::Result<Message>>) -> Result<Message, Failure> {
         match wait(&self.runtime, self.machine, self.on_sigterm, call) {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(zbus::Error::MethodError(name, text, _))) => {
                 Err(Failure::Refused(text.unwrap_or_else(|| name.to_string())))
             }
-            // zbus converts errors with names that the D-Bus specification defines.
+            // An error whose name the D-Bus specification defines. zbus does not return these as
+            // `MethodError`.
             Ok(Err(zbus::Error::FDO(error))) => {
                 Err(Failure::Refused(error.description().map_or_else(|| error.to_string(), str::to_owned)))
             }

@@ -1,7 +1,7 @@
 //! Reads and checks the configuration of `firewall`.
 //!
 //! ADD, CHECK and STATUS read all keys ([`Conf`]). DEL and GC only read in which zone firewalld may
-//! have addresses ([`CleanupConf`]). They ignore an invalid configuration, so that a mistake never
+//! have addresses ([`CleanupConf`]). Invalid keys do not make them fail, so that a mistake never
 //! prevents the removal of rules.
 
 use cni::config::NetConf;
@@ -23,8 +23,8 @@ pub(crate) struct Conf {
     pub(crate) policy: Policy,
     /// The chain for the administrator's rules in iptables.
     pub(crate) iptables_admin_chain: String,
-    /// The administrator's chain in nftables that leads to the rules; `None` if the rules are in a
-    /// table of their own.
+    /// The chain in nftables, written by another program or the administrator, from which packets
+    /// get to the rules (`nftablesChain`). `None` if the rules are in a table of their own.
     pub(crate) nftables_admin_chain: Option<EntryChain>,
     /// The zone of firewalld.
     pub(crate) zone: String,
@@ -93,15 +93,14 @@ impl RawConf {
 /// The keys that DEL and GC read.
 #[derive(Clone, Debug)]
 pub(crate) struct CleanupConf {
-    /// The zone that addresses without a record are removed from.
+    /// The zone from which addresses are removed that no record names, as Go's plugin adds them.
     pub(crate) zone: String,
     /// Whether ADD may have chosen firewalld with this configuration.
     pub(crate) may_be_firewalld: bool,
 }
 
 impl CleanupConf {
-    /// Reads the configuration. If a key has the wrong type, the configuration counts as one
-    /// without keys.
+    /// Reads the configuration. If a key has the wrong type, all keys are ignored.
     pub(crate) fn new(conf: &NetConf) -> CleanupConf {
         let raw: RawConf = conf.decode().unwrap_or_default();
         let may_be_firewalld = match raw.backend_choice() {

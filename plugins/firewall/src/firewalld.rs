@@ -41,7 +41,7 @@ pub enum Failure {
     /// There is no system bus.
     #[error("{0}")]
     NoBus(String),
-    /// firewalld, or the bus if firewalld does not run, refused the call. The text is theirs.
+    /// firewalld, or the bus if firewalld does not run, refused the call with this text.
     #[error("{0}")]
     Refused(String),
     /// The bus or firewalld cannot be reached, or did not answer.
@@ -138,8 +138,9 @@ impl<'m> Zone<'m> {
         Ok(self.connect_if_running(OnSigterm::Kill)?.is_some())
     }
 
-    /// Makes exactly `addresses` the attachment's sources of the zone. What has to be undone if
-    /// this or a later step fails is stored in `previous`.
+    /// Makes exactly `addresses` the attachment's sources of the zone: adds them, and removes stale
+    /// ones, which an earlier ADD of the attachment has added. Stores in `previous` what
+    /// [`put_back`](Zone::put_back) needs if this or a later step of the ADD fails.
     pub(crate) fn add(
         &self,
         attachment: &AttachmentId,
@@ -195,6 +196,7 @@ impl<'m> Zone<'m> {
                     self.remove(&*firewalld, *address, ZoneSelection::This)?;
                 }
             }
+            // The ADD may have removed some of these as stale.
             for address in recorded_before.iter().filter(|address| !added.contains(address)) {
                 match firewalld.call(Method::Add, &self.name, *address) {
                     Ok(_) => {}
@@ -248,7 +250,7 @@ impl<'m> Zone<'m> {
         Ok(unrecorded)
     }
 
-    /// Removes a source. Returns `false` if firewalld did not have it in the selected zones.
+    /// Removes a source from the selected zones. Returns `false` if it was in none of them.
     fn remove(&self, firewalld: &dyn Firewalld, address: IpAddr, zones: ZoneSelection) -> Result<bool> {
         let is_elsewhere = |failure: &Failure| {
             failure.has_firewalld_code("ZONE_CONFLICT") || failure.has_firewalld_code("INVALID_ZONE")
@@ -297,7 +299,7 @@ impl<'m> Zone<'m> {
         // address, which is reserved for documentation.
         let any_address = IpAddr::from([192, 0, 2, 1]);
         firewalld.call(Method::Query, &self.name, any_address).map(drop).map_err(|failure| {
-            let doing = format!("firewalldZone: firewalld does not answer for {} zone", self.name);
+            let doing = format!("firewalldZone: failed to query {} zone of firewalld", self.name);
             Error::from(failure).context(doing)
         })
     }

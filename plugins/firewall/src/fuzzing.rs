@@ -5,7 +5,8 @@ use cni::skel::Call;
 
 use crate::conf::Conf;
 
-/// Reads a configuration as ADD does, and asserts that iptables accepts the name of its chain.
+/// Reads a configuration as ADD does, and asserts that the name of its chain for iptables is one
+/// word.
 ///
 /// # Errors
 /// The error that ADD would return.

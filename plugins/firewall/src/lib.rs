@@ -107,11 +107,12 @@ impl Plugin for Firewall {
         let attachment = call.attachment();
         let zone_addresses: &[IpAddr] = if conf.may_be_firewalld { &addresses } else { &[] };
         let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::One(&attachment), zone_addresses);
-        // For an address, Go's plugin writes either a source of the zone or rules, never both. If
-        // `purge` failed, which is reported below, each address may have rules.
-        let removed_from_zone = from_zone.as_deref().unwrap_or_default();
+        // For an address, Go's plugin writes either a source of the zone or rules, never both. So
+        // its sources, which `purge` returns, have no rules. If `purge` failed, which is reported
+        // below, each address may have rules.
+        let sources_of_go = from_zone.as_deref().unwrap_or_default();
         let other_addresses: Vec<IpAddr> =
-            addresses.into_iter().filter(|address| !removed_from_zone.contains(address)).collect();
+            addresses.into_iter().filter(|address| !sources_of_go.contains(address)).collect();
         let from_rules = forward(call).purge(&attachment, &other_addresses).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
@@ -164,8 +165,8 @@ fn choose_backend(call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
     }
 }
 
-/// Returns a sentence for each rule, or source of the zone, that is missing; empty if all are
-/// there.
+/// Returns a sentence for each rule, or source of the zone, that an ADD of this plugin or of Go's
+/// would have written and that is missing; empty if all are there.
 fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Vec<String>> {
     let forward = forward(call);
     let zone = match choose_backend(call, conf)? {
@@ -174,13 +175,13 @@ fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Ve
     };
     let mut missing = zone.check(&rules.addresses)?;
     let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
-    // Without a record, firewalld may have started after the ADD, which then wrote the rules of the
-    // default backend.
+    // Without sources and records, firewalld may have started after the ADD, which then wrote the
+    // rules of the default backend.
     if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
         return Ok(forward.check(rules, forward.default_backend()?)?);
     }
-    // Without a record, the Go plugin may have added the addresses. It writes no rules that isolate
-    // the bridge if it uses firewalld.
+    // With a record, an ADD of this plugin has added the sources, and has isolated the bridge with
+    // rules. Go's plugin, which keeps no records, writes no such rules if it uses firewalld.
     if is_recorded && conf.policy != Policy::Open {
         missing.extend(forward.check(rules, Backend::Nftables)?);
     }
@@ -215,8 +216,8 @@ fn zone<'m>(call: &Call<'m>, name: &str) -> Zone<'m> {
     Zone { machine: call.machine, name: name.to_owned() }
 }
 
-/// Returns the value that writes, checks and removes rules. It prints its notes as notes of the
-/// call.
+/// Returns the value that writes, checks and removes rules, and that prints its notes as notes of
+/// the call.
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
     Forward::new(call.machine, call.notes.clone())
 }

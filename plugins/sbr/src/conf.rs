@@ -13,7 +13,8 @@ use serde::Deserialize;
 pub(crate) enum Conf {
     /// ADD adds rules that lead to this table, which another program fills. No route is changed.
     Table(u32),
-    /// ADD moves the interface's routes into unused tables, and adds rules that lead there.
+    /// ADD moves the interface's routes into unused tables, one for each address, and adds rules
+    /// that lead there.
     FreeTables {
         /// The configured gateways, at most one of each family.
         gateways: Vec<IpAddr>,

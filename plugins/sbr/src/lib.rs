@@ -3,8 +3,8 @@
 //! of the same list that has created the interface, and returns that plugin's result.
 //!
 //! Each address gets a rule that leads to a routing table, and the interface's routes move from the
-//! main table into it. Rules and routes are in the container's namespace and vanish with it, so GC
-//! and STATUS have nothing to do.
+//! main table into it. With the key `table`, only the rules are added. Rules and routes are in the
+//! container's namespace and vanish with it, so GC has nothing to do.
 //!
 //! Two calls for one namespace must not choose the same table. Each locks the namespace as Go's
 //! plugin does: with `flock` on the file that CNI_NETNS names. No lock file is created.

@@ -70,7 +70,8 @@ impl Plan {
     }
 
     /// Creates the VRF if it does not exist, adds the interface to it and restores the interface's
-    /// addresses and routes. Registers the undo of a change on `rollback` before making the change.
+    /// addresses and routes; those of the main table go to the VRF's table. Registers the undo of a
+    /// change on `rollback` before making the change.
     ///
     /// # Errors
     /// - Code 2 if the kernel does not support VRFs.
@@ -127,8 +128,8 @@ fn create_vrf(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
     })
 }
 
-/// Adds the addresses and routes that the interface has lost. Those that still exist are left as
-/// they are.
+/// Adds the addresses and routes that the interface has lost by joining or leaving a VRF. Those
+/// that still exist are left as they are.
 fn restore(netlink: &Netlink, addresses: &[SavedAddr], routes: &[SavedRoute]) -> cni_linux::Result<()> {
     addresses.iter().try_for_each(|address| netlink.restore_address(address))?;
     // Routes through a gateway come last: the kernel accepts a gateway only if a route to it

@@ -1,13 +1,13 @@
-//! The plugin `vrf`: adds CNI_IFNAME to a VRF (virtual routing and forwarding, an own routing table
-//! for some interfaces) of the container. The VRF is created for its first interface and removed
-//! after its last one. The plugin runs after a plugin of the same list that has created the
-//! interface, and returns that plugin's result.
+//! The plugin `vrf`: adds CNI_IFNAME to a VRF of the container. A VRF (virtual routing and
+//! forwarding) is a device that gives the interfaces in it a routing table of their own. It is
+//! created for its first interface and removed after its last one. The plugin runs after a plugin
+//! of the same list that has created the interface, and returns that plugin's result.
 //!
 //! When an interface joins a VRF, the kernel takes it down and up again, and it loses its IPv6
 //! addresses and its routes. ADD restores both; routes of the main table go to the VRF's table.
 //!
-//! All of it is in the container's namespace and vanishes with it, so GC and STATUS have nothing to
-//! do. The rule for VRFs (priority 1000) that the kernel adds with the first VRF stays.
+//! VRF, addresses and routes are in the container's namespace and vanish with it, so GC has nothing
+//! to do. DEL leaves the rule for VRFs (priority 1000), which the kernel adds with the first VRF.
 
 mod conf;
 mod join;
@@ -56,8 +56,8 @@ impl Plugin for Vrf {
         let netns = Netns::open(call.netns()?)?;
         let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
-        // Pushed first, so undone last: the namespace stays locked until the result has been
-        // written or everything has been undone.
+        // This undo is registered first, so it runs last: the namespace stays locked until the
+        // result has been written or everything else has been undone.
         rollback.push("unlock the namespace", move || locked.unlock());
         let netlink = netns.run(Netlink::open)??;
         let plan = Plan::new(&netlink, &conf, &call.ifname).map_err(failed)?;

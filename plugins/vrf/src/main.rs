@@ -1,3 +1,3 @@
-//! The CNI plugin `vrf`: a container's interface gets routing tables of its own.
+//! The CNI plugin `vrf`: adds a container's interface to a VRF, with its own routing table.
 
 cni_plugin::main!(plugin_vrf::Vrf);

@@ -1,15 +1,15 @@
 //! Changes the folder from which runtimes execute plugins, while they do so.
 //!
-//! The installer's own files are in `.cni-install/`, beside the programs:
+//! A *kept set* is a folder with the files that an install has replaced, for a rollback (see
+//! `kept.rs`). The installer's own files are in `.cni-install/`, beside the programs:
 //!
-//! - `<n>/`, a generation: the kept set (see `kept.rs`) with the files that the n-th install
-//!   replaced. It is complete before a program is replaced. The newest one is the *previous* set.
-//!   After `forget` the folder has only `SHA256SUMS`, the list of the programs that the install has
-//!   installed. Without the other list, `ABSENT`, it is not a kept set.
+//! - `<n>/`, a generation: the kept set of the n-th install, complete before a program is replaced.
+//!   The newest one is the *previous* set. After `forget` the folder has only `SHA256SUMS`, the
+//!   list of the programs that the install has installed, and is not a kept set any more.
 //! - `original/`, the *original* set: for each name that any install has replaced, the file from
-//!   before the first install. An install adds the previous set to it before it replaces the
-//!   previous set. So there is none after the first install, and none after installs of an older
-//!   cni-install: then the previous set is the original one.
+//!   before the first install. An install adds the previous set to it, before its own kept set
+//!   becomes the previous set. So after the first install, and after installs of an older
+//!   cni-install, this folder does not exist: then the previous set is the original one.
 //! - `state`: the installed generation, or the command that is running:
 //!
 //! | command | `state` before | while programs change | afterwards |
@@ -26,8 +26,9 @@
 //! Each change of `state` is one rename, and every step of a command can be repeated. So a killed
 //! command leaves one of these states, and the next command that changes something first cleans up:
 //! it undoes an installation (`installing <n>` becomes `installed <n-1>` or none), and finishes the
-//! other commands. For a rollback an interrupted install counts as the last install. A rollback
-//! that could not put all kept files back ends in `installed <n>` instead of none.
+//! other commands. The exception is `rollback` after an interrupted install: it rolls this install
+//! back, as the last one. A `rollback` that could not put all kept files back ends in
+//! `installed <n>` instead of none.
 //!
 //! A kept set is deleted as soon as a rollback to it would change nothing: the plugin folder has
 //! all of its files, and no program that was installed where no file existed. A rollback that left
@@ -146,7 +147,8 @@ impl Folder {
         staging::write_and_try(&self.own_path("staging"), set, contents)?;
         let generation = current + 1;
         Kept::create(&self.path, set, &self.generation_folder(generation))?;
-        // The set that was the previous one until now is removed after this install.
+        // After this install, the set that is the previous one now is removed. So the original set
+        // gets its files.
         self.add_to_original(current)?;
         State::Installing(generation).write(&self.own_folder)?;
         for program in set.programs() {
@@ -164,7 +166,8 @@ impl Folder {
         Ok((recovered, InstallReport::Replaced))
     }
 
-    /// Puts back the files from before the last install. Does nothing if it is repeated.
+    /// Puts back the files from before the last install, even if that install was interrupted. A
+    /// second rollback does nothing.
     ///
     /// # Errors
     /// If a program cannot be put back or removed. The other programs are still processed, and the
@@ -174,8 +177,8 @@ impl Folder {
             Some(State::Installed(generation)) if self.find_kept(generation)?.is_some() => {
                 self.begin_rollback(generation)
             }
-            // The interrupted install counts as the last one, so after this rollback there is no
-            // previous set: the original set takes over the files of the one before.
+            // The interrupted install is rolled back, not undone, so the generation before it is
+            // removed. The original set takes over the files of that generation.
             Some(State::Installing(generation)) => {
                 self.add_to_original(generation - 1)?;
                 self.begin_rollback(generation)
@@ -185,7 +188,8 @@ impl Folder {
             None | Some(State::Installed(_) | State::Forgetting(_)) => {
                 let (_, current) = self.recover()?;
                 if current > 0 {
-                    // Only to fail if the list cannot be read: a damaged kept set looks like none.
+                    // Fails if the list cannot be read. Without this, a damaged kept set would be
+                    // reported as none.
                     self.list_installed(current)?;
                 }
                 Ok(RollbackReport::NothingKept { is_original_kept: self.find_original()?.is_some() })
@@ -194,7 +198,7 @@ impl Folder {
     }
 
     /// Puts back the files from before the first install, for all names that were installed since.
-    /// Does nothing if it is repeated.
+    /// A second one does nothing.
     ///
     /// # Errors
     /// As [`Folder::rollback`].
@@ -342,7 +346,7 @@ impl Folder {
             KeptSetId::Previous(generation) => self.require_kept(generation)?,
             KeptSetId::Original => {
                 let folder = self.own_path("original");
-                self.find_original()?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))?
+                self.find_original()?.ok_or_else(|| incomplete(&folder))?
             }
         };
         let report = self.restore(&kept)?;
@@ -369,7 +373,7 @@ impl Folder {
             let path = folder.join(name);
             ignore_not_found(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
         }
-        sync(&folder).map_err(Error::io("write out", &folder))?;
+        sync(&folder).map_err(Error::io("sync", &folder))?;
         State::Installed(generation).write(&self.own_folder)
     }
 
@@ -389,8 +393,8 @@ impl Folder {
         ignore_not_found(fs::rename(&original, &dropped)).map_err(Error::io("remove", &original))
     }
 
-    /// Adds the kept set of the generation to the original set. Does nothing if there is none, as
-    /// for generation 0, which stands for no install.
+    /// Adds the kept set of the generation to the original set. Does nothing if the generation has
+    /// no kept set, as generation 0, which stands for no install.
     fn add_to_original(&self, generation: u64) -> Result<(), Error> {
         match self.find_kept(generation)? {
             Some(kept) => kept.add_to(&self.own_path("original")),
@@ -415,7 +419,7 @@ impl Folder {
     /// If the set does not exist or is not complete.
     fn require_kept(&self, generation: u64) -> Result<Kept, Error> {
         let folder = self.generation_folder(generation);
-        self.find_kept(generation)?.ok_or_else(|| Error::new(format!("{} is not complete", folder.display())))
+        self.find_kept(generation)?.ok_or_else(|| incomplete(&folder))
     }
 
     /// Returns the path of the file or folder `name` in the installer's own folder.
@@ -435,7 +439,7 @@ impl Folder {
 
     /// Waits until all renames in the plugin folder are on the disk.
     fn sync(&self) -> Result<(), Error> {
-        self.handle.sync_all().map_err(Error::io("write out", &self.path))
+        self.handle.sync_all().map_err(Error::io("sync", &self.path))
     }
 
     /// Runs `command` and then removes the installer's files that are not needed any more, even if
@@ -512,4 +516,9 @@ impl Folder {
         set::parse(&String::from_utf8_lossy(&text))
             .map_err(|reason| Error::new(format!("{}: {reason}", path.display())))
     }
+}
+
+/// Returns the error that `folder` is needed for a rollback but is not a kept set any more.
+fn incomplete(folder: &Path) -> Error {
+    Error::new(format!("the kept set in {} is not complete", folder.display()))
 }

@@ -20,8 +20,9 @@ enum RestoreOutcome {
 }
 
 impl Folder {
-    /// Puts the kept files back, and removes programs that did not exist before. A program that
-    /// cni-install did not install stays. Can be repeated after a failure.
+    /// Puts the kept files back, and removes programs that did not exist before the install. But a
+    /// program that another installer has put in place since stays, and its kept file stays kept.
+    /// Can be repeated after a failure.
     ///
     /// # Errors
     /// All failures, joined; the other programs have been put back.
@@ -70,7 +71,7 @@ impl Folder {
     /// Puts one program back, or removes it if it did not exist before. The kept file is linked or
     /// copied into `staging` and renamed from there, so that the program is always complete.
     fn restore_program(&self, kept: &Kept, name: &str, staging: &Path) -> Result<RestoreOutcome, Error> {
-        let (file, installed) = (kept.file(name), self.path.join(name));
+        let (kept_file, installed) = (kept.file(name), self.path.join(name));
         if kept.was_absent(name) {
             if exists(&installed)? {
                 if !self.has_installed_program(kept, name)? {
@@ -80,15 +81,15 @@ impl Folder {
             }
             return Ok(RestoreOutcome::Removed);
         }
-        if !exists(&file)? {
+        if !exists(&kept_file)? {
             return Ok(RestoreOutcome::Lost);
         }
-        if !is_same(&installed, &file).map_err(Error::io("compare", &installed))? {
+        if !is_same(&installed, &kept_file).map_err(Error::io("compare", &installed))? {
             if !self.has_installed_program(kept, name)? {
                 return Ok(RestoreOutcome::Left);
             }
             let copy = staging.join(name);
-            link_or_copy(&file, &copy)
+            link_or_copy(&kept_file, &copy)
                 .and_then(|()| fs::rename(&copy, &installed))
                 .map_err(Error::io("put back", &installed))?;
         }
