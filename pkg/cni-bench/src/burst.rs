@@ -39,7 +39,8 @@ struct Progress {
 
 /// Starts a plugin and returns its process ID.
 fn start(mut command: Command) -> Result<Pid> {
-    let child = command.spawn().doing(format_args!("failed to start {}", Path::new(command.get_program()).display()))?;
+    let child =
+        command.spawn().doing(format_args!("failed to start {}", Path::new(command.get_program()).display()))?;
     Ok(Pid::from_raw(i32::try_from(child.id()).doing("invalid process ID of a plugin")?))
 }
 
