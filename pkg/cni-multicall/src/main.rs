@@ -16,7 +16,7 @@ fn main() -> ExitCode {
     let path = args.next().unwrap_or_default();
     let name = Path::new(&path).file_name().unwrap_or_default().to_string_lossy();
     match cni_multicall::find(&name) {
-        // This plugin's program is also its daemon, which has arguments.
+        // The program of dhcp is also its daemon: `dhcp daemon`, with options.
         Some(_) if name == "dhcp" => plugin_dhcp::run(args),
         Some(plugin) => cni_plugin::process::run(plugin),
         None => {

@@ -127,12 +127,12 @@ pub(crate) fn command() -> clap::Command {
     with_template(Cli::command())
 }
 
-/// Parses the arguments and runs the verb.
+/// Parses the arguments and runs the verb, which prints its result. The caller prints the failure.
 pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let parser = |error| Failure::Parser(Box::new(error));
+    let parser_failure = |error| Failure::Parser(Box::new(error));
     let args = std::iter::once("cnitool".into()).chain(call.args.iter().cloned());
-    let matches = command().try_get_matches_from(args).map_err(parser)?;
-    let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser)?;
+    let matches = command().try_get_matches_from(args).map_err(parser_failure)?;
+    let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser_failure)?;
     let done = |()| Exit::Done;
     match verb {
         Verb::Add(args) => network::run(args.command(NetworkVerb::Add, shared)?, call, streams).map(done),
@@ -165,7 +165,7 @@ impl Shared {
         ConfFolder::new(dir.unwrap_or_else(|| DEFAULT_CONF_DIR.into()))
     }
 
-    /// Returns the runtime with these options and variables.
+    /// Returns the runtime that runs the plugins, with these options and the call's environment.
     pub(crate) fn runtime<'m>(&self, call: &Call<'m>, notes: &Notes) -> Runtime<'m> {
         let path = Variables(&call.environment).find_os("CNI_PATH").unwrap_or_else(|| DEFAULT_PLUGIN_DIR.into());
         Runtime {

@@ -58,7 +58,7 @@ pub struct Call<'m> {
     pub machine: &'m dyn Machine,
 }
 
-/// Where output goes, as values.
+/// Where a call's output goes, as values.
 pub struct Streams<'a> {
     /// The stream for results.
     pub stdout: &'a mut dyn Write,
@@ -100,7 +100,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Runs the tool, and reports why the call failed if it does.
+/// Runs the tool. Also prints the help, or why the call failed.
 pub fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Exit {
     match cli::run(call, streams) {
         Ok(exit) => exit,

@@ -31,8 +31,8 @@ pub(crate) fn networks(folder: &ConfFolder) -> Result<Vec<NetworkList>, Error> {
     Ok(chosen)
 }
 
-/// Sorts the files of a folder, which are in the order of their names, in the order in which
-/// runtimes search them for a network: files with a list come first, then the order of the names.
+/// Sorts files in the order in which runtimes search them for a network: those whose name ends in
+/// `.conflist` come first. Otherwise the order of `files`, which is by name, stays.
 pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
     // The sort is stable, and `false` comes before `true`.
     files.sort_by_key(|file| file.path.extension().is_none_or(|extension| extension != "conflist"));
@@ -73,15 +73,16 @@ impl Liveness {
 pub(crate) struct LivenessSources<'a> {
     /// The entries of the result cache.
     pub(crate) cached: &'a [Entry],
-    /// The names of the host's links whose aliases name attachments, by the alias.
+    /// The names of those links on the host that have an attachment's alias, by this alias.
     pub(crate) links_by_alias: &'a BTreeMap<String, String>,
     pub(crate) machine: &'a dyn Machine,
 }
 
 impl LivenessSources<'_> {
-    /// Returns whether an attachment of the container `id` to `network` is in use. Without
-    /// `ifname`, any interface of the container counts. If it is not certain that the namespace is
-    /// gone, the attachment counts as in use.
+    /// Returns whether an attachment of the container `id` to `network` is in use. It is in use if
+    /// its namespace exists, or may exist, or if a link on the host has its alias. Its container is
+    /// gone if the result cache has the attachment, but neither is true. Otherwise nothing is
+    /// known. Without `ifname`, any interface of the container counts.
     pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
         let mut netns_gone = None;
         for entry in self.cached.iter().filter(|entry| entry.network == network) {
@@ -106,7 +107,8 @@ impl LivenessSources<'_> {
             }
         }
         // The host's end of a link disappears with the container's end, so if it exists, the
-        // container exists too.
+        // container exists too. `is_on` also recognizes the alias of a long container ID, which has
+        // only the hash of the ID.
         let host_link = self.links_by_alias.iter().find(|(alias, _)| {
             cni::AttachmentId::parse(alias).is_some_and(|parsed| {
                 let ifname = ifname.unwrap_or(&parsed.ifname);
@@ -123,8 +125,8 @@ impl LivenessSources<'_> {
     }
 }
 
-/// Returns the names of the links in the namespace of this process whose aliases name attachments,
-/// by the attachment's alias. bandwidth's ifbs are left out, because they remain when the container
+/// Returns the names of those links in the namespace of this process that have an attachment's
+/// alias, by this alias. bandwidth's ifbs are left out, because they remain when the container
 /// disappears.
 ///
 /// # Errors

@@ -1,8 +1,8 @@
 //! Prints results and errors, for people or as JSON.
 //!
 //! With `--json`, a verb prints one document on stdout, also for an error, which has the form of
-//! the plugins' errors. Without it, results go to stdout and errors to stderr: a line that says
-//! what failed and why, then the details.
+//! the plugins' errors. Without it, results go to stdout and errors to stderr: a line with what
+//! failed and why, then the details. Invalid arguments are reported on stderr in both cases.
 
 use cni::version::Version;
 use cni::{Code, Error};
@@ -127,7 +127,8 @@ pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Prints the reason why a call failed, and returns the exit code.
+/// Prints why a call ended without the result of a verb, or the requested help. Returns the exit
+/// code.
 pub(crate) fn print_failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
     match failure {
         Failure::Parser(error) => print_parser_error(error, streams),

@@ -1,9 +1,8 @@
 //! rules: writes the packet filter rules of attachments again after another program has removed
 //! them.
 //!
-//! Each plugin knows its rules ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)). It
-//! needs the network's configuration at the time of the ADD, and the result, which are in the
-//! result cache.
+//! Each plugin writes its own rules ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)).
+//! For that it gets the configuration and the result of the attachment's ADD from the result cache.
 
 use std::path::Path;
 
@@ -49,11 +48,12 @@ struct Restore {
 
 /// The outcome for one attachment.
 enum AttachmentOutcome {
-    /// It is not in use, for this reason.
+    /// It is not certain that the attachment is in use, for this reason.
     Skipped(String),
     /// Its rules could not be compared.
     Failed(Error),
-    /// The type of each plugin, and the outcome for its rules.
+    /// The type of each plugin, and the outcome for its rules. Plugins that have no rules are left
+    /// out.
     Plugins(Vec<(String, PluginOutcome)>),
 }
 
@@ -72,7 +72,7 @@ enum PluginOutcome {
 }
 
 impl PluginOutcome {
-    /// Returns the outcome as one word, and sentences with the reasons.
+    /// Returns the outcome for reports, and the rules or the reason that belong to it.
     fn describe(&self) -> (&'static str, Vec<String>) {
         match self {
             PluginOutcome::Complete => ("complete", Vec::new()),
@@ -90,8 +90,9 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
     restore(args, shared, call, streams).map_err(|error| failed("rules restore", error, shared.format()))
 }
 
-/// Restores the rules of the selected attachments in the result cache and prints the outcome of
-/// each. Returns [`Exit::Failed`] if one failed, or rules are still missing in a dry run.
+/// Restores the rules of each attachment that the result cache has, or only of those of the network
+/// in the arguments, and prints the outcomes. Returns [`Exit::Failed`] if an attachment failed, if
+/// a file of the cache cannot be read, or if rules are missing in a dry run.
 ///
 /// # Errors
 /// Code 5 if the result cache cannot be read or stdout cannot be written.
@@ -130,7 +131,7 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
 /// Restores, or with `RestoreMode::Report` only examines, the rules of one attachment.
 ///
 /// # Errors
-/// - The kernel's error if the namespace cannot be looked into.
+/// - As [`why_skipped`].
 /// - The configuration or the result in `entry` is invalid.
 /// - The result cache cannot be read after rules were written. They are removed again then.
 fn restore_attachment(
@@ -140,12 +141,12 @@ fn restore_attachment(
     call: &Call<'_>,
     notes: &Notes,
 ) -> Result<AttachmentOutcome> {
-    if let Some(why) = why_not_in_use(entry, call)? {
+    if let Some(why) = why_skipped(entry, call)? {
         return Ok(AttachmentOutcome::Skipped(why));
     }
     let list = entry.list()?;
     let environment = environment(entry);
-    let calls = list.plugins().iter().map(|plugin| {
+    let plugin_calls = list.plugins().iter().map(|plugin| {
         let conf = entry.request(&list, plugin).and_then(NetConf::parse)?;
         Ok(cni::skel::Call {
             container_id: entry.attachment.container_id.clone(),
@@ -157,11 +158,11 @@ fn restore_attachment(
             notes: notes.clone(),
         })
     });
-    let calls = calls.collect::<Result<Vec<_>>>()?;
+    let plugin_calls = plugin_calls.collect::<Result<Vec<_>>>()?;
     // Each rollback removes the rules of one plugin again, unless it is committed.
     let (mut outcomes, mut rollbacks) = (Vec::new(), Vec::new());
-    for (plugin, call) in list.plugins().iter().zip(&calls) {
-        let outcome = match plugins::find(plugin.kind()).map(|plugin| plugin.restore_rules(call, mode)) {
+    for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
+        let outcome = match plugins::find(plugin.kind()).map(|found| found.restore_rules(plugin_call, mode)) {
             None => PluginOutcome::NotExamined,
             // The plugin has no rules.
             Some(Ok(None)) => continue,
@@ -176,8 +177,8 @@ fn restore_attachment(
         outcomes.push((plugin.kind().to_owned(), outcome));
     }
     // If the attachment was deleted during the call, DEL may have run before the rules were
-    // written. So the return without a commit removes them again.
-    if !rollbacks.is_empty() && (cache.find(&entry.id())?.is_none() || why_not_in_use(entry, call)?.is_some()) {
+    // written. So they are removed again, by the return without a commit.
+    if !rollbacks.is_empty() && (cache.find(&entry.id())?.is_none() || why_skipped(entry, call)?.is_some()) {
         let why = "it was detached during the call; its rules have been removed again".to_owned();
         return Ok(AttachmentOutcome::Skipped(why));
     }
@@ -185,14 +186,15 @@ fn restore_attachment(
     Ok(AttachmentOutcome::Plugins(outcomes))
 }
 
-/// Returns why the attachment is not in use, or `None` if it is. The rules of an attachment that is
-/// not in use could match packets of another container. An interface with another MAC than in the
-/// result was not created by the attachment's ADD.
+/// Returns why the attachment is skipped, or `None` if it is certainly in use: its namespace has
+/// its interface, with the MAC in the result if that has one. Otherwise its rules could match
+/// packets of another container. An interface with another MAC was not created by the attachment's
+/// ADD.
 ///
 /// # Errors
 /// The kernel's error if the namespace or its links cannot be read; code 6 if the result cannot be
 /// decoded.
-fn why_not_in_use(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
+fn why_skipped(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
     match NetnsPresence::at(netns, call.machine) {
         NetnsPresence::Exists => {}
@@ -212,7 +214,7 @@ fn why_not_in_use(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     Ok(Some(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}")))
 }
 
-/// Returns the CNI variables of the attachment's ADD. The verb is CHECK, because the plugins
+/// Returns the CNI variables of the attachment's ADD, but with the verb CHECK, because the plugins
 /// compare the rules as CHECK does.
 fn environment(entry: &Entry) -> Environment {
     let attachment = &entry.attachment;

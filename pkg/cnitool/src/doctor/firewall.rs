@@ -137,7 +137,7 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
     true
 }
 
-/// The programs of iptables, each with the file that names the tables of its legacy variant. The
+/// The programs of iptables, each with the file that lists the tables of its legacy variant. The
 /// file does not exist if the variant's kernel modules are not loaded.
 const LEGACY_TABLES: [(&str, &str); 2] =
     [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")];
@@ -227,8 +227,9 @@ pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
     }
 }
 
-/// Checks that only one variant of iptables has rules. Each variant shows only its own rules, and a
-/// packet that one accepts may be dropped by the other.
+/// Checks for iptables and for ip6tables that only one of the two variants, legacy and nft, has
+/// rules. Each variant shows only its own rules, and a packet that one accepts may be dropped by
+/// the other.
 pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("iptables");
     let mut variants = Vec::new();

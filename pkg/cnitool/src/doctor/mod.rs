@@ -203,9 +203,9 @@ fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
 }
 
 impl Context<'_, '_> {
-    /// Whether an existing container was attached with one of these keys set to true: in the
-    /// configuration of its ADD in the result cache, or in that of a network whose bridge has
-    /// containers.
+    /// Whether a network with containers has one of these keys set to true: in the configuration of
+    /// an ADD in the result cache whose container has a link on the host, or in the present
+    /// configuration of a network whose bridge has containers.
     fn has_container_with(&self, keys: &[&str]) -> bool {
         let sets_a_key =
             |config: &[u8]| all_plugins(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));

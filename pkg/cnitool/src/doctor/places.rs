@@ -1,4 +1,5 @@
-//! Checks files: the networks' configurations, the plugins, the permissions of folders, the ranges.
+//! Checks what the disk has: the networks' configurations, the plugins and their STATUS, the
+//! permissions of files and folders, and the reservations with their ranges.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -36,7 +37,8 @@ pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error>
     }))
 }
 
-/// Checks that the plugins exist, and that only root can change what runs as root.
+/// Checks that the plugins exist, and that only root can change them, the networks' files, the
+/// result cache and the reservations.
 pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("folders");
     let mut checked: Vec<PathBuf> = Vec::new();
@@ -144,7 +146,8 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
 }
 
 /// Checks that the ranges are not nearly full, that the disk has space for a reservation, and that
-/// all files of reservations are usual. STATUS succeeds even if the ranges or the disk are full.
+/// each file that is named like an address is a regular file of a reservation's length. STATUS
+/// succeeds even if the ranges or the disk are full.
 ///
 /// # Errors
 /// Code 5 if a folder cannot be read.

@@ -11,7 +11,8 @@ use super::{CheckOutcome, Context};
 use crate::inspect::orphans::quoted;
 use crate::inspect::result_of;
 
-/// Checks that the host forwards packets, if a configured network needs it.
+/// Checks that the host forwards packets, if the configuration of a network with containers needs
+/// it.
 pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("forwarding");
     if !context.has_container_with(&["isGateway", "isDefaultGateway", "ipMasq"]) {
@@ -104,8 +105,8 @@ fn container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option
     Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
 }
 
-/// Checks that both ends of each attachment's link have the same MTU, and that the MTUs of the
-/// bridge and of the host's uplink are not smaller.
+/// Checks that both ends of each attachment's link have the same MTU, and that the MTUs of its
+/// bridge and of the uplink, the interface of the host's default route, are not smaller.
 ///
 /// # Errors
 /// The kernel's error if the routes cannot be listed.

@@ -100,7 +100,7 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
     }
 }
 
-/// The indentation of lines below a step, which begins after its sign and duration.
+/// The indentation of lines below a step, which puts them under its description.
 const INDENT: &str = "               ";
 
 /// Returns the text about a plugin: a line with its duration and outcome, a line for each step, and

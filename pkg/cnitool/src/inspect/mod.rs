@@ -37,12 +37,12 @@ pub(crate) struct Fact {
     pub(crate) verdict: Verdict,
 }
 
-/// The comparison of a fact with the attachment's result.
+/// The comparison of a fact with the attachment's result and configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// The fact is as in the result, or the result does not mention it.
+    /// The fact is as they say, or they do not mention it.
     Fine,
-    /// The fact differs from the result.
+    /// The fact differs from what they say.
     Differs,
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn run(
 ///
 /// # Errors
 /// - As [`Snapshot::take`].
-/// - Code 3 if a network is named of which nothing is found.
+/// - Code 3 if the arguments name a network, and nothing of it is found.
 /// - Code 5 if stdout cannot be written.
 fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let snapshot = Snapshot::take(shared, call, &streams.notes)?;

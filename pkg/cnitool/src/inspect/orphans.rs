@@ -2,7 +2,9 @@
 //! containers that do not exist any more.
 //!
 //! In general, an object is a leftover if the result cache does not have its attachment and no link
-//! of the host has the attachment's alias. During an ADD its objects look the same for a moment. So
+//! of the host has the attachment's alias. Exceptions: for the link itself only the cache counts, a
+//! cache entry is a leftover if its namespace is gone, and a device of host-device if the kernel
+//! has moved it back to the host. During an ADD its objects look like leftovers for a moment. So
 //! nothing is removed here; only the command is printed.
 
 use std::path::Path;
@@ -143,8 +145,8 @@ fn add_links(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     }
 }
 
-/// Adds the ifbs without an alias, which the Go plugin or a killed ADD has created, whose names are
-/// not those of an attachment in the result cache.
+/// Adds the ifbs without an alias, except those whose name belongs to an attachment in the result
+/// cache. The Go plugin, or an ADD that was killed, created them.
 fn add_ifbs_without_alias(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     for (_, ifb) in snapshot.ifbs.iter().filter(|(attachment, _)| attachment.is_none()) {
         let names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
@@ -176,7 +178,8 @@ fn add_returned_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
         })
     };
     for link in &snapshot.links {
-        // While a device is in a container, host-device keeps its original name as the alias.
+        // While a device is in a container, host-device keeps its original name as the alias. A
+        // device on the host that still has this alias was moved back by the kernel.
         let Some(name) = link.alias.as_deref().filter(|name| cni::ident::check_interface_name(name).is_ok()) else {
             continue;
         };
@@ -214,8 +217,8 @@ fn add_rules(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
         let attachment = attachment_of_owner(owner);
         let del = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment));
         let command = del.or_else(|| rule.removal.clone()).unwrap_or_else(|| match &attachment {
-            // `del_command` returns none if the network is not configured, which `cnitool del`
-            // needs.
+            // `cnitool del` needs the network's configuration, because the attachment has no cache
+            // entry.
             Some(AttachmentId { network, container_id, ifname }) => {
                 let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
                 format!("configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going")

@@ -42,8 +42,8 @@ pub(crate) struct Snapshot {
     pub(crate) backups: Vec<Saved>,
     /// The reservations of each network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
-    /// The files with an address as their name that are not usual reservations: the network, the
-    /// file, and what is unusual.
+    /// The files that are named like an address, but are not regular files or are too long for a
+    /// reservation: the network, the file, and a description.
     pub(crate) unusual: Vec<(String, PathBuf, String)>,
     /// The leases that dhcp's daemons have recorded, each with the socket of its daemon.
     pub(crate) leases: Vec<(PathBuf, Lease)>,

@@ -63,7 +63,7 @@ impl NetworkUsage {
 fn as_text(networks: &[NetworkUsage], streams: &Streams<'_>) -> String {
     let header = ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"];
     let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
-    // The positions in `rows`.
+    // The positions of the nearly full range sets in `rows`.
     let mut nearly_full = Vec::new();
     let mut notes = String::new();
     for usage in networks {

@@ -66,7 +66,8 @@ pub(crate) struct StoreLocation {
 /// The percentage of used addresses from which on a range counts as nearly full.
 pub(crate) const NEARLY_FULL_PERCENT: u128 = 90;
 
-/// Returns the percentage of a range set's addresses that are used.
+/// Returns the percentage of a range set's addresses that are used. A set without addresses is
+/// full.
 pub(crate) fn used_percent(usage: &Usage) -> u128 {
     usage.used.saturating_mul(100).checked_div(usage.total).unwrap_or(100)
 }
@@ -99,7 +100,8 @@ pub(crate) struct NetworkPool {
     lock_timeout: Duration,
     /// The ranges, or the reason why they are not known.
     ranges: Result<RangeSets, String>,
-    /// Whether the network is configured with this `data_dir`.
+    /// Whether the network is configured with this `data_dir`, or `--data-dir` has replaced its
+    /// configured one.
     is_configured: bool,
 }
 
@@ -249,8 +251,9 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         self.store(pool).lock_existing(pool.lock_timeout, self.call.machine)
     }
 
-    /// Returns the listed reservations, and for each unusual file its address and a description.
-    /// Writes a note for each file that could not be read.
+    /// Returns the listed reservations, and a description of each file that is named like an
+    /// address, but is not a regular file or is too long for a reservation. Writes a note for each
+    /// file that could not be read.
     pub(crate) fn note_unread(&self, listed: Listed) -> (Vec<Reservation>, Vec<(IpAddr, String)>) {
         for (_, error) in &listed.unread {
             self.notes.note(error);
@@ -284,8 +287,8 @@ struct CheckedReservation {
     liveness: Liveness,
 }
 
-/// Returns the time since `since` in one unit, such as `3 d`, or `?` if `since` is not known. A
-/// unit is used from two of it on.
+/// Returns the time since `since` in the largest unit of which two or more have passed, such as
+/// `3 d`, or `?` if `since` is not known.
 fn age_text(since: Option<SystemTime>) -> String {
     const MINUTE: u64 = 60;
     const HOUR: u64 = 60 * MINUTE;

@@ -1,5 +1,7 @@
-//! gc: decides which attachments are valid, those in the result cache whose namespace exists, and
-//! runs GC.
+//! gc: decides which attachments are valid, and removes everything else of the network.
+//!
+//! Valid are the attachments that `--keep` names, and those in the result cache whose namespace
+//! exists or may exist.
 //!
 //! cnitool does not know the containers of a runtime on the same machine. So an operator must not
 //! run gc for a network that a runtime uses, unless all its attachments are named with `--keep`.
@@ -22,10 +24,10 @@ struct Plan<'a> {
     network: &'a str,
     /// The attachments in the result cache.
     checked: Vec<CheckedAttachment>,
-    /// The cache entries that cannot be read. Their attachments may be in use, but are not in
-    /// `valid`.
+    /// The cache entries that cannot be read. Their attachments may be in use, but are only valid
+    /// if `--keep` names them.
     unreadable: Vec<String>,
-    /// The attachments that the plugins keep.
+    /// The valid attachments, of which the plugins' GC keeps everything.
     valid: ValidAttachments,
     /// Whether GC of the plugins is run, which exists since version 1.1.0.
     runs_plugins: bool,
@@ -41,7 +43,8 @@ struct CheckedAttachment {
 }
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool gc`.
+    /// Runs `cnitool gc`: prints which attachments are kept and removed, and removes unless it is a
+    /// dry run or `disableGC` is set.
     ///
     /// # Errors
     /// - As `configuration`.
@@ -57,7 +60,7 @@ impl VerbRun<'_, '_> {
             let details = "name attachments in use with --keep CONTAINER-ID/IFNAME, list what would be removed with --dry-run, or confirm with --all";
             return Err(Error::new(REFUSED, msg).with_details(details));
         }
-        if plan.removes && plan.may_remove_what_is_in_use() && !self.command.all {
+        if plan.removes && plan.removes_unreadable() && !self.command.all {
             let msg = "these files of the result cache cannot be read, so their attachments would be removed";
             let details = "name those in use with --keep CONTAINER-ID/IFNAME and confirm with --all; 'cnitool del' removes an attachment with its file";
             return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
@@ -122,9 +125,9 @@ impl Plan<'_> {
         self.valid.iter().next().is_none() && (self.runs_plugins || !self.checked.is_empty())
     }
 
-    /// Whether the plugins would remove attachments whose cache entries cannot be read. Without GC
-    /// of the plugins (before version 1.1.0), only attachments with a readable entry are removed.
-    fn may_remove_what_is_in_use(&self) -> bool {
+    /// Whether attachments whose cache entries cannot be read would be removed, although they may
+    /// be in use. Only GC of the plugins removes them; it does not exist before version 1.1.0.
+    fn removes_unreadable(&self) -> bool {
         self.runs_plugins && !self.unreadable.is_empty()
     }
 

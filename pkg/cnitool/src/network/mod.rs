@@ -1,9 +1,8 @@
 //! The verbs of a network: add, check, del, gc, status, version.
 //!
 //! cnitool itself decides which container ID a namespace gets, and which attachments are valid for
-//! `gc`. CHECK and DEL use the CNI_ARGS and CAP_ARGS of the ADD, which are in the result cache,
-//! unless they are given again, because a DEL with fewer arguments than its ADD could leave objects
-//! behind.
+//! `gc`. If CNI_ARGS or CAP_ARGS is not set, CHECK and DEL use the one of the ADD, which is in the
+//! result cache: a DEL with fewer arguments than its ADD could leave objects behind.
 
 mod gc;
 mod options;
@@ -70,7 +69,7 @@ impl VerbRun<'_, '_> {
             .map_err(|error| error.with_details("the ADD itself succeeded: 'cnitool del' detaches the container"))
     }
 
-    /// Checks an attachment.
+    /// Runs CHECK of the plugins for an attachment.
     ///
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
@@ -166,7 +165,7 @@ impl VerbRun<'_, '_> {
     /// Code 4 if the path of the namespace or CNI_IFNAME is not valid UTF-8.
     fn attachment(&self) -> Result<Attachment, Error> {
         let netns = match &self.command.netns {
-            // Then the arguments have the container ID.
+            // Only with `--container-id`. For del, `complete` adds the path in the cache entry.
             None => String::new(),
             Some(path) => match absolute(path.as_ref(), &self.call.folder).into_os_string().into_string() {
                 Ok(path) => path,
@@ -186,7 +185,7 @@ impl VerbRun<'_, '_> {
     }
 
     /// Adds CNI_ARGS and CAP_ARGS to the attachment: those in the environment, or else those of the
-    /// ADD in the cache entry. Adds the namespace of the entry if none was given.
+    /// ADD in the cache entry. Adds the namespace of the entry if the attachment has none.
     ///
     /// # Errors
     /// Code 4 if a variable is malformed.
@@ -208,8 +207,8 @@ impl VerbRun<'_, '_> {
         Ok(())
     }
 
-    /// Fails if there is certainly no namespace at the attachment's path, before any plugin runs.
-    /// Suggests /run/netns/blue for the common mistake `cnitool add net blue`.
+    /// Fails before any plugin runs if nothing or another file is at the path of the attachment's
+    /// namespace. Suggests /run/netns/blue for the common mistake `cnitool add net blue`.
     ///
     /// # Errors
     /// Code 4 if the path does not exist or is not a namespace.

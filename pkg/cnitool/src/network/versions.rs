@@ -9,8 +9,8 @@ use crate::Streams;
 use crate::report::{Format, write, write_json};
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool version`. With an error the list of the plugins is still printed, but with
-    /// `--json` only the error is.
+    /// Runs `cnitool version`. If there is an error, the list of the plugins is printed before it;
+    /// with `--json`, only the error is printed.
     ///
     /// # Errors
     /// As `configuration`. Otherwise all of these, as one error:
@@ -18,7 +18,7 @@ impl VerbRun<'_, '_> {
     /// - Code 1 if a plugin does not support the network's version.
     pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
-        // A configuration without a version has the first one.
+        // The version of a configuration that names none.
         let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };
         let mut problems = Vec::new();
         let mut rows = Vec::new();

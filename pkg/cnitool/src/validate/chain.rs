@@ -26,7 +26,8 @@ const MIN_IPV6_MTU: i64 = 1280;
 struct Earlier {
     /// The path of the first bridge plugin, and the name of its bridge.
     bridge: Option<(String, String)>,
-    /// Whether one of them may create the interface.
+    /// Whether one of them may create the interface. A chained plugin counts too, so that only the
+    /// first of several without an interface is reported.
     may_create_interface: bool,
     /// Whether one of them may add addresses, which are not known here.
     may_add_addresses: bool,
@@ -114,7 +115,8 @@ impl ListedPlugin<'_> {
         Problem::warning(self.path_of(key), what)
     }
 
-    /// Reports the list's first plugin if it needs the result of an earlier one.
+    /// Reports the list's first plugin if it needs the result of an earlier one, unless its
+    /// configuration contains a `prevResult`.
     fn check_as_first(&self) -> Option<Problem> {
         if self.role() != Some(Role::Chained) || !self.object["prevResult"].is_null() {
             return None;
@@ -204,7 +206,8 @@ impl ListedPlugin<'_> {
     }
 
     /// Checks the keys about addresses, routes and gateways of a plugin that creates an interface.
-    /// `plugin` is this plugin's code.
+    /// Of the IPAM plugins, only host-local's addresses are known here; with another one nothing is
+    /// reported. `plugin` is this plugin's code.
     fn check_layer3(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         if self.ipam.is_empty() {
             return self.check_without_ipam(version);
@@ -252,8 +255,9 @@ impl ListedPlugin<'_> {
     }
 
     /// Reports routes and gateways that an address of the ranges cannot reach: as errors if no
-    /// address can, else as warnings. `plugin`, this plugin's code, decides: it gets an example of
-    /// a host-local result for each range.
+    /// address can, as warnings if some can or if the runtime may replace the ranges. `plugin`,
+    /// this plugin's code, decides: it gets examples of host-local's results, together with an
+    /// address from each range.
     fn check_routes(&self, plugin: &dyn Plugin, earlier_addresses: &[Cidr]) -> Vec<Problem> {
         // The error for each example, or `None` if the plugin accepts it.
         let errors_of_examples = |request: &Value| -> Vec<Option<String>> {
@@ -270,7 +274,8 @@ impl ListedPlugin<'_> {
                 Err(error) => vec![Some(error.to_string())],
             }
         };
-        // An error that one of the two plugins finds in its own keys has been reported already.
+        // Without examples nothing is known about the addresses. An error that one of the two
+        // plugins finds in its own keys has been reported already.
         let has_examples = NetConf::parse(self.request.to_string()).and_then(|conf| {
             plugin.examine(&conf)?;
             Ok(!plugin_host_local::possible_results(&conf)?.is_empty())
@@ -288,8 +293,9 @@ impl ListedPlugin<'_> {
         found.into_iter().map(problem).collect()
     }
 
-    /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have. tuning
-    /// itself refuses a value that is not a positive `i32`, and ignores 0.
+    /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have. Leaves out
+    /// 0, which tuning ignores, and negative values and those above `i32::MAX`, which tuning's own
+    /// check reports.
     fn check_tuned_mtu(&self, earlier: &Earlier) -> Option<Problem> {
         if self.kind != "tuning" || earlier.bridge.is_none() {
             return None;
@@ -313,8 +319,8 @@ impl ListedPlugin<'_> {
         Pool::read(&conf, &Notes::silent()).ok()
     }
 
-    /// Adds the effects of this plugin to `earlier`. A plugin of another project, which has no
-    /// known role, may have all effects.
+    /// Adds the effects of this plugin to `earlier`. A plugin of another project has no known role:
+    /// it may create the interface and add addresses.
     fn add_effects_to(self, earlier: &mut Earlier) {
         if let Some(pool) = self.pool() {
             earlier.pools.push((self.path.to_owned(), pool));

@@ -32,8 +32,8 @@ const USUAL_SPELLING: [&str; 14] = [
 enum ObjectKind {
     /// Keys that differ only in case are the same key, as in Go's structures.
     Structure,
-    /// Keys are only the same if their bytes are, as in Go's maps. Also for objects that are
-    /// unknown here.
+    /// Keys are only the same if their bytes are, as in Go's maps. Also for objects whose structure
+    /// is not known here.
     Map,
     /// As `Map`, but duplicates are errors, because tuning refuses them.
     Sysctls,
@@ -128,7 +128,8 @@ impl Reader<'_> {
         })
     }
 
-    /// Reads a value of whose structure nothing is known here.
+    /// Reads a value whose structure is not known here. Its objects count as maps, except
+    /// `args.cni.sysctl`, which has sysctls of tuning.
     fn read_value(&mut self, json: &Json, path: &str) -> Value {
         match json {
             Json::Null => Value::Null,

@@ -12,7 +12,7 @@ use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
 use super::chain::have_common_address;
-use super::{Problem, is_sound};
+use super::{Problem, has_error};
 use crate::Call;
 use crate::cli::{Shared, Variables};
 use crate::node;
@@ -34,7 +34,7 @@ pub(super) fn check(
     let Some(list) = load(document) else { return problems };
     // STATUS finds out whether the kernel supports what the plugins need. It is not run if there
     // are errors, because it would report the same errors again.
-    if is_sound(problems_everywhere) && problems.is_empty() {
+    if !has_error(problems_everywhere) && problems.is_empty() {
         problems.extend(check_status(document, &runtime));
     }
     problems.extend(default_route_losses(&list, document));
@@ -69,8 +69,8 @@ fn path_of(document: &Value, index: usize, key: &str) -> String {
     if document["plugins"].is_array() { format!("plugins[{index}].{key}") } else { key.to_owned() }
 }
 
-/// Runs STATUS of the document's plugins, and returns its error. Returns none if a plugin does not
-/// have STATUS.
+/// Runs STATUS of the document's plugins, and returns its error as a problem. Runs and returns
+/// nothing if a plugin does not have STATUS.
 fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
     // The configuration may have an older version, with which STATUS would not be run.
     let mut newest = document.clone();
@@ -137,8 +137,8 @@ fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
     all
 }
 
-/// Returns the masters of a network's ipvlan plugins and the modes that they get, each with its
-/// plugin's index.
+/// Returns for each ipvlan plugin of a network its index, its master and the mode that it gives to
+/// the master.
 fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "ipvlan") {

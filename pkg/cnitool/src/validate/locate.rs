@@ -50,8 +50,8 @@ pub(super) fn errors(
         let mut path = Vec::new();
         find_cause(&document, kept, &error, check, &mut path);
         let original_path = path_before_removals(&path, &removed);
-        // An error about the object from which a key was removed is a consequence of the removal:
-        // for example, that the key is missing.
+        // An error about an object or list from which a part was removed is a consequence of the
+        // removal: for example, that a key is missing.
         let is_consequence = found.iter().any(|(earlier, _)| earlier.starts_with(&original_path));
         if !is_consequence {
             found.push((original_path, error));

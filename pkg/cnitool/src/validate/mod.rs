@@ -1,5 +1,5 @@
-//! validate: reports all problems of network files. networks: does so for every configured network.
-//! Each problem has its path in the JSON, its line and its column.
+//! validate: reports all problems of network files. networks: does so for the files in the
+//! networks' folder. Each problem has its path in the JSON, its line and its column.
 //!
 //! A plugin's keys are checked by the plugin's own code ([`rules`]), so this crate has no second
 //! list of keys. For plugins of other projects only the keys of the list are checked. If no error
@@ -88,9 +88,9 @@ impl Problem {
     }
 }
 
-/// Whether an ADD is expected to work: none of the problems is an error.
-fn is_sound(problems: &[Problem]) -> bool {
-    problems.iter().all(|problem| problem.severity == Severity::Warning)
+/// Whether one of the problems is an error. If none is, an ADD is expected to work.
+fn has_error(problems: &[Problem]) -> bool {
+    problems.iter().any(|problem| problem.severity == Severity::Error)
 }
 
 /// A network file and its problems.
@@ -158,7 +158,8 @@ struct ListedFile {
 }
 
 /// Writes a row for each file whose network is in `requested`, or for all files if that is empty,
-/// and below the table their problems. Returns [`Exit::Failed`] if one has an error.
+/// and below the table their problems. Returns [`Exit::Failed`] if a file has an error, unless
+/// runtimes never use the file.
 ///
 /// # Errors
 /// - Code 5 if the folder cannot be read or stdout cannot be written.
@@ -205,7 +206,7 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
         write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))?;
     }
     // Errors in a file that runtimes never use harm no container.
-    let is_harmful = |file: &ListedFile| file.file_use != FileUse::Shadowed && !is_sound(&file.checked.problems);
+    let is_harmful = |file: &ListedFile| file.file_use != FileUse::Shadowed && has_error(&file.checked.problems);
     Ok(if listed.iter().any(is_harmful) { Exit::Failed } else { Exit::Done })
 }
 
@@ -229,7 +230,7 @@ impl ListedFile {
             "file": self.checked.path.display().to_string(),
             "loads": self.file_use != FileUse::Invalid,
             "used": self.file_use == FileUse::Used,
-            "sound": is_sound(&self.checked.problems),
+            "sound": !has_error(&self.checked.problems),
             "problems": self.checked.as_json(),
         })
     }
@@ -246,8 +247,8 @@ fn summary(problems: &[Problem]) -> String {
     if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
 }
 
-/// Writes the problems of all files. Returns [`Exit::Failed`] if one has an error, with `--strict`
-/// also if one has a warning.
+/// Writes the problems of all files. Returns [`Exit::Failed`] if a file has an error, with
+/// `--strict` also if a file has a warning.
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
@@ -262,7 +263,7 @@ fn write_report(
             json!({
                 "file": file.path.display().to_string(),
                 "network": file.network,
-                "sound": is_sound(&file.problems),
+                "sound": !has_error(&file.problems),
                 "problems": file.as_json(),
             })
         };
@@ -271,13 +272,13 @@ fn write_report(
         let mut text = String::new();
         for file in files {
             text += &file.lines(streams).concat();
-            if is_sound(&file.problems) {
-                text += &format!("{}: network {} is sound\n", file.path.display(), file.network);
+            if !has_error(&file.problems) {
+                text += &format!("{}: network {} has no errors\n", file.path.display(), file.network);
             }
         }
         write(streams, &text)?;
     }
-    let passes = |file: &CheckedFile| if args.strict { file.problems.is_empty() } else { is_sound(&file.problems) };
+    let passes = |file: &CheckedFile| if args.strict { file.problems.is_empty() } else { !has_error(&file.problems) };
     Ok(if files.iter().all(passes) { Exit::Done } else { Exit::Failed })
 }
 
@@ -332,9 +333,9 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
             let loaded = document::add_plugins_of_folder(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
-            // That a runtime cannot load the file is reported only if nothing else is wrong,
-            // because it mostly repeats an error found above.
-            if is_sound(&problems)
+            // That a runtime cannot load the file is reported only if there is no other error,
+            // because it mostly repeats one.
+            if !has_error(&problems)
                 && let Err(problem) = loaded
             {
                 problems.push(problem);

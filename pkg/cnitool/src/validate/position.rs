@@ -45,8 +45,9 @@ impl Scanner<'_> {
         self.text.get(self.offset).copied().unwrap_or_default()
     }
 
-    /// Records that the key or element `path` is at `offset`, if the sought path begins with it and
-    /// no longer beginning was found. Of duplicate keys the last one counts.
+    /// Records that the key or element `path` is at `offset`, if the sought path begins with `path`
+    /// and the beginning that was found so far is not longer. Of duplicate keys the last one
+    /// counts.
     fn record(&mut self, path: &str, offset: usize) {
         let Some((beginning, rest)) = self.sought.split_at_checked(path.len()) else { return };
         // `plugins[0].mt` is not a beginning of `plugins[0].mtu`.

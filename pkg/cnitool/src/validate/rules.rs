@@ -100,7 +100,8 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
         let check = |value: &Value| {
             let outcome = NetConf::parse(value.to_string()).and_then(|conf| reader.examine(&conf));
             match outcome {
-                // Missing ranges are not errors, because the runtime provides them.
+                // Missing ranges, and requested addresses that are in no range, are not errors,
+                // because the runtime provides the ranges.
                 Err(error) if runtime_sets_ranges && error.msg() == "no IP ranges specified" => Ok(()),
                 Err(error) if runtime_sets_ranges && error.msg().starts_with("failed to allocate ") => Ok(()),
                 // An invalid version is reported with the list's keys.
@@ -138,8 +139,8 @@ fn unknown_keys(reader: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> 
 }
 
 /// Returns the configuration that the plugin would get on stdin, without the keys that the runtime
-/// adds. An invalid name or version, which is reported with the list's keys, is replaced by a valid
-/// one. Returns `None` if `plugin` is not an object.
+/// adds. A missing or invalid name or version is replaced by a valid one, so that it does not hide
+/// the errors of other keys. Returns `None` if `plugin` is not an object.
 pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     let mut request = plugin.as_object()?.clone();
     request.remove("capabilities");
@@ -186,13 +187,14 @@ fn unused_capabilities(plugin: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(
     problems
 }
 
-/// Returns the warning about an unknown key, with the most similar of the known keys.
+/// Returns the warning about an unknown key, which suggests the most similar known key.
 fn unknown_text(name: &str, known: &[&str]) -> String {
     format!("unknown key, which is ignored{}", suggestion(name, known))
 }
 
 /// Returns `; did you mean "mtu"?` if one of the known names is similar to `name`, otherwise an
-/// empty text. Similar is one letter of four, and one more.
+/// empty text. A similar name has at most a [`distance`] of 1, plus 1 for each four bytes of
+/// `name`.
 fn suggestion(name: &str, known: &[&str]) -> String {
     let lower = name.to_ascii_lowercase();
     let closest = known.iter().map(|other| (distance(&lower, &other.to_ascii_lowercase()), *other)).min();

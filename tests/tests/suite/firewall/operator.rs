@@ -15,10 +15,10 @@ fn its_configuration_is_judged_as_by_an_add() {
         let outcome = operator.call(&["validate", file.to_str().unwrap()]).run();
         format!("{}{}", outcome.stdout, outcome.stderr)
     };
-    assert!(judged(json!({"type": "firewall", "ingressPolicy": "isolated"})).contains("sound"));
+    assert!(judged(json!({"type": "firewall", "ingressPolicy": "isolated"})).contains("has no errors"));
     assert!(judged(json!({"type": "firewall", "ingressPolicy": "closed"})).contains("unknown ingress policy"));
     assert!(judged(json!({"type": "firewall", "nftablesChain": "filter"})).contains("nftablesChain"));
-    // A sound configuration, on a host without a bus.
+    // A valid configuration, on a host without a bus.
     let text = judged(json!({"type": "firewall", "backend": "firewalld"}));
     assert!(text.contains("cannot handle an ADD") && text.contains("failed to connect to the system bus"), "{text}");
     assert!(
