@@ -88,8 +88,8 @@ impl Folder {
     }
 
     /// Creates a file with this name and content. Tries, in this order, to link a file without a
-    /// name (O_TMPFILE), to link a temporary file in the sidecar, and to write under the final name.
-    /// Returns `None` if the name exists.
+    /// name (O_TMPFILE), to link a temporary file in the sidecar, and to write under the final
+    /// name. Returns `None` if the name exists.
     fn write_file(
         &self,
         content: &str,
