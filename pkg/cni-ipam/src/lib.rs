@@ -12,8 +12,9 @@
 //!   boot are recognised.
 //!
 //! This crate knows no plugin, no result and no network state. The folder is authoritative, and
-//! other programs write to it. The index is used only while the folder has the mtime that was set
-//! with the index, and even then an operation reads the reservation it acts on from its file.
+//! other programs write to it. The index answers queries only while the folder has the mtime that
+//! was set with the index. Even then, the file of a reservation is read before it is replaced or
+//! removed.
 
 pub mod allocator;
 #[cfg(feature = "fuzzing")]

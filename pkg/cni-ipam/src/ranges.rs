@@ -1,9 +1,13 @@
 //! Ranges and range sets of a configuration, checked by Go's rules and refused with Go's texts.
 //!
-//! An attachment gets one address from each range *set*; the ranges of a set are one pool. As in
-//! Go, a gateway may be outside its subnet; a range begins by default at the network's first host,
-//! which is also the default gateway and so skipped by the allocator; and an explicit `.0` or
-//! `.255` may be allocated.
+//! An attachment gets one address from each range *set*; the ranges of a set are one pool.
+//!
+//! As in Go:
+//!
+//! - A gateway may be outside its subnet.
+//! - A range begins by default at the network's first host. This is also the default gateway, which
+//!   is not allocated.
+//! - An explicit `.0` or `.255` may be allocated.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -41,7 +45,8 @@ pub struct Range {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RangeSet(Vec<Range>);
 
-/// All range sets of a network, at least one. They do not overlap.
+/// All range sets of a network, at least one. Whether they overlap is only known after
+/// [`require_disjoint`](RangeSets::require_disjoint).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RangeSets(Vec<RangeSet>);
 

@@ -79,7 +79,10 @@ impl Plugin for Dhcp {
                 let key = record::key(&call.container_id, call.conf.name(), &call.ifname);
                 match Records::of(&daemon.socket).find(&key)? {
                     None => Ok(()),
-                    Some(_) => Err(error.context("the attachment has a lease").with_code(Code::TRY_AGAIN)),
+                    Some(_) => {
+                        let why = "the attachment has a lease, which only the DHCP daemon can release";
+                        Err(error.context(why).with_code(Code::TRY_AGAIN))
+                    }
                 }
             }
         }

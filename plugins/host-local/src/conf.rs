@@ -1,9 +1,10 @@
 //! Reads the configuration of the plugin `host-local`: the keys in `ipam`, and what the runtime
 //! adds in `runtimeConfig`, `args` and CNI_ARGS.
 //!
-//! There are three readers. [`AddConf`] is for ADD and refuses every error. [`StatusConf`] is for
-//! STATUS, which gets nothing from the runtime, and refuses every error. [`StoreLocation`] is for
-//! DEL, GC and CHECK: it ignores errors in keys that do not change where the store is.
+//! Each verb reads the keys that it needs. [`AddConf::read`] is for ADD, and [`StatusConf::read`]
+//! for STATUS. Both refuse every error in these keys. [`StoreLocation::read`] is for DEL, GC and
+//! CHECK. It only notes errors in keys that do not change where the store is. CHECK also reads the
+//! ranges, by [`range_sets`].
 //!
 //! The order of the range sets matters, since a set's position is in the name of its file
 //! `last_reserved_ip.<position>`: first those of the runtime, then the one of `ipam.subnet`,
@@ -49,7 +50,7 @@ pub(crate) struct AddConf {
     pub(crate) resolv_conf: Option<PathBuf>,
 }
 
-/// The configuration of STATUS: that of ADD without what the runtime adds.
+/// The configuration of STATUS, to which the runtime adds nothing.
 #[derive(Clone, Debug)]
 pub(crate) struct StatusConf {
     pub(crate) location: StoreLocation,
@@ -172,8 +173,8 @@ impl AddConf {
         // An empty value requests no address, as in Go's plugin.
         let ip = args.get("IP").filter(|ip| !ip.is_empty());
         requested.add("CNI_ARGS IP", ip).map_err(|error| {
-            let pair = ip.unwrap_or_default();
-            let msg = format!("ARGS: error parsing value of pair \"IP={pair}\": {error}");
+            let value = ip.unwrap_or_default();
+            let msg = format!("ARGS: error parsing value of pair \"IP={value}\": {error}");
             Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_ARGS")
         })?;
 

@@ -1,8 +1,9 @@
 //! Implements DEL and GC: removes everything of an attachment, in both backends, by the
 //! attachment's key.
 //!
-//! Of the configuration only the mappings are read, and only to delete tracked connections. Rules
-//! that cannot be removed because a program is missing are reported in a note and are not an error.
+//! DEL also reads the container's addresses in prevResult, and the configured mappings, the latter
+//! only to delete tracked connections. Rules that cannot be removed because a program is missing
+//! are reported in a note and are not an error.
 //!
 //! The connections to the kernel are closed last: closing one that has removed rules waits for an
 //! RCU grace period, part of which then passes during the other work.

@@ -75,7 +75,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
 }
 
 /// Removes rules that lead from a port of a removed container to this container's addresses, for an
-/// ADD that maps no port. No other container can have a port that this ADD wants, so
+/// ADD that maps no port. Such an ADD wants no port that another container could have, so
 /// [`Conflicts::held`] is always `None`. A failure is only a note.
 fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
     let in_nft = |action| match NftPortMap::open() {

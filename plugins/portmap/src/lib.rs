@@ -1,5 +1,5 @@
-//! `portmap`: connections to ports of the host go to ports of a container. A chained plugin, which
-//! returns the result of the plugin before it unchanged.
+//! The plugin `portmap`: maps ports of the host to ports of a container. It is a chained plugin,
+//! and returns the result of the plugin before it unchanged.
 //!
 //! `conf` reads the configuration; `forward` implements ADD, `check` CHECK, and `clean` DEL and GC.
 //! [`cni_firewall::portmap`] writes the rules.

@@ -1,8 +1,9 @@
 //! Reads the configuration of the plugin `static` and CNI_ARGS, which determine the result of ADD.
 //!
 //! There are four sources of addresses. The result has those of `ipam.addresses` and then those of
-//! CNI_ARGS. `args.cni.ips` replaces both, and `runtimeConfig.ips` replaces the other three. The
-//! addresses in `ipam.addresses` are not checked if they are replaced.
+//! CNI_ARGS. If `args.cni.ips` is not empty, it replaces both. If `runtimeConfig.ips` is not empty,
+//! it replaces the other three. If `ipam.addresses` is replaced, its addresses are not checked, but
+//! its gateways are.
 
 use std::net::IpAddr;
 

@@ -143,7 +143,8 @@ impl Visit {
         let mut record = match &self.previous_backup {
             None => Record::default(),
             Some(Content::Garbage(why)) => {
-                notes.push(format!("{} is replaced: {why}", self.backup.path().display()));
+                let path = self.backup.path().display();
+                notes.push(format!("the backup {path} is not usable, so its original values are lost: {why}"));
                 Record::default()
             }
             Some(Content::Record(record, _)) => match &record.attachment {
@@ -209,7 +210,7 @@ impl Visit {
         if self.is_backup_written.get() {
             let outcome = match &self.previous_backup {
                 Some(Content::Record(_, bytes)) => self.backup.write_bytes(bytes),
-                // Garbage is not written again.
+                // Garbage is not written again: it has no values to restore.
                 Some(Content::Garbage(_)) | None => self.backup.purge().map(drop),
             };
             errors.extend(outcome.err());

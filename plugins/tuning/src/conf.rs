@@ -1,8 +1,8 @@
 //! The configuration of `tuning`.
 //!
-//! A setting can come from three sources. `args.cni` overrides `runtimeConfig` and CNI_ARGS, which
-//! override the plugin's own keys; bridge has another order for the MAC. As in Go, a value in
-//! `args.cni` counts even if it is `false`, 0 or an empty MAC.
+//! A setting in `args.cni` overrides the plugin's own key, even if it is `false`, 0 or an empty
+//! MAC, as in Go. The MAC has two more sources. Their order is: `args.cni`, `runtimeConfig`,
+//! CNI_ARGS, the plugin's own key. The plugin bridge has another order for the MAC.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -109,7 +109,7 @@ impl Conf {
     /// `ifname` are empty without an attachment.
     fn parse(conf: &NetConf, cni_args_mac: &str, ifname: &str) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
-        // Only for its error: the caller reads the value itself.
+        // Only checked here: ADD, DEL and GC read the value when they need it.
         data_dir(conf)?;
         let args = match conf.json().get("args").and_then(|args| args.get("cni")) {
             Some(cni @ Json::Object(_)) => cni

@@ -6,8 +6,9 @@
 //! Go's comes first. The first reading whose file exists in the container is used.
 //!
 //! `IFNAME` is replaced by the name of the interface after the separators have been found, so that
-//! dots in that name are not separators. The allow-list checks each reading separately; otherwise a
-//! key could be permitted for one file and open another.
+//! dots in that name are not separators. The allow-list checks each reading separately, so that a
+//! pattern for one file does not permit the other. A pattern that matches the key as it is written
+//! permits all readings of the key.
 
 use cni::{Error, Result};
 
@@ -45,7 +46,7 @@ impl Key {
             let details = format!("sysctl {written}, value {value}: {why}");
             Err(Error::config(format!("invalid net sysctl key: {key}")).with_details(details))
         };
-        let readings: Vec<Reading> = spellings(written).filter_map(|path| Reading::new(path, ifname)).collect();
+        let readings: Vec<Reading> = templates(written).filter_map(|template| Reading::new(template, ifname)).collect();
         if readings.is_empty() {
             return invalid("only names of values below net can be set");
         }
@@ -78,32 +79,34 @@ impl Reading {
     /// Whether the allow-list permits this reading of the key `written`. `matches_a_pattern`
     /// returns whether a text matches a pattern of the list.
     ///
-    /// A pattern may have either spelling. A pattern with `IFNAME` permits a sysctl of the
-    /// container's interface, whatever the interface is called. But if the key has `IFNAME` where
-    /// no interface name belongs, the path with the interface name must match too, because the name
-    /// could make it the path of another sysctl.
+    /// A pattern must match the key or, in either spelling, the template. Both have `IFNAME`, so
+    /// one pattern permits a sysctl of the container's interface, whatever the interface is called.
+    /// If [the name could select another sysctl](Reading::could_ifname_select_another_sysctl), a
+    /// pattern must match the path too.
     pub(crate) fn is_permitted(&self, written: &str, matches_a_pattern: impl Fn(&str) -> bool) -> bool {
         let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swapped(path));
         let is_template_permitted = matches_a_pattern(written) || matches(&self.template);
-        is_template_permitted && (self.replaces_only_an_interface_name() || matches(&self.path))
+        is_template_permitted && (!self.could_ifname_select_another_sysctl() || matches(&self.path))
     }
 
-    /// Whether the path has no placeholder, or has it as a whole part directly below `conf` or
-    /// `neigh`, where the kernel has a folder for each interface.
-    fn replaces_only_an_interface_name(&self) -> bool {
+    /// Whether the name of an interface could make the path one of another sysctl than the template
+    /// is meant for: `net/IFNAME/ip_forward` with an interface `ipv4`. Then the path must be
+    /// permitted too. This cannot happen without `IFNAME`, or directly below `conf` and `neigh`,
+    /// where the kernel has a folder for each interface.
+    fn could_ifname_select_another_sysctl(&self) -> bool {
         let parts: Vec<&str> = self.template.split('/').collect();
         match parts.iter().position(|part| part.contains(PLACEHOLDER)) {
-            None => true,
+            None => false,
             Some(index) => {
                 let folder = index.checked_sub(1).map(|before| parts[before]);
-                parts[index] == PLACEHOLDER && matches!(folder, Some("conf" | "neigh"))
+                parts[index] != PLACEHOLDER || !matches!(folder, Some("conf" | "neigh"))
             }
         }
     }
 }
 
-/// Returns the paths that a key may mean: Go's reading, and that of sysctl(8) if it differs.
-fn spellings(written: &str) -> impl Iterator<Item = String> {
+/// Returns the templates of a key's readings: Go's, and that of sysctl(8) if it differs.
+fn templates(written: &str) -> impl Iterator<Item = String> {
     let go = written.replace('.', "/");
     let first_separator = written.find(['.', '/']).map(|index| written.as_bytes()[index]);
     // If dots are the separators, a slash stands for a dot within a name.

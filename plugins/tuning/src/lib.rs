@@ -9,7 +9,8 @@
 //!   container; `value`: compares two values.
 //!
 //! The Go plugin, and other entries of this plugin in the same list, use the same backup. The
-//! original values stay in it until they are restored.
+//! original values stay in it until DEL restores them and removes the backup. GC only removes the
+//! backup.
 
 mod allowlist;
 mod apply;

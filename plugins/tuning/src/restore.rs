@@ -1,4 +1,5 @@
-//! DEL: restores the values in the backup, and removes it.
+//! DEL: restores the values in the backup, and removes it. A sysctl that another program has set
+//! since ADD keeps its value.
 //!
 //! In a list with two entries of this plugin, the first DEL restores all values, and the second
 //! finds no backup and succeeds. A value that the kernel refuses is only noted: the namespace will
@@ -14,22 +15,27 @@ use crate::conf::data_dir;
 use crate::sysctl::write_original;
 use crate::value::is_same;
 
-/// Restores the settings of the attachment and removes its backup.
+/// Restores the settings of the attachment and removes its backup. A backup that cannot be decoded
+/// is only removed. The backup of another attachment is only noted.
 ///
 /// # Errors
 /// - Code 5 if the backup cannot be read or removed.
-/// - The kernel's error if the namespace exists but cannot be entered.
+/// - The kernel's error if the namespace exists but cannot be entered, or the interface cannot be
+///   read. The backup stays, so a later DEL may succeed.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let path = backup.path().display();
     match backup.read()? {
         // `purge` is called even without a backup: a killed ADD may have left its temporary file.
         None => {}
-        Some(Content::Garbage(why)) => call.notes.note(format_args!("{path} cannot be restored: {why}")),
+        Some(Content::Garbage(why)) => {
+            let consequence = "nothing is restored, so sysctls and interface keep their values";
+            call.notes.note(format_args!("{consequence}: the backup {path} is not usable: {why}"));
+        }
         Some(Content::Record(record, _)) => {
             if let Some(other) = record.attachment.as_ref().filter(|attachment| attachment.is_foreign_to(call)) {
                 call.notes.note(format_args!(
-                    "{path} was not removed: it is that of container {}, interface {}, network {}",
+                    "nothing is restored: the backup {path} is that of container {}, interface {}, network {}",
                     other.container_id, other.ifname, other.network
                 ));
                 return Ok(());
@@ -49,8 +55,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
 /// still restored.
 ///
 /// # Errors
-/// The kernel's error if the namespace cannot be entered or the interface cannot be read. A later
-/// DEL may succeed.
+/// The kernel's error if the namespace cannot be entered or the interface cannot be read.
 fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     let attachment = record.attachment.as_ref();
     if let Some(attachment) = attachment

@@ -47,7 +47,7 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
                 let current = read_current(path, || read(path))?;
                 return Ok(Found { sysctl: sysctl.clone(), path: path.clone(), current });
             }
-            Ok(_) => "it is a folder of values".to_owned(),
+            Ok(_) => "it is a directory, not a sysctl".to_owned(),
             Err(error) => error.to_string(),
         };
         first_failure.get_or_insert_with(|| format!("{} below /proc/sys: {why}", shown(path)));

@@ -72,7 +72,7 @@ impl Index {
     }
 
     /// Returns the address with this rank among those with this hash. Ranks begin at 0 and have no
-    /// gaps; `None` behind the last one.
+    /// gaps. Returns `None` for a rank after the last one.
     fn held_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
         let Some(payload) = self.table.get(&Index::held_key(hash, rank))? else { return Ok(None) };
         Ok(Some(address_from_payload(&payload)))

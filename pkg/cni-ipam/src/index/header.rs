@@ -17,8 +17,7 @@ const MAGIC: &[u8; 8] = b"cni-ix\x00\x03";
 /// The offset of the field `clean`. The checksum does not include it, so one small write changes
 /// it.
 pub(crate) const CLEAN_AT: u64 = 8;
-/// The bytes before the part with the checksum: [`MAGIC`], `clean`, the length and the checksum of
-/// that part.
+/// The number of bytes before the body: [`MAGIC`], `clean`, and the body's length and checksum.
 const PREFIX: usize = 32;
 /// How many ranges have a counter at most.
 pub(crate) const COUNTERS: usize = 32;
@@ -89,8 +88,8 @@ pub(crate) struct Header {
     pub(crate) machine: u64,
     /// A hash of the boot's ID.
     pub(crate) boot: u64,
-    /// No reclaimable reservation has a ctime before this one. `None` if no reservation is
-    /// reclaimable: made in an earlier boot, and therefore to be released.
+    /// A lower bound of the ctimes of the reclaimable reservations: those of an earlier boot, which
+    /// are to be released. `None` if there are none.
     pub(crate) oldest_reclaimable: Option<Timestamp>,
     /// The number of times that the header was written.
     pub(crate) sequence: u64,

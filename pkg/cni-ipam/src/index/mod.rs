@@ -8,17 +8,17 @@
 //!
 //! # How a stale index is recognised
 //!
-//! A program that changes the folder holds its lock, Go's plugin too, and so do the callers of all
-//! functions here except [`peek`] and [`peek_header`]. When a file is created or removed, the
-//! kernel sets the folder's mtime to the present time. A clean header has an mtime that the kernel
-//! never sets by itself: a time in the past with random nanoseconds, which [`mark`] has set. So as
-//! long as the folder has the mtime of the header, no file was created or removed. A change has
-//! these steps:
+//! A program that changes the folder holds its lock, Go's plugin too, and so do the callers of the
+//! functions here. Only STATUS, which changes nothing, takes no lock. When a file is created or
+//! removed, the kernel sets the folder's mtime to the present time. A clean header has an mtime
+//! that the kernel never sets by itself: a time in the past with random nanoseconds, which
+//! [`mark`] has set. So as long as the folder has the mtime of the header, no file was created or
+//! removed. A change has these steps:
 //!
 //! 1. [`Index::begin`] compares the folder with the header, and makes the header dirty.
-//! 2. The caller creates and removes files. Before it creates one, it [`put`](Index::put)s a
-//!    provisional record: if the process is killed after the file was created, the rebuild knows
-//!    that this plugin created the file.
+//! 2. The caller creates and removes files. Before it links a file to its name, it
+//!    [`put`](Index::put)s a provisional record (see [`LINKING`]): if the process is killed after
+//!    that, the rebuild knows that this plugin created the file.
 //! 3. [`Index::mark`] gives the folder a new mtime in the past.
 //! 4. [`Index::put`] and [`Index::remove`] change the table in place.
 //! 5. [`Index::finish`] writes a clean header with the new mtime.
@@ -272,7 +272,7 @@ impl Index {
 
     /// Moves all entries to a table of twice the size. A file is replaced, not changed in place.
     fn grow(&mut self) -> Result<(), TableError> {
-        // A table that would not be crowded with an entry in each present slot has twice the slots.
+        // A table with room for as many entries as there are slots now has twice the slots.
         let mut table = Table::in_memory(self.table.slots());
         let mut outcome = Ok(());
         self.table.for_each(|key, payload| {
@@ -312,8 +312,8 @@ impl Index {
         self.header.shared = true;
     }
 
-    /// Returns a time before which no reclaimable reservation was made, or `None` if no reservation
-    /// is reclaimable: made in an earlier boot, and therefore to be released.
+    /// Returns a lower bound of the ctimes of the reclaimable reservations: those of an earlier
+    /// boot, which are to be released. Returns `None` if there are none.
     pub(crate) fn oldest_reclaimable(&self) -> Option<Timestamp> {
         self.header.oldest_reclaimable
     }
@@ -375,7 +375,8 @@ impl Index {
         Ok(())
     }
 
-    /// Returns the key of an entry with an address of the attachment whose files have this hash.
+    /// Returns the key of the entry with this rank among the addresses of the attachment whose
+    /// files have a content with this hash.
     fn held_key(hash: u64, rank: u32) -> Key {
         Key { tag: HELD, family: 0, rank, number: u128::from(hash) }
     }

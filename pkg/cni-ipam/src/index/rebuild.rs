@@ -27,7 +27,7 @@ use crate::host::Timestamp;
 pub(crate) const MAX_LENGTH: u64 = 64 * 1024;
 /// The length of the longest container ID, in bytes. A longer first line is not an ID.
 const MAX_ID_LENGTH: usize = 4096;
-/// How many characters of such a line messages show.
+/// How many characters of a first line that is not an ID messages show.
 const SHOWN_LENGTH: usize = 64;
 /// The length of the longest text of an address, in bytes.
 const MAX_ADDRESS_LENGTH: usize = 45;
@@ -207,7 +207,7 @@ pub(crate) fn classify(bytes: &[u8]) -> Content {
 /// Returns the text of the owner that the beginning of an oversized file names: the container ID in
 /// the first line and, if the second line begins with the name of an interface, that interface. The
 /// file is treated as a reservation of this owner, so that the owner's DEL, or a GC for which the
-/// owner is not valid, removes the file.
+/// owner is not valid, removes the file. Returns [`Content::Foreign`] if the first line is empty.
 fn owner_of_oversized(beginning: &[u8]) -> Content {
     let text = String::from_utf8_lossy(beginning);
     let text = text.trim_start();

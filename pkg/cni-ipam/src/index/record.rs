@@ -13,9 +13,10 @@ use crate::ranges::number;
 /// The tag of a record in the table.
 pub(super) const RECORD: u8 = 1;
 
-/// The nanoseconds of the ctime in a provisional record, which is written before its file is linked
-/// to its name. Linking changes the ctime to one that cannot be known before. Until the final
-/// record replaces the provisional one, inode and mtime identify the file.
+/// The nanoseconds of the ctime in a provisional record. Such a record is stored before its file is
+/// linked to its name, so that it exists even if the process is killed right after. Linking changes
+/// the ctime to one that cannot be known before, so inode and mtime identify the file until the
+/// final record replaces the provisional one.
 pub(crate) const LINKING: u32 = u32::MAX;
 /// How many seconds after the provisional record the file is linked at most.
 const LINKED_WITHIN: i64 = 10;

@@ -210,7 +210,7 @@ fn marks_are_in_the_past_and_never_alike() {
     }
 }
 
-/// An index file whose header says what it likes.
+/// Writes an index file of this length with this header, which may be wrong.
 fn forge(path: &Path, header: &Header, length: u64) {
     let file = File::create(path).unwrap();
     file.write_all_at(&header.encode(), 0).unwrap();
@@ -224,7 +224,7 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
     let sizes = [(1 << 58, 7), (1 << 63, (1 << 63) - 1), (1 << 62, (1 << 62) - 1), (512, 511)];
     for (slots, used) in sizes {
         let header = Header { clean: true, slots, used, ..Header::default() };
-        // As long as its size wraps to, and of the length of a small index.
+        // The length to which the computed size would wrap, and that of a small index.
         for length in [PAGE_LENGTH, PAGE_LENGTH + 512 * 64] {
             forge(&path, &header, length);
             let believed = slots == 512 && length > PAGE_LENGTH;
@@ -234,8 +234,8 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
             assert!(old_records(&path, &Host::default()).0.is_empty());
         }
     }
-    // A sparse file may be as long as one likes: room is made for what is read, not for what is
-    // promised.
+    // A sparse file can have the length of a large table. Memory is only allocated for the records
+    // that are read, not for the number in the header.
     forge(&path, &Header { slots: 1 << 20, used: (1 << 20) - 1, ..Header::default() }, PAGE_LENGTH + (64 << 20));
     assert!(old_records(&path, &Host::default()).0.capacity() < 4 * MAX_PREALLOCATED);
 }

@@ -74,7 +74,7 @@ fn sets_are_refused_in_the_words_of_go() {
 }
 
 proptest! {
-    /// What is sorted first must be found, and named, as comparing each with each does.
+    /// The search in sorted ranges names the pair that comparing each range with each finds first.
     #[test]
     fn the_pair_that_is_named_is_the_first(all in vec(vec((any::<bool>(), 0u8..40, 0u8..5), 1..4), 1..6)) {
         let conf = |(v4, first, more): &(bool, u8, u8)| {

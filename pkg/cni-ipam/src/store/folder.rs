@@ -1,9 +1,12 @@
 //! Reads and writes the files in the folder of reservations, in the Go plugin's format.
 //!
-//! The caller holds the store's lock. A reservation must not be visible before it is complete,
+//! The caller holds the store's lock. A reservation should not be visible before it is complete,
 //! because the Go plugin never frees the address of an empty file. So a file is written without a
-//! name and then linked to its name. Nothing is synced to the disk, because no container survives a
-//! power loss.
+//! name, or under a temporary one, and then linked to its name. Just before that, the caller can
+//! store a provisional record of the file (see [`LINKING`]). Only a folder in which no file can be
+//! linked gets files that are written under their final names, as by Go, without such a record.
+//!
+//! Nothing is synced to the disk, because no container survives a power loss.
 
 use std::fs::{File, FileTimes, OpenOptions};
 use std::io::{self, Write};
@@ -41,12 +44,13 @@ pub(crate) enum LinkOutcome {
 }
 
 impl Folder {
-    /// Creates a reservation. `boot` is the hash of the boot ID for the record, or 0. `before_link`
-    /// is called just before the file gets its name, with a provisional record, which it can store:
-    /// if this process is killed right after, the record exists.
+    /// Creates a reservation, and returns its record. `boot` is the hash of the boot ID for the
+    /// record, or 0. `before_link` is called with a provisional record just before the file is
+    /// linked to its name, and again if linking fails and another file is linked. It is not called
+    /// for a file that is written under its final name.
     ///
     /// # Errors
-    /// The file cannot be written. No file with this name has been created then.
+    /// The file cannot be written. Then it does not have its name.
     pub(crate) fn create(
         &self,
         address: IpAddr,
@@ -67,13 +71,13 @@ impl Folder {
             })
         };
         let name = address.to_string();
-        let written = self.write_and_link(content, &name, &mut |file| {
+        let written = self.write_file(content, &name, &mut |file| {
             let record = record_of(file)?;
             before_link(&Record { ctime: (record.ctime.0, LINKING), ..record });
             Ok(())
         });
         let outcome = match written {
-            // Without a record the reservation is removed again, because this is an error.
+            // The caller needs the record, so without one the reservation is removed again.
             Ok(Some(file)) => record_of(&file).map(LinkOutcome::Created).inspect_err(|_| drop(self.unlink(&name))),
             Ok(None) => Ok(LinkOutcome::Exists),
             Err(error) => Err(error),
@@ -83,10 +87,10 @@ impl Folder {
         outcome
     }
 
-    /// Writes a file and gives it its name. Tries, in this order, a file without a name
-    /// (O_TMPFILE), a temporary file in the sidecar, and writing under the final name as Go does.
-    /// Returns `None` if the name exists.
-    fn write_and_link(
+    /// Creates a file with this name and content. Tries, in this order, to link a file without a
+    /// name (O_TMPFILE), to link a temporary file in the sidecar, and to write under the final
+    /// name. Returns `None` if the name exists.
+    fn write_file(
         &self,
         content: &str,
         name: &str,
@@ -107,7 +111,7 @@ impl Folder {
             Err(error) if exists(&error) => Ok(None),
             Err(error) if is_final(&error) => Err(error),
             // Perhaps the sidecar is not writable.
-            Err(_) => self.write_in_place(content, name),
+            Err(_) => self.write_under_final_name(content, name),
         }
     }
 
@@ -120,8 +124,8 @@ impl Folder {
     /// Gives an open file a name in the folder.
     fn link(&self, file: &File, name: &str) -> io::Result<()> {
         match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
-            // Linking a descriptor directly fails so without CAP_DAC_READ_SEARCH. Linking its path
-            // in /proc does not need the capability.
+            // Without CAP_DAC_READ_SEARCH, linking a descriptor directly has this error. Linking
+            // its path in /proc does not need the capability.
             Err(Errno::ENOENT) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)
@@ -151,11 +155,13 @@ impl Folder {
         linked
     }
 
-    /// Creates a file under its final name and then writes it, as the Go plugin does. If this
-    /// process is killed in between, an empty file remains, whose address only these plugins
-    /// consider free. There is no provisional record, because the file has its name from the
-    /// beginning. Returns `None` if the name exists.
-    fn write_in_place(&self, content: &str, name: &str) -> io::Result<Option<File>> {
+    /// Creates a file with this name and then writes its content, as the Go plugin does: the last
+    /// resort if no file can be linked. Returns `None` if the name exists.
+    ///
+    /// If this process is killed in between, an empty file remains, whose address only these
+    /// plugins consider free. If it is killed before it stores the record, the reservation stays
+    /// until DEL or GC, because without a provisional record no later boot reclaims it.
+    fn write_under_final_name(&self, content: &str, name: &str) -> io::Result<Option<File>> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let file = match openat(self.file.as_fd(), name, flags, Mode::from_bits_truncate(0o600)) {
             Ok(file) => File::from(file),

@@ -6,9 +6,9 @@
 //! are in `<dataDir>/.cni/<network>/`, the sidecar, and may be deleted at any time. The store does
 //! not know the ranges: ADD and STATUS pass them, and DEL, GC and CHECK need none.
 //!
-//! Other programs use the folder too (Go's plugin, operators, scripts). So an operation reads a
-//! reservation's file before it allocates or releases the address. A name that is not an address,
-//! or an address that is not a regular file, is never removed.
+//! Other programs use the folder too (Go's plugin, operators, scripts). So no operation relies on
+//! the index alone: a reservation's file is read before it is replaced or removed. A name that is
+//! not an address, or an address that is not a regular file, is never removed.
 
 mod folder;
 mod lookup;
@@ -195,8 +195,8 @@ enum Trust {
     WholeIndex,
 }
 
-/// How many times an operation is tried. Each failure lowers the level of trust, or another program
-/// has changed the folder.
+/// How many times an operation is tried. An attempt fails if the index is damaged, or does not
+/// describe the folder.
 const MAX_ATTEMPTS: usize = 5;
 /// How many addresses a message lists.
 const MAX_LISTED: usize = 8;
@@ -435,16 +435,16 @@ impl Locked {
     /// in memory.
     fn rebuild(&mut self) -> Result<Index, Trouble> {
         let path = self.store.index_path();
-        // The folder gets its new mtime before it is read. A change during the reading then changes
-        // the mtime, so the index will not be used.
+        // The folder is marked with a new mtime before it is read. If it is changed during the
+        // reading, the kernel changes the mtime, so the index will not be used.
         let stamp = if self.trust == Trust::Nothing {
             None
         } else {
-            self.prepare().inspect_err(|error| self.store.note_unusable_index(error)).ok()
+            self.prepare_rebuild().inspect_err(|error| self.store.note_unusable_index(error)).ok()
         };
         let host = &self.store.options.host;
         let (known, mut old_header) = match self.trust {
-            // No records, and an empty header.
+            // The defaults are an empty map of records and an empty header.
             Trust::Nothing | Trust::OnlyWriting => Default::default(),
             Trust::Records | Trust::WholeIndex => index::old_records(&path, host),
         };
@@ -472,9 +472,9 @@ impl Locked {
         Ok(index)
     }
 
-    /// Creates the sidecar, removes temporary files in it, and sets the folder's mtime for a new
-    /// index.
-    fn prepare(&self) -> std::io::Result<Stamp> {
+    /// Creates the sidecar, removes temporary files in it, and marks the folder for a new index:
+    /// see [`index::mark`].
+    fn prepare_rebuild(&self) -> std::io::Result<Stamp> {
         folder::create_sidecar(&self.folder.sidecar)?;
         folder::sweep(&self.folder.sidecar);
         index::mark(&self.folder.file)

@@ -7,8 +7,9 @@
 //! Go plugin created, changed files, copies of a disk, and everything on a machine without an ID
 //! stay.
 //!
-//! A tmpfs is empty after a boot, so there another boot ID means that the ID was replaced. The file
-//! system below an overlay is not visible, so an overlay counts as shared with other machines.
+//! Nothing is reclaimed on a tmpfs or an overlay. A tmpfs is empty after a boot, so there another
+//! boot ID means that the ID was replaced. The file system below an overlay is not visible, so
+//! other machines may be using it.
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -28,7 +29,7 @@ use crate::index::{self, Record};
 pub enum RebootPolicy {
     /// The first ADD or GC of a boot releases them.
     Reclaim,
-    /// They stay until a DEL or GC of their owner's network releases them.
+    /// They stay until their owner's DEL or a GC of the network releases them.
     Keep,
 }
 
@@ -55,8 +56,9 @@ fn oldest_ctime<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Timesta
 }
 
 impl Locked {
-    /// Returns the ctime of the oldest of these records that can be reclaimed, or `None` if there
-    /// is none. A new index stores it, so that no verb has to search all records for it.
+    /// Returns the ctime of the oldest of these records that is of an earlier boot, or `None` if
+    /// there is none or the folder's file system is not local. A new index stores it, so that a
+    /// verb searches all records only if this one is older than the present boot.
     pub(super) fn oldest_reclaimable_in(&self, records: &[Record]) -> Option<Timestamp> {
         let host = &self.store.options.host;
         let oldest = oldest_ctime(records.iter().filter(|record| record.is_of_earlier_boot(host)));
@@ -122,15 +124,16 @@ impl Locked {
 }
 
 impl Store {
-    /// Returns the addresses that the next ADD would reclaim. Takes no lock. Returns `None` if no
-    /// address can be reclaimed, also because something that would show it cannot be read.
+    /// Returns the addresses that the next ADD would reclaim. Takes no lock. Returns `None` if the
+    /// options or the index exclude that there are any, or if this is not known because something
+    /// cannot be read.
     pub(super) fn reclaimable(&self) -> Option<Vec<IpAddr>> {
         let (host, path) = (&self.options.host, self.index_path());
         if self.options.after_reboot == RebootPolicy::Keep {
             return None;
         }
         let header = index::peek_header(&path)?;
-        // An index of an earlier boot does not know yet which of its records are reclaimable.
+        // Only an index of this boot knows that none of its records is reclaimable.
         if header.boot == host.boot() && header.oldest_reclaimable.is_none() {
             return None;
         }

@@ -155,9 +155,9 @@ impl Locked {
         }
     }
 
-    /// Does steps 3 to 5 after the folder has been changed. Step 4 is `change`, which updates the
-    /// index. If a step fails, the index file stays marked as dirty, so the next verb rebuilds it.
-    /// Does nothing if there is no index.
+    /// Does steps 3 to 5 of a change after the folder has been changed (see the head of the module
+    /// `index`). `change` is step 4, which updates the index. If a step fails, the index file stays
+    /// dirty, so the next verb rebuilds it. Does nothing if there is no index.
     pub(super) fn finish_change(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
         let Some(mut index) = self.index.take() else { return };
         let outcome = (|| {

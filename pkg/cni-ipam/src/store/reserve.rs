@@ -225,7 +225,8 @@ impl Locked {
         Ok(error)
     }
 
-    /// Returns the holder of an address as [`describe`](Locked::describe) does, and since when.
+    /// Returns the holder of an address as [`describe`](Locked::describe) does, and for how long it
+    /// has had the address.
     fn describe_with_age(&self, address: IpAddr) -> String {
         let age = self.folder.made_at(address).and_then(|made| SystemTime::now().duration_since(made).ok());
         match age.map(|age| age.as_secs()) {
@@ -300,9 +301,9 @@ impl Locked {
 
     /// Creates one reservation. Replaces a blank file of that name.
     ///
-    /// Just before the file gets its name, a provisional record is written to the index. If that
-    /// fails, the error is stored in `index_outcome`, and the reservation is created even so: the
-    /// caller then discards the index.
+    /// Just before the file is linked to its name, a provisional record is written to the index:
+    /// see [`LINKING`](crate::index::LINKING). If that fails, the error is stored in
+    /// `index_outcome`, and the reservation is created even so: the caller then discards the index.
     pub(super) fn create(
         &mut self,
         owner: &Owner,

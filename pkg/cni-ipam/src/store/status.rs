@@ -1,8 +1,8 @@
 //! STATUS: counts the used addresses, without the lock and without waiting.
 //!
-//! It writes nothing. If the index is true for the folder before and after reading it, a few reads
-//! are enough. Otherwise the names in the folder are counted. The address of a blank file is free,
-//! so if the names alone mean that a set is exhausted, the files are read too.
+//! It writes nothing. If the index describes the folder before and after the index is read, a few
+//! reads are enough. Otherwise the names in the folder are counted. The address of a blank file is
+//! free, so if a set is exhausted according to the names, the files are read too.
 
 use std::fmt;
 use std::fs::File;

@@ -61,11 +61,12 @@ impl Handle {
     pub(crate) fn is_for(&self, found: &Interface) -> bool {
         let Interface { netns, netns_id, index, mac, .. } = &self.interface;
         let is_same_link = *netns_id == found.netns_id && *index == found.index;
-        // The same namespace at another path: the task needs its own path for the next renewal.
+        // The namespace may have another path now. The task can only renew the lease if the path
+        // that it knows still leads to the interface.
         let is_path_valid = *netns == found.netns || !self.interface.is_gone();
         // A new namespace can get the inode number of a deleted one, so the MAC is compared too.
-        // The plugin tuning may have changed the MAC of the same interface; then it has the
-        // address.
+        // The plugin tuning may have changed the MAC of the same interface. Then the interface
+        // still has the leased address.
         let has_address = || match &*self.status.borrow() {
             Status::Leased(result) => result.ips.iter().any(|ip| found.has_address(ip.address)),
             Status::Acquiring | Status::Lost(_) | Status::Failed(_) => false,
@@ -197,7 +198,8 @@ impl Attachment {
                         if self.interface.is_gone() {
                             return End::Forgotten(INTERFACE_GONE.into());
                         }
-                        self.log_repeated_error(key, format!("failed to send on {}: {error}", self.interface.name));
+                        let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
+                        self.log_repeated_error(key, why);
                         is_unanswered = false;
                     }
                     continue;
@@ -232,7 +234,7 @@ impl Attachment {
                         }
                     },
                     Err(error) => {
-                        log(format_args!("{key}: failed to receive on {}: {error}", self.interface.name));
+                        log(format_args!("{key}: failed to receive DHCP messages on {}: {error}", self.interface.name));
                         exchange.close();
                     }
                 },

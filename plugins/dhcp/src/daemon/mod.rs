@@ -69,7 +69,8 @@ fn log(line: fmt::Arguments<'_>) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
-/// Runs the daemon until a signal ends it.
+/// Runs the daemon until a signal ends it. The exit status is 2 for invalid arguments, and 1 if the
+/// daemon cannot start.
 pub fn run(args: Vec<String>) -> ExitCode {
     let flags = match Flags::parse(args) {
         Ok(flags) => flags,
@@ -91,7 +92,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
 }
 
 /// Continues the recorded leases, adopts those of Go's daemon, and serves calls until SIGTERM or
-/// SIGINT.
+/// SIGINT. Then releases the leases if the flag `-release-on-exit` is on.
 ///
 /// # Errors
 /// The socket or the PID file cannot be created.
@@ -212,8 +213,9 @@ impl Daemon {
         }
     }
 
-    /// Starts tasks for the leases of Go's daemon: those in libcni's result cache without a record
-    /// whose interface has the address.
+    /// Starts tasks for the leases of Go's daemon, which has no records. An attachment in libcni's
+    /// result cache has such a lease if there is no record of it here and its interface has the
+    /// address.
     fn adopt(self: &Rc<Self>, sockets: &[&Path]) {
         let found = adopt::list(&self.path(DEFAULT_DIR), sockets).unwrap_or_else(|error| {
             log(format_args!("leases of another daemon are not adopted: {error}"));
@@ -221,7 +223,7 @@ impl Daemon {
         });
         for adopt::Cached { args, conf, keys, result } in found {
             let key = key(&args.container_id, conf.name(), &args.ifname);
-            // An attachment whose record cannot be read is not one of Go's daemon either.
+            // A record that cannot be read is one of this daemon too.
             if !matches!(self.records.find(&key), Ok(None)) {
                 continue;
             }

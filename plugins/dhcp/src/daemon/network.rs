@@ -58,8 +58,8 @@ pub(crate) fn registered<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::new(fd)
 }
 
-/// Whether the link has a carrier. Some drivers do not report it; then `up` counts, but a veth
-/// reports it later.
+/// Whether the link has a carrier. If the driver does not report that, an interface that is up
+/// counts as having one. A veth does not count: it reports its carrier a moment later.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
@@ -175,6 +175,7 @@ impl Interface {
     /// to the broadcast MAC, because the packet may wait for ARP when the interface is deleted
     /// right after the release. `network` is the released address with its prefix.
     pub(crate) fn send_release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
+        // A release always has such a path: it is sent to the server of the lease.
         let Path::Unicast { to, .. } = path else { return Ok(()) };
         let socket = self.open_socket(path)?;
         let mut sent = socket.send(self.mac, bytes, path);

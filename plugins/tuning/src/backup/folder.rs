@@ -246,7 +246,7 @@ impl Backup {
 /// `AlreadyExists` if the file exists; those of the file system.
 fn create(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
-    // If this failed, the second way fails for the same reason, and reports it, or succeeds.
+    // An error is not reported here: writing under the name, below, succeeds or has an error too.
     if let Ok(mut file) = nameless {
         file.write_all(bytes)?;
         let from = format!("/proc/self/fd/{}", file.as_raw_fd());

@@ -135,7 +135,7 @@ fn garbage_in_the_sidecar_is_replaced() {
         fs::write(net.index(), garbage).unwrap();
         assert_eq!(net.lock().reserved_by(&owner("a")).unwrap().len(), 1);
     }
-    // A true header over damaged slots: noticed by their own checks.
+    // A valid header before damaged slots, whose checksums are wrong.
     let mut bytes = fs::read(net.index()).unwrap();
     bytes[4096..].fill(0xab);
     fs::write(net.index(), bytes).unwrap();

@@ -188,7 +188,7 @@ proptest! {
     }
 }
 
-/// The order in which the round robin of 10.0.0.0/28 visits the last numbers of its addresses.
+/// Returns the order in which the round robin of 10.0.0.0/28 tries the last bytes of its addresses.
 fn turn(last: Option<&str>) -> Vec<u8> {
     let last: u8 = last.and_then(|text| text.rsplit_once('.')?.1.parse().ok()).unwrap_or(0);
     let (behind, before): (Vec<u8>, Vec<u8>) = (2..15).partition(|offset| *offset > last);

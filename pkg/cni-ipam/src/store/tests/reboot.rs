@@ -67,7 +67,7 @@ fn only_the_first_add_of_a_boot_releases_and_reports() {
     assert_eq!(*lines.borrow(), [told]);
     assert_eq!(header(&net).oldest_reclaimable, None);
     assert_eq!(net.names(), ["10.0.0.5", "10.0.0.6", "last_reserved_ip.0", "lock"]);
-    // Were the uptime asked for again, this one would be noticed.
+    // An ADD that searches nothing works without the time of the boot.
     fs::remove_file(root.path().join("proc/uptime")).unwrap();
     assert_eq!(add(&second, "e", &pool).unwrap(), "10.0.0.2");
 }
@@ -85,7 +85,7 @@ fn status_counts_reclaimable_addresses_as_free() {
     let (second, _) = store(&net, booted(root.path(), "two", "0"));
     let used = |store: &Store| store.usage(&pool).unwrap().iter().map(|set| set.used).collect::<Vec<_>>();
     assert_eq!(used(&second), [1, 0]);
-    // DEL puts the folder in order, and leaves what is not its own.
+    // DEL rebuilds the index, and releases only its owner's reservation.
     second.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap().release(&owner("a")).unwrap();
     assert!(header(&net).oldest_reclaimable.is_some());
     net.write("10.0.0.2", "go\r\neth0");
