@@ -114,12 +114,17 @@ impl Process {
         let begin = Instant::now();
         // Neither dnsmasq nor the daemons of dhcp notify this process when they are ready.
         while !is_ready() {
-            let has_ended = process.0.try_wait().doing(format_args!("failed to wait for `{shown}`"))?.is_some();
-            if has_ended || begin.elapsed() > LIMIT {
-                let printed = fs::read_to_string(log).unwrap_or_default();
-                return Err(Error::new(format!("`{shown}` did not start: {}", printed.trim())));
-            }
-            thread::sleep(Duration::from_millis(5));
+            let ended = process.0.try_wait().doing(format_args!("failed to wait for `{shown}`"))?;
+            let problem = match ended {
+                Some(status) => format!("ended before it was ready ({status})"),
+                None if begin.elapsed() > LIMIT => format!("was not ready after {} s", LIMIT.as_secs()),
+                None => {
+                    thread::sleep(Duration::from_millis(5));
+                    continue;
+                }
+            };
+            let printed = fs::read_to_string(log).unwrap_or_default();
+            return Err(Error::new(format!("`{shown}` {problem}. Its output: {:?}", printed.trim())));
         }
         Ok(process)
     }

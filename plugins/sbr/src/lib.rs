@@ -61,8 +61,8 @@ impl Plugin for Sbr {
         let netns = Netns::open(call.netns()?)?;
         let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
         let mut rollback = call.rollback();
-        // This undo is registered first, so it runs last: the namespace stays locked until the
-        // result has been written or everything else has been undone.
+        // After a failure this undo, the first on the stack, runs last. After success the stack is
+        // dropped once the result has been written, and the dropped file unlocks the namespace.
         rollback.push("unlock the namespace", move || locked.unlock());
         let netlink = netns.run(Netlink::open)??;
         let link = require_link(&netlink, &call.ifname)?;

@@ -259,12 +259,14 @@ impl Folder {
         })
     }
 
-    /// Returns the kept sets.
+    /// Returns the sets that a rollback can restore. If a command was interrupted, these are the
+    /// sets after the next command has completed or undone it.
     ///
     /// # Errors
     /// If the installer's own files cannot be read.
     pub fn kept_sets(&self) -> Result<KeptSets, Error> {
         let previous = match self.state()? {
+            // `rollback --original` deletes the previous set, so its completion does.
             None | Some(State::Restoring) => None,
             Some(
                 State::Installing(generation)
