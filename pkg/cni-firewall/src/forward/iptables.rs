@@ -312,6 +312,7 @@ pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Re
     let records = find_records(filter, &prefixes.each_ref().map(String::as_bytes))?;
     let is_garbage = |record: &&Record| {
         let owner = &record.owned.owner;
+        // The search also finds names that contain a prefix elsewhere than at their beginning.
         prefixes.iter().any(|prefix| owner.starts_with(prefix)) && !valid.contains(owner)
     };
     let garbage: Vec<&Rule> = records.iter().filter(is_garbage).map(|record| &record.rule).collect();

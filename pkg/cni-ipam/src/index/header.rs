@@ -207,8 +207,8 @@ impl Header {
             let (first, last) = (body.u128()?, body.u128()?);
             header.counters.push(Counter { family, first, last, used: body.u64()?, last_used: body.u64()? });
         }
-        // The number of further ranges follows, and in pages of older builds these ranges; see
-        // `encode`. Nothing reads them any more.
+        // Here older builds wrote a list, preceded by its length. `encode` writes the length 0, and
+        // nothing reads the list.
         Some(header)
     }
 }
