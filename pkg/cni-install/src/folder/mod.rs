@@ -46,11 +46,12 @@ use std::path::{Path, PathBuf};
 use crate::Error;
 use crate::disk::{find_metadata, ignore_not_found, read, read_if_regular, sync};
 use crate::kept::{Kept, exists};
-use crate::report::{Comparison, ForgetReport, InstallReport, KeptSets, RecoveryReport, RollbackReport};
+use crate::report::{ForgetReport, InstallReport, KeptSets, RecoveryReport, RollbackReport};
 use crate::set::{self, ABSENT_LIST, Program, Set};
 use crate::staging;
 use crate::state::State;
 
+mod compare;
 mod restore;
 
 /// A plugin folder. It is locked against other installers as long as this value exists.
@@ -237,25 +238,6 @@ impl Folder {
                 self.finish_forget(current)?;
             }
             Ok((recovered, ForgetReport::Dropped(kept)))
-        })
-    }
-
-    /// Compares the folder with the installed programs.
-    ///
-    /// # Errors
-    /// If the installer's own files cannot be read.
-    pub fn compare(&self) -> Result<Comparison, Error> {
-        let installed = match self.state()? {
-            None => return Ok(Comparison::NothingInstalled),
-            Some(State::Installing(_)) => return Ok(Comparison::Interrupted("an installation")),
-            Some(State::RollingBack(_) | State::Restoring) => return Ok(Comparison::Interrupted("a rollback")),
-            Some(State::Installed(generation) | State::Forgetting(generation)) => self.list_installed(generation)?,
-        };
-        let lines = self.differences(&installed)?;
-        Ok(if lines.is_empty() {
-            Comparison::Same(installed.into_iter().map(|program| program.name).collect())
-        } else {
-            Comparison::Different(lines)
         })
     }
 
@@ -490,25 +472,6 @@ impl Folder {
         let path = self.path.join(name);
         let file = read_if_regular(&path).map_err(Error::io("read", &path))?;
         Ok(file.map(|(mode, content)| (mode, set::sum(&content))))
-    }
-
-    /// Returns how the file in the plugin folder differs from the installed program. `None` if a
-    /// runtime that executes the file gets this program.
-    fn difference(&self, program: &Program) -> Result<Option<String>, Error> {
-        let name = &program.name;
-        Ok(match self.mode_and_sum(name)? {
-            None => Some(format!("{name} is missing")),
-            Some((_, sum)) if sum != program.sum => {
-                Some(format!("{name} is not the installed program: its SHA-256 differs"))
-            }
-            Some((mode, _)) if mode & 0o555 != 0o555 => Some(format!("{name} is not executable by all users")),
-            Some(_) => None,
-        })
-    }
-
-    /// Returns the [`difference`](Folder::difference) of each program that has one.
-    fn differences(&self, programs: &[Program]) -> Result<Vec<String>, Error> {
-        programs.iter().filter_map(|program| self.difference(program).transpose()).collect()
     }
 
     /// Returns the programs that the install of this generation has installed.

@@ -1,0 +1,103 @@
+//! The chains and the rules, as words of iptables, and what a record says.
+
+use std::net::IpAddr;
+
+use cni::Cidr;
+
+use super::super::owner::{self, Ingress, OwnedAddress};
+use crate::iptables::Rule;
+
+/// The kernel's chain that every forwarded packet passes.
+pub(super) const FORWARD: &str = "FORWARD";
+/// The chain that accepts packets from and to containers.
+pub(crate) const CNI_FORWARD: &str = "CNI-FORWARD";
+/// The chain of the records, to which no rule leads.
+pub(crate) const OWNERS: &str = "CNI-FW-OWNERS";
+/// The chain for packets from isolated bridges.
+pub(crate) const STAGE_1: &str = "CNI-ISOLATION-STAGE-1";
+/// The chain for packets that leave an isolated bridge: drops those to another isolated bridge.
+pub(super) const STAGE_2: &str = "CNI-ISOLATION-STAGE-2";
+/// The chain for the administrator's rules, unless the configuration names another one.
+pub const ADMIN: &str = "CNI-ADMIN";
+
+pub(super) const JUMP_COMMENT: &str = "CNI firewall plugin rules";
+pub(super) const ADMIN_JUMP_COMMENT: &str = "CNI firewall plugin admin overrides";
+pub(super) const ISOLATION_COMMENT: &str = "CNI firewall plugin rules (ingressPolicy: same-bridge|isolated)";
+
+/// Returns the words as owned strings.
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+/// Returns the words of a rule with these matches, this comment and this target.
+pub(super) fn commented(matches: &[&str], comment: &str, target: &str) -> Vec<String> {
+    words(&[matches, &["-m", "comment", "--comment", comment, "-j", target]].concat())
+}
+
+/// Returns the two rules by which [`CNI_FORWARD`] accepts packets of an address: the first accepts
+/// replies to the address, the second all packets from the address.
+pub(super) fn accept_rules(address: IpAddr) -> [Vec<String>; 2] {
+    let host = Cidr::host(address).to_string();
+    [
+        words(&["-d", &host, "-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED", "-j", "ACCEPT"]),
+        words(&["-s", &host, "-j", "ACCEPT"]),
+    ]
+}
+
+/// Returns the rules of the policy's bridge in [`STAGE_1`], in order; none for the policy `open`.
+pub(super) fn stage_1_rules(ingress: &Ingress) -> Vec<Vec<String>> {
+    let comment = format!("CNI firewall plugin rules (ingressPolicy: {})", ingress.name());
+    match ingress {
+        Ingress::Open => Vec::new(),
+        Ingress::SameBridge(bridge) => vec![commented(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2)],
+        Ingress::Isolated(bridge) => vec![
+            commented(&["-i", bridge, "-o", bridge], &comment, "DROP"),
+            commented(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2),
+        ],
+    }
+}
+
+/// Returns the rule of an isolated bridge in [`STAGE_2`].
+pub(super) fn stage_2_rule(bridge: &str) -> Vec<String> {
+    commented(&["-o", bridge], ISOLATION_COMMENT, "DROP")
+}
+
+/// Returns the last rule of both stages.
+pub(super) fn end_of_stage() -> Vec<String> {
+    commented(&[], ISOLATION_COMMENT, "RETURN")
+}
+
+/// Returns the record of an address for [`OWNERS`]. The interface matches store the policy, as in
+/// [`STAGE_1`]: none for `open`, `-i B ! -o B` for `same-bridge`, `-i B -o B` for `isolated`.
+pub(super) fn record_rule(owned: &OwnedAddress) -> Vec<String> {
+    let host = Cidr::host(owned.address).to_string();
+    let interface_matches = match &owned.ingress {
+        Ingress::Open => Vec::new(),
+        Ingress::SameBridge(bridge) => vec!["-i", bridge, "!", "-o", bridge],
+        Ingress::Isolated(bridge) => vec!["-i", bridge, "-o", bridge],
+    };
+    words(&[&["-s", &host][..], &interface_matches, &["-m", "comment", "--comment", &owned.owner]].concat())
+}
+
+/// Returns the value of the rule's `option`, which is `-s` or `-d`; `None` if the value is not a
+/// single address.
+pub(super) fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
+    let cidr: Cidr = rule.value(option)?.parse().ok()?;
+    (cidr == Cidr::host(cidr.address())).then(|| cidr.address())
+}
+
+/// Returns the owner, the address and the policy in a rule that [`record_rule`] has written; `None`
+/// for other rules. Also reads a record of the nftables backend that was put into iptables' words.
+pub(crate) fn read_owner(rule: &Rule) -> Option<(&str, IpAddr, Ingress)> {
+    let owner = rule.comment()?;
+    if rule.target().is_some() || !owner::is_name(owner) {
+        return None;
+    }
+    // `value` returns `None` for a negated option: `! -o BRIDGE` is the policy `same-bridge`.
+    let ingress = match (rule.value("-i"), rule.value("-o")) {
+        (None, _) => Ingress::Open,
+        (Some(bridge), None) => Ingress::SameBridge(bridge.to_owned()),
+        (Some(bridge), Some(_)) => Ingress::Isolated(bridge.to_owned()),
+    };
+    Some((owner, single_address(rule, "-s")?, ingress))
+}
