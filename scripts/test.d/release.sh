@@ -227,7 +227,7 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
     # shellcheck disable=SC2016
     in_a_copy "$work" '
         mkdir -p /plugins /host/opt/cni/bin
-        cp "$work"/unpacked-amd64/* /plugins/
+        cp -r "$work"/unpacked-amd64/. /plugins/
         cp /usr/lib/cni/* /host/opt/cni/bin/
         # The program of another installer stays as it is.
         printf "foreign\n" >/host/opt/cni/bin/foreign
