@@ -125,7 +125,7 @@ pub(crate) fn chosen_program(folders: &Folders, runner: Runner<'_>, family: Fami
 }
 
 /// Returns the program of one variant: the program with the variant in its name, else the program
-/// without, if that is of this variant. `None` if neither is installed.
+/// without, if that is of this variant. `None` if no program of this variant is installed.
 pub(crate) fn find_program(
     folders: &Folders,
     runner: Runner<'_>,

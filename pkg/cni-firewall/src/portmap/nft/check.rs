@@ -52,7 +52,7 @@ impl NftPortMap {
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let table = shape::table(family);
-            // Without claims, rules of other containers for the ports are not read.
+            // No claims are passed, so that rules of other containers for the ports are not read.
             let state = self.read_state(container, wanted, &identity, &[])?;
             let own = OwnRules::new(&state, &identity, &addresses);
             for chain in &state.missing_chains {
@@ -69,8 +69,8 @@ impl NftPortMap {
                 }
                 // Rules made by Go have no conditions: Go puts them into the base chains.
                 Some(_) => found == claim,
-                // The program `nft` wrote the rule. Its conditions may end with an address, which
-                // is then read as the host address.
+                // The conditions cannot be compiled here, so the program `nft` wrote the rule. They
+                // may end with an address, which is then read as the host address.
                 None => found == claim || ClaimedPort { host_ip: None, ..*found } == *claim,
             };
             for claim in &claims {

@@ -207,8 +207,9 @@ impl NftPortMap {
         })
     }
 
-    /// Removes every rule that names `network` and none of the `valid` attachments. A rule that
-    /// names no network stays, as those of Go's plugin do; if it is a mapping of a container
+    /// Removes every rule that names `network` and none of the `valid` attachments, and the rules
+    /// that a removed ownership rule names (see the module `program`). Other rules that name no
+    /// network stay, such as those of Go's plugin; if such a rule is a mapping of a container
     /// without a valid attachment, the result has a remark on it.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
