@@ -63,8 +63,8 @@ fn only_the_first_add_of_a_boot_releases_and_reports() {
     assert_eq!(second.usage(&pool).unwrap()[0].used, 4, "not full, so no search for old reservations");
     assert_eq!(add(&second, "d", &pool).unwrap(), "10.0.0.6");
     let path = net.store.path().display();
-    let told = format!("released 3 reservations in {path}, made before this boot: 10.0.0.2, 10.0.0.3, 10.0.0.4");
-    assert_eq!(*lines.borrow(), [told]);
+    let note = format!("released 3 reservations in {path}, made before this boot: 10.0.0.2, 10.0.0.3, 10.0.0.4");
+    assert_eq!(*lines.borrow(), [note]);
     assert_eq!(header(&net).oldest_reclaimable, None);
     assert_eq!(net.names(), ["10.0.0.5", "10.0.0.6", "last_reserved_ip.0", "lock"]);
     // An ADD that searches nothing works without the time of the boot.
