@@ -1,8 +1,8 @@
 //! Lists, adds and deletes the addresses of interfaces.
 //!
 //! A new IPv6 address is *tentative*, and unusable, until the kernel has searched for duplicates on
-//! the link (duplicate address detection, DAD). Without a carrier it stays tentative. Setting an
-//! interface down removes its IPv6 addresses.
+//! the link (duplicate address detection, DAD). Without a carrier the address stays tentative.
+//! Setting an interface down removes its IPv6 addresses.
 
 use std::net::IpAddr;
 
@@ -24,11 +24,11 @@ pub struct Addr {
     pub index: u32,
     /// The scope: 0 everywhere, 253 this link, 254 this host.
     pub scope: u8,
-    /// Whether the search for duplicates is not finished.
+    /// Whether DAD is still running or waits for a carrier.
     pub tentative: bool,
-    /// Whether the search found the address on another host of the link.
+    /// Whether DAD found the address on another host of the link.
     pub dad_failed: bool,
-    /// Whether it does not expire.
+    /// Whether the address never expires.
     pub permanent: bool,
 }
 
@@ -36,13 +36,12 @@ pub struct Addr {
 #[derive(Clone, Debug)]
 pub struct SavedAddr(AddressMessage);
 
-/// Whether the kernel searches for duplicates of a new IPv6 address before it uses the address. Has
-/// no effect for IPv4.
+/// Whether the kernel does DAD for a new IPv6 address. Has no effect for IPv4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dad {
-    /// As the interface's sysctls demand.
+    /// As the interface's sysctls are set.
     Normal,
-    /// No search: the address is usable at once.
+    /// No DAD: the address is usable at once.
     Skip,
 }
 
@@ -66,7 +65,7 @@ impl Netlink {
         Ok(answer.into_iter().filter_map(parse).filter(|message| message.header.index == index).collect())
     }
 
-    /// Returns the addresses of `cidrs` that the interface has, in the kernel's order, for
+    /// Returns those of `cidrs` that the interface has, in the kernel's order, for
     /// [`restore_address`](Netlink::restore_address).
     pub fn save_addresses(&self, index: u32, cidrs: &[Cidr]) -> Result<Vec<SavedAddr>> {
         let mut messages = self.address_messages(index)?;
@@ -74,8 +73,8 @@ impl Netlink {
         Ok(messages.into_iter().map(SavedAddr).collect())
     }
 
-    /// Puts a saved address back on its interface; an IPv6 address without another search for
-    /// duplicates. Does nothing if the interface has the address.
+    /// Adds a saved address to its interface again, without DAD. Does nothing if the interface has
+    /// the address.
     pub fn restore_address(&self, saved: &SavedAddr) -> Result<()> {
         let mut message = saved.0.clone();
         if message.header.family == AddressFamily::Inet6 {
@@ -123,11 +122,11 @@ impl Netlink {
     }
 
     /// Adds the IPv6 link-local address that belongs to `mac`, usable at once. If the interface has
-    /// the address and the address is still tentative, replaces the address.
+    /// the address but it is still tentative, deletes the address first.
     ///
-    /// The kernel sends neighbour solicitations for forwarded packets from this address. An address
-    /// that the kernel adds itself stays tentative for up to three seconds, during which such
-    /// packets are lost.
+    /// This address is the source of the neighbour solicitations for forwarded packets. If the
+    /// kernel adds the address itself, it stays tentative for up to three seconds, and forwarded
+    /// packets are lost until then.
     ///
     /// # Errors
     /// The kernel refuses the address.
@@ -142,10 +141,12 @@ impl Netlink {
         if !is_tentative {
             return Ok(());
         }
-        // Delete the address, then add it again. Another ADD may do the same at the same time, so
-        // "not found" and "exists" are not failures.
-        for result in [self.delete_address(index, cidr), self.add_address(index, cidr, Dad::Skip)] {
+        let deleted = self.delete_address(index, cidr);
+        let added = self.add_address(index, cidr, Dad::Skip);
+        for result in [deleted, added] {
             match result {
+                // Another ADD may do the same at the same time, so "not found" and "exists" are not
+                // failures.
                 Err(error) if !error.is_exists() && !error.is_not_found() => return Err(error),
                 _ => {}
             }
@@ -156,11 +157,11 @@ impl Netlink {
     /// Adds an address with these flags. Fails with EEXIST if the interface has the address.
     fn add_with_flags(&self, index: u32, cidr: Cidr, flags: AddressFlags) -> Result<()> {
         let mut message = message(index, cidr);
-        // A /31 has no broadcast address (RFC 3021), nor has a /32.
-        if let IpAddr::V4(last) = cidr.last()
+        // Neither a /31 (RFC 3021) nor a /32 has a broadcast address.
+        if let IpAddr::V4(broadcast) = cidr.last()
             && cidr.prefix() < 31
         {
-            message.attributes.push(AddressAttribute::Broadcast(last));
+            message.attributes.push(AddressAttribute::Broadcast(broadcast));
         }
         if !flags.is_empty() {
             message.attributes.push(AddressAttribute::Flags(flags));
@@ -181,7 +182,7 @@ impl Netlink {
     }
 }
 
-/// Returns a request about an address, with only what identifies the address.
+/// Returns a request with the attributes that identify an address.
 fn message(index: u32, cidr: Cidr) -> AddressMessage {
     let mut message = AddressMessage::default();
     message.header.index = index;

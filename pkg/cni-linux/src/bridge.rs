@@ -1,8 +1,8 @@
 //! Creates bridges and configures their ports; [`vlan`](crate::vlan) configures the ports' VLANs.
 //!
-//! A bridge created without a hardware address has the lowest one of its ports, and changes it as
-//! ports come and go. A kernel may support bridges but not their VLAN filtering; it reports that
-//! (EOPNOTSUPP) only when filtering is switched on.
+//! A bridge that is created without a hardware address uses the lowest address of its ports, which
+//! changes as ports are added and removed. A kernel may support bridges but not their VLAN
+//! filtering; it reports that (EOPNOTSUPP) only when filtering is switched on.
 
 use std::thread;
 use std::time::Instant;
@@ -25,7 +25,7 @@ pub struct BridgeSpec<'a> {
     pub name: &'a str,
     /// The MTU; `None` for the smallest MTU of the ports.
     pub mtu: Option<u32>,
-    /// The hardware address, which then stays; `None` for one that depends on the ports.
+    /// The hardware address; `None` for one that depends on the ports.
     pub mac: Option<Mac>,
     /// Whether it filters by VLAN.
     pub vlan_filtering: bool,
@@ -69,7 +69,7 @@ pub fn probe_vlan_filtering() -> Result<()> {
 }
 
 impl Netlink {
-    /// Creates a bridge and returns it. The operational state of the result is not final yet.
+    /// Creates a bridge and returns it. Its operational state may still change.
     ///
     /// # Errors
     /// [`Error::is_exists`] if any interface has this name; [`Error::is_unsupported`] if VLAN
@@ -83,15 +83,15 @@ impl Netlink {
         self.create_link(&request.kind("bridge", &options), spec.name).map_err(failed)
     }
 
-    /// Switches VLAN filtering of an existing bridge on. From then on the bridge drops a tagged
-    /// frame at a port that is not in the frame's VLAN. So the caller must have checked that no
-    /// port relies on such frames.
+    /// Switches on VLAN filtering of an existing bridge. The bridge then drops a tagged frame at a
+    /// port that is not in the frame's VLAN, so the caller must have checked that no port needs
+    /// such frames.
     ///
     /// # Errors
     /// [`Error::is_unsupported`] if the kernel does not support VLAN filtering.
     pub fn enable_vlan_filtering(&self, index: u32) -> Result<()> {
         let request = LinkRequest::new(index).kind("bridge", &new_attribute(IFLA_BR_VLAN_FILTERING, &[1]));
-        // The kernel changes the options of an existing link by NEWLINK; SETLINK ignores them.
+        // NEWLINK, because SETLINK ignores the options of a link.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
         })
@@ -102,16 +102,15 @@ impl Netlink {
         let hairpin = new_attribute(IFLA_BRPORT_MODE, &[u8::from(flags.hairpin)]);
         let isolated = new_attribute(IFLA_BRPORT_ISOLATED, &[u8::from(flags.isolated)]);
         let request = LinkRequest::new(index).port("bridge", &[hairpin, isolated].concat());
-        // NEWLINK, because SETLINK ignores the options of a port, too.
+        // NEWLINK, because SETLINK ignores the options of a port.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to set hairpin mode and isolation of {}", self.label(index)), cause)
         })
     }
 
-    /// Waits until a bridge's port works and forwards frames, and returns the port. On a bridge
-    /// with the spanning tree protocol, which can block a new port for half a minute, waits only
-    /// until the port works. `watch` must have been opened in this connection's namespace before
-    /// the port was created.
+    /// Waits until a bridge's port is operationally up and forwards frames, and returns the port.
+    /// Does not wait for the spanning tree protocol, which can block a new port for half a minute.
+    /// `watch` must have been opened in this connection's namespace before the port was created.
     ///
     /// # Errors
     /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
@@ -135,12 +134,14 @@ impl Netlink {
             };
             // A new port is in state "forwarding" until the kernel has noticed the missing carrier,
             // so the port's state alone is not enough.
-            let is_done = link.oper_state == OperState::Up
-                && match port.state {
-                    PortState::Forwarding => true,
-                    PortState::HeldBack => self.has_spanning_tree(link.master)?,
-                    PortState::Disabled => false,
-                };
+            if link.oper_state != OperState::Up {
+                return Ok(None);
+            }
+            let is_done = match port.state {
+                PortState::Forwarding => true,
+                PortState::HeldBack => self.has_spanning_tree(link.master)?,
+                PortState::Disabled => false,
+            };
             Ok(is_done.then_some(link))
         })
     }

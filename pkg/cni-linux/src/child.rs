@@ -1,9 +1,9 @@
 //! Runs another program (an IPAM delegate, iptables) and waits until it has ended or been killed.
 //!
 //! The child is killed when the thread that started it ends, and so when this process dies
-//! (`PR_SET_PDEATHSIG`); at its deadline; and on SIGTERM, unless it undoes an interrupted call
-//! ([`OnSigterm::Finish`]). When [`run`] returns, the child has been reaped, so it cannot act after
-//! a rollback. No shell is involved.
+//! (`PR_SET_PDEATHSIG`); at its deadline; and on SIGTERM, unless the child undoes an interrupted
+//! call ([`OnSigterm::Finish`]). When [`run`] returns, the child has been reaped, so it cannot act
+//! after a rollback. No shell is involved.
 //!
 //! The wait ends with the child, not at the end of its output, because a grandchild may keep the
 //! pipe open forever. The pipes are read meanwhile, because the child blocks once one is full.
@@ -24,7 +24,7 @@ use crate::sys;
 /// The largest standard output that is accepted.
 const STDOUT_MAX: usize = 16 << 20;
 
-/// How many bytes of standard error are returned. The child may write more; they are discarded.
+/// How many bytes of standard error are returned. Further bytes are read and discarded.
 const STDERR_MAX: usize = 1 << 20;
 
 /// Runs `child` to its end and returns its exit status and output.
@@ -47,8 +47,8 @@ pub(crate) fn run(machine: &LinuxMachine, child: &Child<'_>) -> Result<Output, R
     running.communicate(machine, child, deadline)
 }
 
-/// Whether a termination signal arrived that ends the child. Also empties the machine's signal
-/// descriptor: a loop that polls the descriptor must call this after each poll.
+/// Whether a termination signal has arrived and must end the child. Also empties the machine's
+/// signal descriptor: a loop that polls the descriptor must call this after each poll.
 fn must_stop(machine: &LinuxMachine, child: &Child<'_>) -> bool {
     machine.terminated() && child.on_sigterm == OnSigterm::Kill
 }
@@ -112,11 +112,11 @@ impl Running {
                 return Err(RunError::Terminated);
             }
             self.reap().map_err(RunError::Io)?;
-            // The pipes are also read after the child's end, because they still have its last
-            // output. Later output of a grandchild is not awaited.
+            // Read the pipes even after the child's end: they may still contain its last output.
+            // Later output of a grandchild is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
-            // Standard error is only displayed, so a failure to read it only ends the reading.
+            // Standard error is only displayed, so a failure to read it is not an error of the run.
             if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
                 self.stderr = None;
             }
@@ -129,31 +129,31 @@ impl Running {
             if let Some(exit) = self.exit {
                 return Ok(Output { status: status(exit), stdout, stderr });
             }
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
-            if left.is_some_and(|left| left.is_zero()) {
+            let time_left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
+            if time_left == Some(Duration::ZERO) {
                 return Err(RunError::Timeout(child.timeout));
             }
-            self.wait_for_event(machine, left).map_err(RunError::Io)?;
+            self.wait_for_event(machine, time_left).map_err(RunError::Io)?;
         }
     }
 
     /// Reaps the child if it has ended, and stores its exit status in `exit`.
     fn reap(&mut self) -> io::Result<()> {
-        // A debugger can delay the moment from which a child that has ended can be reaped. Wait for
-        // that moment here: the pidfd is readable already, so the caller's loop would not wait.
+        // A debugger can delay the reaping of a child that has ended. Block until it is possible:
+        // the pidfd is readable already, so with `try_wait` the caller's loop would spin.
         let exit = if self.has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
         self.exit = match exit {
-            // std does not repeat an interrupted call. The caller's loop does: if the child has
-            // ended, `wait_for_event` returns at once.
+            // std does not repeat an interrupted call; the caller's loop calls this function again.
+            // If the child has ended, `wait_for_event` returns at once.
             Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
             exit => exit?,
         };
         Ok(())
     }
 
-    /// Waits until a signal arrives, a pipe is ready, the child has ended, or `left` has passed.
-    /// Stores in `has_ended` whether the pidfd reports the child's end.
-    fn wait_for_event(&mut self, machine: &LinuxMachine, left: Option<Duration>) -> io::Result<()> {
+    /// Waits until a signal arrives, a pipe is ready, the child has ended, or `time_left` has
+    /// passed. Stores in `has_ended` whether the pidfd reports the child's end.
+    fn wait_for_event(&mut self, machine: &LinuxMachine, time_left: Option<Duration>) -> io::Result<()> {
         let readable = [
             self.pidfd.as_ref().map(AsFd::as_fd),
             Some(machine.as_fd()),
@@ -163,7 +163,7 @@ impl Running {
         let readable = readable.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         let writable = self.stdin.as_ref().map(|stdin| PollFd::new(stdin.as_fd(), PollFlags::POLLOUT));
         let mut fds: Vec<PollFd<'_>> = readable.chain(writable).collect();
-        wait_ready(&mut fds, left)?;
+        wait_ready(&mut fds, time_left)?;
         // The pidfd, if there is one, is the first descriptor.
         self.has_ended = self.pidfd.is_some() && is_ready(&fds[0]);
         Ok(())
@@ -184,8 +184,7 @@ impl Drop for Running {
 /// Writes as much of `input` as the pipe takes at once, and removes it from `input`. Closes the
 /// pipe (sets it to `None`) after the last byte, or when the child has closed its end.
 ///
-/// Fails after any other error of the pipe, because the child would take the part that it has read
-/// for the whole input.
+/// Fails on any other error of the pipe: the child would take a part of the input for the whole.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {
@@ -204,20 +203,20 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Appends to `into` what can be read without waiting. Stops once `into` has more than `max` bytes:
-/// the output is then too large, and the caller reports that. At the end of the output, closes the
-/// pipe (sets it to `None`).
-fn drain(pipe: &mut Option<impl Read>, into: &mut Vec<u8>, max: usize) -> io::Result<()> {
+/// Appends to `output` what can be read without waiting. Returns early once `output` has more than
+/// `max` bytes, which the caller reports as an error. At the end of the output, closes the pipe
+/// (sets it to `None`).
+fn drain(pipe: &mut Option<impl Read>, output: &mut Vec<u8>, max: usize) -> io::Result<()> {
     let mut buffer = [0; 16 << 10];
     while let Some(open) = pipe {
         match open.read(&mut buffer) {
             Ok(0) => *pipe = None,
-            Ok(count) => into.extend_from_slice(&buffer[..count]),
+            Ok(count) => output.extend_from_slice(&buffer[..count]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
             Err(error) => return Err(error),
         }
-        if into.len() > max {
+        if output.len() > max {
             return Ok(());
         }
     }

@@ -36,7 +36,7 @@ pub enum TakenName {
     ContainerName,
 }
 
-/// The cause of an [`Error`].
+/// The cause of an [`Error`], without the failed action.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub struct Cause(Reason);
@@ -44,7 +44,7 @@ pub struct Cause(Reason);
 /// The kinds of causes.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Reason {
-    /// The kernel refused; `ack` is its own explanation, if it gave one.
+    /// The kernel refused.
     #[error("{source}{}", Suffix(.ack))]
     Kernel {
         /// The errno.
@@ -58,7 +58,7 @@ pub(crate) enum Reason {
     /// One name of a veth pair is in use.
     #[error("{source}{}", Suffix(.ack))]
     TakenName {
-        /// Which of them.
+        /// Which of the two names.
         what: TakenName,
         /// The errno.
         source: io::Error,
@@ -70,7 +70,7 @@ pub(crate) enum Reason {
     NoNetns {
         /// The whole message.
         text: String,
-        /// The errno, where the path could not be opened.
+        /// The errno if the path does not exist.
         source: Option<io::Error>,
     },
     /// An event did not come in time.
@@ -79,7 +79,7 @@ pub(crate) enum Reason {
     /// SIGTERM, SIGINT or SIGHUP came first.
     #[error("interrupted by a signal")]
     Terminated,
-    /// Another attachment has the object and still exists. The text names it.
+    /// Another attachment, which the text names, still uses the object.
     #[error("{0}")]
     Held(String),
     /// A cause without an errno.
@@ -148,7 +148,8 @@ impl Cause {
         Cause(Reason::Terminated)
     }
 
-    /// Returns the cause for an object that another attachment, described by `holder`, still has.
+    /// Returns the cause for an object that another attachment still uses. `holder` names that
+    /// attachment.
     pub fn held(holder: impl Into<String>) -> Cause {
         Cause(Reason::Held(holder.into()))
     }
@@ -164,7 +165,7 @@ impl Cause {
     }
 
     /// Adds to the kernel's error for a new veth pair which of the pair's names is in use. Returns
-    /// a cause that is not an error of the kernel unchanged.
+    /// any other cause unchanged.
     pub(crate) fn with_taken_name(self, what: TakenName) -> Cause {
         match self.0 {
             Reason::Kernel { source, ack } => Cause(Reason::TakenName { what, source, ack }),
@@ -238,8 +239,8 @@ impl Error {
         self.is_any_of(&[Errno::EOPNOTSUPP, Errno::EPROTONOSUPPORT, Errno::EAFNOSUPPORT])
     }
 
-    /// Whether a path is not a network namespace, or does not exist. DEL takes this as a namespace
-    /// that has been deleted.
+    /// Whether a path is not a network namespace, or does not exist. DEL then assumes that the
+    /// namespace has been deleted.
     pub fn is_no_netns(&self) -> bool {
         matches!(self.cause.0, Reason::NoNetns { .. })
     }
@@ -254,8 +255,7 @@ impl Error {
         matches!(self.cause.0, Reason::Terminated)
     }
 
-    /// Returns which name was in use, if a veth pair could not be created because of it; else
-    /// `None`.
+    /// Returns which name of a veth pair is in use; `None` if that is not the cause.
     pub fn taken(&self) -> Option<TakenName> {
         match self.cause.0 {
             Reason::TakenName { what, .. } => Some(what),
@@ -274,18 +274,17 @@ impl Error {
 
 impl From<Error> for cni::Error {
     /// Converts the error. The code is 4 if CNI_NETNS is not a namespace, 11 after a timeout or a
-    /// signal, 102 if another attachment has the object, else 100. A caller that knows a better
+    /// signal, 102 if another attachment uses the object, else 100. A caller that knows a better
     /// code (for an unsupported VLAN setting, for example) sets it with [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
         let Error { doing, cause, others } = error;
         let others = others.into_iter().map(cni::Error::from);
+        if let Reason::NoNetns { .. } = &cause.0 {
+            // The message begins with Go's text, which callers compare with.
+            let text = format!("{doing}: {cause} (CNI_NETNS)");
+            return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text).and(others);
+        }
         let code = match &cause.0 {
-            Reason::NoNetns { .. } => {
-                // Go's text comes first, for callers that compare with it; then the variable's
-                // name.
-                let text = format!("{doing}: {cause} (CNI_NETNS)");
-                return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text).and(others);
-            }
             Reason::Deadline(_) | Reason::Terminated => cni::Code::TRY_AGAIN,
             Reason::Held(_) => cni::Code::CONFLICT,
             _ => cni::Code::KERNEL,

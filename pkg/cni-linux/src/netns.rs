@@ -47,15 +47,15 @@ impl Netns {
         Netns::open(Path::new(OWN))
     }
 
-    /// Whether `path` is the calling thread's network namespace. Usually compares two `stat`
-    /// results and opens nothing.
+    /// Whether `path` is the calling thread's network namespace. Opens nothing if `path` is a
+    /// namespace: two calls of `stat` are enough. Also returns `false` for a namespace of another
+    /// type.
     ///
     /// # Errors
-    /// Those of [`open`](Netns::open) if `path` is not a namespace. For a namespace of another type
-    /// returns `false` without an error.
+    /// Those of [`open`](Netns::open) if `path` is not a namespace.
     pub fn is_current(path: &Path) -> Result<bool> {
-        // All namespaces are on one device. A path on another device is not a namespace; `open`
-        // returns the error.
+        // All namespaces are on one device. For a path on another device, `open` below returns the
+        // error.
         if let (Ok(given), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
             && given.dev() == own.dev()
         {
@@ -74,18 +74,17 @@ impl Netns {
         &self.path
     }
 
-    /// Returns device and inode, which identify the namespace while it exists. The kernel gives the
-    /// inode of a deleted namespace to a later one.
+    /// Returns device and inode, which identify the namespace while it exists. The kernel may reuse
+    /// the inode of a deleted namespace.
     pub fn id(&self) -> (u64, u64) {
         (self.device, self.inode)
     }
 
-    /// Runs `inside` while the calling thread is in this namespace, and returns its result. The
-    /// thread also returns to its own namespace after a panic of `inside`.
+    /// Runs `inside` while the calling thread is in this namespace, and returns the result of
+    /// `inside`. The thread returns to its own namespace even if `inside` panics.
     ///
-    /// `inside` can do what depends on the calling thread's namespace: use the files under
-    /// /proc/sys/net, open sockets. `inside` must not start a thread or a program, which would stay
-    /// in this namespace.
+    /// Sockets that `inside` opens, and files under /proc/sys/net, are those of this namespace.
+    /// `inside` must not start a thread or a program, which would stay in this namespace.
     ///
     /// # Errors
     /// The thread could not enter the namespace; `inside` was not run.
@@ -93,8 +92,8 @@ impl Netns {
         let enter = || -> io::Result<ReturnGuard> {
             let own = File::open(OWN)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
-            // Created after `setns`: a thread without the privilege to enter could not go back
-            // either, and the guard would end the process.
+            // Created after `setns`, because a thread that lacks the privilege to enter also lacks
+            // the privilege to go back: the guard would end the process.
             Ok(ReturnGuard(own))
         };
         let _guard =
@@ -103,19 +102,17 @@ impl Netns {
     }
 }
 
-/// The namespace that the thread came from. Dropping the guard takes the thread back to it, or ends
-/// the process if that fails.
+/// The namespace that the thread came from. Dropping the guard takes the thread back.
 struct ReturnGuard(File);
 
 impl Drop for ReturnGuard {
     /// Takes the thread back. Ends the process with a message on standard error if that fails.
     fn drop(&mut self) {
         let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
-        // After the successful `setns` into the namespace, this call can only fail for lack of
-        // memory, so try three times.
+        // The thread has the privilege, because it could enter the namespace. So `setns` can only
+        // fail for lack of memory: try three times.
         if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
-            // In the namespace that the thread cannot leave, a rollback would delete links of other
-            // owners.
+            // A rollback in the wrong namespace would delete links of other owners.
             let _ = writeln!(
                 io::stderr(),
                 "failed to leave a network namespace: {errno}; the process ends, because later changes would be made in the wrong namespace"
@@ -134,13 +131,13 @@ impl AsFd for Netns {
 /// Opens a network namespace. Fails with [`Reason::NoNetns`] if `path` does not exist or is not a
 /// network namespace, and with the errno after any other failure.
 fn open(path: &Path) -> Result<Netns, Cause> {
-    // As Go's plugins, check the type of the file system first, so that the errors are the same.
+    // Check the type of the file system first, as Go's plugins do, so that the errors are the same.
     let file_system = statfs(path).map_err(|errno| {
         let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
         let source = Some(errno.into());
         match errno {
-            // With ENAMETOOLONG and ELOOP, too, nothing can ever be opened at the path. DEL must
-            // not fail forever because of such a path.
+            // A path that is too long or a loop of symlinks can never be opened, so DEL would fail
+            // forever if it did not take the namespace as deleted.
             Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
                 Reason::NoNetns { text, source }.into()
             }

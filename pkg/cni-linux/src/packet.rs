@@ -15,11 +15,11 @@ use crate::mac::Mac;
 use crate::sys;
 
 /// The length of an Ethernet header.
-const ETHERNET: usize = 14;
+const ETHERNET_LENGTH: usize = 14;
 /// The length of an IPv4 header without options.
-const IP: usize = 20;
+const IP_LENGTH: usize = 20;
 /// The length of a UDP header.
-const UDP: usize = 8;
+const UDP_LENGTH: usize = 8;
 /// The type of an Ethernet frame that contains an IPv4 packet.
 const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
 /// The number of UDP in an IPv4 header.
@@ -49,73 +49,74 @@ impl Datagram<'_> {
 
     /// Returns the IPv4 header.
     fn ip_header(&self) -> Vec<u8> {
-        let with_checksum = |checksum: u16| {
+        let with_checksum = |sum: u16| {
             [
                 // The second byte is the type of service.
                 &[VERSION_AND_LENGTH, 0][..],
-                &self.length_after(IP + UDP),
+                &self.total_length(IP_LENGTH + UDP_LENGTH),
                 // The identification, and the flags with the fragment's offset.
                 &[0; 4],
                 &[TIME_TO_LIVE, PROTOCOL_UDP],
-                &checksum.to_be_bytes(),
+                &sum.to_be_bytes(),
                 &self.from.ip().octets(),
                 &self.to.ip().octets(),
             ]
             .concat()
         };
-        // The checksum is that of the header with 0 in the checksum's place.
-        with_checksum(checksum(&with_checksum(0)))
+        // The checksum is computed over the header with 0 in the checksum field.
+        let sum = checksum(&with_checksum(0));
+        with_checksum(sum)
     }
 
     /// Returns the UDP header and the payload.
     fn udp(&self) -> Vec<u8> {
-        let length = self.length_after(UDP);
-        let with_checksum = |checksum: u16| {
+        let length = self.total_length(UDP_LENGTH);
+        let with_checksum = |sum: u16| {
             let ports = [self.from.port().to_be_bytes(), self.to.port().to_be_bytes()].concat();
-            [&ports, &length[..], &checksum.to_be_bytes(), self.payload].concat()
+            [&ports, &length[..], &sum.to_be_bytes(), self.payload].concat()
         };
         // The checksum also covers a pseudo header: both addresses, the protocol, the length.
         let addresses = [self.from.ip().octets(), self.to.ip().octets()].concat();
         let pseudo_header = [&addresses, &[0, PROTOCOL_UDP][..], &length].concat();
-        with_checksum(match checksum(&[pseudo_header, with_checksum(0)].concat()) {
-            // 0 means "no checksum"; all ones is an equal value.
-            0 => u16::MAX,
-            sum => sum,
-        })
+        let sum = checksum(&[pseudo_header, with_checksum(0)].concat());
+        // In a packet, 0 means "no checksum". All ones is the same value in ones' complement.
+        with_checksum(if sum == 0 { u16::MAX } else { sum })
     }
 
-    /// Returns the length of headers of `header_length` bytes and the payload, in network byte
+    /// Returns the length of the payload and `header_length` bytes of headers, in network byte
     /// order.
-    fn length_after(&self, header_length: usize) -> [u8; 2] {
+    fn total_length(&self, header_length: usize) -> [u8; 2] {
         u16::try_from(header_length + self.payload.len()).unwrap_or(u16::MAX).to_be_bytes()
     }
 
     /// Decodes an Ethernet frame. Returns `None` if it is not a complete and unfragmented UDP
     /// packet over IPv4.
     pub fn from_frame(frame: &[u8]) -> Option<Datagram<'_>> {
-        const FRAGMENT_OFFSET: usize = 6;
-        const PROTOCOL_OFFSET: usize = 9;
-        const SOURCE_OFFSET: usize = 12;
-        const DESTINATION_OFFSET: usize = 16;
+        // Positions in the IPv4 header.
+        const FRAGMENT_FIELD: usize = 6;
+        const PROTOCOL_FIELD: usize = 9;
+        const SOURCE_FIELD: usize = 12;
+        const DESTINATION_FIELD: usize = 16;
         /// The fragment's offset in its packet, and the flag "more fragments".
         const FRAGMENT_MASK: u16 = 0x3fff;
-        let (ethernet, ip) = frame.split_at_checked(ETHERNET)?;
+        let (ethernet, ip) = frame.split_at_checked(ETHERNET_LENGTH)?;
         let (version, header_words) = (ip.first()? >> 4, ip.first()? & 15);
         let (ip_header, udp) = ip.split_at_checked(usize::from(header_words) * 4)?;
-        if !ethernet.ends_with(&ETHERTYPE_IPV4) || version != 4 || ip_header.len() < IP {
+        if !ethernet.ends_with(&ETHERTYPE_IPV4) || version != 4 || ip_header.len() < IP_LENGTH {
             return None;
         }
-        let number = |header: &[u8], offset: usize| Some(u16::from_be_bytes(*header.get(offset..)?.first_chunk()?));
-        let address = |offset: usize| Some(Ipv4Addr::from(*ip_header.get(offset..)?.first_chunk::<4>()?));
-        if ip_header[PROTOCOL_OFFSET] != PROTOCOL_UDP || number(ip_header, FRAGMENT_OFFSET)? & FRAGMENT_MASK != 0 {
+        let number = |header: &[u8], position: usize| Some(u16::from_be_bytes(*header.get(position..)?.first_chunk()?));
+        let address = |position: usize| Some(Ipv4Addr::from(*ip_header.get(position..)?.first_chunk::<4>()?));
+        let is_fragment = number(ip_header, FRAGMENT_FIELD)? & FRAGMENT_MASK != 0;
+        if ip_header[PROTOCOL_FIELD] != PROTOCOL_UDP || is_fragment {
             return None;
         }
         // The UDP header: source port, destination port, length, checksum.
         let udp_length = usize::from(number(udp, 4)?);
         Some(Datagram {
-            from: SocketAddrV4::new(address(SOURCE_OFFSET)?, number(udp, 0)?),
-            to: SocketAddrV4::new(address(DESTINATION_OFFSET)?, number(udp, 2)?),
-            payload: udp.get(UDP..udp_length)?,
+            from: SocketAddrV4::new(address(SOURCE_FIELD)?, number(udp, 0)?),
+            to: SocketAddrV4::new(address(DESTINATION_FIELD)?, number(udp, 2)?),
+            payload: udp.get(UDP_LENGTH..udp_length)?,
         })
     }
 }
@@ -137,8 +138,8 @@ fn checksum(bytes: &[u8]) -> u16 {
 pub struct PacketSocket(OwnedFd);
 
 impl PacketSocket {
-    /// Opens a socket on the interface `index` of the calling thread's namespace, which receives
-    /// the UDP packets to `port`.
+    /// Opens a socket on the interface `index` of the calling thread's namespace. The socket
+    /// receives the UDP packets to `port`.
     ///
     /// # Errors
     /// The interface does not exist, or the process lacks CAP_NET_RAW.

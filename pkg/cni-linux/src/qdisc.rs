@@ -17,7 +17,7 @@ pub struct Tbf {
     pub rate: u64,
     /// How many bytes may wait in the queue.
     pub limit: u32,
-    /// The size of the bucket, as the time in which `rate` fills the bucket, in ticks of [`TICK`]
+    /// The size of the bucket: the time to send its bytes at `rate`, in ticks of [`TICK`]
     /// nanoseconds.
     pub buffer: u32,
 }
@@ -52,7 +52,7 @@ pub enum Filter {
     Other,
 }
 
-/// The value of a handle or parent that a request does not give.
+/// The handle or parent in a request that does not set it.
 const TC_H_UNSPEC: u32 = 0;
 /// The parent of the qdisc for sent packets.
 const TC_H_ROOT: u32 = 0xffff_ffff;
@@ -133,8 +133,8 @@ impl Netlink {
         self.create_qdisc(index, QdiscParent::Ingress, &[])
     }
 
-    /// Attaches a qdisc of the parent's kind (`tbf` or `ingress`), with this encoded options
-    /// attribute. Fails with EEXIST if a qdisc was attached at `parent` before.
+    /// Attaches a `tbf` at the root or an `ingress` qdisc. `options` is the encoded options
+    /// attribute, or empty. Fails with EEXIST if a qdisc was attached at `parent` before.
     fn create_qdisc(&self, index: u32, parent: QdiscParent, options: &[u8]) -> Result<()> {
         let mut message = TrafficRequest::new(index, parent.handle(), parent.number()).kind(parent.kind());
         message.attributes.extend(options);
@@ -245,12 +245,12 @@ impl Body for TrafficRequest {
     }
 }
 
-/// Returns the options attribute of a token bucket filter. If the rate does not fit into the 32
-/// bits of `struct tc_tbf_qopt`, an attribute of its own has the rate.
+/// Returns the options attribute of a token bucket filter. A rate that does not fit into the 32
+/// bits of `struct tc_tbf_qopt` is encoded as a separate attribute.
 fn encode_tbf(tbf: &Tbf) -> Vec<u8> {
     let short_rate = u32::try_from(tbf.rate);
-    // `struct tc_tbf_qopt`: the rate and the peak rate, each a `struct tc_ratespec` that ends with
-    // the number; then limit, buffer and MTU.
+    // `struct tc_tbf_qopt`: the rate and the peak rate, each a `struct tc_ratespec` of 12 bytes of
+    // which the last 4 are the number; then limit, buffer and MTU.
     let rate = [0, 0, short_rate.unwrap_or(u32::MAX)];
     let no_peak_rate = [0, 0, 0];
     let no_mtu = 0;
@@ -324,19 +324,17 @@ fn decode_tbf(options: &[u8]) -> Option<Tbf> {
     Some(Tbf { rate, limit: u32_ne(fields, LIMIT_OFFSET)?, buffer: u32_ne(fields, BUFFER_OFFSET)? })
 }
 
-/// Decodes the body of a message about filters. Returns the actions of the filter; a filter without
-/// an action, or of a kind other than `u32`, counts as one [`Filter::Other`]. Returns an empty list
-/// if the message is not about a filter but about the list or the hash table that contains the
-/// filters.
+/// Decodes one message of the kernel's list of filters. Returns the actions of the filter, or one
+/// [`Filter::Other`] if it has no action or is not of kind `u32`. Returns an empty list for a
+/// message about a classifier or a hash table, which contain the filters.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
     let encoded = body.get(HEADER..).unwrap_or_default();
-    // A message without options describes the list.
+    // A message without options describes a classifier.
     let Some(options) = attribute(encoded, TCA_OPTIONS) else { return Vec::new() };
     if attribute(encoded, TCA_KIND).map(text).as_deref() != Some("u32") {
         return vec![Filter::Other];
     }
-    // Of the `u32` messages, only those about a filter have a selector, those about a hash table do
-    // not.
+    // A message about a hash table has no selector.
     if attribute(options, TCA_U32_SEL).is_none() {
         return Vec::new();
     }

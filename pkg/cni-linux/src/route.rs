@@ -1,12 +1,11 @@
 //! Lists and adds routes.
 //!
-//! If a conflicting route exists, an addition fails and changes nothing; the caller lists the
-//! conflicting routes and decides. Only [`Netlink::add_route_in_front`] and
-//! [`Netlink::append_route`] add a route nevertheless.
+//! If a [conflicting](Route::conflicts_with) route exists, an addition fails and changes nothing;
+//! the caller can list the conflicting routes. Only [`Netlink::add_route_in_front`] and
+//! [`Netlink::append_route`] add a route despite a conflict.
 //!
-//! Within a table, the kernel identifies an IPv4 route by destination, TOS and metric: a route that
-//! differs only in its gateway conflicts. IPv6 replaces metric 0 by 1024 and has no scopes. A table
-//! number above 255 does not fit into the message's header and is sent as an attribute.
+//! IPv6 replaces metric 0 with 1024 and has no scopes. A table number above 255 does not fit into
+//! the message's header and is sent as an attribute.
 
 use std::net::IpAddr;
 
@@ -61,7 +60,7 @@ impl Family {
     /// Both families.
     pub const ALL: [Family; 2] = [Family::V4, Family::V6];
 
-    /// Returns the packet crate's constant.
+    /// Returns the constant of netlink-packet-route.
     pub(crate) fn number(self) -> AddressFamily {
         match self {
             Family::V4 => AddressFamily::Inet,
@@ -70,8 +69,8 @@ impl Family {
     }
 }
 
-/// A unicast route over one gateway: one to be added, or one that was read. In one that was read,
-/// the metric, table and scope are always set.
+/// A unicast route with at most one gateway, either to be added or returned by the kernel. In a
+/// returned route, the metric, table and scope are always set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
     /// The destination, without host bits.
@@ -84,18 +83,18 @@ pub struct Route {
     pub mtu: Option<u32>,
     /// The largest TCP segment size (MSS) to announce along the route.
     pub advmss: Option<u32>,
-    /// The metric: of several routes to one destination, that with the lowest is used. `None` and 0
-    /// stand for the kernel's default.
+    /// The metric: the kernel prefers the route with the lowest. `None` and 0 stand for the
+    /// kernel's default.
     pub priority: Option<u32>,
     /// The table; `None` and 0 stand for the main table.
     pub table: Option<u32>,
     /// The scope: 0 beyond the link, 253 on the link, 254 on this host. `None` stands for 0. IPv6
     /// ignores it.
     pub scope: Option<u8>,
-    /// The source address of the host's own packets along the route; `None` for the kernel's
-    /// choice. Never set in a route that was read (but see [`SavedRoute::routes`]).
+    /// The source address of packets that this host sends along the route; `None` for the kernel's
+    /// choice. In a route that the kernel returned, only [`SavedRoute::routes`] sets it.
     pub source: Option<IpAddr>,
-    /// Whether the gateway counts as reachable on the link even if no route covers it.
+    /// Whether the kernel takes the gateway as reachable on the link even if no route covers it.
     pub onlink: bool,
     /// The number of the program that added the route. Go's plugins and [`Route::new`] use 3
     /// ("boot").
@@ -130,26 +129,25 @@ impl Route {
 
     /// Returns the metric that the kernel stores for the route.
     pub fn metric(&self) -> u32 {
-        match self.priority {
-            None | Some(0) if !self.dst.is_ipv4() => IPV6_DEFAULT_METRIC,
-            metric => metric.unwrap_or(0),
-        }
+        let metric = self.priority.unwrap_or(0);
+        if metric == 0 && !self.dst.is_ipv4() { IPV6_DEFAULT_METRIC } else { metric }
     }
 
     /// Whether the kernel refuses to add one route while the other exists: both have the same
-    /// destination, table and metric.
+    /// destination, table and metric, even if the gateways differ. Ignores the TOS, by which the
+    /// kernel distinguishes IPv4 routes too.
     pub fn conflicts_with(&self, other: &Route) -> bool {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
 
-    /// Whether this is a route without a gateway over the interface `oif` that the kernel itself
-    /// added, as it does for the network of each address.
+    /// Whether the kernel itself added this route, without a gateway, for the network of an address
+    /// of the interface `oif`.
     pub fn is_connected(&self, oif: u32) -> bool {
         self.protocol == u8::from(RouteProtocol::Kernel) && self.gw.is_none() && self.oif == oif
     }
 
-    /// Whether both routes have the same effect: they conflict, and are equal in gateway,
-    /// interface, MTU, MSS and, for IPv4, scope. Other fields, such as the protocol, do not count.
+    /// Whether both routes are equal in destination, table, metric, gateway, interface, MTU, MSS
+    /// and, for IPv4, scope. Does not compare the other fields, such as the protocol.
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
         let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
@@ -197,10 +195,10 @@ impl Netlink {
         self.add_paths(paths, NLM_F_CREATE | NLM_F_EXCL)
     }
 
-    /// Adds one route over one or several gateways although [conflicting](Route::conflicts_with)
-    /// ones exist. An IPv4 route comes before these, which then are not used any more. For IPv6,
-    /// these stay in use: the kernel puts the route after them, or merges routes that have a
-    /// gateway. `paths` has the same meaning as in
+    /// Adds one route over one or several gateways even if [conflicting](Route::conflicts_with)
+    /// routes exist. For IPv4, the kernel puts the new route first, and stops using the existing
+    /// routes. For IPv6, the existing routes stay in use: the kernel puts the new route after
+    /// them, or merges routes that have a gateway. For `paths`, see
     /// [`add_multipath_route`](Netlink::add_multipath_route).
     ///
     /// # Errors
@@ -215,7 +213,7 @@ impl Netlink {
         let Some(first) = paths.first() else { return Ok(()) };
         let message = if paths.len() == 1 { message(first) } else { multipath_message(first, paths) };
         self.request(Kind::NewRoute, &message, flags).map(drop).map_err(|cause| {
-            let gateways: Vec<String> = paths.iter().filter_map(|path| Some(path.gw?.to_string())).collect();
+            let gateways: Vec<String> = paths.iter().filter_map(|path| path.gw).map(|gw| gw.to_string()).collect();
             let doing = if gateways.is_empty() {
                 format!("failed to add route {}", first.dst)
             } else {
@@ -275,14 +273,14 @@ impl Netlink {
 
     /// Whether this namespace accepts packets to `address` as its own.
     ///
-    /// A new IPv6 address counts only some time after its addition: a worker of the kernel first
-    /// joins the address's multicast group, then adds the local route. Packets that arrive before
-    /// the local route exists are lost.
+    /// For a new IPv6 address, returns `false` for some time: a worker of the kernel first joins
+    /// the address's multicast group, then adds the local route. Packets that arrive before the
+    /// local route exists are lost.
     pub fn is_local_address(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
-            // The address has no local route. The look-up finds no route at all (the first errno),
-            // or one of type unreachable, prohibit or blackhole (the others, in this order).
+            // There is no route (ENETUNREACH), or the route's type is unreachable (EHOSTUNREACH),
+            // prohibit (EACCES) or blackhole (EINVAL).
             Err(cause)
                 if matches!(
                     cause.errno(),
@@ -389,15 +387,15 @@ fn parse(reply: &Reply) -> Option<RouteMessage> {
 }
 
 /// Converts a route as the kernel reports it: a unicast route becomes one [`Route`], or one for
-/// each gateway. Returns none for a route of another type or family, or that the kernel has cached.
+/// each gateway. Returns none for a route of another type or family, or from the kernel's cache.
 fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     let unspecified: IpAddr = match header.address_family {
         AddressFamily::Inet => IpAddr::from([0; 4]),
         AddressFamily::Inet6 => IpAddr::from([0; 16]),
         _ => return Vec::new(),
     };
-    // A cloned route is one that the kernel caches for a single destination, for example because
-    // it has learned a path MTU.
+    // A cloned route is a cache entry for a single destination, for example with a learned path
+    // MTU.
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }
@@ -411,7 +409,7 @@ fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<
     route.protocol = header.protocol.into();
     route.onlink = header.flags.contains(RouteFlags::Onlink);
     route.priority = Some(0);
-    let mut hops = Vec::new();
+    let mut next_hops = Vec::new();
     for attribute in attributes {
         match attribute {
             RouteAttribute::Destination(address) => destination = ip(&address).unwrap_or(unspecified),
@@ -428,17 +426,17 @@ fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<
                     }
                 }
             }
-            RouteAttribute::MultiPath(next_hops) => hops = next_hops,
+            RouteAttribute::MultiPath(hops) => next_hops = hops,
             _ => {}
         }
     }
     let Some(dst) = Cidr::new(destination, header.destination_prefix_length) else { return Vec::new() };
     route.dst = dst;
-    if hops.is_empty() {
+    if next_hops.is_empty() {
         return vec![route];
     }
-    // A route over several gateways has no gateway or interface of its own.
-    hops.into_iter().map(|hop| Route { gw: gateway(&hop), oif: hop.interface_index, ..route }).collect()
+    // A route over several gateways has the gateways and interfaces only in its next hops.
+    next_hops.into_iter().map(|hop| Route { gw: gateway(&hop), oif: hop.interface_index, ..route }).collect()
 }
 
 /// Returns the gateway of one path of a route; `None` if the path has none.

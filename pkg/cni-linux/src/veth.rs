@@ -1,14 +1,14 @@
-//! Creates veth pairs, finds their host ends, and removes those that a killed ADD has left.
+//! Creates veth pairs, finds their host ends, and removes pairs that a killed ADD has left.
 //!
-//! The container's end is created in the container's namespace with its final name, because moving
-//! an end to another namespace takes the kernel 15 to 30 ms. Both hardware addresses are set at
-//! creation, so that udev does not change them.
+//! The peer, which is the container's end, is created in the container's namespace with its final
+//! name, because moving an end to another namespace takes the kernel 15 to 30 ms. Both hardware
+//! addresses are set at creation, so that udev does not change them.
 //!
-//! A pair needs two requests. The first sets names, addresses, MTUs, and the host end's bridge and
-//! "up"; the kernel refuses "up" for the other end, and silently ignores an alias (6.18). The
-//! second sets the host end's alias, which names the attachment. In between, the host end has its
-//! network's [group](AttachmentId::group), by which a host end without an alias is recognized after
-//! a crash.
+//! A pair needs two requests. The first creates the pair; its host end can be up and a port of a
+//! bridge at once. In this request the kernel refuses to set the peer up and silently ignores an
+//! alias (6.18), so the second request sets the host end's alias, which names the attachment. In
+//! between, the host end has its network's [group](AttachmentId::group), by which a host end
+//! without an alias is recognized after a crash.
 
 use std::time::Duration;
 
@@ -22,12 +22,12 @@ use crate::netns::Netns;
 use crate::watch::Watch;
 use cni::AttachmentId;
 
-/// How many names for a host end are tried. For each other veth on the machine, a name is in use
-/// with a probability of one in 4,000 million.
+/// How many names for a host end are tried. A name is the same as that of another attachment's host
+/// end with a probability of 1 in 2^32.
 pub const HOST_NAME_ATTEMPTS: u32 = 4;
 
-/// After this time, a pair that still has no alias is taken as left by a killed ADD. An ADD sets
-/// the alias some 20 µs after the creation.
+/// The time after which a pair without an alias counts as left by a killed ADD. An ADD sets the
+/// alias some 20 µs after the creation.
 const ALIAS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The properties of a pair to create. The host end is the one in the connection's namespace.
@@ -43,13 +43,13 @@ pub struct VethSpec<'a> {
     pub alias: Option<&'a str>,
     /// The index of the bridge that the host end becomes a port of.
     pub master: Option<u32>,
-    /// Whether the host end is set up at once. It has no carrier before the other end is up too.
+    /// Whether the host end is set up at once. It has no carrier until the peer is up too.
     pub up: bool,
-    /// The other end's name.
+    /// The peer's name.
     pub peer_name: &'a str,
-    /// The other end's hardware address.
+    /// The peer's hardware address.
     pub peer_mac: Mac,
-    /// The other end's namespace; `None` for the connection's.
+    /// The peer's namespace; `None` for the connection's.
     pub peer_netns: Option<&'a Netns>,
 }
 
@@ -75,17 +75,17 @@ impl<'a> VethSpec<'a> {
 pub struct Veth {
     /// The host end's index.
     pub index: u32,
-    /// The other end's index, in its namespace.
+    /// The peer's index, in the peer's namespace.
     pub peer_index: u32,
 }
 
 impl Netlink {
-    /// Creates a pair; the other end is down.
+    /// Creates a pair; the peer is down.
     ///
     /// # Errors
-    /// If a name is in use, [`Error::taken`] returns which. After an error no pair is left behind,
-    /// unless the kernel's answer was lost: then the caller finds the pair by the host end's name
-    /// and hardware address.
+    /// If a name is in use, [`Error::taken`] returns which. An error leaves no pair behind, unless
+    /// the kernel's answer was lost: the caller can find such a pair by the host end's name and
+    /// hardware address.
     pub fn create_veth(&self, spec: &VethSpec<'_>) -> Result<Veth> {
         let request = host_request(spec).veth(&peer_request(spec));
         let link = self.create_link(&request, spec.name).map_err(|cause| {
@@ -99,23 +99,20 @@ impl Netlink {
         let peer_index = link.peer_index.ok_or_else(|| {
             Error::new(format_args!("failed to find the other end of {}", spec.name), Reason::LinkNotFound)
         });
-        match alias_set.and(peer_index) {
-            Ok(peer_index) => Ok(Veth { index: link.index, peer_index }),
-            Err(error) => {
-                // An error must leave no pair behind. The first error is returned, not that of the
-                // removal.
-                let _ = self.purge_link(link.index);
-                Err(error)
-            }
+        let veth = alias_set.and(peer_index).map(|peer_index| Veth { index: link.index, peer_index });
+        if veth.is_err() {
+            // Leave no pair behind. The first error is returned, not that of the removal.
+            let _ = self.purge_link(link.index);
         }
+        veth
     }
 
     /// Returns the host end of an attachment; `None` if there is none. Looks up each name that the
     /// host end may have ([`AttachmentId::host_name`] for the attempts below
     /// [`HOST_NAME_ATTEMPTS`]), which is cheaper than listing all links.
     ///
-    /// A veth with such a name but no alias counts too: an ADD that is killed before it sets the
-    /// alias leaves such a veth.
+    /// Also returns a veth that has one of these names and no alias, as left by an ADD that was
+    /// killed before it set the alias.
     pub fn find_host_end(&self, attachment: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
             let Some(link) = self.find_link(&attachment.host_name(attempt))? else { continue };
@@ -126,14 +123,13 @@ impl Netlink {
         Ok(None)
     }
 
-    /// Removes the unmarked host ends and ifbs of a network: those that have no alias because the
-    /// ADD that created them was killed. `listed` is a list of the namespace's links. If `listed`
-    /// has unmarked links, waits up to a second for an ADD in progress to set their aliases, and
-    /// removes only those that still have none.
+    /// Removes the unmarked host ends and ifbs of a network: those without an alias, because the
+    /// ADD that created them was killed. `listed` are the links of the namespace. If one of them is
+    /// unmarked, waits up to a second first, because an ADD in progress may still set its alias.
     ///
     /// # Errors
-    /// The first link that could not be removed, after all others have been tried;
-    /// [`Error::is_terminated`] if SIGTERM ends the wait.
+    /// The first failed removal, after all links have been tried; [`Error::is_terminated`] if
+    /// SIGTERM ends the wait.
     pub fn purge_unmarked(&self, network: &str, listed: &[Link], machine: &dyn Machine) -> Result<()> {
         let group = AttachmentId::group(network);
         let is_unmarked = |link: &Link| {
@@ -145,11 +141,12 @@ impl Netlink {
         if unmarked.is_empty() {
             return Ok(());
         }
-        let what = format!("the alias of {}", unmarked[0].name);
-        let waited = Watch::open()?.wait(&what, machine.now() + ALIAS_TIMEOUT, machine, || {
+        let awaited = format!("the alias of {}", unmarked[0].name);
+        let waited = Watch::open()?.wait(&awaited, machine.now() + ALIAS_TIMEOUT, machine, || {
             let mut still_unmarked = Vec::new();
             for link in &unmarked {
-                still_unmarked.extend(self.find_link_by_index(link.index)?.filter(is_unmarked));
+                let current = self.find_link_by_index(link.index)?;
+                still_unmarked.extend(current.filter(is_unmarked));
             }
             unmarked = still_unmarked;
             Ok(unmarked.is_empty().then_some(()))
@@ -167,9 +164,10 @@ impl Netlink {
         result
     }
 
-    /// Adds to `cause`, the EEXIST of a failed creation, which of the two names is in use. Looks up
-    /// only the other end's name: if that name is in use, another host name would not help. If it
-    /// is free or cannot be looked up, adds the host end's name. Returns any other cause unchanged.
+    /// Adds to the EEXIST of a failed creation which of the two names is in use; returns any other
+    /// cause unchanged. If both names are in use, that is the peer's, because a new host name would
+    /// not help. So only the peer's name is looked up; if no link with this name is found, the host
+    /// end's name is in use.
     fn add_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;
@@ -196,7 +194,7 @@ fn host_request(spec: &VethSpec<'_>) -> LinkRequest {
         .optional(group, LinkRequest::group)
 }
 
-/// Returns the part of the request that describes the other end.
+/// Returns the part of the request that describes the peer.
 fn peer_request(spec: &VethSpec<'_>) -> LinkRequest {
     let request = LinkRequest::without_index().name(spec.peer_name).mac(spec.peer_mac);
     request.optional(spec.mtu, LinkRequest::mtu).optional(spec.peer_netns, LinkRequest::netns)
