@@ -24,9 +24,10 @@ use crate::sysctl;
 pub fn allow(ifname: &str) -> Result<()> {
     for (family, setting) in [("ipv4", "arp_notify"), ("ipv6", "ndisc_notify")] {
         let key = format!("net/{family}/conf/{ifname}/{setting}");
-        // A new interface has 0, so write before reading. If the process is not allowed to write,
-        // `ensure` still accepts the value 1.
-        match sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop)) {
+        // Write first, because the value of a new interface is 0. If the process is not allowed to
+        // write, `ensure` accepts an existing 1.
+        let written = sysctl::write(&key, "1").or_else(|_| sysctl::ensure(&key, "1").map(drop));
+        match written {
             Err(error) if !error.is_not_found() => return Err(error),
             _ => {}
         }

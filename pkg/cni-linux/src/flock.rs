@@ -2,12 +2,12 @@
 //! holds the lock.
 //!
 //! A free lock is taken at once. For a held lock, a second thread calls the blocking `flock`, which
-//! keeps its turn in the kernel's queue, while the calling thread waits for the second thread, the
-//! deadline or a signal. After a deadline or signal the second thread cannot be stopped; once it
-//! gets the lock, it releases it at once.
+//! keeps its place in the kernel's queue, while the calling thread waits for the second thread, the
+//! deadline or a signal. After a deadline or signal the second thread cannot be stopped, but it
+//! releases the lock as soon as it gets the lock.
 //!
-//! The file may have been removed or replaced during the wait. Callers check that the file at the
-//! path is still the one that they have locked.
+//! The file may be removed or replaced during the wait. Callers check that the file at the path is
+//! still the one that they have locked.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read as _};
@@ -41,14 +41,14 @@ pub struct Refused {
     /// The deadline, a signal, or the kernel's error.
     pub cause: Cause,
     /// After a deadline or signal, the process that holds the lock, as `process 12 (bridge)`;
-    /// `None` if that process is not visible in this PID namespace.
+    /// `None` if that process is not visible in this PID namespace, and after other failures.
     pub holder: Option<String>,
 }
 
 /// Locks the file exclusively and returns it. The lock ends when the file is closed.
 ///
-/// With [`OnSigterm::Finish`] signals do not end the wait: for a rollback, which SIGTERM may have
-/// caused.
+/// With [`OnSigterm::Finish`] signals do not end the wait. A rollback needs this, because SIGTERM
+/// may have caused the rollback.
 ///
 /// # Errors
 /// - The deadline came before the lock was free.
@@ -65,7 +65,7 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
     }
-    // Read now, because `wait` takes the file away.
+    // Read now, because `wait` takes ownership of the file.
     let metadata = file.metadata().map_err(failed)?;
     wait(file, machine, on_sigterm, limit).map_err(|cause| {
         let holder = if cause.is_deadline() || cause.is_terminated() { holder(&metadata) } else { None };
@@ -74,12 +74,12 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
 }
 
 impl Netns {
-    /// Locks the namespace's own inode, so that no lock file is needed and the path by which a
-    /// process opened the namespace does not matter. Waits at most for `length`. The lock ends when
-    /// both the returned file and this handle are closed.
+    /// Locks the namespace's own inode, not a lock file, so the lock is the same for every path to
+    /// the namespace. Waits at most for `length`. The lock ends when both the returned file and
+    /// this handle are closed.
     ///
     /// # Errors
-    /// Those of [`lock()`]. The message names the process that holds the lock.
+    /// Those of [`lock()`]. The message names the process that holds the lock, if it is known.
     pub fn lock(&self, machine: &dyn Machine, on_sigterm: OnSigterm, length: Duration) -> crate::Result<File> {
         let path = self.path().display();
         let file = self.as_fd().try_clone_to_owned();
@@ -95,8 +95,8 @@ impl Netns {
 /// Waits until a second thread has locked the file, and returns the file. Fails as [`lock()`] does.
 fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
     let sigterm = term_descriptor()?;
-    // The thread finally closes `done_writer`, which makes `done_reader` readable: unlike a
-    // channel, a pipe can be polled.
+    // The thread closes `done_writer` at its end, which makes `done_reader` readable. A pipe can be
+    // polled; a channel cannot.
     let (done_reader, done_writer) = io::pipe()?;
     let (sender, receiver) = mpsc::channel();
     let lock_and_send = move || {
@@ -113,23 +113,23 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
     thread::Builder::new().name("flock".into()).spawn(lock_and_send)?;
     let mut is_signal_pending = false;
     loop {
-        // After a poll that a signal ended, `terminated` is not called, because it may read the
-        // signal: so the signal stays pending, and the machine can report it later.
+        // If the poll has seen a signal, do not call `terminated`, which may read it: the signal
+        // stays pending, and the machine can still report it.
         if on_sigterm == OnSigterm::Kill && (is_signal_pending || machine.terminated()) {
             return Err(Cause::terminated());
         }
-        let left = limit.deadline.saturating_duration_since(machine.now());
-        if left.is_zero() {
+        let time_left = limit.deadline.saturating_duration_since(machine.now());
+        if time_left.is_zero() {
             return Err(Cause::deadline(limit.length));
         }
         let mut fds =
             [PollFd::new(done_reader.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
         let watched = match on_sigterm {
             OnSigterm::Kill => &mut fds[..],
-            // Without the signals: a pending one would end each poll at once.
+            // Without `sigterm`: a pending signal would end each poll at once.
             OnSigterm::Finish => &mut fds[..1],
         };
-        wait_ready(watched, Some(left))?;
+        wait_ready(watched, Some(time_left))?;
         if is_ready(&fds[0]) {
             // The result was sent before the pipe was closed.
             return match receiver.try_recv() {
@@ -174,8 +174,8 @@ pub fn read_locks() -> io::Result<String> {
 /// `/proc/locks` by the file's device (major and minor number) and inode; `None` if there is no
 /// such lock.
 ///
-/// Some file systems have another device in this text than in `stat`, so if no line matches
-/// completely, the first one with the same inode counts.
+/// For some file systems, the device in this text differs from that of `stat`. So if no line
+/// matches device and inode, the first line with the same inode is used.
 pub(crate) fn holder_in(locks: &str, device: (u64, u64), inode: u64) -> Option<u32> {
     let (device_major, device_minor) = device;
     let mut pid_with_same_inode = None;

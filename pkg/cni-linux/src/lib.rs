@@ -12,16 +12,17 @@
 //! - [`tun`]: TAP interfaces. [`program`]: finds programs of the system. [`selinux`]: the label of
 //!   a started program.
 //! - [`packet`]: UDP over an interface that has no address yet.
-//! - [`machine`], `child`: signals, and running another program that never outlives this process.
+//! - [`machine`]: signals and the clock. `child`: runs another program, which never outlives this
+//!   process.
 //! - [`stream`]: standard input and output, with a deadline.
-//! - [`conntrack`]: deletes tracked connections that a changed port mapping has made wrong.
+//! - [`conntrack`]: deletes connection tracking entries that a changed port mapping has made stale.
 //! - [`flock`]: waits for a file lock that another process holds.
 //! - `sys`: the only unsafe code of the workspace.
 //!
 //! Everything is synchronous. No type of a netlink crate is part of the public interface. A netlink
-//! socket belongs to the namespace in which it was created, a file of /proc/sys to the namespace of
-//! the thread that opens it; so there is one connection per namespace, and [`Netns::run`] for the
-//! files.
+//! socket belongs to the namespace in which it was created, so there is one connection per
+//! namespace. A file of /proc/sys belongs to the namespace of the thread that opens it, so callers
+//! open it in [`Netns::run`].
 
 pub mod addr;
 pub mod announce;

@@ -1,13 +1,13 @@
 //! Implements [`Machine`] for Linux: signals, the clock, running programs, comparing namespaces.
 //!
-//! SIGTERM, SIGINT and SIGHUP all mean that this process is to end; comments that say SIGTERM mean
-//! all three. They are blocked and read from a descriptor, without a signal handler. Every wait
-//! that they are to end includes that descriptor, so a rollback runs on the main thread, as after
-//! any other failure.
+//! SIGTERM, SIGINT and SIGHUP all ask this process to end; in this crate's comments, SIGTERM stands
+//! for all three. They are blocked and read from a descriptor, without a signal handler. Every wait
+//! that they can end polls that descriptor, so a rollback runs on the main thread, as after any
+//! other failure.
 //!
 //! A signal is blocked per *thread*, and a new thread inherits the mask, so `main` calls
-//! [`LinuxMachine::install`] first. Once a signal is blocked, the descriptor reports it even if it
-//! was ignored; so a SIGHUP that nohup has set to be ignored is not blocked. SIGPIPE is ignored by
+//! [`LinuxMachine::install`] first. The descriptor reports a blocked signal even if the signal is
+//! ignored, so a SIGHUP that nohup has set to be ignored is not blocked. SIGPIPE is ignored by
 //! Rust's runtime.
 
 use std::cell::Cell;
@@ -28,19 +28,19 @@ use crate::netns::Netns;
 use crate::sys;
 
 /// The signals that end this process: SIGTERM of a runtime, Ctrl-C and the hang-up of a terminal.
-const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+const TERMINATION: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// Returns [`ENDING`] as a set.
-pub(crate) fn ending_signals() -> SigSet {
-    ENDING.into_iter().collect()
+/// Returns [`TERMINATION`] as a set.
+pub(crate) fn termination_signals() -> SigSet {
+    TERMINATION.into_iter().collect()
 }
 
 /// The machine that this process runs on.
 #[derive(Debug)]
 pub struct LinuxMachine {
-    /// Readable when SIGCHLD or a signal of [`ENDING`] is pending.
+    /// Readable when SIGCHLD or a signal of [`TERMINATION`] is pending.
     signals: SignalFd,
-    /// Whether a signal of [`ENDING`] was read from `signals`.
+    /// Whether a signal of [`TERMINATION`] was read from `signals`.
     terminated: Cell<bool>,
 }
 
@@ -49,27 +49,27 @@ impl LinuxMachine {
     /// starts later, and opens a descriptor that reports them. If the parent process has set one
     /// of the first three to be ignored, that signal stays ignored and is not blocked.
     ///
-    /// SIGXFSZ is blocked too, so that a write beyond RLIMIT_FSIZE fails with EFBIG. The signal
-    /// would end the process without a result and without a rollback.
+    /// Also blocks SIGXFSZ, so that a write beyond RLIMIT_FSIZE fails with EFBIG. Unblocked, the
+    /// signal would end the process without a result and without a rollback.
     ///
     /// # Errors
     /// The kernel cannot create the descriptor.
     pub fn install() -> io::Result<LinuxMachine> {
-        let mut signals = SigSet::from(Signal::SIGCHLD);
-        for signal in ENDING {
+        let mut reported = SigSet::from(Signal::SIGCHLD);
+        for signal in TERMINATION {
             if !sys::is_ignored(signal)? {
-                signals.add(signal);
+                reported.add(signal);
             }
         }
-        let mut blocked = signals;
+        let mut blocked = reported;
         blocked.add(Signal::SIGXFSZ);
         blocked.thread_block()?;
-        let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
+        let signals = SignalFd::with_flags(&reported, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         Ok(LinuxMachine { signals, terminated: Cell::new(false) })
     }
 
-    /// Whether an earlier call of [`terminated`](Machine::terminated) has read a signal that ends
-    /// the process. Does not read signals that came later.
+    /// Whether an earlier call of [`terminated`](Machine::terminated) has read a termination
+    /// signal. Does not look for new signals.
     pub(crate) fn was_terminated(&self) -> bool {
         self.terminated.get()
     }
@@ -87,11 +87,11 @@ impl Machine for LinuxMachine {
         Ok(Netns::is_current(path)?)
     }
 
-    /// Whether SIGTERM, SIGINT or SIGHUP has come. Reads, and so removes, all pending signals from
-    /// the descriptor.
+    /// Whether SIGTERM, SIGINT or SIGHUP has arrived, now or earlier. Reads, and so removes, all
+    /// pending signals from the descriptor.
     fn terminated(&self) -> bool {
-        // A signal can be read only once, so it is stored. SIGCHLD only wakes `child::run`, which
-        // then checks its child.
+        // A signal can be read only once, so its arrival is stored. SIGCHLD has only woken
+        // `child::run`, which checks its child itself.
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if i32::try_from(signal.ssi_signo) != Ok(Signal::SIGCHLD as i32) {
                 self.terminated.set(true);
@@ -140,7 +140,7 @@ pub(crate) fn wait_ready(fds: &mut [PollFd<'_>], time_left: Option<Duration>) ->
 
 /// Whether the last [`wait_ready`] found the descriptor ready, or its other end closed.
 pub(crate) fn is_ready(fd: &PollFd<'_>) -> bool {
-    // `None`: the kernel reported an event that nix does not know.
+    // `None`, an event that nix does not know, counts as ready.
     fd.any() != Some(false)
 }
 
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_termination_signal_is_remembered_unless_ignored() {
-        for signal in ENDING {
+        for signal in TERMINATION {
             std::thread::spawn(move || {
                 let machine = machine();
                 raise(Signal::SIGCHLD).unwrap();

@@ -1,8 +1,8 @@
 //! Corrects outdated entries of the neighbour table, which has the hardware address of each IP
 //! address on a link.
 //!
-//! Only an existing entry, of the attachment that had the IP address before, is corrected; none is
-//! created. A corrected entry is "reachable", not "permanent", so the kernel lets it expire.
+//! Only an existing entry is corrected, such as that of the attachment that had the IP address
+//! before; none is created. A corrected entry is "reachable", not "permanent", so it can expire.
 
 use std::net::IpAddr;
 
@@ -15,8 +15,8 @@ use crate::mac::Mac;
 use crate::netlink::{Kind, Netlink};
 
 impl Netlink {
-    /// Sets the hardware address in the neighbour entry of `ip` on the interface `index`, if there
-    /// is an entry. Returns whether there was one.
+    /// Sets the hardware address in the neighbour entry of `ip` on the interface `index`. Returns
+    /// `false` if there is no entry.
     pub fn correct_neighbour(&self, index: u32, ip: IpAddr, mac: Mac) -> Result<bool> {
         let mut message = message(index, ip);
         message.header.state = NeighbourState::Reachable;

@@ -1,8 +1,8 @@
 //! Lists, adds and deletes routing rules, which select the routing table for a packet.
 //!
-//! The kernel evaluates the rules by priority, the lowest number first. A rule that is added
-//! without a priority gets the number below that of the second rule in the list, so the newest such
-//! rule becomes the second.
+//! The kernel evaluates the rules by priority, the lowest number first. If a rule is added without
+//! a priority, the kernel chooses the number below that of the second rule, so the new rule becomes
+//! the second.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -22,13 +22,13 @@ pub struct Rule {
     pub source: Option<Cidr>,
     /// The table.
     pub table: u32,
-    /// The priority; the lowest comes first. With `None`, the kernel chooses one at an addition,
-    /// and ignores the priority at a deletion.
+    /// The priority; the lowest comes first. With `None`, an added rule gets one from the kernel,
+    /// and a deletion matches any priority.
     pub priority: Option<u32>,
 }
 
 impl Rule {
-    /// Returns the rule that packets from one address are looked up in `table`.
+    /// Returns the rule by which packets from the address `source` use `table`.
     pub fn from_host(source: IpAddr, table: u32) -> Rule {
         Rule { source: Some(Cidr::host(source)), table, priority: None }
     }
@@ -62,10 +62,9 @@ impl Netlink {
 
     /// Deletes a rule if it exists.
     pub fn purge_rule(&self, rule: &Rule) -> Result<()> {
-        let deleted = self.request(Kind::DelRule, &message(rule), 0);
-        let deleted =
-            deleted.map(drop).map_err(|cause| Error::new(format_args!("failed to delete rule {rule}"), cause));
-        deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
+        let Err(cause) = self.request(Kind::DelRule, &message(rule), 0) else { return Ok(()) };
+        let error = Error::new(format_args!("failed to delete rule {rule}"), cause);
+        if error.is_not_found() { Ok(()) } else { Err(error) }
     }
 
     /// Returns the rules of one family that select a table, in the kernel's order of evaluation.
@@ -93,7 +92,7 @@ fn message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// Decodes a rule. Returns `None` if it does something other than select a table.
+/// Decodes a rule. Returns `None` for a rule that does not select a table.
 fn decode(message: RuleMessage) -> Option<Rule> {
     let RuleMessage { header, attributes, .. } = message;
     if header.action != RuleAction::ToTable {

@@ -1,11 +1,9 @@
-//! Reads standard input and writes standard output of a plugin; a signal or a deadline ends the
-//! wait for the other end.
+//! Reads standard input and writes standard output of a plugin. A signal or a deadline ends the
+//! wait for the runtime, which otherwise could block the plugin forever.
 //!
-//! Without a deadline, a runtime that stops in the middle of a call would block the plugin forever.
-//!
-//! A wait that a signal ends must not return `Interrupted`, because std's loops take that for EINTR
-//! and try again. A write has at most PIPE_BUF bytes: a pipe that is ready has room for that many,
-//! and a longer write could block.
+//! The error after a signal is not `Interrupted`, because std's loops take that for EINTR and try
+//! again. A write has at most PIPE_BUF bytes: a pipe that is ready has room for that many, and a
+//! longer write could block.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,8 +18,9 @@ use crate::machine::{LinuxMachine, is_ready, wait_ready};
 /// configuration or read the result by then, the plugin gives up.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Standard input or output, connected to the runtime. Reads and writes fail with
-/// [`ErrorKind::TimedOut`] after a signal that ends the process, and at the deadline.
+/// Standard input or output, connected to the runtime. A read or write that would have to wait
+/// fails with [`ErrorKind::TimedOut`] after a termination signal (SIGTERM, SIGINT, SIGHUP), and at
+/// the deadline.
 #[derive(Debug)]
 pub struct Stream<'m, F> {
     machine: &'m LinuxMachine,
@@ -39,25 +38,24 @@ impl<'m, F: AsFd> Stream<'m, F> {
     }
 
     /// Waits until the descriptor is ready for `event`, and returns it. Fails with
-    /// [`ErrorKind::TimedOut`] if a signal or the deadline comes first. Even after a signal or the
-    /// deadline, a descriptor that is ready is returned.
-    fn ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
+    /// [`ErrorKind::TimedOut`] if it is not ready after a termination signal or at the deadline.
+    fn wait_until_ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
-        // A signal that was read before no longer makes the machine's descriptor ready, so after
-        // such a signal this function must not wait.
+        // A signal that `terminated` has read no longer makes the machine's descriptor ready, so it
+        // could not end a wait.
         let was_terminated = self.machine.was_terminated();
         loop {
-            let left =
+            let time_left =
                 if was_terminated { Duration::ZERO } else { deadline.saturating_duration_since(self.machine.now()) };
             let mut fds = [PollFd::new(self.fd.as_fd(), event), PollFd::new(self.machine.as_fd(), PollFlags::POLLIN)];
-            wait_ready(&mut fds, Some(left))?;
+            wait_ready(&mut fds, Some(time_left))?;
             if is_ready(&fds[0]) {
                 return Ok(self.fd.as_fd());
             }
             if was_terminated || self.machine.terminated() {
                 return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
             }
-            if left.is_zero() {
+            if time_left.is_zero() {
                 let text = format!("the other end of the stream did nothing for {} s", self.patience.as_secs_f32());
                 return Err(io::Error::new(ErrorKind::TimedOut, text));
             }
@@ -67,14 +65,14 @@ impl<'m, F: AsFd> Stream<'m, F> {
 
 impl<F: AsFd> Read for Stream<'_, F> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        Ok(nix::unistd::read(self.ready(PollFlags::POLLIN)?, buffer)?)
+        Ok(nix::unistd::read(self.wait_until_ready(PollFlags::POLLIN)?, buffer)?)
     }
 }
 
 impl<F: AsFd> Write for Stream<'_, F> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let fits = bytes.len().min(libc::PIPE_BUF);
-        Ok(nix::unistd::write(self.ready(PollFlags::POLLOUT)?, &bytes[..fits])?)
+        let length = bytes.len().min(libc::PIPE_BUF);
+        Ok(nix::unistd::write(self.wait_until_ready(PollFlags::POLLOUT)?, &bytes[..length])?)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -85,20 +83,20 @@ impl<F: AsFd> Write for Stream<'_, F> {
 /// Waits until a descriptor is readable, or its other end is closed.
 ///
 /// # Errors
-/// [`ErrorKind::TimedOut`] after a signal that ends the process, and at the deadline.
+/// [`ErrorKind::TimedOut`] after a termination signal, and at the deadline.
 pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machine::Machine) -> io::Result<()> {
     let sigterm = crate::watch::term_descriptor()?;
     loop {
         if machine.terminated() {
             return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
         }
-        let left = deadline.saturating_duration_since(machine.now());
+        let time_left = deadline.saturating_duration_since(machine.now());
         let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
-        wait_ready(&mut fds, Some(left))?;
+        wait_ready(&mut fds, Some(time_left))?;
         if is_ready(&fds[0]) {
             return Ok(());
         }
-        if left.is_zero() {
+        if time_left.is_zero() {
             return Err(io::Error::new(ErrorKind::TimedOut, "the other end of the stream did not answer in time"));
         }
     }

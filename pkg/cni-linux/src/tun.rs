@@ -1,9 +1,9 @@
 //! Creates TAP interfaces: Ethernet links whose other end is a program.
 //!
-//! A tap exists as long as its device file is open, unless it is made persistent: until
-//! [`Tap::keep`] the kernel removes the tap if this process is killed. Owner, group and the number
-//! of queues are set here; the program that attaches to the tap later chooses packet information
-//! and the virtio header itself.
+//! Until [`Tap::keep`] makes a tap persistent, it exists only while its device file is open: the
+//! kernel removes the tap if this process is killed. Owner, group and the number of queues are set
+//! here. The program that attaches to the tap later chooses packet information and the virtio
+//! header itself.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -31,11 +31,10 @@ pub struct TapSpec<'a> {
     /// The name.
     pub name: &'a str,
     /// The ID of the only user whose programs may attach to the tap; `None` for any user. Owner and
-    /// group do not restrict a program with CAP_NET_ADMIN in the network namespace. Without both,
-    /// every program in the namespace that can open the device file may attach.
+    /// group do not restrict a program with CAP_NET_ADMIN in the network namespace.
     pub owner: Option<u32>,
-    /// The ID of the only group whose members' programs may attach, in addition to the condition of
-    /// `owner`; `None` for any group.
+    /// The ID of the only group whose members may attach; `None` for any group. If `owner` is set
+    /// too, a program must meet both conditions.
     pub group: Option<u32>,
     /// How many open device files can be attached at once.
     pub queues: Queues,
@@ -87,8 +86,8 @@ fn create(spec: &TapSpec<'_>) -> io::Result<Tap> {
     let device = open()?;
     let queues = if spec.queues == Queues::Several { libc::IFF_MULTI_QUEUE } else { 0 };
     // IFF_TUN_EXCL: otherwise the kernel would attach to an existing tap with this name.
-    // IFF_NO_CARRIER: the tap has no carrier before a program attaches to it. Kernels before 6.2
-    // ignore this flag: the tap has a carrier while this process is attached, and up to a second
+    // IFF_NO_CARRIER: the tap has no carrier until a program attaches to it. Kernels before 6.2
+    // ignore this flag: the tap has a carrier while this process has it open, and up to a second
     // longer.
     let creation = libc::IFF_TUN_EXCL | libc::IFF_NO_CARRIER;
     // Frames without packet information, but with the virtio header.

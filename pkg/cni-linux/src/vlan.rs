@@ -1,11 +1,11 @@
 //! Lists and changes the VLANs of a bridge's ports and of the bridge itself.
 //!
-//! A change of a port's VLANs has the port's index and [`Target::Port`]; a change of the bridge's
-//! own VLANs has the bridge's index and [`Target::Bridge`].
+//! To change a port's VLANs, pass the port's index and [`Target::Port`]; to change the bridge's own
+//! VLANs, pass the bridge's index and [`Target::Bridge`].
 //!
-//! The kernel lists a range of equal VLANs as two entries, the first and the last. The kernel
-//! continues a list by position and does not report changes meanwhile: for each port that is
-//! deleted during a list, another port may be missing from the list (6.18).
+//! The kernel lists consecutive VLANs with equal flags as two entries, the first and the last. It
+//! sends the list of ports in parts and continues by position: for each port that is deleted
+//! meanwhile, another port may be missing from the list (6.18).
 //!
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`], and every
 //! list is empty.
@@ -22,7 +22,7 @@ use crate::netlink::{Kind, Netlink, Reply, attributes};
 /// itself.
 const IFLA_BRIDGE_FLAGS: u16 = 0;
 
-/// How many times at most the list is read until it has the port.
+/// How many times the list is read if it does not contain the port.
 const LIST_ATTEMPTS: usize = 20;
 
 /// A VLAN of a port.
@@ -30,7 +30,7 @@ const LIST_ATTEMPTS: usize = 20;
 pub struct Vlan {
     /// The VLAN's ID, 1 to 4094.
     pub vid: u16,
-    /// Whether untagged frames that the port receives belong to this VLAN.
+    /// Whether the port assigns received untagged frames to this VLAN.
     pub pvid: bool,
     /// Whether the port sends this VLAN's frames untagged.
     pub untagged: bool,
@@ -39,10 +39,10 @@ pub struct Vlan {
 /// How a port handles the tags of a VLAN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VlanFlags {
-    /// The VLAN's frames have tags, received and sent: a trunk port.
+    /// The port receives and sends the VLAN's frames with a tag: a trunk port.
     Tagged,
-    /// Received untagged frames belong to the VLAN, and its frames are sent untagged: an access
-    /// port.
+    /// The port assigns received untagged frames to the VLAN and sends its frames untagged: an
+    /// access port.
     Access,
 }
 
@@ -57,11 +57,11 @@ pub enum Target {
 
 impl Netlink {
     /// Returns the VLANs of a port or bridge, ascending. Reads the list of all ports, because the
-    /// kernel does not offer a smaller one.
+    /// kernel cannot list a single port. Reads it again if the port is missing, because the kernel
+    /// may omit an existing port (see the module's description).
     ///
     /// # Errors
-    /// [`Error::is_not_found`] if the interface is missing from several lists in succession. (One
-    /// list may omit a port that exists: see the module's description.)
+    /// [`Error::is_not_found`] if the interface is missing from every list.
     pub fn vlans(&self, index: u32) -> Result<Vec<Vlan>> {
         let failed = |cause| Error::new(format_args!("failed to list the VLANs of {}", self.label(index)), cause);
         let request = LinkRequest::without_index().of_bridge().answer_filter(libc::RTEXT_FILTER_BRVLAN_COMPRESSED);
@@ -97,8 +97,9 @@ impl Netlink {
 
 /// Returns the request that adds a port or bridge to a VLAN, or removes it from the VLAN.
 fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
-    // The master of the interface handles the request, or the interface itself.
+    /// The interface's master handles the request.
     const BRIDGE_FLAGS_MASTER: u16 = 1;
+    /// The interface itself handles the request.
     const BRIDGE_FLAGS_SELF: u16 = 2;
     let target_flag = match target {
         Target::Port => BRIDGE_FLAGS_MASTER,
@@ -114,15 +115,19 @@ fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> 
 /// Returns the VLAN entries in a message about the port or bridge `index`; `None` if the message is
 /// about another interface, or malformed.
 fn decode_entries(reply: &Reply, index: u32) -> Option<Vec<BridgeVlanInfo>> {
-    let (header, all) = link::parts(reply)?;
+    let (header, link_attributes) = link::parts(reply)?;
     if header.index != index {
         return None;
     }
     let mut entries = Vec::new();
-    for (kind, spec) in attributes(all) {
-        if kind == libc::IFLA_AF_SPEC {
-            let infos = attributes(spec).filter(|(kind, _)| *kind == IFLA_BRIDGE_VLAN_INFO);
-            entries.extend(infos.filter_map(|(_, value)| decode_entry(value)));
+    for (link_kind, spec) in attributes(link_attributes) {
+        if link_kind != libc::IFLA_AF_SPEC {
+            continue;
+        }
+        for (kind, value) in attributes(spec) {
+            if kind == IFLA_BRIDGE_VLAN_INFO {
+                entries.extend(decode_entry(value));
+            }
         }
     }
     Some(entries)
@@ -135,8 +140,8 @@ fn decode_entry(value: &[u8]) -> Option<BridgeVlanInfo> {
     Some(BridgeVlanInfo { flags, vid: u16::from_ne_bytes(*rest.first_chunk()?) })
 }
 
-/// Returns a [`Vlan`] for each VLAN ID. In the kernel's entries, two entries with the flags
-/// `RangeBegin` and `RangeEnd` stand for all IDs from the first to the second.
+/// Returns a [`Vlan`] for each VLAN ID. An entry with the flag `RangeBegin` and the next one with
+/// `RangeEnd` stand for all IDs from the first to the second, with the second entry's flags.
 fn expand_ranges(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan> {
     let mut vlans = Vec::new();
     let mut range_begin = None;

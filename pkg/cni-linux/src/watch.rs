@@ -16,7 +16,7 @@ use nix::poll::{PollFd, PollFlags};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::error::{Cause, Error, Result};
-use crate::machine::{ending_signals, wait_ready};
+use crate::machine::{termination_signals, wait_ready};
 use crate::netlink::socket::Events;
 use crate::netns::Netns;
 
@@ -67,20 +67,20 @@ impl Watch {
         Ok(Watch { events })
     }
 
-    /// Discards all queued events. Returns whether one of them reported the removal of a link or of
-    /// a namespace's ID, or events were lost.
+    /// Discards all queued events. Returns whether a link or a namespace's ID may have been
+    /// removed: an event reported a removal, or events were lost.
     pub fn drain(&self) -> bool {
         self.events.drain()
     }
 
-    /// Calls `check` at once and after every change, until `check` returns `Some`, and returns the
-    /// value. `what` names the awaited event in errors.
+    /// Calls `check` at once and after every change until `check` returns `Some`, and returns the
+    /// value in it. `what` names the awaited event in errors.
     ///
     /// # Errors
     /// - An error of `check` ends the wait and is returned unchanged.
-    /// - `failed to wait for WHAT: …`: the deadline came ([`Error::is_deadline`]), SIGTERM came
-    ///   ([`Error::is_terminated`]; the machine must have blocked the signal), or the kernel
-    ///   failed.
+    /// - `failed to wait for WHAT: …`: the deadline passed ([`Error::is_deadline`]), SIGTERM
+    ///   arrived ([`Error::is_terminated`]; the machine must have blocked the signal), or the
+    ///   kernel failed.
     pub fn wait<T>(
         &self,
         what: &str,
@@ -98,18 +98,18 @@ impl Watch {
             if machine.terminated() {
                 return Err(failed(Cause::terminated()));
             }
-            let left = deadline.saturating_duration_since(machine.now());
-            if left.is_zero() {
+            let time_left = deadline.saturating_duration_since(machine.now());
+            if time_left.is_zero() {
                 return Err(failed(Cause::deadline(deadline.saturating_duration_since(begin))));
             }
-            // Opened only if there is something to wait for.
+            // Opened only if the first `check` has returned `None`.
             let sigterm = match &sigterm {
                 Some(sigterm) => sigterm,
                 None => sigterm.insert(term_descriptor().map_err(|errno| failed(errno.into()))?),
             };
             let mut fds =
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
-            wait_ready(&mut fds, Some(left)).map_err(|error| failed(error.into()))?;
+            wait_ready(&mut fds, Some(time_left)).map_err(|error| failed(error.into()))?;
             // Several queued events need only one check.
             self.events.drain();
         }
@@ -122,7 +122,7 @@ impl Watch {
 /// # Errors
 /// The kernel cannot create a descriptor.
 pub fn term_descriptor() -> Result<SignalFd, Errno> {
-    SignalFd::with_flags(&ending_signals(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+    SignalFd::with_flags(&termination_signals(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
-//! Lists all plugins. The program of this crate runs each of them, and cnitool checks
-//! configurations with them.
+//! Lists all plugins: this crate's program runs them, and cnitool checks configurations with them.
 
 use cni::skel::Plugin;
 use cni_plugin::InterfacePlugin;
 
-/// All plugins, sorted by name. A plugin that is added here is in the program, and `cnitool
-/// validate` checks its keys.
+/// All plugins, sorted by name.
 pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_bandwidth::Bandwidth,
     &InterfacePlugin(plugin_bridge::Bridge),
@@ -27,7 +25,7 @@ pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_vrf::Vrf,
 ];
 
-/// Returns the plugin of this name, or `None` if it is not one of these plugins.
+/// Returns the plugin with this name; `None` if there is none.
 pub fn find(name: &str) -> Option<&'static dyn Plugin> {
     PLUGINS.iter().copied().find(|plugin| plugin.name() == name)
 }

@@ -23,7 +23,7 @@ fn main() -> ExitCode {
             let names: Vec<&str> = cni_multicall::PLUGINS.iter().map(|plugin: &&dyn Plugin| plugin.name()).collect();
             let _ = writeln!(
                 std::io::stderr(),
-                "{name}: no plugin has this name. Call the program by a hard link that is named {}",
+                "{name}: no plugin has this name. Run the program by a hard link with one of these names: {}",
                 names.join(", ")
             );
             ExitCode::from(UNKNOWN_NAME)
