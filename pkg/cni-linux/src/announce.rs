@@ -6,8 +6,8 @@
 //! is not tentative) when the interface's hardware address is set and two sysctls allow it.
 //!
 //! This crate does not send the frames itself, because closing a packet socket waits 4 to 20 ms for
-//! an RCU grace period (6.18), longer than the rest of an ADD. Announce only after the bridge's
-//! port forwards: before that, the frames are lost without an error.
+//! an RCU grace period (Linux 6.18), longer than the rest of an ADD. Announce only after the
+//! bridge's port forwards: before that, the frames are lost without an error.
 
 use crate::error::Result;
 use crate::link::LinkRequest;

@@ -127,7 +127,7 @@ impl Running {
                 ))));
             }
             if let Some(exit) = self.exit {
-                return Ok(Output { status: status(exit), stdout, stderr });
+                return Ok(Output { status: to_exit(exit), stdout, stderr });
             }
             let time_left = deadline.map(|deadline| deadline.saturating_duration_since(machine.now()));
             if time_left == Some(Duration::ZERO) {
@@ -141,12 +141,12 @@ impl Running {
     fn reap(&mut self) -> io::Result<()> {
         // A debugger can delay the reaping of a child that has ended. Block until it is possible:
         // the pidfd is readable already, so with `try_wait` the caller's loop would spin.
-        let exit = if self.has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
-        self.exit = match exit {
+        let reaped = if self.has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
+        self.exit = match reaped {
             // std does not repeat an interrupted call; the caller's loop calls this function again.
             // If the child has ended, `wait_for_event` returns at once.
             Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
-            exit => exit?,
+            reaped => reaped?,
         };
         Ok(())
     }
@@ -224,7 +224,7 @@ fn drain(pipe: &mut Option<impl Read>, output: &mut Vec<u8>, max: usize) -> io::
 }
 
 /// Returns the exit status, or the signal that ended the program.
-fn status(exit: ExitStatus) -> Exit {
+fn to_exit(exit: ExitStatus) -> Exit {
     match exit.code() {
         Some(code) => Exit::Status(code),
         // Never 0: a child without an exit code was ended by a signal.

@@ -65,10 +65,10 @@ pub fn lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Lim
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
     }
-    // Read now, because `wait` takes ownership of the file.
+    // Read now, because `wait_for_lock` takes ownership of the file.
     let metadata = file.metadata().map_err(failed)?;
-    wait(file, machine, on_sigterm, limit).map_err(|cause| {
-        let holder = if cause.is_deadline() || cause.is_terminated() { holder(&metadata) } else { None };
+    wait_for_lock(file, machine, on_sigterm, limit).map_err(|cause| {
+        let holder = if cause.is_deadline() || cause.is_terminated() { describe_holder(&metadata) } else { None };
         Refused { cause, holder }
     })
 }
@@ -93,7 +93,7 @@ impl Netns {
 }
 
 /// Waits until a second thread has locked the file, and returns the file. Fails as [`lock()`] does.
-fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
+fn wait_for_lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) -> Result<File, Cause> {
     let sigterm = term_descriptor()?;
     // The thread closes `done_writer` at its end, which makes `done_reader` readable. A pipe can be
     // polled; a channel cannot.
@@ -143,7 +143,7 @@ fn wait(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit: Limit) 
 
 /// Describes the process that holds the lock of the file, as `process 12 (bridge)`; `None` if
 /// the lock is not found in `/proc/locks`.
-fn holder(file: &Metadata) -> Option<String> {
+fn describe_holder(file: &Metadata) -> Option<String> {
     let device = (major(file.dev()), minor(file.dev()));
     let find = || holder_in(&read_locks().unwrap_or_default(), device, file.ino());
     // A line can be missing because other locks changed while the list was read: try twice.

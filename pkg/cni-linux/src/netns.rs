@@ -20,8 +20,8 @@ use nix::sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs};
 use crate::error::{Cause, Error, Reason, Result};
 use crate::sys;
 
-/// The calling thread's namespace.
-const OWN: &str = "/proc/thread-self/ns/net";
+/// The file of the calling thread's namespace.
+const OWN_NETNS: &str = "/proc/thread-self/ns/net";
 
 /// An open network namespace. The kernel keeps the namespace at least as long as this handle.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ impl Netns {
 
     /// Opens the calling thread's namespace.
     pub fn current() -> Result<Netns> {
-        Netns::open(Path::new(OWN))
+        Netns::open(Path::new(OWN_NETNS))
     }
 
     /// Whether `path` is the calling thread's network namespace. Opens nothing if `path` is a
@@ -56,7 +56,7 @@ impl Netns {
     pub fn is_current(path: &Path) -> Result<bool> {
         // All namespaces are on one device. For a path on another device, `open` below returns the
         // error.
-        if let (Ok(given), Ok(own)) = (fs::metadata(path), fs::metadata(OWN))
+        if let (Ok(given), Ok(own)) = (fs::metadata(path), fs::metadata(OWN_NETNS))
             && given.dev() == own.dev()
         {
             return Ok(given.ino() == own.ino());
@@ -90,7 +90,7 @@ impl Netns {
     /// The thread could not enter the namespace; `inside` was not run.
     pub fn run<T>(&self, inside: impl FnOnce() -> T) -> Result<T> {
         let enter = || -> io::Result<ReturnGuard> {
-            let own = File::open(OWN)?;
+            let own = File::open(OWN_NETNS)?;
             setns(self.as_fd(), CloneFlags::CLONE_NEWNET)?;
             // Created after `setns`, because a thread that lacks the privilege to enter also lacks
             // the privilege to go back: the guard would end the process.
@@ -132,19 +132,16 @@ impl AsFd for Netns {
 /// network namespace, and with the errno after any other failure.
 fn open(path: &Path) -> Result<Netns, Cause> {
     // Check the type of the file system first, as Go's plugins do, so that the errors are the same.
-    let file_system = statfs(path).map_err(|errno| {
-        let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
-        let source = Some(errno.into());
-        match errno {
-            // A path that is too long or a loop of symlinks can never be opened, so DEL would fail
-            // forever if it did not take the namespace as deleted.
-            Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP => {
-                Reason::NoNetns { text, source }.into()
-            }
-            _ => Cause::from(errno),
+    let magic = match statfs(path) {
+        Ok(file_system) => file_system.filesystem_type(),
+        // A path that is too long or a loop of symlinks can never be opened, so DEL would fail
+        // forever if it did not take the namespace as deleted.
+        Err(errno @ (Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP)) => {
+            let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
+            return Err(Reason::NoNetns { text, source: Some(errno.into()) }.into());
         }
-    })?;
-    let magic = file_system.filesystem_type();
+        Err(errno) => return Err(errno.into()),
+    };
     if magic != NSFS_MAGIC && magic != PROC_SUPER_MAGIC {
         return Err(not_a_netns(format!("unknown FS magic on {}: {:x}", quoted(path), magic.0)));
     }
@@ -240,7 +237,7 @@ mod tests {
         std::fs::write(&plain, "").unwrap();
         assert!(Netns::is_current(&plain).unwrap_err().is_no_netns());
         assert!(Netns::is_current(Path::new("/proc/self/status")).unwrap_err().is_no_netns());
-        assert!(Netns::is_current(Path::new(OWN)).unwrap());
+        assert!(Netns::is_current(Path::new(OWN_NETNS)).unwrap());
     }
 
     #[test]

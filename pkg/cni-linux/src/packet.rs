@@ -1,7 +1,7 @@
 //! Sends and receives UDP over IPv4 on an interface that may have no address yet: encodes and
 //! decodes Ethernet frames for a packet socket.
 //!
-//! Closing a packet socket waits 4 to 20 ms for an RCU grace period (6.18). The checksum of a
+//! Closing a packet socket waits 4 to 20 ms for an RCU grace period (Linux 6.18). The checksum of a
 //! received UDP packet is not verified, because the kernel does not compute it for packets between
 //! interfaces of one machine.
 
@@ -44,7 +44,7 @@ impl Datagram<'_> {
     /// sender.
     pub fn to_broadcast_frame(&self, source: Mac) -> Vec<u8> {
         let ethernet = [&Mac::BROADCAST.0[..], &source.0, &ETHERTYPE_IPV4].concat();
-        [ethernet, self.ip_header(), self.udp()].concat()
+        [ethernet, self.ip_header(), self.udp_packet()].concat()
     }
 
     /// Returns the IPv4 header.
@@ -69,7 +69,7 @@ impl Datagram<'_> {
     }
 
     /// Returns the UDP header and the payload.
-    fn udp(&self) -> Vec<u8> {
+    fn udp_packet(&self) -> Vec<u8> {
         let length = self.total_length(UDP_LENGTH);
         let with_checksum = |sum: u16| {
             let ports = [self.from.port().to_be_bytes(), self.to.port().to_be_bytes()].concat();

@@ -1,5 +1,5 @@
-//! Finds programs of the system, in the folders of PATH and then in the usual folders: a runtime
-//! may start a plugin with any PATH, or none.
+//! Finds installed programs, in the folders of PATH and then in the system's usual folders, because
+//! a runtime may start a plugin with any PATH, or none.
 
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt as _;

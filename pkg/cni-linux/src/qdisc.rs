@@ -103,10 +103,10 @@ impl Netlink {
     /// only the kernel's default qdisc, or no qdisc.
     pub fn find_qdisc(&self, index: u32, parent: QdiscParent) -> Result<Option<Qdisc>> {
         let request = match parent {
-            QdiscParent::Root => TrafficRequest::new(index, TC_H_UNSPEC, parent.number()),
+            QdiscParent::Root => TrafficRequest::new(index).parent(parent.number()),
             // The ingress qdisc is looked up by its handle: a look-up by parent returns the
             // kernel's default qdisc if the interface had an ingress qdisc before.
-            QdiscParent::Ingress => TrafficRequest::new(index, parent.handle(), TC_H_UNSPEC),
+            QdiscParent::Ingress => TrafficRequest::new(index).handle(parent.handle()),
         };
         match self.get_echoed(Kind::GetQdisc, &request) {
             Ok(reply) => Ok(reply.as_ref().and_then(decode)),
@@ -136,7 +136,7 @@ impl Netlink {
     /// Attaches a `tbf` at the root or an `ingress` qdisc. `options` is the encoded options
     /// attribute, or empty. Fails with EEXIST if a qdisc was attached at `parent` before.
     fn create_qdisc(&self, index: u32, parent: QdiscParent, options: &[u8]) -> Result<()> {
-        let mut message = TrafficRequest::new(index, parent.handle(), parent.number()).kind(parent.kind());
+        let mut message = TrafficRequest::of_qdisc(index, parent);
         message.attributes.extend(options);
         self.send_change(Kind::NewQdisc, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to add qdisc {} to {link}", parent.kind())
@@ -147,7 +147,7 @@ impl Netlink {
     /// [`create_ingress`](Netlink::create_ingress) attached, with its filters. Does nothing if the
     /// interface does not exist, or has no qdisc or a different one there.
     pub fn purge_qdisc(&self, index: u32, parent: QdiscParent) -> Result<()> {
-        let message = TrafficRequest::new(index, parent.handle(), parent.number()).kind(parent.kind());
+        let message = TrafficRequest::of_qdisc(index, parent);
         let deleted = self.send_change(Kind::DelQdisc, &message, 0, |link| {
             format!("failed to remove qdisc {} from {link}", parent.kind())
         });
@@ -165,8 +165,7 @@ impl Netlink {
         /// The Ethernet type that stands for all packets.
         const ETH_P_ALL: u16 = 3;
         let protocol = ETH_P_ALL.to_be();
-        // The parent of a filter is the handle of its qdisc.
-        let mut message = TrafficRequest::new(from, TC_H_UNSPEC, INGRESS_HANDLE).kind("u32");
+        let mut message = TrafficRequest::new(from).parent(INGRESS_HANDLE).kind("u32");
         message.info = PRIORITY << 16 | u32::from(protocol);
         message.attributes.extend(new_nest(TCA_OPTIONS, &encode_redirect(to)));
         self.send_change(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
@@ -178,7 +177,7 @@ impl Netlink {
     /// A redirection to a deleted interface has index 0.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
         let replies = self
-            .dump(Kind::GetFilter, &TrafficRequest::new(index, TC_H_UNSPEC, INGRESS_HANDLE))
+            .dump(Kind::GetFilter, &TrafficRequest::new(index).parent(INGRESS_HANDLE))
             .map_err(|cause| Error::new(format_args!("failed to list the filters of {}", self.label(index)), cause))?;
         let bodies = replies.iter().filter_map(|reply| reply.body(Kind::NewFilter));
         Ok(bodies.flat_map(decode_filter).collect())
@@ -214,9 +213,26 @@ struct TrafficRequest {
 const HEADER: usize = 20;
 
 impl TrafficRequest {
-    /// Returns a request without attributes.
-    fn new(index: u32, handle: u32, parent: u32) -> TrafficRequest {
-        TrafficRequest { index, handle, parent, info: 0, attributes: Vec::new() }
+    /// Returns a request about the interface `index`, with only the index set.
+    fn new(index: u32) -> TrafficRequest {
+        TrafficRequest { index, handle: TC_H_UNSPEC, parent: TC_H_UNSPEC, info: 0, attributes: Vec::new() }
+    }
+
+    /// Returns a request about the qdisc that these plugins create at `parent`.
+    fn of_qdisc(index: u32, parent: QdiscParent) -> TrafficRequest {
+        TrafficRequest::new(index).handle(parent.handle()).parent(parent.number()).kind(parent.kind())
+    }
+
+    /// Sets the handle of the qdisc.
+    fn handle(mut self, handle: u32) -> TrafficRequest {
+        self.handle = handle;
+        self
+    }
+
+    /// Sets the parent: of a qdisc a `TC_H_*` constant, of a filter the handle of its qdisc.
+    fn parent(mut self, parent: u32) -> TrafficRequest {
+        self.parent = parent;
+        self
     }
 
     /// Adds the kind of the qdisc or filter, such as `tbf`.
@@ -459,7 +475,7 @@ mod tests {
     #[test]
     fn no_answer_makes_a_reader_panic() {
         let options = encode_tbf(&Tbf { rate: 1, limit: 2, buffer: 3 });
-        let mut body = TrafficRequest::new(7, ROOT_HANDLE, TC_H_ROOT).kind("tbf");
+        let mut body = TrafficRequest::of_qdisc(7, QdiscParent::Root);
         body.attributes.extend(options);
         let bytes = crate::netlink::wire::emitted(&body);
         let whole = decode(&Reply::new(Kind::NewQdisc, &bytes)).unwrap();

@@ -412,8 +412,8 @@ fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<
     let mut next_hops = Vec::new();
     for attribute in attributes {
         match attribute {
-            RouteAttribute::Destination(address) => destination = ip(&address).unwrap_or(unspecified),
-            RouteAttribute::Gateway(address) => route.gw = ip(&address),
+            RouteAttribute::Destination(address) => destination = to_ip(&address).unwrap_or(unspecified),
+            RouteAttribute::Gateway(address) => route.gw = to_ip(&address),
             RouteAttribute::Oif(index) => route.oif = index,
             RouteAttribute::Priority(metric) => route.priority = Some(metric),
             RouteAttribute::Table(table) => route.table = Some(table),
@@ -442,13 +442,13 @@ fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<
 /// Returns the gateway of one path of a route; `None` if the path has none.
 fn gateway(hop: &RouteNextHop) -> Option<IpAddr> {
     hop.attributes.iter().find_map(|attribute| match attribute {
-        RouteAttribute::Gateway(address) => ip(address),
+        RouteAttribute::Gateway(address) => to_ip(address),
         _ => None,
     })
 }
 
 /// Converts an IP address; `None` for an address of another family.
-pub(crate) fn ip(address: &RouteAddress) -> Option<IpAddr> {
+pub(crate) fn to_ip(address: &RouteAddress) -> Option<IpAddr> {
     match address {
         RouteAddress::Inet(address) => Some((*address).into()),
         RouteAddress::Inet6(address) => Some((*address).into()),

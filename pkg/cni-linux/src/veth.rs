@@ -6,8 +6,8 @@
 //!
 //! A pair needs two requests. The first creates the pair; its host end can be up and a port of a
 //! bridge at once. In this request the kernel refuses to set the peer up and silently ignores an
-//! alias (6.18), so the second request sets the host end's alias, which names the attachment. In
-//! between, the host end has its network's [group](AttachmentId::group), by which a host end
+//! alias (Linux 6.18), so the second request sets the host end's alias, which names the attachment.
+//! In between, the host end has its network's [group](AttachmentId::group), by which a host end
 //! without an alias is recognized after a crash.
 
 use std::time::Duration;
@@ -22,8 +22,8 @@ use crate::netns::Netns;
 use crate::watch::Watch;
 use cni::AttachmentId;
 
-/// How many names for a host end are tried. A name is the same as that of another attachment's host
-/// end with a probability of 1 in 2^32.
+/// How many names for a host end are tried. A name equals that of another attachment's host end
+/// with a probability of 1 in 2^32.
 pub const HOST_NAME_ATTEMPTS: u32 = 4;
 
 /// The time after which a pair without an alias counts as left by a killed ADD. An ADD sets the
@@ -116,7 +116,8 @@ impl Netlink {
     pub fn find_host_end(&self, attachment: &AttachmentId) -> Result<Option<Link>> {
         for attempt in 0..HOST_NAME_ATTEMPTS {
             let Some(link) = self.find_link(&attachment.host_name(attempt))? else { continue };
-            if link.is_veth() && (link.alias.is_none() || attachment.is_on(link.alias.as_deref())) {
+            let has_own_or_no_alias = link.alias.is_none() || attachment.is_on(link.alias.as_deref());
+            if link.is_veth() && has_own_or_no_alias {
                 return Ok(Some(link));
             }
         }
@@ -165,9 +166,8 @@ impl Netlink {
     }
 
     /// Adds to the EEXIST of a failed creation which of the two names is in use; returns any other
-    /// cause unchanged. If both names are in use, that is the peer's, because a new host name would
-    /// not help. So only the peer's name is looked up; if no link with this name is found, the host
-    /// end's name is in use.
+    /// cause unchanged. If both names are in use, adds the peer's, because another host name would
+    /// not help. So only the peer's name is looked up; if no link is found, adds the host end's.
     fn add_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;

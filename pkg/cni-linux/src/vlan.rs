@@ -5,7 +5,7 @@
 //!
 //! The kernel lists consecutive VLANs with equal flags as two entries, the first and the last. It
 //! sends the list of ports in parts and continues by position: for each port that is deleted
-//! meanwhile, another port may be missing from the list (6.18).
+//! meanwhile, another port may be missing from the list (Linux 6.18).
 //!
 //! On a kernel without VLAN filtering every change fails with [`Error::is_unsupported`], and every
 //! list is empty.

@@ -41,10 +41,10 @@ impl Body for RouteMessage {
         for attribute in &route.attributes {
             match attribute {
                 RouteAttribute::Destination(address) => {
-                    let ip = route::ip(address).map(|ip| ip.to_string()).unwrap_or_default();
+                    let ip = route::to_ip(address).map(|ip| ip.to_string()).unwrap_or_default();
                     to = format!("{ip}/{}", route.header.destination_prefix_length);
                 }
-                RouteAttribute::Gateway(address) => words.extend(route::ip(address).map(|ip| format!("via {ip}"))),
+                RouteAttribute::Gateway(address) => words.extend(route::to_ip(address).map(|ip| format!("via {ip}"))),
                 RouteAttribute::Oif(oif) => words.push(dev(*oif)),
                 RouteAttribute::Priority(metric) => words.push(format!("metric {metric}")),
                 RouteAttribute::Table(table) => words.push(format!("table {table}")),

@@ -11,7 +11,7 @@ use netlink_packet_route::route::{
     RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteNextHopFlags, RouteType,
 };
 
-use super::{Family, Route, ip, message, parse, unicast_routes};
+use super::{Family, Route, message, parse, to_ip, unicast_routes};
 use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink};
 
@@ -54,7 +54,7 @@ impl SavedRoute {
     /// a route of another type.
     pub fn routes(&self) -> Vec<Route> {
         let source = self.0.attributes.iter().find_map(|attribute| match attribute {
-            RouteAttribute::PrefSource(address) => ip(address),
+            RouteAttribute::PrefSource(address) => to_ip(address),
             _ => None,
         });
         unicast_routes(self.0.clone()).into_iter().map(|route| Route { source, ..route }).collect()
