@@ -106,7 +106,8 @@ fn wait_for_lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit
                 result => break result.map(|()| file),
             }
         };
-        // If the caller no longer waits, `send` fails and returns the file; dropping it unlocks it.
+        // If the caller no longer waits, `send` fails and returns the file. Dropping the file
+        // unlocks it.
         drop(sender.send(result));
         drop(done_writer);
     };

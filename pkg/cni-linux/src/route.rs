@@ -94,10 +94,10 @@ pub struct Route {
     /// The source address of packets that this host sends along the route; `None` for the kernel's
     /// choice. In a route that the kernel returned, only [`SavedRoute::routes`] sets it.
     pub source: Option<IpAddr>,
-    /// Whether the kernel takes the gateway as reachable on the link even if no route covers it.
+    /// Whether the kernel treats the gateway as reachable on the link even if no route covers it.
     pub onlink: bool,
-    /// The number of the program that added the route. Go's plugins and [`Route::new`] use 3
-    /// ("boot").
+    /// The number (`rtm_protocol`) of the kind of program that added the route. Go's plugins and
+    /// [`Route::new`] use 3 ("boot").
     pub protocol: u8,
 }
 
@@ -134,8 +134,8 @@ impl Route {
     }
 
     /// Whether the kernel refuses to add one route while the other exists: both have the same
-    /// destination, table and metric, even if the gateways differ. Ignores the TOS, by which the
-    /// kernel distinguishes IPv4 routes too.
+    /// destination, table and metric, even if the gateways differ. Does not compare the TOS,
+    /// although the kernel accepts IPv4 routes that differ only in their TOS.
     pub fn conflicts_with(&self, other: &Route) -> bool {
         (self.dst, self.table_id(), self.metric()) == (other.dst, other.table_id(), other.metric())
     }
