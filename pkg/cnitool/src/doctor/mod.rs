@@ -188,7 +188,7 @@ fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
             false => outcome.add_problem_with_advice(what, RECREATE_ADVICE),
         }
     }
-    outcome.with_summary("every container has what its result and its configuration say")
+    outcome.with_summary("every attachment agrees with its result and its configuration")
 }
 
 /// The advice for differences that `cnitool rules restore` does not repair.
@@ -200,7 +200,8 @@ fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
     for leftover in leftovers::list(&context.snapshot, context.call) {
         outcome.add_problem(format!("{} {}: {}", leftover.kind, leftover.what, leftover.why), leftover.command);
     }
-    outcome.with_summary("every link, rule, reservation, backup, lease and cache entry has its container")
+    outcome
+        .with_summary("every link, rule, reservation, backup, lease and cache entry belongs to an existing container")
 }
 
 impl Context<'_, '_> {

@@ -153,7 +153,7 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
             outcome.add_problem(what, format!("{set_inner} && {set_outer}"));
         }
     }
-    Ok(outcome.with_summary("the MTUs of both ends, the bridges and the uplink fit together"))
+    Ok(outcome.with_summary("the MTUs of links, bridges and the uplink are consistent"))
 }
 
 /// Returns the uplink: the host's interface with the best default route of IPv4 or, if IPv4 has no
@@ -219,5 +219,5 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
     }
     // All findings of one bridge have the same fix, so only the first is kept.
     outcome.findings.dedup_by(|one, other| one.fix == other.fix);
-    Ok(outcome.with_summary("packets of all containers arrive on the interface of the route back"))
+    Ok(outcome.with_summary("the host's route to each container uses the interface of its packets"))
 }
