@@ -30,8 +30,8 @@ pub(super) struct Step {
     pub(super) is_cause: bool,
 }
 
-/// Returns the plugin's steps in the order in which they ended. If one of them made the plugin fail,
-/// its `is_cause` is true.
+/// Returns the plugin's steps in the order in which they ended. If one of them made the plugin
+/// fail, its `is_cause` is true.
 pub(super) fn steps_of(run: &PluginRun) -> Vec<Step> {
     let mut steps: Vec<Step> = run.log.lines().filter_map(parse_line).collect();
     // The last line is the summary of the plugin's own run, which `run` already has.

@@ -1,6 +1,5 @@
 //! Reads everything about a node's networks once, for `inspect` and `doctor`.
 
-use std::net::IpAddr;
 use std::path::PathBuf;
 
 use cni::AttachmentId;
@@ -57,6 +56,7 @@ impl Snapshot {
     /// # Errors
     /// - Code 5 if the folder of the networks, of the result cache, of reservations, of leases or
     ///   of backups cannot be read.
+    /// - Code 6 if the `dataDir` of a configuration has the wrong type.
     /// - Code 11 if the lock of reservations is held for too long.
     /// - The kernel's error if the links or the packet filter rules cannot be listed.
     pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
@@ -78,9 +78,9 @@ impl Snapshot {
                 Some(mut locked) => ipam.note_unread(locked.list()?),
                 None => (Vec::new(), Vec::new()),
             };
-            let file = |address: IpAddr| pool.data_dir.join(&pool.network).join(address.to_string());
+            let folder = pool.data_dir.join(&pool.network);
             for (address, what) in unusual_in_pool {
-                unusual.push((pool.network.clone(), file(address), what));
+                unusual.push((pool.network.clone(), folder.join(address.to_string()), what));
             }
             reservations.push((pool.network, pool.data_dir, listed));
         }
