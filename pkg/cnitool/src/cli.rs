@@ -1,7 +1,7 @@
 //! The verbs, the options that all verbs have, and environment variables.
 //!
 //! The help, the completions and the man pages are generated from the parser. So the doc comments
-//! of the arguments, which are in each verb's module, are texts for operators.
+//! of the arguments here and in each verb's module are texts for operators.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -26,18 +26,18 @@ pub(crate) const DEFAULT_PLUGIN_DIR: &str = "/opt/cni/bin";
 /// Why a call ended without the result of a verb.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The arguments are invalid, or request the help. clap's error has the text of both.
+    /// The arguments are invalid, or they request the help. clap's error has the text to print.
     Parser(Box<clap::Error>),
     /// The arguments are invalid, for a reason that the parser does not check.
     Usage { verb: &'static str, msg: String },
     /// The verb failed.
-    Failed { doing: String, error: Error, format: Format },
+    Failed { subject: String, error: Error, format: Format },
 }
 
-/// Returns the failure of a verb. `doing` is the verb, with its network if it has one (`add net`).
-/// The error is printed in this format.
-pub(crate) fn failed(doing: impl Into<String>, error: Error, format: Format) -> Failure {
-    Failure::Failed { doing: doing.into(), error, format }
+/// Returns the failure of a verb, to be printed in this format. `subject` is the verb and, if it
+/// has one, its network (`add net`).
+pub(crate) fn failed(subject: impl Into<String>, error: Error, format: Format) -> Failure {
+    Failure::Failed { subject: subject.into(), error, format }
 }
 
 /// Run, see and repair CNI networks by hand
@@ -119,7 +119,7 @@ pub(crate) struct Shared {
 /// The layout of the help, which is the same for -h and --help.
 const HELP_TEMPLATE: &str = "{about}\n\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
 
-/// Returns the parser, in which every verb has the same layout of the help.
+/// Returns the parser. The help of every verb has the same layout.
 pub(crate) fn command() -> clap::Command {
     fn with_template(command: clap::Command) -> clap::Command {
         command.help_template(HELP_TEMPLATE).mut_subcommands(with_template)
@@ -127,7 +127,7 @@ pub(crate) fn command() -> clap::Command {
     with_template(Cli::command())
 }
 
-/// Parses the arguments and runs the verb, which prints its result. The caller prints the failure.
+/// Parses the arguments and runs the verb, which prints its result. The caller prints a failure.
 pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let parser_failure = |error| Failure::Parser(Box::new(error));
     let args = std::iter::once("cnitool".into()).chain(call.args.iter().cloned());
@@ -184,19 +184,19 @@ impl Shared {
     }
 }
 
-/// The environment variables. An empty variable counts as absent, and of duplicates the last one
-/// counts.
+/// The environment variables. The last of several duplicates is used. An empty variable counts as
+/// absent.
 #[derive(Clone, Copy)]
 pub(crate) struct Variables<'a>(pub(crate) &'a [(OsString, OsString)]);
 
 impl Variables<'_> {
-    /// Returns the value of a variable, or `None` if it is absent or empty.
+    /// Returns the value of a variable, or `None` if the variable is absent or empty.
     pub(crate) fn find_os(&self, name: &str) -> Option<OsString> {
         let found = self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.clone());
         found.filter(|value| !value.is_empty())
     }
 
-    /// Returns the value of a variable as text, or `None` if it is absent or empty.
+    /// Returns the value of a variable as text, or `None` if the variable is absent or empty.
     ///
     /// # Errors
     /// Code 4 if the value is not valid UTF-8.

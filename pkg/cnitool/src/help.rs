@@ -1,4 +1,4 @@
-//! The longer texts of `--help`: those before the options, and those after them.
+//! The texts of `--help` before and after the options.
 //!
 //! They are printed without wrapping, so each line has at most 80 columns.
 
@@ -26,9 +26,9 @@ Examples:
 
 /// Before the options of `cnitool add --help`.
 pub(crate) const ADD: &str = "\
-Runs ADD of the network's plugins in order, prints the last one's result and
-stores it for check, del and gc. If a plugin fails, DEL of every plugin is run,
-so that nothing is left, and all errors are printed.";
+Runs ADD of the network's plugins in order, prints the result of the last one
+and stores it for check, del and gc. If a plugin fails, DEL of every plugin is
+run, so that nothing is left over, and all errors are printed.";
 
 /// After the options of `cnitool add --help`.
 pub(crate) const AFTER_ADD: &str = "\
@@ -78,13 +78,13 @@ Examples:
 
 /// Before the options of `cnitool gc --help`.
 pub(crate) const GC: &str = "\
-Removes everything of the network that belongs to no valid attachment. Valid are
-the attachments that cnitool has stored and whose namespace exists, and those
-that --keep names. Stored attachments that are not valid get a full DEL. Then,
+Removes everything of the network that belongs to no valid attachment. An
+attachment is valid if --keep names it, or if cnitool has stored it and its
+namespace exists. Stored attachments that are not valid get a full DEL. Then,
 for CNI version 1.1.0 and newer, every plugin removes its other addresses, rules
-and interfaces. That includes those of a container runtime that uses the same
-network: name its attachments with --keep. No other add or del of the network
-must run at the same time.";
+and interfaces. If a container runtime uses the same network, name its
+attachments with --keep, or theirs are removed too. Do not run another add or
+del of the network at the same time.";
 
 /// After the options of `cnitool gc --help`.
 pub(crate) const AFTER_GC: &str = "\
@@ -120,7 +120,7 @@ Fails if a plugin is missing or does not support the network's version.
 /// After the options of `cnitool version --help`.
 pub(crate) const AFTER_VERSION: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 all support it, 1 one does not, 2 the arguments are invalid
+Exit codes: 0 all support it, 1 a plugin does not, 2 the arguments are invalid
 
 Example:
   cnitool version mynet";
@@ -161,7 +161,7 @@ Removes reservations of containers that do not exist any more. A reservation of
 an attachment that a runtime has stored is removed if the attachment's network
 namespace is gone and no link on the host belongs to it. A reservation of an
 unknown container stays unless --unknown is given. Plugins may run at the same
-time: both use the same lock.
+time, because cnitool uses the same lock as they do.
 
 This verb removes only addresses. If rules and links are left over too, 'cnitool
 gc' or the runtime's own garbage collection removes all of them.";
@@ -176,8 +176,8 @@ Examples:
 
 /// Before the options of `cnitool ipam release --help`.
 pub(crate) const IPAM_RELEASE: &str = "\
-Refuses to release an address that is in use, unless --force is given: another
-container may then get the address while the first one still uses it.";
+Refuses to release an address that is in use, because another container could
+get the address while the first one still uses it. --force releases it anyway.";
 
 /// After the options of `cnitool ipam release --help`.
 pub(crate) const AFTER_IPAM_RELEASE: &str = "\
@@ -210,8 +210,8 @@ examined.";
 pub(crate) const AFTER_RULES_RESTORE: &str = "\
 Run it in the host's network namespace.
 
-Exit codes: 0 every rule is there (again); 1 something failed, or with --dry-run
-            a rule is missing; 2 the arguments are invalid
+Exit codes: 0 no rule is missing now; 1 something failed, or with --dry-run a
+            rule is missing; 2 the arguments are invalid
 
 Examples:
   cnitool rules restore --dry-run
@@ -262,12 +262,12 @@ Example:
 
 /// Before the options of `cnitool explain --help`.
 pub(crate) const EXPLAIN: &str = "\
-Runs add, check, del, gc or status as without 'explain': it does what they do.
+Runs add, check, del, gc or status, and does everything that the verb does.
 Prints for each plugin its steps, in the order in which they ended, with their
 durations in milliseconds: requests to the kernel, files, programs, and the
 steps of its delegates. A '!' marks the step that made a plugin fail, with the
 request itself. An error without a '!' is harmless, for example when a plugin
-finds out whether a link exists. The result follows as without 'explain'.";
+finds out whether a link exists. The verb's own result follows.";
 
 /// After the options of `cnitool explain --help`.
 pub(crate) const AFTER_EXPLAIN: &str = "\
@@ -288,7 +288,7 @@ problems that 'cnitool validate' finds in it. With names, only those networks.";
 /// After the options of `cnitool networks --help`.
 pub(crate) const AFTER_NETWORKS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 no listed network has an error, 1 one has, or does not exist,
+Exit codes: 0 no listed network has an error, 1 one has or does not exist,
             2 the arguments are invalid
 
 Examples:

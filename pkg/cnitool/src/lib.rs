@@ -2,7 +2,7 @@
 //!
 //! - `network`: the verbs add, check, del, gc, status and version of a network, with [`libcni`].
 //! - `inspect`: compares attachments with their results, and finds leftovers.
-//! - `validate`: reports all problems of a network's file; `networks` does that for every file.
+//! - `validate`: reports all problems of a network's file, or of every network's file (`networks`).
 //! - `doctor`: finds problems of the node, with the commands that fix them.
 //! - `explain`: runs a verb of a network and prints the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
@@ -11,14 +11,15 @@
 //! - `node`: the configured networks, the result cache, the aliases of links, and whether an
 //!   attachment is in use.
 //! - `cli`: the verbs, the options of all verbs, environment variables.
-//! - `target`: a network namespace and its container ID.
+//! - `target`: whether a network namespace exists, and the container ID for its path.
 //! - `report`: prints results and errors. `help`: the longer texts of `--help`.
 //! - `generate`: completions and man pages.
 //!
 //! A new verb is a module with its arguments and a function `run`, and a line in `cli::Verb`.
 //!
-//! stdout carries only results; everything else goes to stderr. The tool gets its arguments,
-//! environment and streams as values ([`Call`], [`Streams`]), so its tests start no process.
+//! stdout gets only results, the help and, with `--json`, errors; everything else goes to stderr.
+//! The library gets its arguments, environment and streams as values ([`Call`], [`Streams`]), so
+//! its tests start no process.
 
 mod cli;
 mod doctor;
@@ -62,7 +63,7 @@ pub struct Call<'m> {
 pub struct Streams<'a> {
     /// The stream for results.
     pub stdout: &'a mut dyn Write,
-    /// The receiver of all other lines, which writes them to stderr.
+    /// The receiver of all other lines. In the program, it writes them to stderr.
     pub notes: Notes,
     /// Whether stdout gets colours.
     pub stdout_style: ColorMode,
@@ -100,7 +101,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Runs the tool. Also prints the help, or why the call failed.
+/// Runs the tool and prints everything, including errors.
 pub fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Exit {
     match cli::run(call, streams) {
         Ok(exit) => exit,

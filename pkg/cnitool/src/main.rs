@@ -1,4 +1,4 @@
-//! cnitool. Everything is in the library, to which this passes arguments, environment and streams.
+//! Passes the arguments, the environment and the streams to the library, which does everything.
 
 use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     let call = Call {
         args: std::env::args_os().skip(1).collect(),
         environment: std::env::vars_os().collect(),
-        // If the working directory was deleted, relative paths count from `/`.
+        // If the working directory was deleted, relative paths are relative to `/`.
         folder: std::env::current_dir().unwrap_or_default(),
         machine: &machine,
     };

@@ -1,8 +1,8 @@
-//! Reads what the node has: the configured networks, the attachments in the result cache, and the
-//! aliases of the host's links.
+//! Reads the configured networks and the aliases of the host's links, and finds out whether an
+//! attachment is in use.
 //!
 //! Every runtime that uses Go's libcni stores its attachments in the same result cache as cnitool.
-//! So an attachment is rarely missing there. But a missing one may still have its container.
+//! An attachment that the cache does not have is rare, but its container may still exist.
 
 use std::collections::BTreeMap;
 
@@ -13,8 +13,8 @@ use libcni::{ConfFile, ConfFolder, NetworkList};
 
 use crate::target::NetnsPresence;
 
-/// Returns the valid configured networks, sorted by name. If several files have the same network,
-/// the one counts that the runtimes choose (see [`by_precedence`]).
+/// Returns the valid configured networks, sorted by name. If several files define the same network,
+/// the first one in the order of [`by_precedence`] is used, as runtimes do.
 ///
 /// # Errors
 /// Code 5 if the folder cannot be read.
@@ -31,15 +31,15 @@ pub(crate) fn networks(folder: &ConfFolder) -> Result<Vec<NetworkList>, Error> {
     Ok(chosen)
 }
 
-/// Sorts files in the order in which runtimes search them for a network: those whose name ends in
-/// `.conflist` come first. Otherwise the order of `files`, which is by name, stays.
+/// Sorts files in the order in which runtimes search them for a network: files named `*.conflist`
+/// first. Both groups keep the order of `files`, which is by name.
 pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
     // The sort is stable, and `false` comes before `true`.
     files.sort_by_key(|file| file.path.extension().is_none_or(|extension| extension != "conflist"));
     files
 }
 
-/// The knowledge about whether an attachment is in use.
+/// Whether an attachment is in use, as far as is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Liveness {
     /// It is or may be in use, for this reason.
@@ -73,16 +73,18 @@ impl Liveness {
 pub(crate) struct LivenessSources<'a> {
     /// The entries of the result cache.
     pub(crate) cached: &'a [Entry],
-    /// The names of those links on the host that have an attachment's alias, by this alias.
+    /// The links on the host that have an attachment's alias: the link's name by the alias.
     pub(crate) links_by_alias: &'a BTreeMap<String, String>,
     pub(crate) machine: &'a dyn Machine,
 }
 
 impl LivenessSources<'_> {
-    /// Returns whether an attachment of the container `id` to `network` is in use. It is in use if
-    /// its namespace exists, or may exist, or if a link on the host has its alias. Its container is
-    /// gone if the result cache has the attachment, but neither is true. Otherwise nothing is
-    /// known. Without `ifname`, any interface of the container counts.
+    /// Returns whether an attachment of the container `id` to `network` is in use. Without
+    /// `ifname`, attachments of all interfaces of the container are considered.
+    /// - [`Liveness::InUse`]: the namespace in the result cache exists or may exist, or a link on
+    ///   the host has the attachment's alias.
+    /// - [`Liveness::Over`]: otherwise, if the result cache has the attachment.
+    /// - [`Liveness::Unknown`]: otherwise.
     pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
         let mut netns_gone = None;
         for entry in self.cached.iter().filter(|entry| entry.network == network) {
@@ -106,9 +108,9 @@ impl LivenessSources<'_> {
                 }
             }
         }
-        // The host's end of a link disappears with the container's end, so if it exists, the
-        // container exists too. `is_on` also recognizes the alias of a long container ID, which has
-        // only the hash of the ID.
+        // The host's end of a link disappears with the container's end, so its existence shows that
+        // the container exists. `is_on` also recognizes an alias with the hash of a long container
+        // ID.
         let host_link = self.links_by_alias.iter().find(|(alias, _)| {
             cni::AttachmentId::parse(alias).is_some_and(|parsed| {
                 let ifname = ifname.unwrap_or(&parsed.ifname);
@@ -125,23 +127,24 @@ impl LivenessSources<'_> {
     }
 }
 
-/// Returns the names of those links in the namespace of this process that have an attachment's
-/// alias, by this alias. bandwidth's ifbs are left out, because they remain when the container
+/// Returns the links in the namespace of this process that have an attachment's alias: the link's
+/// name by the alias. bandwidth's ifbs are left out, because they remain when the container
 /// disappears.
 ///
 /// # Errors
 /// The kernel's error if the links cannot be listed.
 pub(crate) fn list_links_by_alias() -> Result<BTreeMap<String, String>, Error> {
     let links = cni_linux::Netlink::open()?.list_links()?;
-    let with_alias = |link: cni_linux::Link| {
+    let alias_and_name = |link: cni_linux::Link| {
         let alias = attachment_alias_in(&link.alias?);
         cni::AttachmentId::parse(&alias).is_some().then_some((alias, link.name))
     };
-    Ok(links.into_iter().filter(|link| !link.is_ifb()).filter_map(with_alias).collect())
+    Ok(links.into_iter().filter(|link| !link.is_ifb()).filter_map(alias_and_name).collect())
 }
 
-/// Returns the attachment's alias in a link's alias. bridge gives `cni-port:<attachment's alias> …`
-/// to a port that another plugin created; any other alias is returned as it is.
+/// Extracts the attachment's alias from the alias of a link. bridge gives the alias
+/// `cni-port:<attachment's alias> …` to a port that another plugin created. Any other alias is
+/// returned unchanged.
 pub(crate) fn attachment_alias_in(alias: &str) -> String {
     alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(alias).to_owned()
 }

@@ -1,8 +1,8 @@
 //! Prints results and errors, for people or as JSON.
 //!
-//! With `--json`, a verb prints one document on stdout, also for an error, which has the form of
-//! the plugins' errors. Without it, results go to stdout and errors to stderr: a line with what
-//! failed and why, then the details. Invalid arguments are reported on stderr in both cases.
+//! With `--json`, a verb prints one document on stdout: its result, or an error in the form of the
+//! plugins' errors. Without `--json`, results go to stdout and errors to stderr: a line with what
+//! failed and why, then the details. Invalid arguments are always reported on stderr as text.
 
 use cni::version::Version;
 use cni::{Code, Error};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::cli::Failure;
 use crate::{ColorMode, Exit, Streams};
 
-/// cnitool's own code: the action must be requested more explicitly, for example with `--all`.
+/// cnitool's own code for an action that needs a further option, for example `--all`.
 pub(crate) const REFUSED: Code = Code(103);
 
 /// How results and errors are written.
@@ -24,8 +24,8 @@ pub(crate) enum Format {
     Json,
 }
 
-/// Writes text for people to stdout. Control characters are escaped, because a container may give
-/// its interfaces names that would change the terminal's state.
+/// Writes text for people to stdout. Control characters are escaped, because a container can give
+/// its interfaces names that change the terminal's state.
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
@@ -35,28 +35,33 @@ pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> 
 }
 
 /// Escapes control characters, and the invisible characters that change the writing direction or
-/// end a line or paragraph. Leaves newlines and, if `style` has colours, the escape sequences of
-/// [`paint`].
+/// end a line or paragraph. Keeps newlines and, if `style` has colours, the escape sequences that
+/// [`paint`] writes.
 fn escape_control(text: &str, style: ColorMode) -> String {
     let mut escaped = String::with_capacity(text.len());
     let mut rest = text;
-    while let Some(next) = rest.chars().next() {
-        let sequence =
-            PAINT_SEQUENCES.iter().find(|sequence| style == ColorMode::Coloured && rest.starts_with(**sequence));
-        let length = sequence.map_or(next.len_utf8(), |sequence| sequence.len());
-        let (current, later) = rest.split_at(length);
+    loop {
+        let mut chars = rest.chars();
+        let Some(next) = chars.next() else { return escaped };
+        let painted = PAINT_SEQUENCES.iter().find_map(|sequence| Some((sequence, rest.strip_prefix(sequence)?)));
+        if let Some((sequence, later)) = painted
+            && style == ColorMode::Coloured
+        {
+            escaped.push_str(sequence);
+            rest = later;
+            continue;
+        }
         let is_direction_mark =
             matches!(next, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
         let is_line_separator = matches!(next, '\u{2028}' | '\u{2029}');
         let is_harmful = next.is_control() || is_direction_mark || is_line_separator;
-        if sequence.is_none() && next != '\n' && is_harmful {
+        if is_harmful && next != '\n' {
             escaped.extend(next.escape_default());
         } else {
-            escaped.push_str(current);
+            escaped.push(next);
         }
-        rest = later;
+        rest = chars.as_str();
     }
-    escaped
 }
 
 /// Writes a text to stdout without escaping it.
@@ -79,7 +84,7 @@ pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(),
     write_raw(streams, &format!("{value:#}\n"))
 }
 
-/// The highlighting of a line, with its meaning.
+/// The highlighting of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Colour {
     /// Something is wrong.
@@ -127,8 +132,7 @@ pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Prints why a call ended without the result of a verb, or the requested help. Returns the exit
-/// code.
+/// Prints the error, or the help that was requested. Returns the exit code.
 pub(crate) fn print_failure(failure: &Failure, streams: &mut Streams<'_>) -> Exit {
     match failure {
         Failure::Parser(error) => print_parser_error(error, streams),
@@ -142,9 +146,9 @@ pub(crate) fn print_failure(failure: &Failure, streams: &mut Streams<'_>) -> Exi
             }
             Exit::Failed
         }
-        Failure::Failed { doing, error, format: Format::Text } => {
+        Failure::Failed { subject, error, format: Format::Text } => {
             let escaped = |text: &str| escape_control(text, ColorMode::Plain);
-            streams.notes.note(format_args!("cnitool: {doing}: {}", escaped(&error.to_string())));
+            streams.notes.note(format_args!("cnitool: {subject}: {}", escaped(&error.to_string())));
             error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", escaped(line))));
             streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
             Exit::Failed
@@ -152,8 +156,8 @@ pub(crate) fn print_failure(failure: &Failure, streams: &mut Streams<'_>) -> Exi
     }
 }
 
-/// Prints the parser's help to stdout, or its usage error to stderr, and returns the exit code.
-/// clap returns the help as an error too.
+/// Prints the help to stdout, or a usage error to stderr, and returns the exit code. clap returns
+/// both as an error.
 fn print_parser_error(error: &clap::Error, streams: &mut Streams<'_>) -> Exit {
     let rendered = error.render();
     let text = |style| if style == ColorMode::Coloured { rendered.ansi().to_string() } else { rendered.to_string() };

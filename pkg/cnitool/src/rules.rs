@@ -1,8 +1,8 @@
 //! rules: writes the packet filter rules of attachments again after another program has removed
 //! them.
 //!
-//! Each plugin writes its own rules ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)).
-//! For that it gets the configuration and the result of the attachment's ADD from the result cache.
+//! Each plugin writes its own rules ([`Plugin::restore_rules`](cni::skel::Plugin::restore_rules)),
+//! from the configuration and the result that the result cache has of the attachment's ADD.
 
 use std::path::Path;
 
@@ -52,8 +52,8 @@ enum AttachmentOutcome {
     Skipped(String),
     /// Its rules could not be compared.
     Failed(Error),
-    /// The type of each plugin, and the outcome for its rules. Plugins that have no rules are left
-    /// out.
+    /// The type of each plugin that has rules or is of another project, and the outcome for its
+    /// rules.
     Plugins(Vec<(String, PluginOutcome)>),
 }
 
@@ -67,12 +67,12 @@ enum PluginOutcome {
     Restored(Vec<String>),
     /// The rules could not be compared or written.
     Failed(Error),
-    /// It is not a plugin of this project.
+    /// It is a plugin of another project, which cannot be asked for its rules.
     NotExamined,
 }
 
 impl PluginOutcome {
-    /// Returns the outcome for reports, and the rules or the reason that belong to it.
+    /// Returns the outcome's word for reports, and a sentence about each rule or the reason.
     fn describe(&self) -> (&'static str, Vec<String>) {
         match self {
             PluginOutcome::Complete => ("complete", Vec::new()),
@@ -90,9 +90,9 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
     restore(args, shared, call, streams).map_err(|error| failed("rules restore", error, shared.format()))
 }
 
-/// Restores the rules of each attachment that the result cache has, or only of those of the network
-/// in the arguments, and prints the outcomes. Returns [`Exit::Failed`] if an attachment failed, if
-/// a file of the cache cannot be read, or if rules are missing in a dry run.
+/// Restores the rules of each attachment in the result cache, or of each attachment to the network
+/// in the arguments, and prints the outcomes. Returns [`Exit::Failed`] if an attachment or a plugin
+/// failed, if a file of the cache cannot be read, or if rules are missing in a dry run.
 ///
 /// # Errors
 /// Code 5 if the result cache cannot be read or stdout cannot be written.
@@ -103,12 +103,11 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
         None => cache.list_all()?,
     };
     let mode = if args.dry_run { RestoreMode::Report } else { RestoreMode::Write };
-    let attempt = |entry: Entry| {
-        let outcome =
-            restore_attachment(&entry, &cache, mode, call, &streams.notes).unwrap_or_else(AttachmentOutcome::Failed);
-        (entry, outcome)
-    };
-    let all: Vec<(Entry, AttachmentOutcome)> = entries.into_iter().map(attempt).collect();
+    let mut outcomes: Vec<(Entry, AttachmentOutcome)> = Vec::new();
+    for entry in entries {
+        let outcome = restore_attachment(&entry, &cache, mode, call, &streams.notes);
+        outcomes.push((entry, outcome.unwrap_or_else(AttachmentOutcome::Failed)));
+    }
     let is_incomplete = |(_, outcome): &(Entry, AttachmentOutcome)| match outcome {
         AttachmentOutcome::Skipped(_) => false,
         AttachmentOutcome::Failed(_) => true,
@@ -116,24 +115,26 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
             plugins.iter().any(|(_, plugin)| matches!(plugin, PluginOutcome::Failed(_) | PluginOutcome::Missing(_)))
         }
     };
-    let exit = if all.iter().any(is_incomplete) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
+    let exit = if outcomes.iter().any(is_incomplete) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
     match shared.format() {
-        Format::Json => write_json(streams, &as_json(&all, &problems, mode))?,
+        Format::Json => write_json(streams, &as_json(&outcomes, &problems, mode))?,
         Format::Text => {
             problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
-            let text = as_text(&all, streams);
+            let text = as_text(&outcomes, streams);
             write(streams, &text)?;
         }
     }
     Ok(exit)
 }
 
-/// Restores, or with `RestoreMode::Report` only examines, the rules of one attachment.
+/// Restores the rules of one attachment or, with [`RestoreMode::Report`], only compares them. An
+/// error of a plugin is part of the outcome. If this function fails, it removes the rules that it
+/// has written.
 ///
 /// # Errors
 /// - As [`why_skipped`].
 /// - The configuration or the result in `entry` is invalid.
-/// - The result cache cannot be read after rules were written. They are removed again then.
+/// - The result cache cannot be read after rules were written.
 fn restore_attachment(
     entry: &Entry,
     cache: &Cache,
@@ -159,25 +160,29 @@ fn restore_attachment(
         })
     });
     let plugin_calls = plugin_calls.collect::<Result<Vec<_>>>()?;
-    // Each rollback removes the rules of one plugin again, unless it is committed.
+    // Dropping a rollback without a commit removes the rules that one plugin has written.
     let (mut outcomes, mut rollbacks) = (Vec::new(), Vec::new());
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
-        let outcome = match plugins::find(plugin.kind()).map(|found| found.restore_rules(plugin_call, mode)) {
-            None => PluginOutcome::NotExamined,
+        let kind = plugin.kind().to_owned();
+        let Some(found) = plugins::find(&kind) else {
+            outcomes.push((kind, PluginOutcome::NotExamined));
+            continue;
+        };
+        let outcome = match found.restore_rules(plugin_call, mode) {
             // The plugin has no rules.
-            Some(Ok(None)) => continue,
-            Some(Ok(Some(restored))) if restored.missing.is_empty() => PluginOutcome::Complete,
-            Some(Ok(Some(restored))) if mode == RestoreMode::Write => {
+            Ok(None) => continue,
+            Ok(Some(restored)) if restored.missing.is_empty() => PluginOutcome::Complete,
+            Ok(Some(restored)) if mode == RestoreMode::Write => {
                 rollbacks.push(restored.rollback);
                 PluginOutcome::Restored(restored.missing)
             }
-            Some(Ok(Some(restored))) => PluginOutcome::Missing(restored.missing),
-            Some(Err(error)) => PluginOutcome::Failed(error),
+            Ok(Some(restored)) => PluginOutcome::Missing(restored.missing),
+            Err(error) => PluginOutcome::Failed(error),
         };
-        outcomes.push((plugin.kind().to_owned(), outcome));
+        outcomes.push((kind, outcome));
     }
-    // If the attachment was deleted during the call, DEL may have run before the rules were
-    // written. So they are removed again, by the return without a commit.
+    // If DEL ran during the call, it may have ended before the rules were written. Returning drops
+    // the rollbacks, which removes the rules.
     if !rollbacks.is_empty() && (cache.find(&entry.id())?.is_none() || why_skipped(entry, call)?.is_some()) {
         let why = "it was detached during the call; its rules have been removed again".to_owned();
         return Ok(AttachmentOutcome::Skipped(why));
@@ -187,9 +192,9 @@ fn restore_attachment(
 }
 
 /// Returns why the attachment is skipped, or `None` if it is certainly in use: its namespace has
-/// its interface, with the MAC in the result if that has one. Otherwise its rules could match
-/// packets of another container. An interface with another MAC was not created by the attachment's
-/// ADD.
+/// its interface, with the MAC in the result, if the result has a MAC. A different MAC means that
+/// another ADD has created the interface. The rules of an attachment that is not in use could match
+/// packets of another container.
 ///
 /// # Errors
 /// The kernel's error if the namespace or its links cannot be read; code 6 if the result cannot be
@@ -207,15 +212,14 @@ fn why_skipped(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
     let Some(link) = link else { return Ok(Some(format!("its namespace {netns} has no interface {ifname}"))) };
     let expected = entry.container_interface()?.map(|interface| interface.mac).unwrap_or_default();
     let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
-    let is_other = !expected.is_empty() && !expected.eq_ignore_ascii_case(&mac);
-    if !is_other {
+    if expected.is_empty() || expected.eq_ignore_ascii_case(&mac) {
         return Ok(None);
     }
     Ok(Some(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}")))
 }
 
-/// Returns the CNI variables of the attachment's ADD, but with the verb CHECK, because the plugins
-/// compare the rules as CHECK does.
+/// Returns the CNI variables of the attachment's ADD, but with the verb CHECK: the plugins compare
+/// the rules as in CHECK.
 fn environment(entry: &Entry) -> Environment {
     let attachment = &entry.attachment;
     let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
@@ -232,60 +236,59 @@ fn environment(entry: &Entry) -> Environment {
 }
 
 /// Returns the report for people.
-fn as_text(all: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> String {
+fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> String {
     let (mut text, mut lacking, mut skipped) = (String::new(), 0, 0);
-    for (entry, outcome) in all {
+    for (entry, outcome) in outcomes {
         let key = entry.id();
         let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
         text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &name));
-        let lines = match outcome {
+        match outcome {
             AttachmentOutcome::Skipped(why) => {
                 skipped += 1;
-                vec![("", "skipped", vec![why.clone()])]
+                text += &line("", "skipped", std::slice::from_ref(why), streams);
             }
-            AttachmentOutcome::Failed(error) => vec![("", "failed", vec![error.to_string()])],
-            AttachmentOutcome::Plugins(outcomes) => {
-                let is_whole =
+            AttachmentOutcome::Failed(error) => text += &line("", "failed", &[error.to_string()], streams),
+            AttachmentOutcome::Plugins(plugins) => {
+                let lacks_none =
                     |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Complete | PluginOutcome::NotExamined);
-                lacking += usize::from(!outcomes.iter().all(|(_, outcome)| is_whole(outcome)));
-                let mut lines = Vec::new();
-                for (plugin, outcome) in outcomes {
+                lacking += usize::from(!plugins.iter().all(|(_, outcome)| lacks_none(outcome)));
+                for (kind, outcome) in plugins {
                     let (word, sentences) = outcome.describe();
-                    lines.push((plugin.as_str(), word, sentences));
+                    text += &line(&format!("{kind:<12} "), word, &sentences, streams);
                 }
-                lines
             }
-        };
-        // `plugin` is empty in a line about the whole attachment.
-        for (plugin, word, sentences) in lines {
-            let is_problem = ["missing", "failed"].contains(&word);
-            let end = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
-            let plugin = if plugin.is_empty() { String::new() } else { format!("{plugin:<12} ") };
-            let line = format!("{} {plugin}{word}{end}", if is_problem { '!' } else { ' ' });
-            text += &if is_problem { paint(streams.stdout_style, Colour::Red, &line) } else { line };
-            text.push('\n');
         }
     }
-    let plural = if all.len() == 1 { "attachment" } else { "attachments" };
-    text + &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped.\n", all.len())
+    let plural = if outcomes.len() == 1 { "attachment" } else { "attachments" };
+    text + &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped.\n", outcomes.len())
+}
+
+/// Returns the line about a plugin or, without `prefix`, about the whole attachment.
+fn line(prefix: &str, word: &str, sentences: &[String], streams: &Streams<'_>) -> String {
+    let is_problem = ["missing", "failed"].contains(&word);
+    let sign = if is_problem { '!' } else { ' ' };
+    let details = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
+    let line = format!("{sign} {prefix}{word}{details}");
+    let painted = if is_problem { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+    painted + "\n"
 }
 
 /// Returns the report for `--json`.
-fn as_json(all: &[(Entry, AttachmentOutcome)], problems: &[String], mode: RestoreMode) -> Value {
+fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: RestoreMode) -> Value {
     let plugin_json = |(kind, outcome): &(String, PluginOutcome)| {
         let (word, why) = outcome.describe();
         json!({"type": kind, "outcome": word, "why": why})
     };
-    let attachment = |(entry, outcome): &(Entry, AttachmentOutcome)| {
+    let attachment_json = |(entry, outcome): &(Entry, AttachmentOutcome)| {
         let key = entry.id();
         let mut value = json!({"network": key.network, "containerID": key.container_id, "ifname": key.ifname});
         match outcome {
             AttachmentOutcome::Skipped(why) => value["skipped"] = why.as_str().into(),
             AttachmentOutcome::Failed(error) => value["error"] = error_json(error),
-            AttachmentOutcome::Plugins(outcomes) => value["plugins"] = outcomes.iter().map(plugin_json).collect(),
+            AttachmentOutcome::Plugins(plugins) => value["plugins"] = plugins.iter().map(plugin_json).collect(),
         }
         value
     };
-    let attachments: Vec<Value> = all.iter().map(attachment).collect();
+    let attachments: Vec<Value> = outcomes.iter().map(attachment_json).collect();
     json!({"changed": mode == RestoreMode::Write, "attachments": attachments, "problems": problems})
 }

@@ -1,7 +1,7 @@
-//! The network namespace that a verb is about, and the container ID that is derived from its path.
+//! Network namespaces: whether one exists at a path, and the container ID for a path.
 //!
-//! cnitool has no containers. Like Go's cnitool it derives a container ID from the namespace's
-//! path. So the path must be exactly the same in ADD and DEL.
+//! cnitool has no containers. Like Go's cnitool, it derives a container ID from the namespace's
+//! path. So ADD and DEL need exactly the same path.
 
 use std::io::ErrorKind;
 use std::path::{Component, Path, PathBuf};
@@ -9,18 +9,18 @@ use std::path::{Component, Path, PathBuf};
 use cni::hash::sha512_hex;
 use cni::machine::Machine;
 
-/// The presence of a namespace at a path.
+/// Whether there is a namespace at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum NetnsPresence {
     /// The namespace exists.
     Exists,
     /// There is no file at the path, for this reason.
     Gone(String),
-    /// There is a file at the path that is not a namespace, for this reason. After a namespace was
-    /// unmounted, an empty file remains. But an existing namespace also looks like this in a mount
-    /// namespace that does not have its mount, so this does not prove that the namespace is gone.
+    /// The file at the path is not a namespace, for this reason. This does not prove that the
+    /// namespace is gone: an empty file remains after unmounting a namespace, but a mount namespace
+    /// without the mount of an existing namespace shows an empty file too.
     OtherFile(String),
-    /// It cannot be found out, for this reason.
+    /// It is not known whether the namespace exists, for this reason.
     Unknown(String),
 }
 
@@ -30,8 +30,7 @@ impl NetnsPresence {
         if netns.is_empty() {
             return NetnsPresence::Unknown("no path was recorded".to_owned());
         }
-        // `is_own_netns` fails unless the path is a namespace. Which of both answers it gives does
-        // not matter here.
+        // `is_own_netns` succeeds only for a namespace, whether it is this process's own or not.
         let Err(error) = machine.is_own_netns(Path::new(netns)) else { return NetnsPresence::Exists };
         match error.kind() {
             ErrorKind::NotFound => NetnsPresence::Gone("it does not exist".to_owned()),
@@ -45,8 +44,8 @@ impl NetnsPresence {
     }
 }
 
-/// Makes a path absolute: a relative one counts from `folder`. Works lexically as Go does, so
-/// symbolic links are not followed.
+/// Returns the absolute path of `path`, which may be relative to `folder`. Works lexically, as Go
+/// does: symbolic links are not followed.
 pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
     let mut clean = PathBuf::from("/");
     for component in folder.join(path).components() {

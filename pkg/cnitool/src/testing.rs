@@ -64,14 +64,14 @@ impl Machine for SimulatedMachine {
     }
 }
 
-/// A node with the plugins `a` and `b`, the network `net` of both, and the namespace
+/// A node with the plugins `a` and `b`, the network `net` that uses both, and the namespace
 /// `/run/netns/x`.
 pub(crate) struct Node {
     pub(crate) folder: tempfile::TempDir,
     /// The working folder of the tool, at first `/run/netns`.
     pub(crate) working_folder: &'static str,
     machine: SimulatedMachine,
-    /// The environment of the tool. Of duplicates the last one counts.
+    /// The environment of the tool. The last of several duplicates is used.
     variables: Vec<(String, String)>,
 }
 
@@ -145,7 +145,7 @@ impl Node {
 
     /// Runs the tool with arguments that may be empty or contain blanks.
     pub(crate) fn call_with(&self, args: &[&str]) -> CallOutcome {
-        // First, because the last argument may lack its value.
+        // `--cache-dir` comes first, because the last argument may be an option without its value.
         let cache = format!("--cache-dir={}", self.folder.path().join("cache").display());
         let args = [cache].into_iter().chain(args.iter().map(|arg| (*arg).to_owned()));
         let call = Call {
@@ -172,12 +172,12 @@ impl Node {
         outcome.stdout
     }
 
-    /// Returns the calls of plugins since the last time.
+    /// Returns the calls of plugins since the previous `take_calls` or `take_call_names`.
     pub(crate) fn take_calls(&self) -> Vec<PluginCall> {
         self.machine.calls.take()
     }
 
-    /// Returns the names of the calls of plugins since the last time.
+    /// As [`take_calls`](Node::take_calls), but returns only the names of the calls.
     pub(crate) fn take_call_names(&self) -> String {
         let calls: Vec<String> = self.take_calls().into_iter().map(|(call, ..)| call).collect();
         calls.join(", ")

@@ -1,8 +1,8 @@
 //! Checks the packet filter outside the plugins' own rules: policies, the two variants of iptables,
 //! and the connection tracking table.
 //!
-//! Rules of other programs may have any form, so they are read with `nft` and
-//! `iptables-legacy-save`.
+//! The rules are read with `nft` and `iptables-legacy-save`, because other programs may use any
+//! kind of rule.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,13 +10,12 @@ use std::time::Duration;
 
 use cni::machine::{Child, Exit, OnSigterm};
 use cni_linux::{Link, sysctl};
-use libcni::cache::Entry;
 use serde_json::Value;
 
 use super::{CheckOutcome, Context};
 use crate::inspect::result_of;
 
-/// Runs a program and returns its stdout. Returns `None` if it is not installed or fails.
+/// Runs a program and returns its stdout. Returns `None` if the program is not installed or fails.
 fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
     let program = find_program(context, program)?;
     let child = Child {
@@ -34,11 +33,11 @@ fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<
     }
 }
 
-/// Returns the path of a program in PATH or in the system's folders, or `None`.
+/// Returns the path of a program in PATH or in the system's folders, or `None` if it is in neither.
 fn find_program(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
     let path = crate::cli::Variables(&context.call.environment).find_os("PATH").unwrap_or_default();
-    let system = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
-    let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).chain(system);
+    let system_folders = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
+    let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).chain(system_folders);
     folders.map(|folder| folder.join(program)).find(|path| path.is_file())
 }
 
@@ -49,28 +48,22 @@ struct DroppingChain {
     chain: String,
 }
 
-/// A bridge, and how rules may refer to its containers.
+/// The texts by which rules may refer to the containers of a bridge.
 struct BridgeNames {
     bridge: String,
-    /// The addresses and networks of the containers as rules write them. The Go plugin `firewall`
-    /// has a rule for each address.
+    /// The containers' addresses, with and without prefix length, and their subnets. The Go plugin
+    /// `firewall` has a rule for each address.
     addresses: Vec<String>,
 }
 
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
     fn of(context: &Context<'_, '_>, bridge: &Link) -> BridgeNames {
-        let attached = context.snapshot.attached();
-        let is_on_bridge = |entry: &&Entry| {
-            let mut ports = attached.iter().filter(|(_, link)| link.master == Some(bridge.index));
-            ports.any(|(attachment, _)| {
-                attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
-            })
-        };
-        let results = context.snapshot.cached.iter().filter(is_on_bridge).filter_map(result_of);
+        let results = context.snapshot.entries_on_bridge(bridge).into_iter().filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
-            let (cidr, address) = (ip.address.network(), ip.address.address());
-            [format!("{address}"), format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 }), format!("{cidr}")]
+            let (subnet, address) = (ip.address.network(), ip.address.address());
+            let full_length = if address.is_ipv4() { 32 } else { 128 };
+            [format!("{address}"), format!("{address}/{full_length}"), format!("{subnet}")]
         });
         BridgeNames { bridge: bridge.name.clone(), addresses: addresses.collect() }
     }
@@ -112,20 +105,21 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
     let chains = stdout_of(context, "nft", &["-j", "list", "chains"]);
     let Some(chains) = chains.and_then(|text| serde_json::from_str::<Value>(&text).ok()) else { return false };
     for DroppingChain { family, table, chain } in dropping_chains(&chains) {
-        // If the table cannot be listed, its policy is reported.
+        // If the table cannot be listed, no bridge is mentioned, so its policy is reported.
         let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
         for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
             let what = format!(
                 "chain {family} {table} {chain} drops forwarded packets, and no rule of the table mentions {bridge}: \
                  its containers cannot reach other networks"
             );
-            if ![&family, &table, &chain, bridge].into_iter().all(|word| is_plain(word)) {
+            let is_safe = [&family, &table, &chain, bridge].into_iter().all(|word| is_safe_in_command(word));
+            if !is_safe {
                 outcome.add_problem_with_advice(what, ACCEPT_ADVICE);
                 continue;
             }
             let insert = |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
-            // A chain that iptables created gets a rule by iptables, which lists and saves only
-            // rules that it can express.
+            // iptables lists and saves only rules that it can express. So a chain of iptables gets
+            // its rule from iptables.
             let command = match (family.as_str(), chain.as_str()) {
                 ("ip", "FORWARD") => iptables_commands("iptables", bridge),
                 ("ip6", "FORWARD") => iptables_commands("ip6tables", bridge),
@@ -137,17 +131,18 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
     true
 }
 
-/// The programs of iptables, each with the file that lists the tables of its legacy variant. The
-/// file does not exist if the variant's kernel modules are not loaded.
-const LEGACY_TABLES: [(&str, &str); 2] =
+/// The programs of iptables, each with the file that lists the existing tables of its legacy
+/// variant. The file does not exist if the variant's kernel modules are not loaded.
+const IPTABLES_PROGRAMS: [(&str, &str); 2] =
     [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")];
 
 /// Reports the chains FORWARD of iptables-legacy that drop packets of the bridges. Returns `false`
 /// if an existing table `filter` could not be listed.
 fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
     let mut is_complete = true;
-    for (program, names_file) in LEGACY_TABLES {
-        if !fs::read_to_string(names_file).unwrap_or_default().lines().any(|table| table == "filter") {
+    for (program, names_file) in IPTABLES_PROGRAMS {
+        let tables = fs::read_to_string(names_file).unwrap_or_default();
+        if !tables.lines().any(|table| table == "filter") {
             continue;
         }
         let Some(rules) = stdout_of(context, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
@@ -160,7 +155,7 @@ fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], out
                     "chain FORWARD of {program}-legacy drops forwarded packets, and no rule of it mentions {bridge}: its \
                      containers cannot reach other networks"
                 );
-                match is_plain(bridge) {
+                match is_safe_in_command(bridge) {
                     true => outcome.add_problem(what, iptables_commands(&format!("{program}-legacy"), bridge)),
                     false => outcome.add_problem_with_advice(what, ACCEPT_ADVICE),
                 }
@@ -170,14 +165,14 @@ fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], out
     is_complete
 }
 
-/// The advice if a name cannot be part of a command.
+/// The advice if a name must not be part of a command.
 const ACCEPT_ADVICE: &str = "add rules that accept packets that enter or leave through this bridge";
 
-/// Whether a name has no special meaning for the shell, nft (`;`, `*`) and iptables (`+`), so that
-/// it can be part of a command.
-fn is_plain(name: &str) -> bool {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-    name.bytes().all(plain) && name.bytes().next().is_some_and(|first| first.is_ascii_alphabetic())
+/// Whether a name can be part of a command: whether it has no special meaning for the shell, nft
+/// (`;`, `*`) or iptables (`+`).
+fn is_safe_in_command(name: &str) -> bool {
+    let is_safe = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+    name.bytes().all(is_safe) && name.bytes().next().is_some_and(|first| first.is_ascii_alphabetic())
 }
 
 /// Returns the commands by which `program` accepts packets from and to a bridge.
@@ -207,15 +202,15 @@ fn dropping_chains(chains: &Value) -> Vec<DroppingChain> {
 }
 
 /// Checks whether frames between containers of one bridge pass iptables (br_netfilter). Kubernetes
-/// needs that. It is only a problem if a policy drops the frames.
+/// needs this, so it is only a problem if a policy drops the frames.
 pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("br_netfilter");
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
-    let drops = !policy(context).findings.is_empty();
+    let a_policy_drops = !policy(context).findings.is_empty();
     match value.as_deref() {
         None => outcome
             .with_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
-        Some("1") if drops => {
+        Some("1") if a_policy_drops => {
             let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above also drops packets between containers of one bridge";
             outcome.add_problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
             outcome
@@ -227,21 +222,20 @@ pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
     }
 }
 
-/// Checks for iptables and for ip6tables that only one of the two variants, legacy and nft, has
-/// rules. Each variant shows only its own rules, and a packet that one accepts may be dropped by
-/// the other.
+/// Checks for iptables and for ip6tables that at most one of the two variants, legacy and nft, has
+/// rules. Each variant shows only its own rules, but every packet passes both.
 pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("iptables");
-    let mut variants = Vec::new();
-    for (program, names_file) in LEGACY_TABLES {
+    let mut variants_with_rules = Vec::new();
+    for (program, names_file) in IPTABLES_PROGRAMS {
         let legacy_tables = fs::read_to_string(names_file).unwrap_or_default();
         // A variant that is not installed counts as one without rules.
         let count_rules = |variant: &str| -> usize {
             let rules = stdout_of(context, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
             rules.lines().filter(|line| line.starts_with("-A ")).count()
         };
-        // If no legacy tables exist, iptables-legacy is not run, because it would load its kernel
-        // modules.
+        // iptables-legacy would load its kernel modules, so it is only run if a legacy table
+        // exists.
         let legacy = if legacy_tables.trim().is_empty() { 0 } else { count_rules("legacy") };
         let nft = count_rules("nft");
         if legacy > 0 && nft > 0 {
@@ -258,15 +252,15 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
             outcome.add_problem_with_advice(what, advice);
         }
         if legacy > 0 {
-            variants.push(format!("{program}-legacy"));
+            variants_with_rules.push(format!("{program}-legacy"));
         }
         if nft > 0 {
-            variants.push(format!("{program}-nft"));
+            variants_with_rules.push(format!("{program}-nft"));
         }
     }
-    match variants.is_empty() {
+    match variants_with_rules.is_empty() {
         true => outcome.with_summary("iptables has no rules in either variant"),
-        false => outcome.with_summary(format!("only {} has rules", variants.join(" and "))),
+        false => outcome.with_summary(format!("rules only in {}", variants_with_rules.join(" and "))),
     }
 }
 
@@ -277,8 +271,8 @@ pub(super) fn conntrack() -> CheckOutcome {
     judge_conntrack(count.zip(number("net/netfilter/nf_conntrack_max")))
 }
 
-/// Judges the number of tracked connections and their limit. A limit of 0 means that there is none.
-/// `None` stands for a kernel without connection tracking.
+/// Returns the outcome for the number of tracked connections and its limit. A limit of 0 means that
+/// there is none; `None`, that the kernel does not track connections.
 fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("conntrack");
     match count_and_limit {
@@ -328,9 +322,9 @@ mod tests {
     #[test]
     fn names_that_say_something_to_nft_or_iptables_get_no_command() {
         for name in ["br0;id", "br*", "br+", "-j", "", "br\x1b", "0br"] {
-            assert!(!is_plain(name), "{name:?}");
+            assert!(!is_safe_in_command(name), "{name:?}");
         }
-        assert!(["br0", "cni-br_0.1", "FORWARD"].into_iter().all(is_plain));
+        assert!(["br0", "cni-br_0.1", "FORWARD"].into_iter().all(is_safe_in_command));
     }
 
     #[test]

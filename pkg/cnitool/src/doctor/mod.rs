@@ -1,8 +1,7 @@
-//! doctor: finds problems that keep this node's networks from working, or will do so soon, and
-//! prints the command that fixes each.
+//! doctor: finds problems that keep this node's networks from working, or soon will, and prints a
+//! command or advice for each.
 //!
-//! The checks change nothing. They report only what is wrong on this node now, and what they could
-//! not check.
+//! The checks change nothing.
 
 mod firewall;
 mod places;
@@ -15,8 +14,8 @@ use libcni::{NetworkList, Runtime};
 use serde_json::json;
 
 use crate::cli::{Failure, Shared, Variables, failed};
-use crate::inspect::orphans::{self, quoted};
-use crate::inspect::{Attached, Fact, Snapshot, Verdict, all_plugins, bridges_of, is_true};
+use crate::inspect::leftovers::{self, quoted};
+use crate::inspect::{AttachmentReport, Fact, Snapshot, Verdict, bridges_of, is_true, plugins_in};
 use crate::node;
 use crate::report::{Colour, Format, paint, write, write_json};
 use crate::target::NetnsPresence;
@@ -34,9 +33,9 @@ pub(crate) struct Finding {
 /// The repair of a problem.
 #[derive(PartialEq, Eq)]
 pub(crate) enum Fix {
-    /// A command.
+    /// A shell command.
     Command(String),
-    /// Advice in words, if no command is right for every node.
+    /// Advice in words, if no command is safe or right for every node.
     Advice(String),
 }
 
@@ -45,7 +44,7 @@ pub(crate) struct CheckOutcome {
     check: &'static str,
     findings: Vec<Finding>,
     /// The text that is printed if there are no findings: what is in order, or why the check was
-    /// not possible.
+    /// incomplete.
     summary: String,
 }
 
@@ -60,7 +59,7 @@ impl CheckOutcome {
         self.push(what.into(), Fix::Command(command.into()));
     }
 
-    /// Adds a finding with advice in words, if no command is safe.
+    /// Adds a finding with advice in words.
     fn add_problem_with_advice(&mut self, what: impl Into<String>, advice: impl Into<String>) {
         self.push(what.into(), Fix::Advice(advice.into()));
     }
@@ -135,9 +134,10 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
                 json!({"check": finding.check, "what": finding.what, "command": command, "advice": advice})
             };
             let findings: Vec<_> = outcomes.iter().flat_map(|outcome| &outcome.findings).map(as_json).collect();
-            let well = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
-            let well: Vec<_> = well.map(|outcome| json!({"check": outcome.check, "what": outcome.summary})).collect();
-            write_json(streams, &json!({"findings": findings, "well": well}))?;
+            let without_findings = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
+            let summaries: Vec<_> =
+                without_findings.map(|outcome| json!({"check": outcome.check, "what": outcome.summary})).collect();
+            write_json(streams, &json!({"findings": findings, "well": summaries}))?;
         }
         Format::Text => write(streams, &as_text(&outcomes, count, streams))?,
     }
@@ -167,58 +167,65 @@ fn as_text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> St
     text
 }
 
-/// Checks that each container has what its result and its configuration say, as `inspect` does.
-/// Only existing containers are checked: `left_over` reports the attachments of the others.
+/// Checks that each cached attachment agrees with its result and configuration, as `inspect` does.
+/// Checks only attachments whose namespace certainly exists: if it is gone, `left_over` reports the
+/// attachment.
 fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("attachments");
     for entry in &context.snapshot.cached {
         if NetnsPresence::at(&entry.attachment.netns, context.call.machine) != NetnsPresence::Exists {
             continue;
         }
-        let attached = Attached::inspect(&context.snapshot, entry, context.call);
-        let differing: Vec<&Fact> = attached.facts.iter().filter(|fact| fact.verdict == Verdict::Differs).collect();
+        let report = AttachmentReport::new(&context.snapshot, entry, context.call);
+        let differing: Vec<&Fact> = report.facts.iter().filter(|fact| fact.verdict == Verdict::Differs).collect();
         if differing.is_empty() {
             continue;
         }
         let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.kind, fact.text)).collect();
-        let what = format!("{}: {}", attached.name, texts.join("; "));
+        let what = format!("{}: {}", report.name, texts.join("; "));
         match differing.iter().all(|fact| fact.is_rule()) {
-            true => outcome.add_problem(what, format!("cnitool rules restore {}", quoted(&attached.network))),
+            true => outcome.add_problem(what, format!("cnitool rules restore {}", quoted(&report.network))),
             false => outcome.add_problem_with_advice(what, RECREATE_ADVICE),
         }
     }
-    outcome.with_summary("every container has what its result and its configuration say")
+    outcome.with_summary("every attachment agrees with its result and its configuration")
 }
 
-/// The advice for what only an ADD creates.
+/// The advice for differences that `cnitool rules restore` does not repair.
 const RECREATE_ADVICE: &str = "delete the container and create it again: only its ADD creates this";
 
 /// Reports the leftovers that `inspect` finds.
 fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("left over");
-    for orphan in orphans::list(&context.snapshot, context.call) {
-        outcome.add_problem(format!("{} {}: {}", orphan.kind, orphan.what, orphan.why), orphan.command);
+    for leftover in leftovers::list(&context.snapshot, context.call) {
+        outcome.add_problem(format!("{} {}: {}", leftover.kind, leftover.what, leftover.why), leftover.command);
     }
-    outcome.with_summary("every link, rule, reservation, backup, lease and cache entry has its container")
+    outcome
+        .with_summary("every link, rule, reservation, backup, lease and cache entry belongs to an existing container")
 }
 
 impl Context<'_, '_> {
-    /// Whether a network with containers has one of these keys set to true: in the configuration of
-    /// an ADD in the result cache whose container has a link on the host, or in the present
-    /// configuration of a network whose bridge has containers.
-    fn has_container_with(&self, keys: &[&str]) -> bool {
+    /// Whether a network that containers use sets one of `keys` to true. Checks the configuration
+    /// of each cached attachment whose container has a link on the host, and of each configured
+    /// network whose bridge has containers, because the result cache need not have their
+    /// attachments.
+    fn a_used_network_sets(&self, keys: &[&str]) -> bool {
         let sets_a_key =
-            |config: &[u8]| all_plugins(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
-        let (attached, bridges) = (self.snapshot.attached(), self.snapshot.bridges());
-        let has_host_end = |entry: &&Entry| {
-            attached.iter().any(|(attachment, _)| {
+            |config: &[u8]| plugins_in(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
+        let links = self.snapshot.attached_links();
+        let has_host_link = |entry: &&Entry| {
+            links.iter().any(|(attachment, _)| {
                 attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
             })
         };
-        let has_containers =
-            |list: &&NetworkList| bridges_of(list).iter().any(|name| bridges.iter().any(|bridge| bridge.name == *name));
-        self.snapshot.cached.iter().filter(has_host_end).any(|entry| sets_a_key(&entry.config))
-            || self.snapshot.networks.iter().filter(has_containers).any(|list| sets_a_key(list.raw()))
+        if self.snapshot.cached.iter().filter(has_host_link).any(|entry| sets_a_key(&entry.config)) {
+            return true;
+        }
+        let used_bridges = self.snapshot.bridges();
+        let has_containers = |list: &&NetworkList| {
+            bridges_of(list).iter().any(|name| used_bridges.iter().any(|bridge| bridge.name == *name))
+        };
+        self.snapshot.networks.iter().filter(has_containers).any(|list| sets_a_key(list.raw()))
     }
 
     /// Returns the files of the networks' folder in the order in which runtimes search them.

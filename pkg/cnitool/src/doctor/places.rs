@@ -1,16 +1,18 @@
-//! Checks what the disk has: the networks' configurations, the plugins and their STATUS, the
-//! permissions of files and folders, and the reservations with their ranges.
+//! Checks files: the networks' configurations, the plugins and their STATUS, the permissions of
+//! files and folders, and the reservations with their ranges.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use cni::Error;
+use cni::config::NetConf;
 use cni::delegate::find_plugin;
+use libcni::NetworkList;
 use libcni::cache::DEFAULT_DIR;
 
 use super::{CheckOutcome, Context};
-use crate::inspect::orphans::quoted;
+use crate::inspect::leftovers::quoted;
 use crate::ipam::{IpamContext, NEARLY_FULL_PERCENT, StoreLocation, used_percent};
 
 /// Checks that the configurations are valid and that no two files have the same network.
@@ -37,8 +39,8 @@ pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error>
     }))
 }
 
-/// Checks that the plugins exist, and that only root can change them, the networks' files, the
-/// result cache and the reservations.
+/// Checks that the plugins exist. Also checks that only root can change the plugins, the networks'
+/// files, the result cache and the reservations.
 pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("folders");
     let mut checked: Vec<PathBuf> = Vec::new();
@@ -47,29 +49,25 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
             return;
         }
         checked.push(path.to_owned());
-        check_owner(path, outcome);
+        check_permissions(path, outcome);
     };
     check_once(&context.conf_dir, &mut outcome);
     for list in &context.snapshot.networks {
-        for plugin in list.plugins() {
-            let conf = list.request(plugin, None).and_then(cni::config::NetConf::parse);
-            let ipam = conf.map(|conf| conf.ipam_type().to_owned()).unwrap_or_default();
-            for kind in [plugin.kind().to_owned(), ipam].into_iter().filter(|kind| !kind.is_empty()) {
-                match find_plugin(&kind, &context.runtime.plugin_folders) {
-                    Ok(path) => {
-                        if let Some(folder) = path.parent() {
-                            check_once(folder, &mut outcome);
-                        }
-                        check_once(&path, &mut outcome);
+        for kind in plugin_types(list) {
+            match find_plugin(&kind, &context.runtime.plugin_folders) {
+                Ok(path) => {
+                    if let Some(folder) = path.parent() {
+                        check_once(folder, &mut outcome);
                     }
-                    Err(error) => {
-                        add_missing_plugin(context, &kind, format!("network {}: {error}", list.name()), &mut outcome);
-                    }
+                    check_once(&path, &mut outcome);
+                }
+                Err(error) => {
+                    add_missing_plugin(context, &kind, format!("network {}: {error}", list.name()), &mut outcome);
                 }
             }
         }
     }
-    // `networks` reports that the folder cannot be read.
+    // If the folder cannot be read, the check `networks` fails.
     for file in context.conf_files().unwrap_or_default() {
         check_once(&file.path, &mut outcome);
     }
@@ -83,6 +81,18 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
     outcome.with_summary("all plugins exist, and only root can change them, the networks and the result cache")
 }
 
+/// Returns the types of a network's plugins, each followed by the type of its IPAM plugin.
+fn plugin_types(list: &NetworkList) -> Vec<String> {
+    let mut types = Vec::new();
+    for plugin in list.plugins() {
+        types.push(plugin.kind().to_owned());
+        let conf = list.request(plugin, None).and_then(NetConf::parse);
+        types.extend(conf.map(|conf| conf.ipam_type().to_owned()));
+    }
+    types.retain(|kind| !kind.is_empty());
+    types
+}
+
 /// Reports once that the plugin `kind` is not installed, with the command that installs it.
 fn add_missing_plugin(context: &Context<'_, '_>, kind: &str, what: String, outcome: &mut CheckOutcome) {
     if outcome.findings.iter().any(|finding| finding.what == what) {
@@ -94,10 +104,10 @@ fn add_missing_plugin(context: &Context<'_, '_>, kind: &str, what: String, outco
 
 /// Checks that only root can change a file or folder. Another user with write access could make
 /// root run a program, or release addresses of containers.
-fn check_owner(path: &Path, outcome: &mut CheckOutcome) {
+fn check_permissions(path: &Path, outcome: &mut CheckOutcome) {
     const GROUP_WRITE: u32 = 0o020;
     const OTHERS_WRITE: u32 = 0o002;
-    // A missing folder is created when it is needed, or another check reports it.
+    // A path that does not exist is created later, or another check reports it.
     let Ok(metadata) = fs::metadata(path) else { return };
     let path = quoted(&path.to_string_lossy());
     let mode = metadata.mode() & 0o7777;
@@ -105,7 +115,7 @@ fn check_owner(path: &Path, outcome: &mut CheckOutcome) {
         let who = if mode & OTHERS_WRITE != 0 { "every user" } else { "its group" };
         outcome.add_problem(format!("{path} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {path}"));
     }
-    // In a user namespace, the user who runs cnitool is root.
+    // The user that runs cnitool need not have the ID 0 in a user namespace.
     if metadata.uid() != 0 && metadata.uid() != own_uid() {
         outcome.add_problem(
             format!("{path} belongs to user {} and not to root", metadata.uid()),
@@ -123,19 +133,19 @@ fn own_uid() -> u32 {
 const DAEMON_ADVICE: &str = "start the daemon with `systemctl enable --now cni-dhcp.socket` or `dhcp daemon`; restart a running \
                       daemon that does not answer";
 
-/// Checks that each network's plugins can handle an ADD, with their STATUS.
+/// Runs STATUS of each network's plugins. Skips networks with a plugin that is not installed, which
+/// `folders` reports.
 pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("status");
     for list in &context.snapshot.networks {
         let is_installed = |kind: &str| find_plugin(kind, &context.runtime.plugin_folders).is_ok();
         if !list.plugins().iter().all(|plugin| is_installed(plugin.kind())) {
-            // `folders` reports it.
             continue;
         }
         if let Err(error) = context.runtime.status(list) {
             let what = format!("network {}: {error}", list.name());
-            // STATUS has the same code for every defect, so only the text shows that it is about
-            // dhcp's daemon.
+            // STATUS has one code for all problems, so only the text shows that dhcp's daemon is
+            // meant.
             match what.contains("DHCP daemon") {
                 true => outcome.add_problem_with_advice(what, DAEMON_ADVICE),
                 false => outcome.add_problem(what, format!("cnitool status {}", quoted(list.name()))),
@@ -146,8 +156,8 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
 }
 
 /// Checks that the ranges are not nearly full, that the disk has space for a reservation, and that
-/// each file that is named like an address is a regular file of a reservation's length. STATUS
-/// succeeds even if the ranges or the disk are full.
+/// each file that is named like a reservation can be one. STATUS succeeds even if the ranges or the
+/// disk are full.
 ///
 /// # Errors
 /// Code 5 if a folder cannot be read.

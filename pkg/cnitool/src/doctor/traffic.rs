@@ -8,18 +8,17 @@ use cni_linux::route::Family;
 use cni_linux::{Link, Netlink, Netns, OperState, sysctl};
 
 use super::{CheckOutcome, Context};
-use crate::inspect::orphans::quoted;
+use crate::inspect::leftovers::quoted;
 use crate::inspect::result_of;
 
-/// Checks that the host forwards packets, if the configuration of a network with containers needs
-/// it.
+/// Checks that the host forwards packets, if a network that containers use needs forwarding.
 pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("forwarding");
-    if !context.has_container_with(&["isGateway", "isDefaultGateway", "ipMasq"]) {
+    if !context.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
     let mut require = |name: String| {
-        // A sysctl that cannot be read does not exist, for example because IPv6 is disabled.
+        // A sysctl does not exist if, for example, IPv6 is disabled. It needs no fix then.
         if sysctl::read(&name).is_ok_and(|value| value == "0") {
             let dotted = dotted(&name);
             outcome.add_problem(
@@ -50,8 +49,8 @@ fn dotted(name: &str) -> String {
     swapped.collect()
 }
 
-/// Checks that the bridges, both ends of each attachment's link, and the other ports of the bridges
-/// are up.
+/// Checks that the bridges, the two ends of each attachment's link, and the other ports of the
+/// bridges are up.
 pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("links");
     let bridges = context.snapshot.bridges();
@@ -59,8 +58,8 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
         let what = format!("bridge {} is down: its containers cannot communicate", bridge.name);
         outcome.add_problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
-    let attached = context.snapshot.attached();
-    for (attachment, link) in &attached {
+    let attached_links = context.snapshot.attached_links();
+    for (attachment, link) in &attached_links {
         let AttachmentId { network, container_id, ifname } = attachment;
         let name = format!("{} ({network} {container_id} {ifname})", link.name);
         if !link.up {
@@ -76,67 +75,67 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
         }
     }
     for bridge in bridges {
-        // The ports of known attachments have been checked above.
+        // The links of attachments have been checked above.
         let is_other_port = |link: &&Link| {
-            link.master == Some(bridge.index) && !attached.iter().any(|(_, known)| known.index == link.index)
+            link.master == Some(bridge.index) && !attached_links.iter().any(|(_, known)| known.index == link.index)
         };
         for link in context.snapshot.links.iter().filter(is_other_port).filter(|link| !link.up) {
             let what = format!("{}, a port of {}, is down", link.name, bridge.name);
             outcome.add_problem(what, format!("ip link set dev {} up", quoted(&link.name)));
         }
     }
-    outcome.with_summary(match attached.len() {
+    outcome.with_summary(match attached_links.len() {
         1 => "1 host link, up".to_owned(),
         count => format!("{count} host links, all up"),
     })
 }
 
-/// Returns the path of an attachment's namespace in the result cache, or `None` if the cache does
-/// not have it.
+/// Returns the path of an attachment's namespace, or `None` if the result cache does not have the
+/// path.
 fn netns_of(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<String> {
     let entry = context.snapshot.cached.iter().find(|entry| entry.id() == *attachment)?;
     Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
 }
 
-/// Returns the link of an attachment in the container, or `None` if it does not exist or its
+/// Returns the attachment's link in the container, or `None` if the link does not exist or the
 /// namespace cannot be entered.
 fn container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<Link> {
     let netns = Netns::open(Path::new(&netns_of(context, attachment)?)).ok()?;
     Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
 }
 
-/// Checks that both ends of each attachment's link have the same MTU, and that the MTUs of its
-/// bridge and of the uplink, the interface of the host's default route, are not smaller.
+/// Checks for each attachment that the two ends of its link have the same MTU, and that neither the
+/// bridge nor the uplink (see [`uplink`]) has a smaller MTU.
 ///
 /// # Errors
 /// The kernel's error if the routes cannot be listed.
 pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("mtu");
     let uplink = uplink(&context.snapshot.links)?;
-    // Many containers share a bridge and a network, whose problem is reported only once.
+    // A problem that many containers share is reported once for their bridge or network.
     let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
-    let attached = context.snapshot.attached();
-    for (attachment, link) in &attached {
+    let attached_links = context.snapshot.attached_links();
+    for (attachment, outer) in &attached_links {
         let Some(inner) = container_end(context, attachment) else { continue };
         let AttachmentId { network, container_id, ifname } = attachment;
-        if inner.mtu != link.mtu {
+        if inner.mtu != outer.mtu {
             let what = format!(
                 "{network} {container_id} {ifname}: {ifname} in the container has the MTU {}, but its host end {} has {}: \
                  larger packets are lost",
-                inner.mtu, link.name, link.mtu
+                inner.mtu, outer.name, outer.mtu
             );
-            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&link.name), inner.mtu));
+            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&outer.name), inner.mtu));
         }
-        let bridge = context.snapshot.links.iter().find(|other| Some(other.index) == link.master);
-        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < link.mtu)
+        let bridge = context.snapshot.links.iter().find(|link| Some(link.index) == outer.master);
+        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < outer.mtu)
             && !reported_bridges.contains(&bridge.name.as_str())
         {
             reported_bridges.push(&bridge.name);
             let what = format!(
                 "bridge {} has the MTU {}, but its port {} has {}: larger packets are lost",
-                bridge.name, bridge.mtu, link.name, link.mtu
+                bridge.name, bridge.mtu, outer.name, outer.mtu
             );
-            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), link.mtu));
+            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), outer.mtu));
         }
         if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inner.mtu)
             && !reported_networks.contains(&network.as_str())
@@ -150,15 +149,15 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
             let netns = netns_of(context, attachment).unwrap_or_default();
             let set_inner =
                 format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
-            let set_outer = format!("ip link set dev {} mtu {}", quoted(&link.name), uplink.mtu);
+            let set_outer = format!("ip link set dev {} mtu {}", quoted(&outer.name), uplink.mtu);
             outcome.add_problem(what, format!("{set_inner} && {set_outer}"));
         }
     }
-    Ok(outcome.with_summary("the MTUs of both ends, the bridges and the uplink fit together"))
+    Ok(outcome.with_summary("the MTUs of links, bridges and the uplink are consistent"))
 }
 
-/// Returns the interface of the best default route, of IPv4 or, if it has none, of IPv6. Returns
-/// `None` if the host has no default route.
+/// Returns the uplink: the host's interface with the best default route of IPv4 or, if IPv4 has no
+/// default route, of IPv6. Returns `None` if the host has no default route.
 ///
 /// # Errors
 /// The kernel's error if the routes cannot be listed.
@@ -181,34 +180,27 @@ const STRICT_RP_FILTER: u8 = 1;
 /// The loose mode of the sysctl rp_filter.
 const LOOSE_RP_FILTER: u8 = 2;
 
-/// Checks that the strict reverse path filter does not drop packets of containers. It drops a
-/// packet if the route back to its source uses another interface than the one on which it arrived.
+/// Checks that the strict reverse path filter does not drop packets of containers. The filter drops
+/// a packet if the host's route to the packet's source does not use the interface on which the
+/// packet arrived.
 ///
 /// # Errors
 /// The kernel's error if netlink cannot be used.
 pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("rp_filter");
-    let (netlink, attached) = (Netlink::open()?, context.snapshot.attached());
+    let netlink = Netlink::open()?;
     for bridge in context.snapshot.bridges() {
-        // A value that cannot be read counts as 0, the mode without a filter.
+        // A value that cannot be read counts as 0 (no filter).
         let read = |name: &str| -> u8 {
             let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
             value.ok().and_then(|value| value.parse().ok()).unwrap_or_default()
         };
-        // The larger value is in force.
+        // The kernel uses the larger value.
         if read("all").max(read(&bridge.name)) != STRICT_RP_FILTER {
             continue;
         }
-        for entry in &context.snapshot.cached {
+        for entry in context.snapshot.entries_on_bridge(bridge) {
             let Some(result) = result_of(entry) else { continue };
-            let is_on_bridge = attached.iter().any(|(attachment, link)| {
-                attachment.network == entry.network
-                    && attachment.container_id == entry.attachment.container_id
-                    && link.master == Some(bridge.index)
-            });
-            if !is_on_bridge {
-                continue;
-            }
             for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();
                 if netlink.outgoing_interface(address).ok() != Some(bridge.index) {
@@ -217,8 +209,7 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
                          drops packets that it sends to the host or through it",
                         entry.network, bridge.name
                     );
-                    // The loose mode is in force whatever `all` is, because it is the largest
-                    // value.
+                    // The loose mode is the largest value, so it is used whatever `all` is.
                     let name = dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name));
                     outcome.add_problem(what, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
                     break;
@@ -226,7 +217,7 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
             }
         }
     }
-    // Each bridge is reported for one container only: all have the same fix.
+    // All findings of one bridge have the same fix, so only the first is kept.
     outcome.findings.dedup_by(|one, other| one.fix == other.fix);
-    Ok(outcome.with_summary("packets of all containers arrive on the interface of the route back"))
+    Ok(outcome.with_summary("the host's route to each container uses the interface of its packets"))
 }

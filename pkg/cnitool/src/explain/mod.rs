@@ -1,9 +1,9 @@
-//! explain: runs a verb of a network and prints the steps of each plugin, how long they took, and
+//! explain: runs a verb of a network and prints the steps of each plugin with their durations, and
 //! the request that failed.
 //!
-//! The verb does the same as without `explain`, but `CNI_LOG=debug` makes the plugins write a log,
-//! to a file that only this call uses. The lines that are added while a plugin runs are its steps.
-//! Go's plugins write no log, so only their durations are printed.
+//! The verb does the same as without `explain`. `CNI_LOG=debug` makes the plugins write a log, to a
+//! file that only this call uses. A plugin's steps are the lines that are added while it runs. Go's
+//! plugins write no log, so only their durations are printed.
 
 mod recorder;
 mod steps;
@@ -41,7 +41,7 @@ enum Verb {
     Status(network::Named),
 }
 
-/// Runs the verb and prints its plugins, their steps and its result.
+/// Runs the verb and prints the steps of its plugins, then the verb's result.
 ///
 /// # Errors
 /// - [`Failure::Usage`] if the verb's arguments are invalid.
@@ -66,20 +66,21 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         folder: call.folder.clone(),
         machine: &recorder,
     };
-    // The verb's result follows the steps, so it is kept until they are printed.
+    // The verb prints its result into a buffer, because the steps are printed before the result.
     let mut result = Vec::new();
-    let outcome = {
-        let stdout = &mut result;
-        let Streams { notes, stdout_style, stderr_style, .. } = &*streams;
-        let (notes, stdout_style, stderr_style) = (notes.clone(), *stdout_style, *stderr_style);
-        network::run(command, &recorded_call, &mut Streams { stdout, notes, stdout_style, stderr_style })
+    let mut buffered_streams = Streams {
+        stdout: &mut result,
+        notes: streams.notes.clone(),
+        stdout_style: streams.stdout_style,
+        stderr_style: streams.stderr_style,
     };
+    let outcome = network::run(command, &recorded_call, &mut buffered_streams);
     let runs = recorder.into_runs();
     match format {
         Format::Text => {
             let text: String = runs.iter().map(|run| run_as_text(run, streams)).collect();
             let written = write(streams, &text).and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
-            // Of two errors, the verb's is reported.
+            // If both failed, the verb's error is reported.
             outcome?;
             written.map_err(|error| failed(subject, error, format))?;
             Ok(Exit::Done)
@@ -90,7 +91,7 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
                 Err(Failure::Failed { error, .. }) => (error_json(&error), Exit::Failed),
                 Err(failure) => return Err(failure),
             };
-            // A verb that failed, or one without a result, has printed nothing: `null`.
+            // `null` if the verb has printed nothing: it failed, or it has no result.
             let result: Value = serde_json::from_slice(&result).unwrap_or_default();
             let calls: Vec<Value> = runs.iter().map(run_as_json).collect();
             write_json(streams, &json!({"calls": calls, "result": result, "error": error}))
@@ -103,8 +104,8 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
 /// The indentation of lines below a step, which puts them under its description.
 const INDENT: &str = "               ";
 
-/// Returns the text about a plugin: a line with its duration and outcome, a line for each step, and
-/// the request below the step that made it fail.
+/// Returns the text about a plugin: a line with its duration and outcome, then a line for each
+/// step. Below the step that made the plugin fail are its stderr and its request.
 fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
     let style = streams.stdout_style;
     let steps = steps::steps_of(run);
@@ -134,14 +135,14 @@ fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
         }
     }
     if run.error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.is_cause) {
-        text += &format!("{INDENT}none of these steps made the plugin fail: the error is its own\n");
+        text += &format!("{INDENT}none of these steps made the plugin fail: the cause is in the plugin itself\n");
     }
     text
 }
 
 /// Returns a plugin's outcome and its steps for `--json`.
 fn run_as_json(run: &PluginRun) -> Value {
-    let step = |step: &Step| {
+    let step_json = |step: &Step| {
         json!({
             "program": step.program,
             "step": step.what,
@@ -157,7 +158,7 @@ fn run_as_json(run: &PluginRun) -> Value {
         "verb": run.verb,
         "ms": run.ms,
         "error": run.error.as_ref().map(|PluginError { code, msg }| json!({"code": code, "msg": msg})),
-        "steps": steps::steps_of(run).iter().map(step).collect::<Vec<_>>(),
+        "steps": steps::steps_of(run).iter().map(step_json).collect::<Vec<_>>(),
     })
 }
 

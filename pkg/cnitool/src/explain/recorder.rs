@@ -11,11 +11,11 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::{Code, Error};
 
-/// How many more names are tried for the log if a file has the first one.
+/// How many more file names are tried for the log if the first one is taken.
 const MAX_TRIES: u32 = 16;
 
-/// A temporary file for the plugins' log, which only this user can read. It is removed when the
-/// value is dropped.
+/// The plugins' log: a temporary file that only this user can read. Dropping the value removes the
+/// file.
 pub(super) struct Log {
     path: PathBuf,
     file: File,
@@ -42,12 +42,14 @@ impl Log {
         }
     }
 
-    /// Returns the environment for the plugins: `inherited`, with the variables that make them
-    /// write this log.
+    /// Returns the environment for the plugins: `inherited`, but with the variables that make the
+    /// plugins write this log.
     pub(super) fn environment(&self, inherited: &[(OsString, OsString)]) -> Vec<(OsString, OsString)> {
-        let added = [("CNI_LOG", "debug".into()), ("CNI_LOG_FILE", self.path.clone().into_os_string())];
-        let others = inherited.iter().filter(|(key, _)| !added.iter().any(|(name, _)| key == name)).cloned();
-        others.chain(added.iter().map(|(key, value)| ((*key).into(), value.clone()))).collect()
+        let mut environment = inherited.to_vec();
+        environment.retain(|(key, _)| key != "CNI_LOG" && key != "CNI_LOG_FILE");
+        environment.push(("CNI_LOG".into(), "debug".into()));
+        environment.push(("CNI_LOG_FILE".into(), self.path.clone().into_os_string()));
+        environment
     }
 
     /// Returns the length of the log in bytes, or 0 if it is not known.
@@ -55,8 +57,8 @@ impl Log {
         self.file.metadata().map(|metadata| metadata.len()).unwrap_or_default()
     }
 
-    /// Returns the text of the log from the offset `begin` on. If the log cannot be read, returns
-    /// an empty text, because the verb must not fail for lack of a log.
+    /// Returns the log's text from the offset `begin` on. Returns an empty text if the log cannot
+    /// be read, because the verb must not fail for lack of a log.
     fn text_from(&self, begin: u64) -> String {
         let read = || -> io::Result<Vec<u8>> {
             let mut bytes = Vec::new();
@@ -71,21 +73,21 @@ impl Log {
 
 impl Drop for Log {
     fn drop(&mut self) {
-        // The log does not matter any more, and nothing can be done about an error here.
+        // An error has no effect on the verb, which has already ended.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// A plugin that was run.
+/// A run of a plugin.
 #[derive(Debug)]
 pub(super) struct PluginRun {
     pub(super) plugin: String,
     pub(super) verb: String,
-    /// How long it ran, in milliseconds.
+    /// The duration in milliseconds.
     pub(super) ms: f64,
-    /// Its error, or `None` if it succeeded.
+    /// The plugin's error, or `None` if the plugin succeeded.
     pub(super) error: Option<PluginError>,
-    /// The lines that were added to the log while it ran.
+    /// The lines that were added to the log during the run.
     pub(super) log: String,
 }
 
@@ -97,7 +99,7 @@ pub(super) struct PluginError {
     pub(super) msg: String,
 }
 
-/// A [`Machine`] that runs everything on another one and records the plugins that it runs.
+/// A [`Machine`] that passes every call to another one, and records the plugins that are run.
 pub(super) struct Recorder<'a> {
     machine: &'a dyn Machine,
     log: &'a Log,
@@ -105,12 +107,12 @@ pub(super) struct Recorder<'a> {
 }
 
 impl<'a> Recorder<'a> {
-    /// Returns a recorder that runs the plugins on `machine`; they write to `log`.
+    /// Returns a recorder that runs the plugins on `machine`. The plugins write to `log`.
     pub(super) fn new(machine: &'a dyn Machine, log: &'a Log) -> Recorder<'a> {
         Recorder { machine, log, runs: RefCell::default() }
     }
 
-    /// Returns the recorded plugins, in the order in which they ended.
+    /// Returns the recorded runs, in the order in which they ended.
     pub(super) fn into_runs(self) -> Vec<PluginRun> {
         self.runs.into_inner()
     }
@@ -146,15 +148,16 @@ impl Machine for Recorder<'_> {
     }
 }
 
-/// Returns the error of a plugin that failed, or `None` if it succeeded. A plugin that was killed
-/// or could not be started has no code.
+/// Returns the error of a plugin that failed, or `None` if the plugin succeeded. A plugin that was
+/// killed or could not be started has no code: the message is its exit status or why it could not
+/// run.
 fn error_of(output: &Result<Output, RunError>) -> Option<PluginError> {
     match output {
         Ok(output) if output.status == Exit::Status(0) => None,
         Ok(output) => {
-            let answer: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-            let msg = answer["msg"].as_str().map_or_else(|| output.status.to_string(), str::to_owned);
-            Some(PluginError { code: answer["code"].as_u64(), msg })
+            let error: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+            let msg = error["msg"].as_str().map_or_else(|| output.status.to_string(), str::to_owned);
+            Some(PluginError { code: error["code"].as_u64(), msg })
         }
         Err(error) => Some(PluginError { code: None, msg: error.to_string() }),
     }

@@ -1,8 +1,9 @@
-//! Reads the steps of a plugin and of its delegates from the log, and finds the one that made the
+//! Reads the steps of a plugin and of its delegates from the log, and finds the step that made the
 //! plugin fail.
 //!
-//! Most errors in a log are harmless: a plugin finds out by a request whether a bridge exists. The
-//! step that made a plugin fail is the one whose error is in the plugin's own error message.
+//! Most errors in a log are harmless: for example, a request fails if a bridge does not exist yet.
+//! The step that made the plugin fail is usually found by its error text, which the plugin's own
+//! error message contains.
 
 use cni::steps::fields;
 
@@ -11,28 +12,29 @@ use super::recorder::{PluginError, PluginRun};
 /// A step of a plugin: a request to the kernel, a file, a program, a delegate.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Step {
-    /// The name of the plugin or delegate whose step it is.
+    /// The plugin or delegate that the step belongs to.
     pub(super) program: String,
     /// A description, such as `netlink NewLink br0`.
     pub(super) what: String,
     /// The duration in milliseconds.
     pub(super) ms: Option<f64>,
-    /// Its error or exit status, or `None` if it succeeded.
+    /// The error or exit status, or `None` if the step succeeded.
     pub(super) error: Option<String>,
     /// The stderr of a program that failed.
     pub(super) stderr: Option<String>,
     /// The request that the kernel refused.
     pub(super) request: Option<String>,
-    /// Whether it is a whole run of a delegate, with all of its steps.
+    /// Whether this is the summary of a delegate's whole run, not a single step.
     is_whole_run: bool,
-    /// Whether it made the plugin fail.
+    /// Whether this step made the plugin fail.
     pub(super) is_cause: bool,
 }
 
-/// Returns the plugin's steps in the order in which they ended.
+/// Returns the plugin's steps in the order in which they ended. If one of them made the plugin
+/// fail, its `is_cause` is true.
 pub(super) fn steps_of(run: &PluginRun) -> Vec<Step> {
     let mut steps: Vec<Step> = run.log.lines().filter_map(parse_line).collect();
-    // The last line is about the plugin's whole run, whose outcome is already in `run`.
+    // The last line is the summary of the plugin's own run, which `run` already has.
     if steps.last().is_some_and(|step| step.program == run.plugin && step.what.starts_with(&run.verb)) {
         steps.pop();
     }
@@ -64,7 +66,7 @@ fn parse_line(line: &str) -> Option<Step> {
     if let Some(what) = take("rollback") {
         return Some(Step { program, what: format!("{ROLLBACK_PREFIX}{what}"), ..Step::default() });
     }
-    // The line about the whole run of a plugin or delegate.
+    // The summary of the whole run of a plugin or delegate.
     let (verb, code) = (take("verb")?, take("code")?);
     let code = if code == "0" { String::new() } else { format!(", code {code}") };
     let what = format!("{verb} in all{code}");
@@ -75,21 +77,23 @@ fn parse_line(line: &str) -> Option<Step> {
 const ROLLBACK_PREFIX: &str = "rollback: ";
 
 /// Returns the position of the step that made the plugin fail with `error`, or `None` if no step
-/// did. Steps of the rollback do not count. The first of these rules that finds one decides:
+/// did. Only steps before the rollback are searched. The first rule that finds a step is used:
 /// 1. the last step whose error is in the plugin's message;
 /// 2. the last run of a delegate whose error is in the plugin's message;
-/// 3. the last program that failed or, for a code of the kernel (100 and above), the last refused
-///    request.
+/// 3. the last program that failed. If the plugin's code is 100 or above, a request that the kernel
+///    refused counts like a program that failed.
 fn find_cause(steps: &[Step], error: &PluginError) -> Option<usize> {
     let rollback_begin = steps.iter().position(|step| step.what.starts_with(ROLLBACK_PREFIX)).unwrap_or(steps.len());
-    let last_failed = |condition: &dyn Fn(&Step) -> bool| {
+    let last_failed_where = |condition: &dyn Fn(&Step) -> bool| {
         steps.iter().take(rollback_begin).rposition(|step| step.error.is_some() && condition(step))
     };
     let is_in_message = |step: &Step| step.error.as_deref().is_some_and(|text| error.msg.contains(text));
-    let is_kernel_error = error.code.is_some_and(|code| code >= 100);
-    last_failed(&|step| !step.is_whole_run && is_in_message(step))
-        .or_else(|| last_failed(&|step| step.is_whole_run && is_in_message(step)))
-        .or_else(|| last_failed(&|step| step.stderr.is_some() || (is_kernel_error && step.request.is_some())))
+    let may_be_kernel_error = error.code.is_some_and(|code| code >= 100);
+    let is_program = |step: &Step| step.stderr.is_some();
+    let is_refused_request = |step: &Step| may_be_kernel_error && step.request.is_some();
+    last_failed_where(&|step| !step.is_whole_run && is_in_message(step))
+        .or_else(|| last_failed_where(&|step| step.is_whole_run && is_in_message(step)))
+        .or_else(|| last_failed_where(&|step| is_program(step) || is_refused_request(step)))
 }
 
 #[cfg(test)]

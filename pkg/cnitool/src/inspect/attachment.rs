@@ -12,7 +12,7 @@ use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
 use libcni::cache::Entry;
 
 use super::Fact;
-use super::snapshot::{Snapshot, all_plugins, decode_result, has_go_name, is_true, plugins_of};
+use super::snapshot::{Snapshot, decode_result, has_go_name, is_true, plugins_in, plugins_of_type};
 use crate::Call;
 use crate::target::NetnsPresence;
 
@@ -27,8 +27,8 @@ const FIREWALL_KIND: &str = "firewall";
 /// The scope of an address that is valid everywhere (`RT_SCOPE_UNIVERSE`).
 const GLOBAL_SCOPE: u8 = 0;
 
-/// An attachment in the result cache, with the facts that were found.
-pub(crate) struct Attached {
+/// An attachment in the result cache, and the facts about it.
+pub(crate) struct AttachmentReport {
     /// The network, container ID and interface for people.
     pub(crate) name: String,
     pub(crate) network: String,
@@ -38,9 +38,9 @@ pub(crate) struct Attached {
     pub(crate) facts: Vec<Fact>,
 }
 
-impl Attached {
+impl AttachmentReport {
     /// Collects the facts about the attachment of a cache entry.
-    pub(crate) fn inspect(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>) -> Attached {
+    pub(crate) fn new(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>) -> AttachmentReport {
         let attachment = entry.id();
         let netns = entry.attachment.netns.clone();
         let mut facts = Vec::new();
@@ -61,7 +61,7 @@ impl Attached {
                     facts.push(Fact::differs("namespace", why.to_string()));
                 }
             }
-            // Fine, because `orphans` reports the entry as a leftover.
+            // Fine, because the module `leftovers` reports the cache entry.
             NetnsPresence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
             NetnsPresence::OtherFile(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
             // Fine, because nothing could be compared.
@@ -71,7 +71,7 @@ impl Attached {
         add_reservation_facts(snapshot, &attachment, &result, &mut facts);
         add_lease_facts(snapshot, &attachment, &mut facts);
         add_backup_facts(snapshot, &attachment, &mut facts);
-        Attached {
+        AttachmentReport {
             name: format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname),
             network: attachment.network,
             container_id: attachment.container_id,
@@ -82,14 +82,13 @@ impl Attached {
     }
 }
 
-/// Adds the links on the host: those whose alias names the attachment, and those in the result.
+/// Adds the attachment's links on the host, bandwidth's ifbs included: those whose alias names the
+/// attachment, and those in the result.
 fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
-    let aliased =
-        snapshot.aliased_links.iter().filter(|(other, _)| other.alias() == attachment.alias()).map(|(_, link)| link);
-    // The indexes of the links that have been added.
-    let mut added: Vec<u32> = Vec::new();
-    for link in aliased {
-        added.push(link.index);
+    let aliased = snapshot.aliased_links.iter().filter(|(owner, _)| owner.alias() == attachment.alias());
+    let mut added_indexes: Vec<u32> = Vec::new();
+    for (_, link) in aliased {
+        added_indexes.push(link.index);
         facts.push(Fact::fine("host link", describe(link, &snapshot.links)));
     }
     // An interface of the result without a sandbox is on the host.
@@ -101,13 +100,13 @@ fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
             None => on_host.iter().any(|listed| listed.name == ifb.name),
         };
         if belongs {
-            added.push(ifb.index);
+            added_indexes.push(ifb.index);
             facts.push(Fact::fine("bandwidth", describe(ifb, &snapshot.links)));
         }
     }
     for interface in on_host {
         match snapshot.links.iter().find(|link| link.name == interface.name) {
-            Some(link) if added.contains(&link.index) => {}
+            Some(link) if added_indexes.contains(&link.index) => {}
             Some(link) => {
                 let kind = if link.is_bridge() { "bridge" } else { "host link" };
                 facts.push(Fact::fine(kind, describe(link, &snapshot.links)));
@@ -120,8 +119,8 @@ fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
     }
 }
 
-/// Returns a text about a link's properties. The master is only named if it is in `all`.
-fn describe(link: &Link, all: &[Link]) -> String {
+/// Returns a description of a link's properties. It names the master only if that is in `masters`.
+fn describe(link: &Link, masters: &[Link]) -> String {
     let mut text = format!("{} ({}, index {}), mtu {}", link.name, link.kind, link.index, link.mtu);
     if let Some(mac) = link.mac {
         text += &format!(", {mac}");
@@ -131,7 +130,7 @@ fn describe(link: &Link, all: &[Link]) -> String {
         (true, OperState::Down) => ", up without carrier",
         (true, _) => ", up",
     };
-    if let Some(master) = link.master.and_then(|master| all.iter().find(|other| other.index == master)) {
+    if let Some(master) = link.master.and_then(|index| masters.iter().find(|other| other.index == index)) {
         text += &format!(", port of {}", master.name);
     }
     if let Some(port) = link.port {
@@ -187,13 +186,13 @@ fn add_container_facts(path: &str, ifname: &str, result: &AddResult, facts: &mut
     add_route_facts(&netlink, ifname, &links, result, facts)
 }
 
-/// Adds the device that host-device has moved into the namespace `path`. Its alias is its name on
-/// the host.
+/// Adds the device that host-device has moved into the namespace `path`. The device's alias is its
+/// name on the host.
 ///
 /// # Errors
 /// The kernel's error if the namespace cannot be entered or read.
 fn add_device_fact(path: &str, entry: &Entry, facts: &mut Vec<Fact>) -> cni_linux::Result<()> {
-    if plugins_of(&entry.config, "host-device").is_empty() {
+    if plugins_of_type(&entry.config, "host-device").is_empty() {
         return Ok(());
     }
     let ifname = &entry.attachment.ifname;
@@ -219,7 +218,7 @@ fn add_address_facts(
     let existing: Vec<Addr> = netlink.list_all_addresses()?;
     let index = |name: &str| links.iter().find(|link| link.name == name).map(|link| link.index);
     for ip in &result.ips {
-        // The address names its interface by its position in the result.
+        // In a result, an address names its interface by the position in `interfaces`.
         let interface = ip.interface.and_then(|position| result.interfaces.get(position));
         let name = interface.map_or(ifname, |interface| interface.name.as_str());
         match existing.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index(name)) {
@@ -246,7 +245,7 @@ fn add_address_facts(
     Ok(())
 }
 
-/// Adds the routes of the result or, if it has none, the container's routes with a gateway.
+/// Adds the routes of the result or, if the result has none, CNI_IFNAME's routes with a gateway.
 /// `netlink` and `links` are those of the container's namespace.
 ///
 /// # Errors
@@ -262,18 +261,18 @@ fn add_route_facts(
     existing.extend(netlink.list_all_routes(Family::V6)?);
     let name = |index: u32| links.iter().find(|link| link.index == index).map_or("?", |link| link.name.as_str());
     for route in &result.routes {
-        // A route without a gateway gets the one of the first address of its family.
-        let gw = route.gw.or_else(|| {
+        // For a route without a gateway, the gateway of the first address of its family is used.
+        let expected_gw = route.gw.or_else(|| {
             let has_family = |ip: &&cni::result::IpConfig| ip.address.is_ipv4() == route.dst.is_ipv4();
             result.ips.iter().find(has_family).and_then(|ip| ip.gateway)
         });
-        let text = match gw {
+        let text = match expected_gw {
             Some(gw) => format!("{} via {gw}", route.dst),
             None => route.dst.to_string(),
         };
         let found = existing.iter().find(|other| {
             other.dst == route.dst.network()
-                && (other.gw == gw || gw.is_none())
+                && (expected_gw.is_none() || other.gw == expected_gw)
                 && other.table_id() == table_id(route.table)
         });
         match found {
@@ -290,30 +289,30 @@ fn add_route_facts(
     Ok(())
 }
 
-/// Returns the number of a route's table in the result. Without one, or with 0, it is the main
-/// table.
+/// Returns the number of the routing table for a route of the result: `None` and 0 stand for the
+/// main table.
 fn table_id(table: Option<u32>) -> u32 {
     table.filter(|table| *table != 0).unwrap_or(cni_linux::route::MAIN_TABLE)
 }
 
-/// Adds the attachment's packet filter rules, and reports those that the configuration of its ADD
-/// needs and that do not exist.
+/// Adds the attachment's packet filter rules, and each kind of rule that the configuration of its
+/// ADD needs but that does not exist.
 fn add_rule_facts(snapshot: &Snapshot, attachment: &AttachmentId, entry: &Entry, facts: &mut Vec<Fact>) {
     let mut existing: Vec<Purpose> = Vec::new();
     for rule in snapshot.rules.iter().filter(|rule| rule.owner.matches(attachment)) {
         existing.push(rule.purpose);
         facts.push(Fact::fine(rule_kind(rule.purpose), format!("{}  [{}]", rule.text, rule.place)));
     }
-    let plugins = all_plugins(&entry.config);
-    let sets = |key: &str| plugins.iter().any(|plugin| is_true(plugin, key));
-    let uses = |kind: &str| plugins.iter().any(|plugin| plugin.get("type").and_then(Json::as_str) == Some(kind));
+    let plugins = plugins_in(&entry.config);
+    let a_plugin_sets = |key: &str| plugins.iter().any(|plugin| is_true(plugin, key));
+    let has_plugin = |kind: &str| plugins.iter().any(|plugin| plugin.get("type").and_then(Json::as_str) == Some(kind));
     let mappings = entry.attachment.capability_args.get_exact("portMappings").map(|raw| raw.get().trim().to_owned());
     let has_mappings = mappings.is_some_and(|text| !matches!(text.as_str(), "null" | "[]"));
     for (purpose, is_needed) in [
-        (Purpose::Masquerade, sets("ipMasq")),
-        (Purpose::SpoofCheck, sets("macspoofchk")),
-        (Purpose::Forward, uses("firewall")),
-        (Purpose::PortMap, has_mappings && uses("portmap")),
+        (Purpose::Masquerade, a_plugin_sets("ipMasq")),
+        (Purpose::SpoofCheck, a_plugin_sets("macspoofchk")),
+        (Purpose::Forward, has_plugin("firewall")),
+        (Purpose::PortMap, has_mappings && has_plugin("portmap")),
     ] {
         if is_needed && !existing.contains(&purpose) {
             let text = "the attachment has no such rule, although its configuration needs one";
@@ -332,8 +331,8 @@ fn rule_kind(purpose: Purpose) -> &'static str {
     }
 }
 
-/// Adds the attachment's reservations of host-local, and reports addresses of the result that are
-/// not reserved.
+/// Adds the attachment's reservations and, if the network uses host-local, the addresses of the
+/// result that are not reserved.
 fn add_reservation_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
     let mut reserved = Vec::new();
     for (network, folder, reservations) in &snapshot.reservations {
@@ -365,11 +364,13 @@ fn add_lease_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut V
             continue;
         }
         let text = format!("{} of {}", lease.address, lease.server);
-        let end = match lease.times.map(|times| times.expiry) {
+        let end = match lease.times {
             None => ", without an answer yet".to_owned(),
-            Some(None) => ", without an end".to_owned(),
-            Some(Some(Duration::ZERO)) => ", ended".to_owned(),
-            Some(Some(left)) => format!(", ends in {} s", left.as_secs()),
+            Some(times) => match times.expiry {
+                None => ", without an end".to_owned(),
+                Some(Duration::ZERO) => ", ended".to_owned(),
+                Some(left) => format!(", ends in {} s", left.as_secs()),
+            },
         };
         facts.push(match &lease.error {
             Some(error) => Fact::differs("lease", format!("{text}{end}: {error}")),

@@ -1,11 +1,11 @@
-//! inspect: prints what exists of each attachment in the kernel and on the disk, compared with its
-//! result, and all leftovers.
+//! inspect: prints what exists of each attachment in the kernel and on the disk, compared with the
+//! attachment's result, and the leftovers of attachments that do not exist any more.
 //!
-//! It changes nothing. It compares only properties that nothing but the plugins may change; CHECK
-//! compares more.
+//! It changes nothing. CHECK compares more: `inspect` compares only what no other program should
+//! change.
 
 mod attachment;
-pub(crate) mod orphans;
+pub(crate) mod leftovers;
 mod snapshot;
 
 use clap::Args;
@@ -16,9 +16,9 @@ use crate::cli::{Failure, Shared, failed};
 use crate::report::{Colour, Format, paint, write, write_json};
 use crate::{Call, Exit, Streams};
 
-pub(crate) use attachment::Attached;
-pub(crate) use orphans::Orphan;
-pub(crate) use snapshot::{Snapshot, all_plugins, bridges_of, is_true, result_of};
+pub(crate) use attachment::AttachmentReport;
+pub(crate) use leftovers::Leftover;
+pub(crate) use snapshot::{Snapshot, bridges_of, is_true, plugins_in, result_of};
 
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]
@@ -37,12 +37,12 @@ pub(crate) struct Fact {
     pub(crate) verdict: Verdict,
 }
 
-/// The comparison of a fact with the attachment's result and configuration.
+/// Whether a fact is as expected: whether it agrees with the attachment's result and configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// The fact is as they say, or they do not mention it.
+    /// It agrees, or there is nothing to compare it with.
     Fine,
-    /// The fact differs from what they say.
+    /// It does not agree.
     Differs,
 }
 
@@ -57,7 +57,7 @@ impl Fact {
         Fact { kind, text: text.into(), verdict: Verdict::Differs }
     }
 
-    /// Whether the fact is about a packet filter rule, which `cnitool rules restore` writes again.
+    /// Whether the fact is about a packet filter rule, which `cnitool rules restore` can restore.
     pub(crate) fn is_rule(&self) -> bool {
         attachment::RULE_KINDS.contains(&self.kind)
     }
@@ -78,51 +78,51 @@ pub(crate) fn run(
 ///
 /// # Errors
 /// - As [`Snapshot::take`].
-/// - Code 3 if the arguments name a network, and nothing of it is found.
+/// - Code 3 if the arguments name a network and select nothing.
 /// - Code 5 if stdout cannot be written.
 fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let snapshot = Snapshot::take(shared, call, &streams.notes)?;
-    // An object whose network or container is not known is only selected if the arguments name
-    // none.
+    // An unknown network or container matches only if the argument is not given.
     let is_selected = |network: Option<&str>, container: Option<&str>| {
-        let is_network = args.network.is_none() || network == args.network.as_deref();
-        let is_container = args
-            .container
-            .as_ref()
-            .is_none_or(|beginning| container.is_some_and(|id| id.starts_with(beginning.as_str())));
-        is_network && is_container
+        let network_matches = args.network.is_none() || network == args.network.as_deref();
+        let container_matches = match &args.container {
+            Some(prefix) => container.is_some_and(|id| id.starts_with(prefix.as_str())),
+            None => true,
+        };
+        network_matches && container_matches
     };
-    let attached: Vec<Attached> = snapshot
+    let attachments: Vec<AttachmentReport> = snapshot
         .cached
         .iter()
         .filter(|entry| is_selected(Some(&entry.network), Some(&entry.attachment.container_id)))
-        .map(|entry| Attached::inspect(&snapshot, entry, call))
+        .map(|entry| AttachmentReport::new(&snapshot, entry, call))
         .collect();
-    let mut orphans = orphans::list(&snapshot, call);
-    orphans.retain(|orphan| is_selected(orphan.network.as_deref(), orphan.container.as_deref()));
-    if attached.is_empty() && orphans.is_empty() && args.network.is_some() {
+    let mut leftovers = leftovers::list(&snapshot, call);
+    leftovers.retain(|leftover| is_selected(leftover.network.as_deref(), leftover.container.as_deref()));
+    if attachments.is_empty() && leftovers.is_empty() && args.network.is_some() {
         let of_container = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
         let network = args.network.as_deref().unwrap_or_default();
         let msg = format!("nothing{of_container} is attached to network {network:?}, and there are no leftovers");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
     }
-    let has_difference = attached.iter().flat_map(|one| &one.facts).any(|fact| fact.verdict == Verdict::Differs);
+    let has_difference =
+        attachments.iter().flat_map(|report| &report.facts).any(|fact| fact.verdict == Verdict::Differs);
     match shared.format() {
-        Format::Json => write_json(streams, &as_json(&attached, &orphans))?,
+        Format::Json => write_json(streams, &as_json(&attachments, &leftovers))?,
         Format::Text => {
-            let text = as_text(&attached, &orphans, streams);
+            let text = as_text(&attachments, &leftovers, streams);
             write(streams, &text)?;
         }
     }
-    Ok(if has_difference || !orphans.is_empty() { Exit::Failed } else { Exit::Done })
+    Ok(if has_difference || !leftovers.is_empty() { Exit::Failed } else { Exit::Done })
 }
 
 /// Returns the report for people.
-fn as_text(attached: &[Attached], orphans: &[Orphan], streams: &Streams<'_>) -> String {
+fn as_text(attachments: &[AttachmentReport], leftovers: &[Leftover], streams: &Streams<'_>) -> String {
     let mut text = String::new();
-    for one in attached {
-        text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &one.name));
-        for fact in &one.facts {
+    for report in attachments {
+        text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &report.name));
+        for fact in &report.facts {
             let sign = if fact.verdict == Verdict::Fine { ' ' } else { '!' };
             let line = format!("{sign} {:<12} {}", fact.kind, fact.text);
             text += &match fact.verdict {
@@ -133,35 +133,35 @@ fn as_text(attached: &[Attached], orphans: &[Orphan], streams: &Streams<'_>) -> 
         }
         text.push('\n');
     }
-    if orphans.is_empty() {
-        let count = attached.len();
+    if leftovers.is_empty() {
+        let count = attachments.len();
         let plural = if count == 1 { "attachment" } else { "attachments" };
         text += &format!("{count} {plural}; nothing is left over.\n");
         return text;
     }
     text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, "Left over"));
-    for orphan in orphans {
-        let line = format!("! {:<12} {}", orphan.kind, orphan.what);
+    for leftover in leftovers {
+        let line = format!("! {:<12} {}", leftover.kind, leftover.what);
         text += &format!("{}\n", paint(streams.stdout_style, Colour::Red, &line));
-        text += &format!("    because {}\n    remove: {}\n", orphan.why, orphan.command);
+        text += &format!("    because {}\n    remove: {}\n", leftover.why, leftover.command);
     }
     text
 }
 
 /// Returns the report for `--json`.
-fn as_json(attached: &[Attached], orphans: &[Orphan]) -> Value {
-    let fact = |fact: &Fact| json!({"what": fact.kind, "text": fact.text, "ok": fact.verdict == Verdict::Fine});
-    let attachment = |one: &Attached| {
+fn as_json(attachments: &[AttachmentReport], leftovers: &[Leftover]) -> Value {
+    let fact_json = |fact: &Fact| json!({"what": fact.kind, "text": fact.text, "ok": fact.verdict == Verdict::Fine});
+    let attachment_json = |report: &AttachmentReport| {
         json!({
-            "network": one.network,
-            "containerID": one.container_id,
-            "ifname": one.ifname,
-            "netns": one.netns,
-            "facts": one.facts.iter().map(fact).collect::<Vec<_>>(),
+            "network": report.network,
+            "containerID": report.container_id,
+            "ifname": report.ifname,
+            "netns": report.netns,
+            "facts": report.facts.iter().map(fact_json).collect::<Vec<_>>(),
         })
     };
     json!({
-        "attachments": attached.iter().map(attachment).collect::<Vec<_>>(),
-        "leftOver": orphans.iter().map(Orphan::json).collect::<Vec<_>>(),
+        "attachments": attachments.iter().map(attachment_json).collect::<Vec<_>>(),
+        "leftOver": leftovers.iter().map(Leftover::json).collect::<Vec<_>>(),
     })
 }

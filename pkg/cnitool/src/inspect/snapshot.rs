@@ -1,6 +1,5 @@
 //! Reads everything about a node's networks once, for `inspect` and `doctor`.
 
-use std::net::IpAddr;
 use std::path::PathBuf;
 
 use cni::AttachmentId;
@@ -31,10 +30,12 @@ pub(crate) struct Snapshot {
     pub(crate) cached: Vec<Entry>,
     /// The links in the namespace of this process, which is the host's.
     pub(crate) links: Vec<Link>,
-    /// The links whose alias names an attachment, without ifbs. They disappear with the container.
+    /// The attachment that a link's alias names, and the link. Without ifbs: all these links
+    /// disappear with the container. If the alias has only the hash of a long container ID, the
+    /// attachment's container ID is `#` and the hash; only comparing aliases finds it then.
     pub(crate) aliased_links: Vec<(AttachmentId, Link)>,
-    /// bandwidth's ifbs, which remain when the container disappears. Those of the Go plugin have no
-    /// alias.
+    /// bandwidth's ifbs, which remain when the container disappears. An ifb of the Go plugin has no
+    /// alias, so its attachment is `None`.
     pub(crate) ifbs: Vec<(Option<AttachmentId>, Link)>,
     /// The packet filter rules of containers.
     pub(crate) rules: Vec<ContainerRule>,
@@ -42,8 +43,8 @@ pub(crate) struct Snapshot {
     pub(crate) backups: Vec<Saved>,
     /// The reservations of each network and folder.
     pub(crate) reservations: Vec<(String, PathBuf, Vec<Reservation>)>,
-    /// The files that are named like an address, but are not regular files or are too long for a
-    /// reservation: the network, the file, and a description.
+    /// The files that are named like a reservation, but are not regular files or are too long: the
+    /// network, the file, and a description.
     pub(crate) unusual: Vec<(String, PathBuf, String)>,
     /// The leases that dhcp's daemons have recorded, each with the socket of its daemon.
     pub(crate) leases: Vec<(PathBuf, Lease)>,
@@ -55,6 +56,7 @@ impl Snapshot {
     /// # Errors
     /// - Code 5 if the folder of the networks, of the result cache, of reservations, of leases or
     ///   of backups cannot be read.
+    /// - Code 6 if the `dataDir` of a configuration has the wrong type.
     /// - Code 11 if the lock of reservations is held for too long.
     /// - The kernel's error if the links or the packet filter rules cannot be listed.
     pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
@@ -62,22 +64,23 @@ impl Snapshot {
         let listing = shared.cache().list_all()?;
         listing.problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
-        let (ifbs, others): (Vec<&Link>, Vec<&Link>) = links.iter().partition(|link| link.is_ifb());
-        let aliased_links = others.into_iter().filter_map(|link| Some((attachment_of(link)?, link.clone()))).collect();
+        let (ifbs, other_links): (Vec<&Link>, Vec<&Link>) = links.iter().partition(|link| link.is_ifb());
+        let aliased_links =
+            other_links.into_iter().filter_map(|link| Some((attachment_in_alias(link)?, link.clone()))).collect();
         // Other programs use ifbs too, under other names.
         let ifbs = ifbs.into_iter().filter(|ifb| AttachmentId::is_ifb_name(&ifb.name));
-        let ifbs = ifbs.map(|ifb| (attachment_of(ifb), ifb.clone())).collect();
+        let ifbs = ifbs.map(|ifb| (attachment_in_alias(ifb), ifb.clone())).collect();
         let location = StoreLocation::default();
         let ipam = IpamContext::new(shared, call, &location, notes);
         let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
         for pool in ipam.list_pools()? {
-            let (listed, unusual_files) = match ipam.lock(&pool)? {
+            let (listed, unusual_in_pool) = match ipam.lock(&pool)? {
                 Some(mut locked) => ipam.note_unread(locked.list()?),
                 None => (Vec::new(), Vec::new()),
             };
-            let file = |address: IpAddr| pool.data_dir.join(&pool.network).join(address.to_string());
-            for (address, what) in unusual_files {
-                unusual.push((pool.network.clone(), file(address), what));
+            let folder = pool.data_dir.join(&pool.network);
+            for (address, what) in unusual_in_pool {
+                unusual.push((pool.network.clone(), folder.join(address.to_string()), what));
             }
             reservations.push((pool.network, pool.data_dir, listed));
         }
@@ -91,10 +94,11 @@ impl Snapshot {
         Ok(Snapshot { networks, cached, links, aliased_links, ifbs, rules, backups, reservations, unusual, leases })
     }
 
-    /// Returns the known attachments with their host ends. An end is found by its alias or, if the
-    /// Go plugin created it, by its name and MAC in the cached result. The name alone may belong to
-    /// another link by now. Attachments without a host end are left out.
-    pub(crate) fn attached(&self) -> Vec<(AttachmentId, &Link)> {
+    /// Returns the links on the host that belong to attachments. A link is found by its alias. The
+    /// Go plugins set no alias: for a cached attachment without an aliased link, the veth with the
+    /// name and the MAC of an interface in its result is found. The name alone does not suffice,
+    /// because another link may have taken it.
+    pub(crate) fn attached_links(&self) -> Vec<(AttachmentId, &Link)> {
         let mut attached: Vec<(AttachmentId, &Link)> =
             self.aliased_links.iter().map(|(attachment, link)| (attachment.clone(), link)).collect();
         for entry in &self.cached {
@@ -105,6 +109,7 @@ impl Snapshot {
             let interfaces = result_of(entry).map(|result| result.interfaces).unwrap_or_default();
             let is_in_result = |link: &&Link| {
                 let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+                // An interface without a sandbox is on the host.
                 let mut on_host = interfaces.iter().filter(|interface| interface.sandbox.is_empty());
                 link.kind == LinkKind::Veth
                     && on_host.any(|listed| listed.name == link.name && listed.mac.eq_ignore_ascii_case(&mac))
@@ -114,15 +119,29 @@ impl Snapshot {
         attached
     }
 
-    /// Returns the bridges that containers are attached to: those of known attachments, and those
-    /// that a configured network names and that have ports, whose attachments the result cache may
-    /// not have.
+    /// Returns the bridges that containers use: a bridge with a port in
+    /// [`attached_links`](Snapshot::attached_links), and a bridge of a configured network with any
+    /// port, because the port may belong to an attachment that is not known.
     pub(crate) fn bridges(&self) -> Vec<&Link> {
-        let masters: Vec<u32> = self.attached().iter().filter_map(|(_, link)| link.master).collect();
-        let named: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
+        let masters: Vec<u32> = self.attached_links().iter().filter_map(|(_, link)| link.master).collect();
+        let configured: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
         let has_ports = |bridge: &Link| self.links.iter().any(|link| link.master == Some(bridge.index));
-        let is_used = |link: &&Link| masters.contains(&link.index) || (named.contains(&link.name) && has_ports(link));
+        let is_used = |bridge: &&Link| {
+            masters.contains(&bridge.index) || (configured.contains(&bridge.name) && has_ports(bridge))
+        };
         self.links.iter().filter(|link| link.is_bridge()).filter(is_used).collect()
+    }
+
+    /// Returns the cached attachments of the containers that have a port on `bridge`.
+    pub(crate) fn entries_on_bridge(&self, bridge: &Link) -> Vec<&Entry> {
+        let mut ports = self.attached_links();
+        ports.retain(|(_, link)| link.master == Some(bridge.index));
+        let has_port = |entry: &&Entry| {
+            ports.iter().any(|(attachment, _)| {
+                attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
+            })
+        };
+        self.cached.iter().filter(has_port).collect()
     }
 
     /// Whether a network of this name is configured.
@@ -138,10 +157,11 @@ impl Snapshot {
 }
 
 /// Returns tuning's backups in the folders that the networks configure, and in the default folder,
-/// because its network may have been removed from the configuration.
+/// which also has the backups of networks that are not configured any more.
 ///
 /// # Errors
-/// Code 5 if a folder or a file cannot be read; 6 if a configuration's `dataDir` has a wrong type.
+/// Code 5 if a folder or a file cannot be read; 6 if a configuration's `dataDir` has the wrong
+/// type.
 fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, Error> {
     let mut confs: Vec<NetConf> = Vec::new();
     for list in networks {
@@ -162,8 +182,8 @@ fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, E
     Ok(backups)
 }
 
-/// Returns the bridges of a network's bridge plugins; the default bridge for a plugin that names
-/// none.
+/// Returns the names of the bridges of a network's bridge plugins. A plugin that names no bridge
+/// uses the default bridge.
 pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
     let plugins = list.plugins().iter().filter(|plugin| plugin.kind() == "bridge");
     let confs = plugins.filter_map(|plugin| list.request(plugin, None).and_then(NetConf::parse).ok());
@@ -174,18 +194,19 @@ pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
     confs.map(name).collect()
 }
 
-/// Returns the objects of all plugins in a configuration, or none if it has no list or is invalid.
-pub(crate) fn all_plugins(config: &[u8]) -> Vec<Json> {
+/// Returns the JSON objects of all plugins in a configuration. Returns none if the configuration is
+/// invalid or has no list of plugins.
+pub(crate) fn plugins_in(config: &[u8]) -> Vec<Json> {
     match Json::parse(config).ok().as_ref().and_then(|config| config.get("plugins")) {
         Some(Json::Array(plugins)) => plugins.clone(),
         _ => Vec::new(),
     }
 }
 
-/// Returns the objects of all plugins of this type in a configuration.
-pub(crate) fn plugins_of(config: &[u8], kind: &str) -> Vec<Json> {
+/// Returns the JSON objects of all plugins of the type `kind` in a configuration.
+pub(crate) fn plugins_of_type(config: &[u8], kind: &str) -> Vec<Json> {
     let has_kind = |plugin: &Json| plugin.get("type").and_then(Json::as_str) == Some(kind);
-    all_plugins(config).into_iter().filter(has_kind).collect()
+    plugins_in(config).into_iter().filter(has_kind).collect()
 }
 
 /// Whether a plugin's object has `key` with the value true.
@@ -196,7 +217,7 @@ pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
 /// Decodes the result in a cache entry.
 ///
 /// # Errors
-/// The reason why that is not possible.
+/// Why there is no result or it cannot be decoded.
 pub(crate) fn decode_result(entry: &Entry) -> Result<AddResult, String> {
     let Some(raw) = &entry.result else { return Err("the result cache has no result of this attachment".to_owned()) };
     let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
@@ -215,9 +236,9 @@ pub(crate) fn has_go_name(backup: &Saved, attachment: &AttachmentId) -> bool {
     backup.owner.is_none() && file == format!("{}_{}.json", attachment.container_id, attachment.ifname)
 }
 
-/// Returns the attachment that a link's alias names, or `None`. If the alias has the hash of a long
-/// container ID, the attachment's container ID is that hash, with its `#`.
-fn attachment_of(link: &Link) -> Option<AttachmentId> {
+/// Returns the attachment that a link's alias names, or `None` if it names none. If the alias has
+/// only the hash of a long container ID, the attachment's container ID is `#` and the hash.
+fn attachment_in_alias(link: &Link) -> Option<AttachmentId> {
     let alias = node::attachment_alias_in(link.alias.as_deref()?);
     let parsed = AttachmentId::parse(&alias)?;
     // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.

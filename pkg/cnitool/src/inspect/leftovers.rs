@@ -1,30 +1,34 @@
 //! Finds leftovers: links, devices, rules, reservations, backups, leases and cache entries of
 //! containers that do not exist any more.
 //!
-//! In general, an object is a leftover if the result cache does not have its attachment and no link
-//! of the host has the attachment's alias. Exceptions: for the link itself only the cache counts, a
-//! cache entry is a leftover if its namespace is gone, and a device of host-device if the kernel
-//! has moved it back to the host. During an ADD its objects look like leftovers for a moment. So
-//! nothing is removed here; only the command is printed.
+//! An object is a leftover if the result cache does not have its attachment and no link of the host
+//! has the attachment's alias. Exceptions:
+//! - A link is a leftover if the result cache does not have its attachment.
+//! - A backup of the Go plugin names no network, so it is compared only with the result cache.
+//! - A cache entry is a leftover if its namespace is gone.
+//! - A device of host-device is a leftover if the kernel has moved it back to the host.
+//!
+//! The objects of an ADD that is still running look like leftovers. So nothing is removed here;
+//! each leftover gets a command that the operator can run.
 
 use std::path::Path;
 
 use cni::AttachmentId;
 use cni::json::Json;
-use cni_firewall::container_rules::RuleOwner;
+use cni_firewall::container_rules::{ContainerRule, RuleOwner};
 use cni_linux::{Link, LinkKind};
 use libcni::NetworkList;
 use libcni::cache::Entry;
 use plugin_dhcp::leases::Lease;
 use serde_json::{Value, json};
 
-use super::snapshot::{Snapshot, has_go_name, plugins_of};
+use super::snapshot::{Snapshot, has_go_name, plugins_of_type};
 use crate::Call;
 use crate::node::{Liveness, LivenessSources};
 use crate::target::NetnsPresence;
 
 /// A leftover object.
-pub(crate) struct Orphan {
+pub(crate) struct Leftover {
     /// The kind of object: `link`, `rule`, `reservation`, …
     pub(crate) kind: &'static str,
     /// A description of the object.
@@ -39,7 +43,7 @@ pub(crate) struct Orphan {
     pub(crate) command: String,
 }
 
-impl Orphan {
+impl Leftover {
     /// Returns the leftover for `inspect --json`.
     pub(crate) fn json(&self) -> Value {
         json!({
@@ -53,18 +57,18 @@ impl Orphan {
     }
 }
 
-/// Returns all leftovers. One command often removes several of them; each is listed.
-pub(crate) fn list(snapshot: &Snapshot, call: &Call<'_>) -> Vec<Orphan> {
-    let mut orphans = Vec::new();
-    add_cache_entries(snapshot, call, &mut orphans);
-    add_links(snapshot, &mut orphans);
-    add_ifbs_without_alias(snapshot, &mut orphans);
-    add_returned_devices(snapshot, &mut orphans);
-    add_rules(snapshot, &mut orphans);
-    add_reservations(snapshot, call, &mut orphans);
-    add_backups(snapshot, &mut orphans);
-    add_leases(snapshot, &mut orphans);
-    orphans
+/// Returns all leftovers. Several may have the same command, if it removes all of them.
+pub(crate) fn list(snapshot: &Snapshot, call: &Call<'_>) -> Vec<Leftover> {
+    let mut leftovers = Vec::new();
+    add_cache_entries(snapshot, call, &mut leftovers);
+    add_links(snapshot, &mut leftovers);
+    add_ifbs_without_alias(snapshot, &mut leftovers);
+    add_returned_devices(snapshot, &mut leftovers);
+    add_rules(snapshot, &mut leftovers);
+    add_reservations(snapshot, call, &mut leftovers);
+    add_backups(snapshot, &mut leftovers);
+    add_leases(snapshot, &mut leftovers);
+    leftovers
 }
 
 /// Returns the command `cnitool del` for an attachment, or `None` if its network is not configured,
@@ -83,9 +87,8 @@ fn is_plain_byte(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b':' | b'/' | b'@' | b'+')
 }
 
-/// Quotes a word for a shell, if necessary. Control characters and characters that are not ASCII
-/// are printed as octal numbers in `$'…'`, which bash and zsh understand, so that they do not reach
-/// the terminal.
+/// Quotes a word for a shell, if necessary. A word with control or non-ASCII characters becomes
+/// `$'…'` (bash, zsh) with octal escapes, so that no such character reaches the terminal.
 pub(crate) fn quoted(word: &str) -> String {
     let is_printable = |byte: u8| byte == b' ' || byte.is_ascii_graphic();
     if !word.is_empty() && word.bytes().all(is_plain_byte) {
@@ -99,17 +102,17 @@ pub(crate) fn quoted(word: &str) -> String {
     }
 }
 
-/// Adds the cache entries whose namespace does not exist any more.
-fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+/// Adds the entries of the result cache whose namespace does not exist any more.
+fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Leftover>) {
     for entry in &snapshot.cached {
         let netns = &entry.attachment.netns;
         let NetnsPresence::Gone(why) = NetnsPresence::at(netns, call.machine) else { continue };
         let attachment = entry.id();
-        // `cnitool del` works even without the network's file: it uses the configuration in the
-        // entry.
+        // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration
+        // in the cache entry.
         let words = [&attachment.network, &attachment.container_id, &attachment.ifname].map(|word| quoted(word));
         let [network, container, ifname] = &words;
-        orphans.push(Orphan {
+        leftovers.push(Leftover {
             kind: "attachment",
             what: format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname),
             command: format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"),
@@ -121,17 +124,18 @@ fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orp
 }
 
 /// Adds the links and ifbs whose alias names an attachment that the result cache does not have.
-fn add_links(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
+    let links = snapshot.aliased_links.iter().map(|(attachment, link)| (attachment, link));
     let ifbs = snapshot.ifbs.iter().filter_map(|(attachment, ifb)| Some((attachment.as_ref()?, ifb)));
-    for (attachment, link) in snapshot.aliased_links.iter().map(|(attachment, link)| (attachment, link)).chain(ifbs) {
+    for (attachment, link) in links.chain(ifbs) {
         // The aliases are compared, because a link's alias may have only the hash of a long
         // container ID.
         if snapshot.cached.iter().any(|entry| entry.id().alias() == attachment.alias()) {
             continue;
         }
-        let command =
-            del_command(snapshot, attachment).unwrap_or_else(|| format!("ip link delete dev {}", quoted(&link.name)));
-        orphans.push(Orphan {
+        let delete_link = || format!("ip link delete dev {}", quoted(&link.name));
+        let command = del_command(snapshot, attachment).unwrap_or_else(delete_link);
+        leftovers.push(Leftover {
             kind: "link",
             what: format!(
                 "{}, alias of {} {} {}",
@@ -145,13 +149,14 @@ fn add_links(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     }
 }
 
-/// Adds the ifbs without an alias, except those whose name belongs to an attachment in the result
-/// cache. The Go plugin, or an ADD that was killed, created them.
-fn add_ifbs_without_alias(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+/// Adds the ifbs without an alias, except those with the name of a cached attachment's ifb. Such
+/// ifbs come from the Go plugin, or from an ADD that was killed.
+fn add_ifbs_without_alias(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for (_, ifb) in snapshot.ifbs.iter().filter(|(attachment, _)| attachment.is_none()) {
-        let names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
-        if !snapshot.cached.iter().any(|entry| names(entry).contains(&ifb.name)) {
-            orphans.push(Orphan {
+        // An attachment's ifb has one of these names.
+        let possible_names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
+        if !snapshot.cached.iter().any(|entry| possible_names(entry).contains(&ifb.name)) {
+            leftovers.push(Leftover {
                 kind: "link",
                 what: format!("{}, without an alias", ifb.name),
                 network: None,
@@ -165,12 +170,13 @@ fn add_ifbs_without_alias(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
 
 /// Adds the devices of host-device that the kernel has moved back to the host because the
 /// container's namespace was deleted.
-fn add_returned_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let configured = snapshot.networks.iter().map(NetworkList::raw);
-    let confs = configured.chain(snapshot.cached.iter().map(|entry| entry.config.as_slice()));
-    let host_device_plugins: Vec<Json> = confs.flat_map(|config| plugins_of(config, "host-device")).collect();
-    // If a configuration selects its device by an address, or the runtime selects it, its name is
-    // not known, so it can be any device.
+    let recorded = snapshot.cached.iter().map(|entry| entry.config.as_slice());
+    let host_device_plugins: Vec<Json> =
+        configured.chain(recorded).flat_map(|config| plugins_of_type(config, "host-device")).collect();
+    // A configuration without `device` selects a device by an address, or the runtime selects it.
+    // So any device may be meant.
     let may_be_configured = |link: &Link, original_name: &str| {
         host_device_plugins.iter().any(|plugin| match plugin.get("device").and_then(Json::as_str) {
             Some(device) => device == original_name,
@@ -178,8 +184,9 @@ fn add_returned_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
         })
     };
     for link in &snapshot.links {
-        // While a device is in a container, host-device keeps its original name as the alias. A
-        // device on the host that still has this alias was moved back by the kernel.
+        // While a device is in a container, its alias is its original name. host-device's DEL
+        // removes the alias, so a device on the host that still has it was moved back by the
+        // kernel.
         let Some(name) = link.alias.as_deref().filter(|name| cni::ident::check_interface_name(name).is_ok()) else {
             continue;
         };
@@ -192,7 +199,7 @@ fn add_returned_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
                 }
             };
             let why = "host-device moved it into a container, whose namespace was deleted; the kernel moved it back";
-            orphans.push(Orphan {
+            leftovers.push(Leftover {
                 kind: "device",
                 what: format!("{}, original name {name}", link.name),
                 network: None,
@@ -206,7 +213,7 @@ fn add_returned_devices(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
 
 /// Adds the packet filter rules of attachments that are neither in the result cache nor named by a
 /// link's alias.
-fn add_rules(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+fn add_rules(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for rule in &snapshot.rules {
         let cached = snapshot.cached.iter().map(Entry::id);
         let by_alias = snapshot.aliased_links.iter().map(|(attachment, _)| attachment.clone());
@@ -214,53 +221,67 @@ fn add_rules(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
             continue;
         }
         let owner = &rule.owner;
-        let attachment = attachment_of_owner(owner);
-        let del = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment));
-        let command = del.or_else(|| rule.removal.clone()).unwrap_or_else(|| match &attachment {
-            // `cnitool del` needs the network's configuration, because the attachment has no cache
-            // entry.
-            Some(AttachmentId { network, container_id, ifname }) => {
-                let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
-                format!("configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going")
-            }
-            None => format!("see 'iptables-save -t nat', chain of {}", rule.place),
-        });
         let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
-        orphans.push(Orphan {
+        leftovers.push(Leftover {
             kind: "rule",
             what: format!("{} of {}: {}  [{}]", rule.purpose, names.join(" "), rule.text, rule.place),
             network: owner.network.clone(),
             container: owner.container.clone(),
             why: "the result cache does not have its attachment, and no link has its alias".to_owned(),
-            command,
+            command: rule_command(snapshot, rule),
         });
     }
 }
 
-/// Returns an attachment that a rule's owner names, or `None` if the rule names too little. If the
-/// rule names no interface, the attachment has the usual one.
+/// Returns the command that removes a rule: `cnitool del` if possible, otherwise the command in the
+/// rule. If there is neither, returns instructions for the operator.
+fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
+    let attachment = attachment_of_owner(&rule.owner);
+    if let Some(command) = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment)) {
+        return command;
+    }
+    if let Some(command) = &rule.removal {
+        return command.clone();
+    }
+    match &attachment {
+        // `cnitool del` needs the network's configuration, because the attachment has no cache
+        // entry.
+        Some(AttachmentId { network, container_id, ifname }) => {
+            let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
+            format!(
+                "configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going"
+            )
+        }
+        None => format!("see 'iptables-save -t nat', chain of {}", rule.place),
+    }
+}
+
+/// Returns an attachment that a rule's owner may be. `None` if the rule does not have the network
+/// and the container ID. If the rule has no interface, `eth0` is assumed.
 fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
     let (network, container) = (owner.network.as_ref()?, owner.container.as_ref()?);
     let attachment = AttachmentId::new(network, container, owner.ifname.as_deref().unwrap_or("eth0"));
-    // A truncated comment of a rule does not identify an attachment.
+    // A rule whose comment is truncated does not match.
     owner.matches(&attachment).then_some(attachment)
 }
 
-/// Adds the reservations of containers of which nothing is known.
-fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orphan>) {
+/// Adds the reservations of attachments about which nothing is known ([`Liveness::Unknown`]).
+fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Leftover>) {
     let aliased_links = snapshot.aliased_links.iter();
-    let links_by_alias = &aliased_links.map(|(attachment, link)| (attachment.alias(), link.name.clone())).collect();
-    let sources = LivenessSources { cached: &snapshot.cached, links_by_alias, machine: call.machine };
+    let links_by_alias = aliased_links.map(|(attachment, link)| (attachment.alias(), link.name.clone())).collect();
+    let sources = LivenessSources { cached: &snapshot.cached, links_by_alias: &links_by_alias, machine: call.machine };
     for (network, folder, reservations) in &snapshot.reservations {
         for reservation in reservations {
             // `add_cache_entries` reports a cached attachment whose namespace is gone.
             let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
             let Liveness::Unknown(why) = liveness else { continue };
-            // cnitool finds the default folder, and the folder of a configured network, by itself.
-            let is_found = folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || snapshot.is_configured(network);
+            // Without an option, cnitool finds the default folder and the folder of a configured
+            // network.
+            let finds_folder =
+                folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || snapshot.is_configured(network);
             let data_dir_option =
-                if is_found { String::new() } else { format!(" --data-dir {}", quoted(&folder.to_string_lossy())) };
-            orphans.push(Orphan {
+                if finds_folder { String::new() } else { format!(" --data-dir {}", quoted(&folder.to_string_lossy())) };
+            leftovers.push(Leftover {
                 kind: "reservation",
                 what: format!("{reservation}  [{}]", folder.join(network).display()),
                 network: Some(network.clone()),
@@ -272,8 +293,8 @@ fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, orphans: &mut Vec<Orph
     }
 }
 
-/// Adds tuning's backups of attachments that are not known.
-fn add_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+/// Adds tuning's backups of attachments that [`Snapshot::is_known`] does not find.
+fn add_backups(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for backup in &snapshot.backups {
         let rm_command = || format!("rm {}", quoted(&backup.path.to_string_lossy()));
         let (network, container, command) = match &backup.owner {
@@ -285,6 +306,7 @@ fn add_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
                 let command = del_command(snapshot, &attachment).unwrap_or_else(rm_command);
                 (Some(network.clone()), Some(id.clone()), command)
             }
+            // A backup of the Go plugin.
             None => {
                 if snapshot.cached.iter().any(|entry| has_go_name(backup, &entry.id())) {
                     continue;
@@ -292,7 +314,7 @@ fn add_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
                 (None, None, rm_command())
             }
         };
-        orphans.push(Orphan {
+        leftovers.push(Leftover {
             kind: "backup",
             what: format!("{}: {}", backup.path.display(), backup.settings.join(", ")),
             network,
@@ -303,23 +325,22 @@ fn add_backups(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
     }
 }
 
-/// Adds the leases of dhcp's daemons whose attachments are not known.
-fn add_leases(snapshot: &Snapshot, orphans: &mut Vec<Orphan>) {
+/// Adds the leases of dhcp's daemons of attachments that [`Snapshot::is_known`] does not find.
+fn add_leases(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for (socket, lease) in &snapshot.leases {
         let Lease { network, container_id, ifname, address, .. } = lease;
         let attachment = AttachmentId::new(network, container_id, ifname);
         if snapshot.is_known(&attachment) {
             continue;
         }
-        // For a network that is not configured: DEL of the plugin dhcp makes the daemon release the
-        // lease.
+        // Without `cnitool del`: DEL of the plugin dhcp makes the daemon release the lease.
         let plugin_command = || {
             let ipam = json!({"type": "dhcp", "daemonSocketPath": socket});
             let config = json!({"cniVersion": "1.0.0", "name": network, "type": "dhcp", "ipam": ipam}).to_string();
             let [config, id, ifname] = [&config, container_id, ifname].map(|word| quoted(word));
             format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={ifname} dhcp")
         };
-        orphans.push(Orphan {
+        leftovers.push(Leftover {
             kind: "lease",
             what: format!("{address} of {network} {container_id} {ifname}  [{}]", socket.display()),
             network: Some(network.clone()),
