@@ -1,8 +1,8 @@
 //! Lists and adds routes.
 //!
-//! If a conflicting route exists, an addition fails and changes nothing; the caller lists the
-//! conflicting routes and decides. Only [`Netlink::add_route_in_front`] and
-//! [`Netlink::append_route`] add a route nevertheless.
+//! If a [conflicting](Route::conflicts_with) route exists, [`Netlink::add_route`] fails and changes
+//! nothing; the caller lists the conflicting routes and decides.
+//! [`Netlink::add_route_in_front`] and [`Netlink::append_route`] add a route nevertheless.
 //!
 //! Within a table, the kernel identifies an IPv4 route by destination, TOS and metric: a route that
 //! differs only in its gateway conflicts. IPv6 replaces metric 0 by 1024 and has no scopes. A table
@@ -70,8 +70,8 @@ impl Family {
     }
 }
 
-/// A unicast route over one gateway: one to be added, or one that was read. In one that was read,
-/// the metric, table and scope are always set.
+/// A unicast route over at most one gateway. In a route that was read from the kernel, the metric,
+/// table and scope are always set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
     /// The destination, without host bits.
@@ -84,8 +84,8 @@ pub struct Route {
     pub mtu: Option<u32>,
     /// The largest TCP segment size (MSS) to announce along the route.
     pub advmss: Option<u32>,
-    /// The metric: of several routes to one destination, that with the lowest is used. `None` and 0
-    /// stand for the kernel's default.
+    /// The metric: of several routes to one destination, the one with the lowest metric is used.
+    /// `None` and 0 stand for the kernel's default.
     pub priority: Option<u32>,
     /// The table; `None` and 0 stand for the main table.
     pub table: Option<u32>,
@@ -93,7 +93,7 @@ pub struct Route {
     /// ignores it.
     pub scope: Option<u8>,
     /// The source address of the host's own packets along the route; `None` for the kernel's
-    /// choice. Never set in a route that was read (but see [`SavedRoute::routes`]).
+    /// choice. Of the routes read from the kernel, only those of [`SavedRoute::routes`] have it.
     pub source: Option<IpAddr>,
     /// Whether the gateway counts as reachable on the link even if no route covers it.
     pub onlink: bool,
@@ -103,7 +103,8 @@ pub struct Route {
 }
 
 impl Route {
-    /// Returns a route to `dst` over `gw` and the interface `oif`. The rest is left to the kernel.
+    /// Returns a route to `dst` over `gw` and the interface `oif`, with the kernel's defaults for
+    /// everything else.
     pub fn new(dst: Cidr, gw: Option<IpAddr>, oif: u32) -> Route {
         Route {
             dst,
@@ -148,7 +149,7 @@ impl Route {
         self.protocol == u8::from(RouteProtocol::Kernel) && self.gw.is_none() && self.oif == oif
     }
 
-    /// Whether both routes have the same effect: they conflict, and are equal in gateway,
+    /// Whether both routes have the same effect: they conflict, and have the same gateway,
     /// interface, MTU, MSS and, for IPv4, scope. Other fields, such as the protocol, do not count.
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
@@ -198,9 +199,9 @@ impl Netlink {
     }
 
     /// Adds one route over one or several gateways although [conflicting](Route::conflicts_with)
-    /// ones exist. An IPv4 route comes before these, which then are not used any more. For IPv6,
-    /// these stay in use: the kernel puts the route after them, or merges routes that have a
-    /// gateway. `paths` has the same meaning as in
+    /// routes exist. The kernel puts an IPv4 route before the conflicting routes, which are then no
+    /// longer used. It puts an IPv6 route after them, or merges routes that have a gateway, so the
+    /// conflicting routes stay in use. `paths` has the same meaning as in
     /// [`add_multipath_route`](Netlink::add_multipath_route).
     ///
     /// # Errors
@@ -233,8 +234,7 @@ impl Netlink {
     }
 
     /// Returns the index of the outgoing interface of the main table's default route; `None` if
-    /// there is no default route. Prefers IPv4, then the lowest metric, then the first in the
-    /// kernel's order.
+    /// there is no default route. Prefers IPv4, then the lowest metric, then the kernel's order.
     pub fn find_default_interface(&self) -> Result<Option<u32>> {
         for family in Family::ALL {
             let routes = self.list_routes(family, None)?.into_iter();
@@ -275,14 +275,14 @@ impl Netlink {
 
     /// Whether this namespace accepts packets to `address` as its own.
     ///
-    /// A new IPv6 address counts only some time after its addition: a worker of the kernel first
-    /// joins the address's multicast group, then adds the local route. Packets that arrive before
-    /// the local route exists are lost.
+    /// For a new IPv6 address, this becomes `true` only some time after the address was added: a
+    /// worker of the kernel first joins the address's multicast group, then adds the local route.
+    /// Packets that arrive before the local route exists are lost.
     pub fn is_local_address(&self, address: IpAddr) -> Result<bool> {
         match self.look_up(address) {
             Ok(route) => Ok(route.is_some_and(|route| route.header.kind == RouteType::Local)),
-            // The address has no local route. The look-up finds no route at all (the first errno),
-            // or one of type unreachable, prohibit or blackhole (the others, in this order).
+            // The address has no local route: the look-up finds no route at all (ENETUNREACH), or
+            // one of type unreachable, prohibit or blackhole (the other errnos, in this order).
             Err(cause)
                 if matches!(
                     cause.errno(),
@@ -377,8 +377,8 @@ fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
     message
 }
 
-/// Decodes a unicast route: returns one [`Route`], or one for each gateway; none for any other
-/// route or message.
+/// Decodes a message about a route, as [`unicast_routes`] does. Returns no routes for other and
+/// malformed messages.
 fn decode(reply: Reply) -> Vec<Route> {
     parse(&reply).map(unicast_routes).unwrap_or_default()
 }
@@ -388,8 +388,8 @@ fn parse(reply: &Reply) -> Option<RouteMessage> {
     RouteMessage::parse(reply.body(Kind::NewRoute)?).ok()
 }
 
-/// Converts a route as the kernel reports it: a unicast route becomes one [`Route`], or one for
-/// each gateway. Returns none for a route of another type or family, or that the kernel has cached.
+/// Converts a unicast route: returns one [`Route`], or one for each gateway of a multipath route.
+/// Returns no routes if the type or family is another one, or if the kernel has cached the route.
 fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<Route> {
     let unspecified: IpAddr = match header.address_family {
         AddressFamily::Inet => IpAddr::from([0; 4]),
@@ -437,7 +437,7 @@ fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<
     if hops.is_empty() {
         return vec![route];
     }
-    // A route over several gateways has no gateway or interface of its own.
+    // In a multipath route, only the paths have a gateway and an interface.
     hops.into_iter().map(|hop| Route { gw: gateway(&hop), oif: hop.interface_index, ..route }).collect()
 }
 
