@@ -106,6 +106,7 @@ impl<I: Interface> Links<'_, '_, I> {
             Ok(true) => self.purge_named_host_ends(&host).map(drop),
             // Both ends may have been renamed, so all aliases are searched.
             Ok(false) => self.purge_host_end(&host, PortAction::GiveBack),
+            // Addresses may remain in the container.
             Err(_) => self.purge_host_end(&host, PortAction::TakeOff),
         };
         Error::join([had_ifname.err(), host_end_removed.err()].into_iter().flatten())
@@ -148,7 +149,9 @@ impl<I: Interface> Links<'_, '_, I> {
             }
             _ => None,
         };
-        if let (Some(outer), Some(port_mark)) = (&outer, outer.as_ref().and_then(PortMark::of)) {
+        if let Some(outer) = &outer
+            && let Some(port_mark) = PortMark::of(outer)
+        {
             if port_mark.belongs_to(self.attachment) {
                 let added_ips = self.prev.into_iter().flat_map(|prev| port_mark.added_ips(prev));
                 let added: Vec<Cidr> = added_ips.map(|ip| ip.address).collect();
@@ -192,7 +195,7 @@ impl<I: Interface> Links<'_, '_, I> {
     /// Whether `inner` belongs to this attachment although no alias names an attachment: a Go
     /// plugin created it, or its ADD was killed before it set the alias. `outer` is its end on the
     /// host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
-    /// `prevResult` has for CNI_IFNAME decides. If it has none, the plugin decides.
+    /// `prevResult` has for CNI_IFNAME decides. Without that MAC, the plugin decides.
     fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))
