@@ -109,8 +109,7 @@ impl Socket {
             // to its end.
             for message in wire::messages(&self.buffer).filter(|message| message.sequence == sequence) {
                 is_consistent &= message.flags & NLM_F_DUMP_INTR == 0;
-                let is_end = matches!(message.kind, NLMSG_DONE | NLMSG_ERROR);
-                if is_end {
+                if matches!(message.kind, NLMSG_DONE | NLMSG_ERROR) {
                     self.has_unread = false;
                     return match wire::outcome(&message) {
                         Some((errno, explanation)) if errno != 0 => Err(Cause::kernel(errno, explanation)),
