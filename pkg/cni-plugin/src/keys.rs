@@ -1,7 +1,7 @@
-//! Keys that several plugins have, each read by one function.
+//! Checks and converts the values of keys that several plugins have.
 //!
-//! Each plugin declares its keys in a structure of its own, from which `cnitool validate` knows
-//! them. The functions here check and convert the values.
+//! Each plugin declares its keys in a structure of its own, which `cnitool validate` uses to report
+//! unknown keys.
 
 use std::ops::RangeInclusive;
 
@@ -55,7 +55,7 @@ pub enum Masquerading {
     /// The packets keep their source address.
     #[default]
     Off,
-    /// The packets get the host's address, by rules of this backend; `None` takes the backend that
+    /// The packets get the host's address, by rules of this backend; with `None`, of the one that
     /// the host has.
     On(Option<Backend>),
 }
@@ -85,12 +85,12 @@ pub fn mtu(configured: i64, accepted: RangeInclusive<u32>) -> Result<Option<u32>
     }
 }
 
-/// Parses a hardware address: the first of `sources` that is not empty. Returns `None` if all are
+/// Parses the first non-empty text of `sources` as a hardware address. Returns `None` if all are
 /// empty.
 ///
 /// # Errors
-/// Why the address is invalid, in the words of the Go plugins. The caller puts the beginning of its
-/// plugin's message before this text.
+/// The address is invalid: the end of the Go plugins' message, with the reason. The caller puts the
+/// beginning of its plugin's message before it.
 pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;

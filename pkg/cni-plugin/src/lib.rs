@@ -1,9 +1,9 @@
-//! The parts that all plugins have in common around their verbs.
+//! The code that several plugins share.
 //!
 //! - [`main!`]: the whole `main.rs` of a plugin. [`process`]: the start of a plugin's process.
 //! - [`logging`]: the log, if `CNI_LOG` asks for one.
-//! - [`keys`]: keys that several plugins have.
-//! - [`interface`]: everything that plugins have in common that create an interface.
+//! - [`keys`]: configuration keys that several plugins have.
+//! - [`interface`]: the code shared by all plugins that create an interface.
 
 #![forbid(unsafe_code)]
 

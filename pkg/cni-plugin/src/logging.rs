@@ -1,9 +1,9 @@
 //! Writes the log if `CNI_LOG` is `info`, `debug` or `trace`: to the file `CNI_LOG_FILE` if set,
 //! else to journald, else to stderr, never to stdout, which carries the result.
 //!
-//! Nothing is logged if `CNI_LOG` is unset, empty, `off`, `none`, `false` or `0`. With any other
-//! value, or a file that cannot be trusted, nothing is logged either, and a note on stderr reports
-//! why.
+//! Nothing is logged if `CNI_LOG` is unset, empty, `off`, `none`, `false` or `0`. With an unknown
+//! value, or a file that cannot be opened or trusted, nothing is logged either, and a note on
+//! stderr reports why.
 //!
 //! Runtimes pass their environment on, so a variable set for containerd's service reaches every
 //! plugin, and through it the delegates. Each line is one write, so that the lines of several
@@ -70,10 +70,10 @@ pub fn install(program: &str) {
         },
         None => connect_to_journald().map_or(Sink::Stderr, Sink::Journal),
     };
-    // An invalid TRACEPARENT is ignored: the lines have no trace ID then.
+    // With an invalid TRACEPARENT, the lines have no trace ID.
     let trace_id = std::env::var("TRACEPARENT").ok().and_then(|parent| parse_trace_id(&parent).map(str::to_owned));
     let logger = Logger { sink, identifier: format!("cni-{program}"), trace_id, level };
-    // Fails only if this process already has a logger, which then stays as it is.
+    // Fails only if this process already has a logger, which then stays in use.
     if log::set_boxed_logger(Box::new(logger)).is_ok() {
         log::set_max_level(level);
     }
@@ -127,9 +127,9 @@ fn connect_to_journald() -> Option<UnixDatagram> {
     Some(socket)
 }
 
-/// Returns the trace ID in a `traceparent`, whose form is `version-traceid-parentid-flags` with 2,
-/// 32, 16 and 2 hexadecimal digits. Returns `None` if one of the first three parts is malformed or
-/// the ID is zero.
+/// Returns the trace ID in a `traceparent`, which is `version-traceid-parentid-flags` with 2, 32,
+/// 16 and 2 hexadecimal digits. Returns `None` if one of the first three parts is malformed or the
+/// trace ID is zero.
 fn parse_trace_id(traceparent: &str) -> Option<&str> {
     let mut parts = traceparent.split('-');
     let (version, trace, parent_id) = (parts.next()?, parts.next()?, parts.next()?);

@@ -1,4 +1,4 @@
-//! Defines the claims: ports of the host that are mapped to containers.
+//! Defines claimed ports: ports of the host that are mapped to containers.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -69,8 +69,8 @@ pub struct ClaimedPort {
 }
 
 impl ClaimedPort {
-    /// Whether a packet can match both claims: both have the same protocol, host port and family,
-    /// and they have the same host address or at least one has none.
+    /// Whether a packet can match both claims: protocol, host port and family are equal, and the
+    /// host addresses are equal or at least one claim has none.
     pub fn overlaps(&self, other: &ClaimedPort) -> bool {
         (self.protocol, self.host_port) == (other.protocol, other.host_port)
             && Family::of(self.container.ip()) == Family::of(other.container.ip())

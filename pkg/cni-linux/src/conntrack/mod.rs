@@ -5,10 +5,10 @@
 //! mapped to a removed container, or to no container, until the connection's entry is deleted here.
 //! After that, the peer's next packet counts as a first one.
 //!
-//! All ports are handled in one pass over the table, read as text or over netlink, and in no pass
-//! if nothing is tracked. The kernel looks up a single entry only by its complete addresses and
-//! ports, which are not known here. The port alone does not identify an entry: connections to the
-//! same port of *other* hosts that pass through this host are in the table too, and must stay.
+//! One pass over the table, read as text or over netlink, handles all ports. The kernel looks up a
+//! single entry only by its complete addresses and ports, which are not known here. The port alone
+//! does not identify an entry: the table also has connections to the same port of *other* hosts
+//! that pass through this host, and these must stay.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -26,7 +26,7 @@ mod text;
 
 pub use claim::{ClaimedPort, Protocol};
 
-/// How many times at most the table is read, if it changes during each reading.
+/// The maximum number of readings of a table that changes during each of them.
 const DUMP_ATTEMPTS: usize = 3;
 
 const CTNETLINK: u16 = 1 << 8;
@@ -65,9 +65,10 @@ const CTA_PROTO_DST_PORT: u16 = 3;
 /// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// Those that something other than the containers of the claims answers; used at ADD.
+    /// Those that none of the claims' containers answers, but for example an earlier container.
+    /// Used at ADD.
     Others,
-    /// Those that the container of the claim answers; used at DEL.
+    /// Those that the claim's container answers. Used at DEL.
     Own,
 }
 
@@ -112,14 +113,14 @@ impl Conntrack {
         Ok(Conntrack { socket })
     }
 
-    /// Deletes the connections to the claimed ports that are in `scope`, in one pass over the
-    /// table. A claim without a host address covers every address of this host. Returns how many
-    /// connections were deleted; 0 on a kernel without connection tracking.
+    /// Deletes the connections to the claimed ports that are in `scope`. A claim without a host
+    /// address covers every address of this host. Returns how many connections were deleted; 0 on a
+    /// kernel without connection tracking.
     ///
     /// # Errors
     /// - The table could not be read; nothing was deleted.
-    /// - The host's addresses could not be read, or an entry could not be deleted. The first such
-    ///   error is returned after all entries have been tried.
+    /// - The host's addresses could not be read, or an entry could not be deleted. The first of
+    ///   these errors is returned after all entries have been tried.
     pub fn flush(&mut self, claims: &[ClaimedPort], scope: FlushScope) -> Result<usize> {
         let tracked_count = tracked_connections();
         // A pass over an empty table is not cheap: the kernel visits every hash bucket of all
@@ -142,8 +143,11 @@ impl Conntrack {
         let mut host_addresses = HostAddresses::default();
         let (mut deleted_count, mut first_error) = (0, None);
         for entry in entries {
-            let deleted = must_delete(&entry, claims, scope, &mut host_addresses)
-                .and_then(|is_due| Ok(is_due && self.delete(&entry)?));
+            let deleted = match must_delete(&entry, claims, scope, &mut host_addresses) {
+                Ok(true) => self.delete(&entry),
+                Ok(false) => Ok(false),
+                Err(error) => Err(error),
+            };
             match deleted {
                 Ok(is_deleted) => deleted_count += usize::from(is_deleted),
                 Err(error) => first_error = first_error.or(Some(error)),
@@ -164,8 +168,8 @@ impl Conntrack {
         }
     }
 
-    /// Sends a list request with the body `request`, and returns the entries of the answer that
-    /// have one of the selected ports. Repeats the request if the table changed during the answer.
+    /// Lists the table with a request that has this body. Returns the entries that have one of the
+    /// selected ports. Repeats the request if the table changed during the answer.
     ///
     /// # Errors
     /// [`Error::is_unsupported`] if the kernel does not offer connection tracking over netlink, or
@@ -216,19 +220,19 @@ fn tracked_connections() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
-/// Whether an entry is to be deleted: the entry is about one of the claims and in `scope`, and, if
-/// that claim has no host address, the entry's destination is an address of this host. Fails if the
-/// host's addresses cannot be listed.
+/// Whether an entry is to be deleted: for one of the claims, the entry targets the claim and is in
+/// `scope`, and the claim has a host address or the entry's destination is an address of this host.
+/// Fails if the host's addresses cannot be listed.
 fn must_delete(
     entry: &Entry,
     claims: &[ClaimedPort],
     scope: FlushScope,
     host_addresses: &mut HostAddresses,
 ) -> Result<bool> {
-    for claim in claims.iter().filter(|claim| is_about(entry, claim)) {
+    for claim in claims.iter().filter(|claim| targets(entry, claim)) {
         let is_in_scope = match scope {
-            // Compared with all claims, because a container may claim the same port on several
-            // addresses of the host: a connection that another of its claims answers must stay.
+            // The entry may target several claims, for example with and without a host address. It
+            // must stay if the container of any of them answers.
             FlushScope::Others => !claims.iter().any(|other| is_answered_by_container(entry, other)),
             FlushScope::Own => is_answered_by_container(entry, claim),
         };
@@ -239,17 +243,17 @@ fn must_delete(
     Ok(false)
 }
 
-/// Whether the entry's first packet was sent to the claimed port.
-fn is_about(entry: &Entry, claim: &ClaimedPort) -> bool {
+/// Whether the entry's first packet was sent to the claimed port, which is on any address if the
+/// claim has no host address.
+fn targets(entry: &Entry, claim: &ClaimedPort) -> bool {
     (entry.protocol, entry.destination.port()) == (claim.protocol, claim.host_port)
         && entry.destination.is_ipv4() == claim.container.is_ipv4()
         && claim.host_ip.is_none_or(|host_ip| host_ip == entry.destination.ip())
 }
 
-/// Whether the entry's first packet was sent to the claimed port, and the claim's container
-/// answers the connection.
+/// Whether the entry targets the claim and the claim's container answers the connection.
 fn is_answered_by_container(entry: &Entry, claim: &ClaimedPort) -> bool {
-    is_about(entry, claim) && entry.answered_by == claim.container.ip()
+    targets(entry, claim) && entry.answered_by == claim.container.ip()
 }
 
 /// The addresses of this host, listed at the first use.
@@ -296,9 +300,9 @@ impl Selection {
         Selection { ports: claims.iter().map(|claim| (claim.protocol, claim.host_port)).collect(), family }
     }
 
-    /// Returns the body of the list request, whose header selects the family. If there is only one
-    /// family and one protocol, a filter also selects the protocol, and the port if there is only
-    /// one. Kernels before 5.8 ignore the filter, so the caller must filter the answer.
+    /// Returns the body of the list request. Its header selects the family. If all ports have one
+    /// family and one protocol, a filter selects the protocol, and the port if there is only one.
+    /// Kernels before 5.8 ignore the filter, so the caller must filter the answer.
     fn request(&self) -> Vec<u8> {
         const CTA_FILTER_ORIG_FLAGS: u16 = 1;
         const CTA_FILTER_REPLY_FLAGS: u16 = 2;
@@ -331,8 +335,8 @@ fn nfgenmsg(family: u8) -> Vec<u8> {
     vec![family, 0, 0, 0]
 }
 
-/// Decodes one message of a list. Returns `None` for a connection of a protocol that [`Protocol`]
-/// lacks, and for a malformed or other message.
+/// Decodes one message of a list. Returns `None` for a protocol that [`Protocol`] lacks, and for a
+/// message that is malformed or of another type.
 pub fn decode_entry(message: &Message<'_>) -> Option<Entry> {
     if message.kind != IPCTNL_MSG_CT_NEW {
         return None;

@@ -218,9 +218,9 @@ fn an_entry_is_read() {
     assert_eq!((found.protocol, found.destination), (Protocol::Udp, "192.0.2.1:53".parse().unwrap()));
     assert_eq!(found.answered_by, "10.0.0.2".parse::<IpAddr>().unwrap());
     assert_eq!(found.key[0], 2);
-    assert!(is_about(&found, &claim(None, 53, "10.0.0.2:5353")));
-    assert!(!is_about(&found, &claim(None, 53, "[fd00::2]:5353")));
-    assert!(!is_about(&found, &claim(Some("192.0.2.9"), 53, "10.0.0.2:5353")));
+    assert!(targets(&found, &claim(None, 53, "10.0.0.2:5353")));
+    assert!(!targets(&found, &claim(None, 53, "[fd00::2]:5353")));
+    assert!(!targets(&found, &claim(Some("192.0.2.9"), 53, "10.0.0.2:5353")));
 }
 
 proptest! {

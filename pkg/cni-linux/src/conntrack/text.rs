@@ -6,8 +6,8 @@
 //! each entry). But the text is read page by page, and some kernels (6.1) find the beginning of a
 //! page by counting entries from the beginning of the table. This has two consequences:
 //!
-//! - Each page takes another walk through the table. So the text is used only if there are few
-//!   entries for the number of buckets.
+//! - Each page takes another walk through the table. So the text is used only if the table has few
+//!   entries in relation to its buckets.
 //! - If a connection ends while the text is read, the next page begins one entry too late. So a
 //!   text of several pages is used only if a second reading has the same connections.
 //!
@@ -25,10 +25,10 @@ use super::{
 
 /// The text is used if the table has at least this number of hash buckets for each entry.
 const BUCKETS_PER_ENTRY: u64 = 512;
-/// The size of the buffer for one page of the text, which is at most a page of memory: 4 KiB, some
-/// 20 entries, on most machines.
+/// The size of the buffer for one page of the text. The kernel returns at most one page of memory:
+/// 4 KiB, some 20 entries, on most machines.
 const LARGEST_PAGE: usize = 64 * 1024;
-/// How many times at most the text is read.
+/// The maximum number of times that the text is read.
 const READINGS: usize = 3;
 
 /// Whether reading the text of `entry_count` entries is cheaper than a list over netlink. `false`
@@ -39,14 +39,15 @@ pub(super) fn is_cheaper(entry_count: u64) -> bool {
     entry_count <= buckets / BUCKETS_PER_ENTRY
 }
 
-/// Returns the selected entries of the calling thread's namespace. `None` if the text cannot be
-/// read, a part of it cannot be parsed, or connections began or ended during all readings: then the
-/// caller lists over netlink.
+/// Returns the selected entries of the calling thread's namespace. Returns `None` if the text
+/// cannot be read or parsed, or connections began or ended during all readings. The caller then
+/// lists over netlink.
 pub(super) fn read_entries(selection: &Selection) -> Option<Vec<Entry>> {
     let mut previous_text: Option<String> = None;
     for _ in 0..READINGS {
         let (text, pages) = read_text().ok()?;
-        if pages <= 1 || previous_text.is_some_and(|previous| connection_words(&previous).eq(connection_words(&text))) {
+        let has_same_connections = |previous: String| connection_words(&previous).eq(connection_words(&text));
+        if pages <= 1 || previous_text.is_some_and(has_same_connections) {
             return parse(&text, selection);
         }
         previous_text = Some(text);
@@ -69,7 +70,8 @@ fn read_text() -> io::Result<(String, usize)> {
 }
 
 /// Returns the words of a text that identify its connections, in the text's order: addresses, and
-/// ports or the numbers of ICMP. The other words, such as the remaining time, change meanwhile.
+/// ports or the numbers of ICMP. Other words, such as the remaining time, may differ between two
+/// readings of the same connections.
 fn connection_words(text: &str) -> impl Iterator<Item = &str> {
     const KEYS: [&str; 7] = ["src=", "dst=", "sport=", "dport=", "type=", "code=", "id="];
     text.split_ascii_whitespace().filter(|word| KEYS.iter().any(|key| word.starts_with(key)))

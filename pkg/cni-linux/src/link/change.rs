@@ -40,12 +40,12 @@ impl Netlink {
         }
     }
 
-    /// Sets an interface administratively up.
+    /// Sets an interface up.
     pub fn set_up(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).up(), |link| format!("failed to set {link} up"))
     }
 
-    /// Sets an interface administratively down.
+    /// Sets an interface down.
     pub fn set_down(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).flag(libc::IFF_UP, LinkFlag::Off), |link| {
             format!("failed to set {link} down")
@@ -58,7 +58,7 @@ impl Netlink {
         self.set_link(request, |link| format!("failed to set promiscuous mode of {link}"))
     }
 
-    /// Switches the administrator's setting to receive all multicast frames on or off.
+    /// Switches the administrator's setting of all-multicast mode on or off.
     pub fn set_allmulti(&self, index: u32, allmulti: LinkFlag) -> Result<()> {
         let request = LinkRequest::new(index).flag(libc::IFF_ALLMULTI, allmulti);
         self.set_link(request, |link| format!("failed to set all-multicast of {link}"))

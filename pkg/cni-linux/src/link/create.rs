@@ -53,8 +53,8 @@ impl Netlink {
     /// received by the interface that they came from.
     ///
     /// # Errors
-    /// [`Error::is_exists`] if any interface has this name. After an error no interface is left
-    /// behind, unless the kernel's answer was lost.
+    /// [`Error::is_exists`] if any interface has this name. After any other error, no new interface
+    /// is left, unless the kernel's answer was lost or the removal failed.
     pub fn create_ifb(&self, name: &str, mac: Mac, mtu: u32, attachment: &AttachmentId) -> Result<Link> {
         let request = LinkRequest::without_index().up().name(name).mac(mac).mtu(mtu).txqlen(0);
         // The kernel ignores an alias at creation. Until the alias is set, `purge_unmarked` finds
@@ -64,7 +64,7 @@ impl Netlink {
             .create_link(&request, name)
             .map_err(|cause| Error::new(format_args!("failed to create ifb {name}"), cause))?;
         if let Err(error) = self.set_first_alias(link.index, &attachment.alias()) {
-            // The first error is returned, not that of the removal.
+            // An error of the removal is ignored: the first error is returned.
             let _ = self.purge_link(link.index);
             return Err(error);
         }
@@ -84,9 +84,8 @@ impl Netlink {
     /// Waits until an interface has a carrier, so that it accepts frames. `watch` must have been
     /// opened in this connection's namespace before the change that brings the carrier.
     ///
-    /// A bridge needs this wait too: its carrier comes with its first port, but until a worker of
-    /// the kernel has noticed the carrier, the bridge drops everything that the host sends through
-    /// the bridge.
+    /// A bridge needs this wait too. It has a carrier from its first port on, but drops everything
+    /// that the host sends through it until a worker of the kernel has noticed the carrier.
     ///
     /// # Errors
     /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,
@@ -99,8 +98,8 @@ impl Netlink {
         })
     }
 
-    /// Waits until an interface has a carrier. `netns` is this connection's namespace; the calling
-    /// thread enters it, to open a watch, only if the interface's state is not yet "up".
+    /// Waits until an interface has a carrier. `netns` is this connection's namespace. If the
+    /// interface's state is not yet "up", the calling thread enters `netns` to open a watch.
     ///
     /// # Errors
     /// Those of [`wait_carrier`](Netlink::wait_carrier).

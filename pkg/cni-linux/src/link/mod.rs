@@ -1,7 +1,7 @@
 //! Looks up interfaces; the submodules create and change them.
 //!
 //! A [`Link`] is a snapshot, not a handle. Methods that change an interface take its index: a name
-//! can be given to another interface, an index is practically not used again before a reboot.
+//! can be given to another interface, but an index is practically never reused before a reboot.
 //! [`Link::up`] is the administrator's setting; whether the link works is [`Link::running`] and,
 //! for a bridge's port, [`PortState::Forwarding`].
 
@@ -59,8 +59,8 @@ pub struct Link {
     /// Whether it works or, if the kernel does not report that (`lo`, and any link just created),
     /// whether it has the flags `IFF_UP` and `IFF_RUNNING`.
     pub running: bool,
-    /// How many users want all frames: the administrator, a bridge that it is a port of, each
-    /// packet capture.
+    /// The number of users that keep promiscuous mode on: the administrator, the bridge that it is
+    /// a port of, and each packet capture.
     pub promiscuity: u32,
     /// Whether the administrator has switched promiscuous mode on.
     pub promisc: bool,
@@ -284,7 +284,7 @@ pub(crate) fn parts(reply: &Reply) -> Option<(LinkHeader, &[u8])> {
     Some((header, attributes))
 }
 
-/// Decodes a link. Returns `None` for other messages, and for malformed attributes.
+/// Decodes a message about a link. Returns `None` for other messages, and for malformed attributes.
 ///
 /// The packet crate's decoder is not used: it decodes every attribute of every kind of link, and
 /// fails if one of these attributes has an unexpected form. See ARCHITECTURE.md, "Dependencies".
@@ -341,8 +341,8 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     Some(link)
 }
 
-/// Converts the packet crate's operational state. An unknown number counts as unknown, every other
-/// state that [`OperState`] does not have as down.
+/// Converts the packet crate's operational state. States that [`OperState`] lacks count as down,
+/// unknown numbers as unknown.
 fn oper_state(state: State) -> OperState {
     match state {
         State::Up => OperState::Up,

@@ -42,7 +42,7 @@ impl LinkRequest {
         LinkRequest { family: 0, index, flags: 0, change: 0, attributes: Vec::new() }
     }
 
-    /// Returns a request whose attributes describe the link, which is to be created or looked up.
+    /// Returns a request about a link that its attributes describe: one to create or to look up.
     pub(crate) fn without_index() -> LinkRequest {
         LinkRequest::new(0)
     }
@@ -155,7 +155,7 @@ impl LinkRequest {
         self.info((libc::IFLA_INFO_SLAVE_KIND, master_kind), (libc::IFLA_INFO_SLAVE_DATA, options))
     }
 
-    /// Adds `IFLA_LINKINFO` with two attributes, each given as its type and value: the kind and the
+    /// Adds `IFLA_LINKINFO` with two attributes, each given as type and value: the kind and the
     /// options. Empty options are omitted.
     fn info(self, (kind_type, kind): (u16, &str), (options_type, options): (u16, &[u8])) -> LinkRequest {
         let mut info = new_attribute(kind_type, &terminated(kind));
@@ -205,7 +205,7 @@ fn terminated(text: &str) -> Vec<u8> {
 }
 
 /// Describes a request in the words of `ip link`, for the log. `change` is the mask of the flags
-/// that the request sets or clears.
+/// that the request sets or clears; `flags` has those that it sets.
 fn words(index: u32, (flags, change): (u32, u32), encoded: &[u8]) -> Vec<String> {
     let mut words = Vec::new();
     if index != 0 {
@@ -222,7 +222,7 @@ fn words(index: u32, (flags, change): (u32, u32), encoded: &[u8]) -> Vec<String>
         }
     }
     for (kind, value) in attributes(encoded) {
-        // Only used for the attributes that have a number.
+        // Meaningless for attributes whose value is not a number, which do not use it.
         let number = native_u32(value).unwrap_or_default();
         match kind {
             // Without an index, the name identifies the link; with one, the name is to be set.

@@ -1,9 +1,9 @@
 //! Creates interfaces on top of another one, their master: macvlan, ipvlan and vlan.
 //!
 //! At creation, the kernel (6.1) requires that the name is free both in the connection's namespace
-//! and in the one that the interface is created in. So an interface is created with a unique name,
-//! and gets its final name, which need only be free in the container, by
-//! [`Netlink::set_first_name`].
+//! and in the one that the interface is created in. So an interface is created with a unique name.
+//! [`Netlink::set_first_name`] then gives it the final name, which need only be free in the
+//! container.
 
 use std::fmt;
 
@@ -145,11 +145,11 @@ pub struct StackedSpec<'a> {
     pub master: u32,
     /// The kind and mode.
     pub stacked: Stacked,
-    /// The MTU in bytes, or the master's.
+    /// The MTU in bytes; `None` for the master's.
     pub mtu: Option<u32>,
-    /// The hardware address, or one that the kernel chooses.
+    /// The hardware address; `None` for one that the kernel chooses.
     pub mac: Option<Mac>,
-    /// How many broadcast frames a macvlan's master queues, or the kernel's default.
+    /// How many broadcast frames a macvlan's master queues; `None` for the kernel's default.
     pub broadcast_queue: Option<u32>,
     /// The namespace to create it in.
     pub netns: &'a Netns,
@@ -162,8 +162,8 @@ impl Netlink {
     /// [`Error::is_exists`] if the name is taken or, for a vlan, the master has a vlan with this
     /// ID; [`Error::is_unsupported`] if the kernel does not support this kind.
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
-        // Without NLM_F_ECHO: the kernel would send the echo to the socket of the other namespace
-        // that has this connection's port ID.
+        // Without NLM_F_ECHO: the kernel would send the echo in the other namespace, to whichever
+        // socket has this connection's port ID there.
         let created = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
         created.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }

@@ -4,7 +4,8 @@
 //! so on add methods to [`Netlink`].
 //!
 //! A connection always belongs to the network namespace in which it was opened, even if the thread
-//! enters another one later. Open one per namespace, with [`Netlink::open_in`].
+//! later enters another one. For each further namespace, open a connection with
+//! [`Netlink::open_in`].
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,7 +23,7 @@ pub mod wire;
 use socket::{Protocol, Socket};
 pub(crate) use wire::{attributes, text};
 
-/// How many times at most a dump is requested, if the table changes during each answer.
+/// The maximum number of requests for a dump if the table changes during each answer.
 const DUMP_ATTEMPTS: usize = 20;
 
 /// A connection to the network configuration of one network namespace. Clones share one socket.
@@ -70,14 +71,15 @@ impl Netlink {
         self.exchange(Request { kind, body }, NLM_F_ECHO).map(|answer| answer.messages.into_iter().next())
     }
 
-    /// Asks for a whole table, or the part of it that matches `body`; older kernels ignore some
-    /// such filters, so callers filter again. Repeats the request if the table changed meanwhile.
+    /// Asks for a whole table, or the part of it that matches `body`. Older kernels ignore some
+    /// filters in `body`, so callers filter again. Repeats the request if the table changed
+    /// meanwhile.
     pub(crate) fn dump(&self, kind: Kind, body: &dyn Body) -> Result<Vec<Reply>, Cause> {
         until_consistent(|| self.exchange(Request { kind, body }, NLM_F_DUMP))
     }
 
-    /// Sends a request with these `NLM_F_*` flags and returns the answer. Logs the request and its
-    /// outcome if steps are logged. Fails with the kernel's error.
+    /// Sends a request with these `NLM_F_*` flags, logs it and its outcome, and returns the answer.
+    /// Fails with the kernel's error.
     fn exchange(&self, request: Request<'_>, flags: u16) -> Result<Answer, Cause> {
         let step = Step::begin();
         let what = if step.is_logged() { request.name(flags) } else { String::new() };
@@ -146,10 +148,9 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Returns the request as the log names it: its type and words. Of the `NLM_F_*` flags, only
-    /// that of a dump matters.
+    /// Returns the request as the log names it: its type and words, or for a dump (`NLM_F_DUMP`
+    /// in `flags`) only its type.
     fn name(self, flags: u16) -> String {
-        // A dump is logged without the filter in its body.
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);
         }
@@ -189,8 +190,8 @@ struct Answer {
     is_consistent: bool,
 }
 
-/// Calls `read` until an answer is consistent, at most [`DUMP_ATTEMPTS`] times, and returns its
-/// messages. Fails with the first error of `read`, or after the last attempt.
+/// Calls `read` until an answer is consistent, and returns its messages. Fails with the first error
+/// of `read`, or after [`DUMP_ATTEMPTS`] inconsistent answers.
 fn until_consistent(mut read: impl FnMut() -> Result<Answer, Cause>) -> Result<Vec<Reply>, Cause> {
     for _ in 0..DUMP_ATTEMPTS {
         let answer = read()?;

@@ -1,7 +1,8 @@
 //! Describes requests for the log, in the words of ip(8).
 //!
 //! `Debug` is not used: the texts for all types of messages would make each binary half a megabyte
-//! larger. An attribute that is not described here is in the bytes, which the log has too.
+//! larger. Attributes that are not described here are only in the bytes, which the log has for a
+//! change that failed.
 
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
 use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};

@@ -2,8 +2,8 @@
 //! tracking use it.
 //!
 //! The kernel handles a request during the `send` call, so the answer is in the queue when `send`
-//! returns; each `recv` of a dump queues the next part. So nothing here waits: if the queue is
-//! empty, no answer will come.
+//! returns. The next part of a dump is queued during each `recv`. So nothing here waits: if the
+//! queue is empty, no answer will come.
 
 use std::fmt;
 use std::io;
@@ -63,12 +63,13 @@ impl Socket {
     /// Opens a socket in the calling thread's network namespace.
     pub fn open(protocol: Protocol) -> io::Result<Socket> {
         let socket = protocol.socket()?;
-        // Connected to the kernel, the socket receives from no other process.
+        // Once connected to the kernel, the socket receives no messages from other processes.
         socket.connect(&SocketAddr::new(0, 0))?;
-        // Older kernels lack these options, so failures are ignored. Explanations in errors (4.12),
-        // and errors without the request's body (4.2):
+        // Failures are ignored, because older kernels lack these options: explanations in errors
+        // (since 4.12), and errors without the request's body (since 4.2).
         let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
-        // Dumps that are filtered by the request (4.20), only for routing. Callers filter again.
+        // Dumps that are filtered by the request (since 4.20), only for routing. Callers filter the
+        // answer for older kernels.
         if protocol == Protocol::Route {
             let _ = socket.set_netlink_get_strict_chk(true);
         }
@@ -82,9 +83,9 @@ impl Socket {
     }
 
     /// Sends one request, with `flags` in addition to `NLM_F_REQUEST`, and calls `handle` for each
-    /// message of the answer: those before the acknowledgement (`NLM_F_ACK`), all of a list
-    /// (`NLM_F_DUMP`), or, with neither flag, a single message. Returns whether the answer is
-    /// consistent: `false` if the kernel reports that the list changed during a dump.
+    /// message of the answer except the acknowledgement and the end of a dump. With neither
+    /// `NLM_F_ACK` nor `NLM_F_DUMP`, the answer is a single message. Returns `false` if the kernel
+    /// reports that the table changed during a dump, else `true`.
     ///
     /// # Errors
     /// The kernel refused the request, or sending or receiving failed.
@@ -108,17 +109,16 @@ impl Socket {
             // to its end.
             for message in wire::messages(&self.buffer).filter(|message| message.sequence == sequence) {
                 is_consistent &= message.flags & NLM_F_DUMP_INTR == 0;
-                let is_end = matches!(message.kind, NLMSG_DONE | NLMSG_ERROR);
-                // An end without an errno (`outcome` is `None`) means success.
-                if !is_end {
-                    handle(&message);
-                } else if let Some((errno, explanation)) = wire::outcome(&message)
-                    && errno != 0
-                {
+                if matches!(message.kind, NLMSG_DONE | NLMSG_ERROR) {
                     self.has_unread = false;
-                    return Err(Cause::kernel(errno, explanation));
+                    return match wire::outcome(&message) {
+                        Some((errno, explanation)) if errno != 0 => Err(Cause::kernel(errno, explanation)),
+                        // A malformed end also counts as success.
+                        _ => Ok(is_consistent),
+                    };
                 }
-                if is_end || expects_one_message {
+                handle(&message);
+                if expects_one_message {
                     self.has_unread = false;
                     return Ok(is_consistent);
                 }
@@ -140,9 +140,9 @@ impl Socket {
         self.has_unread = true;
         let mut has_grown = false;
         retry(|| match self.socket.send(bytes, 0) {
-            // The default send buffer is too small for the deletion of some 2,000 rules. Enlarge
-            // the buffer once. Without CAP_NET_ADMIN the enlargement fails, and the second send
-            // fails like the first.
+            // The default send buffer is too small for the deletion of some 2,000 rules, so the
+            // buffer is enlarged once. Without CAP_NET_ADMIN that fails, and the second send fails
+            // like the first.
             Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) && !has_grown => {
                 has_grown = true;
                 let _ = setsockopt(&self.socket, SndBufForce, &bytes.len());
@@ -213,10 +213,10 @@ impl Events {
         loop {
             match self.0.recv(&mut &mut head[..], libc::MSG_DONTWAIT) {
                 Ok(_) => has_removal |= REMOVALS.contains(&u16::from_ne_bytes([head[4], head[5]])),
-                // The kernel dropped events, among which a removal may have been.
+                // The kernel dropped events, perhaps the one of a removal.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => has_removal = true,
-                // The queue is empty (EAGAIN). The socket is only a trigger, so other errors end
-                // the reading, too.
+                // The queue is empty (EAGAIN). Other errors are ignored: events only trigger a
+                // look at the kernel's state.
                 Err(_) => return has_removal,
             }
         }

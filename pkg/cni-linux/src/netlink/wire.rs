@@ -28,7 +28,7 @@ pub(crate) const HEADER: usize = 16;
 const ERRNO: usize = 4;
 /// The length of an attribute's header: length and type.
 const ATTRIBUTE_HEADER: usize = 4;
-/// The flag of an attribute whose value is attributes.
+/// The flag of an attribute whose value consists of attributes.
 const NLA_F_NESTED: u16 = 1 << 15;
 
 impl Message<'_> {
@@ -142,7 +142,7 @@ pub fn number(bytes: &[u8], kind: u16) -> Option<u32> {
 /// kernel's explanation, if there is one. `None` if the message is malformed, for example without
 /// an errno.
 pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
-    /// Of the request, an acknowledgement has only the header.
+    /// The acknowledgement contains only the header of the request.
     const NLM_F_CAPPED: u16 = 0x100;
     /// The message ends with attributes.
     const NLM_F_ACK_TLVS: u16 = 0x200;
@@ -151,8 +151,9 @@ pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     let negative_errno = i32::from_ne_bytes(*message.payload.first_chunk()?);
     let mut explanation = None;
     if message.flags & NLM_F_ACK_TLVS != 0 {
-        // An acknowledgement has the request between the errno and the attributes. The length of a
-        // whole request is the first field of its header. The end of a dump has no request.
+        // An acknowledgement has the request, or only its header, between the errno and the
+        // attributes. The request's length is the first field of its header. The end of a dump has
+        // no request.
         let request_len = if message.kind == NLMSG_DONE {
             0
         } else if message.flags & NLM_F_CAPPED != 0 {

@@ -1,7 +1,7 @@
 //! Saves routes with all their attributes, to move them to another table or to restore them.
 //!
-//! A saved route is added with `NLM_F_APPEND`, because an exclusive addition would restore only the
-//! first of several IPv4 routes to one destination. The kernel still answers EEXIST to an identical
+//! A saved route is added with `NLM_F_APPEND`: with `NLM_F_EXCL`, only the first of several IPv4
+//! routes to one destination would be restored. The kernel still answers EEXIST to an identical
 //! route.
 
 use std::net::IpAddr;
@@ -50,8 +50,8 @@ impl SavedRoute {
         from_attribute.unwrap_or(self.0.header.table.into())
     }
 
-    /// Returns a unicast route as one [`Route`] for each gateway, with the source address; none for
-    /// a route of another type.
+    /// Returns the route as one [`Route`], or one for each gateway of a multipath route, with the
+    /// source address. Returns no routes if the type is not unicast.
     pub fn routes(&self) -> Vec<Route> {
         let source = self.0.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::PrefSource(address) => to_ip(address),
@@ -79,7 +79,7 @@ impl SavedRoute {
 }
 
 impl Netlink {
-    /// Returns the routes of one family in all tables, in the kernel's order, without those that
+    /// Returns the routes of one family in all tables, in the kernel's order, except routes that
     /// the kernel caches for a single destination.
     pub fn save_routes(&self, family: Family) -> Result<Vec<SavedRoute>> {
         let mut request = RouteMessage::default();
@@ -107,7 +107,7 @@ impl Netlink {
         deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
-    /// Returns the error for a route that could not be added or deleted, according to `verb`.
+    /// Returns the error for a route that could not be changed; `verb` is "add" or "delete".
     fn failed(&self, verb: &str, route: &SavedRoute, cause: crate::error::Cause) -> Error {
         let device = route.routes().first().map(|route| format!(" dev {}", self.label(route.oif))).unwrap_or_default();
         Error::new(format_args!("failed to {verb} route {}{device}", route.label()), cause)

@@ -9,8 +9,8 @@ use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// An allocator for a program that runs for a few milliseconds. It allocates consecutive ranges of
-/// one block, and reuses a freed range only if it is the last one. Large ranges, and all ranges
-/// once the block is full, come from the C library.
+/// one block, and reuses a freed range only if it is the last one. Memory that is large or does not
+/// fit into the rest of the block comes from the C library.
 ///
 /// musl maps and unmaps memory page by page: without this allocator a bridge + host-local ADD makes
 /// 12 % more system calls and takes 8 % more CPU time, a DEL 17 %. Not reusing the last range would
@@ -50,7 +50,7 @@ impl Arena {
         Arena { used: AtomicUsize::new(0), block: UnsafeCell::new(Block([0; BLOCK])) }
     }
 
-    /// Returns the offset in the block that a pointer points to; `None` if it points elsewhere.
+    /// Returns the offset at which a pointer points into the block; `None` if it points elsewhere.
     fn offset(&self, ptr: *const u8) -> Option<usize> {
         let offset = ptr.addr().wrapping_sub(self.block.get().addr());
         if offset < BLOCK { Some(offset) } else { None }
@@ -79,21 +79,22 @@ impl Arena {
 // alignment. Memory outside the block is allocated, reallocated and freed by `System`.
 unsafe impl GlobalAlloc for Arena {
     /// Returns the next unused range of the block, or memory from the C library if `layout` is
-    /// large or does not fit.
+    /// large, has a larger alignment than the block, or does not fit.
     // Inlining this function at each allocation would add 30 kB to each plugin.
     #[inline(never)]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() < LARGE && layout.align() <= align_of::<Block>() {
-            let mut used = self.used.load(Ordering::Relaxed);
-            while let begin = used.next_multiple_of(layout.align())
-                && let end = begin + layout.size()
-                && end <= BLOCK
-            {
+            loop {
+                let used = self.used.load(Ordering::Relaxed);
+                let begin = used.next_multiple_of(layout.align());
+                let end = begin + layout.size();
+                if end > BLOCK {
+                    break;
+                }
                 if self.move_end(used, end) {
                     return self.pointer(begin);
                 }
                 // Another thread has moved the end: try again.
-                used = self.used.load(Ordering::Relaxed);
             }
         }
         // SAFETY: the caller keeps `alloc`'s contract, which is the same.
@@ -111,7 +112,8 @@ unsafe impl GlobalAlloc for Arena {
         }
     }
 
-    /// Allocates zeroed memory: large ranges from the C library, which need not write the zeros.
+    /// Allocates zeroed memory. Large ranges come from the C library, which gets them zeroed from
+    /// the kernel.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         if layout.size() >= LARGE {
             // SAFETY: the caller keeps the contract. `alloc` would use `System` for this size, too.

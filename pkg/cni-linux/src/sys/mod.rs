@@ -1,9 +1,9 @@
 //! Wraps the system calls that neither std nor nix offers as safe functions; [`Arena`] is the
 //! plugins' allocator. No other module of the workspace has unsafe code.
 //!
-//! Each function wraps one system call; only [`die_with_parent`] prepares two, which run between
-//! fork and exec, where code must not allocate. No function has preconditions, so each is safe for
-//! every caller.
+//! Each function wraps one system call, except [`die_with_parent`], which prepares two that run
+//! between fork and exec, where code must not allocate. No function has preconditions, so each is
+//! safe for every caller.
 #![allow(unsafe_code, reason = "the one module of the workspace that has unsafe code")]
 
 mod arena;
@@ -22,13 +22,13 @@ use nix::unistd::getppid;
 
 pub use arena::Arena;
 
-/// Converts the result of a C function, which is negative after a failure, with `errno` set.
+/// Converts the result of a C function that returns a negative number and sets `errno` on failure.
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Returns the type of the namespace that a descriptor is open on, as a `CLONE_NEW…` constant.
-/// Fails with ENOTTY if it is open on something else, and on kernels before 4.11.
+/// Returns the type of the namespace that a descriptor refers to, as a `CLONE_NEW…` constant. Fails
+/// with ENOTTY if the descriptor does not refer to a namespace, and on kernels before 4.11.
 pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
     // nix computes the number of the request, because powerpc numbers requests differently.
     const NS_GET_NSTYPE: libc::Ioctl = nix::request_code_none!(0xb7, 3) as libc::Ioctl;
@@ -38,14 +38,14 @@ pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
     check(kind.into()).map(|_| kind)
 }
 
-/// A setting of a tun or tap interface that has a number as its value.
+/// A setting of a tun or tap interface whose value is a number.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TunSetting {
     /// The ID of the only user that may attach to it.
     Owner,
     /// The ID of the only group that may attach to it.
     Group,
-    /// 1 if it stays when no process has it open any more, else 0.
+    /// 1 if the interface stays after its last user has closed it, else 0.
     Persist,
 }
 
@@ -65,8 +65,8 @@ pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::R
     let flags = flags as u16;
     request.ifr_ifru.ifru_flags = flags.cast_signed();
     // SAFETY: the descriptor is open for as long as it is borrowed; the kernel reads and writes one
-    // ifreq, which lives until after the call. On another kind of file the request fails without a
-    // look at the argument.
+    // ifreq, which lives until after the call. On another kind of file the request fails without an
+    // access to the argument.
     check(unsafe { libc::ioctl(device.as_raw_fd(), libc::TUNSETIFF, &raw mut request) }.into()).map(drop)
 }
 
@@ -183,7 +183,7 @@ pub(crate) fn filter_udp_port(socket: impl AsFd, port: u16) -> io::Result<()> {
     .map(drop)
 }
 
-/// Binds a packet socket to the interface `index`. From then on it receives the interface's IPv4
+/// Binds a packet socket to the interface `index`, so that the socket receives the interface's IPv4
 /// packets.
 pub(crate) fn bind_packet(socket: impl AsFd, index: u32) -> io::Result<()> {
     // SAFETY: all zeroes is a sockaddr_ll.
@@ -205,8 +205,8 @@ pub(crate) fn die_with_parent(command: &mut Command) {
     let parent = std::process::id();
     let in_child = move || {
         prctl::set_pdeathsig(Signal::SIGKILL)?;
-        // If the parent died before the call above, no signal will come, but this process has
-        // another parent now.
+        // If the parent died before the call above, no signal will come, and this process already
+        // has another parent.
         if u32::try_from(getppid().as_raw()) != Ok(parent) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }

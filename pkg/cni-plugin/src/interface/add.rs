@@ -14,10 +14,9 @@ use super::layer3::{self, Layer3};
 use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Release, masquerade, name_taken};
 
 /// Adds the interface, its addresses and routes, and the masquerade rules. Returns the result, and
-/// the undos of everything that was done.
+/// the undos of everything that was done. Before it returns an error, all undos have run.
 ///
 /// # Errors
-/// The undos have run before an error is returned.
 /// - Code 102 if CNI_IFNAME exists already.
 /// - The errors of the configuration, of the IPAM plugin and of the kernel.
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
@@ -39,8 +38,8 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     let mut created = plugin.create(&context, &mut rollback)?;
     let answer = match policy.ipam {
         Some(kind) => {
-            // In `rollback`, the release runs before the undos of the link, which were registered
-            // before it.
+            // In `rollback`, the release runs before the undo of the link: undos run in the reverse
+            // order of their registration.
             let undos = match Release::order::<I>(call) {
                 Release::AfterLink => &mut release,
                 Release::BeforeLink => &mut rollback,
@@ -83,7 +82,7 @@ fn lease<'a, I: Interface>(call: &'a Call<'_>, kind: &str, undos: &mut Rollback<
     })
 }
 
-/// Sets up the container's interface and waits until frames pass.
+/// Sets the container's interface up. If the link has an end on the host, waits until frames pass.
 ///
 /// # Errors
 /// - Code 11 if frames do not pass before the deadline.
@@ -101,8 +100,9 @@ fn bring_up_without_addresses<I: Interface>(
     }
 }
 
-/// Configures the addresses: the host's part first, then the container's interface, which is then
-/// up. Announces the addresses to the neighbours once frames pass.
+/// Configures the host for the addresses, then adds addresses and routes to the container's
+/// interface and sets it up. Once frames pass and the addresses are usable, announces them to the
+/// neighbours.
 ///
 /// # Errors
 /// - Code 102 if another host has one of the addresses.
@@ -126,10 +126,10 @@ fn bring_up<'a, I: Interface>(
         plugin.wait_for_frames(context, created, watch)?;
     }
     if let Some(watch) = &dad_watch {
+        // ADD does not wait for the host's addresses here: their detection takes seconds, and no
+        // first packet of the container depends on it.
         layer3::wait_for_dad(&context.container, watch, created.index, context.call.machine)?;
     } else {
-        // With duplicate address detection, ADD does not wait for the host's addresses: their
-        // detection takes seconds, and no first packet of the container depends on it.
         layer3::wait_until_usable(&context.host, host_state.added, context.call, Watch::open)?;
     }
     let addresses = layer3.ips.iter().map(|ip| ip.address.address());

@@ -1,7 +1,8 @@
 //! An interface that an earlier plugin of the list created and that this plugin uses.
 //!
-//! While it is in use, its host end has a [`PortMark`] as its alias. DEL does not delete the
-//! interface but gives it back: takes it off the bridge and restores the alias.
+//! While this plugin uses the interface, the host end has a [`PortMark`] as its alias. DEL gives
+//! the interface back instead of deleting it: takes the host end off the bridge and restores the
+//! alias.
 
 use cni::AttachmentId;
 use cni::Cidr;
@@ -48,7 +49,7 @@ impl PortMark {
         format!("cni-port:{attachment_alias} {first_address}+{address_count} {earlier_alias}")
     }
 
-    /// Returns the addresses that this plugin added. `prev` is the result of the whole list.
+    /// Returns the addresses that this plugin added, from `prev`, the result of the whole list.
     pub fn added_ips<'r>(&self, prev: &'r AddResult) -> impl Iterator<Item = &'r IpConfig> + use<'r> {
         prev.ips.iter().skip(self.first_address).take(self.address_count)
     }
@@ -67,11 +68,10 @@ impl PortMark {
 pub fn purge_addresses(netlink: &Netlink, index: u32, addresses: &[Cidr]) -> cni_linux::Result<()> {
     let mut first_error = None;
     for address in addresses {
-        match netlink.delete_address(index, *address) {
-            Err(error) if !error.is_not_found() => {
-                first_error.get_or_insert(error);
-            }
-            _ => {}
+        if let Err(error) = netlink.delete_address(index, *address)
+            && !error.is_not_found()
+        {
+            first_error.get_or_insert(error);
         }
     }
     first_error.map_or(Ok(()), Err)
@@ -102,7 +102,7 @@ pub fn restore_alias(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     }
 }
 
-/// Takes a link off its bridge, if it is on one. The link keeps its port mark.
+/// Takes a link off its bridge if it is on one, but leaves its port mark.
 pub(super) fn take_off(host: &Netlink, link: &Link) -> cni_linux::Result<()> {
     if link.master.is_some() { host.unset_master(link.index) } else { Ok(()) }
 }

@@ -10,7 +10,7 @@ use cni::result::{AddResult, IpConfig};
 use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
-use cni_linux::{Family, Link, Mac, Watch};
+use cni_linux::{Addr, Family, Link, Mac, Watch};
 
 use super::layer3::Layer3;
 use super::{AttachmentContext, HostEnd, Interface, LinkState, masquerade};
@@ -190,10 +190,11 @@ impl<'a, C> Check<'a, C> {
     /// # Errors
     /// Code 101 with the text `missing` if the host has no such end.
     pub fn host_end(&self, missing: &str) -> Result<Link> {
-        let missing = || failed(missing);
-        let index = self.inner.peer_index.ok_or_else(missing)?;
-        let outer = self.context.host.find_link_by_index(index)?.ok_or_else(missing)?;
-        if outer.peer_index == Some(self.inner.index) { Ok(outer) } else { Err(missing()) }
+        let error = || failed(missing);
+        let index = self.inner.peer_index.ok_or_else(error)?;
+        let outer = self.context.host.find_link_by_index(index)?.ok_or_else(error)?;
+        // If the other end is not on the host, the index may be that of an unrelated link.
+        if outer.peer_index == Some(self.inner.index) { Ok(outer) } else { Err(error()) }
     }
 
     /// Compares the MAC and MTU of CNI_IFNAME with `prevResult`. If the plugin's policy asks for
@@ -252,8 +253,8 @@ impl<'a, C> Check<'a, C> {
             // The existing routes with the destination, table and metric of `expected`.
             let mut candidates = container.list_conflicting(&expected)?;
             if expected.table_id() == MAIN_TABLE && !candidates.iter().any(has_expected_path) {
-                // The routes of any table with the destination and metric of `expected`.
                 candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
+                // Each route is compared as if it were in the table of `expected`.
                 candidates
                     .retain(|route| expected.conflicts_with(&cni_linux::Route { table: expected.table, ..*route }));
             }
@@ -283,8 +284,8 @@ impl<'a, C> Check<'a, C> {
     }
 
     /// Writes the masquerade rules of these addresses again if some are missing and `mode` is
-    /// [`RestoreMode::Write`]. Returns the rules that were missing, with the undo, or `None`
-    /// without `ipMasq`.
+    /// [`RestoreMode::Write`]. Returns descriptions of the rules that were missing, and the undo.
+    /// Returns `None` without `ipMasq`.
     ///
     /// # Errors
     /// The rules cannot be read or written.
@@ -298,8 +299,7 @@ impl<'a, C> Check<'a, C> {
         Ok(Some(Restored { missing, rollback }))
     }
 
-    /// Returns the time at which all waits of this CHECK must end, if the first one begins now.
-    /// CHECK waits for states that the kernel reaches by itself.
+    /// Returns the deadline for all waits of this CHECK. To be called once, before the first wait.
     pub fn settle_deadline(&self) -> Instant {
         self.context.call.machine.now() + SETTLE_TIMEOUT
     }
@@ -310,22 +310,39 @@ impl<'a, C> Check<'a, C> {
     /// # Errors
     /// Code 101 if an address is still tentative, or marked as a duplicate, at `deadline`.
     pub fn wait_for_dad(&self, deadline: Instant) -> Result<()> {
-        let AttachmentContext { container, netns, call, .. } = &self.context;
-        let is_unfinished = || -> cni_linux::Result<bool> {
-            // The link-local address that the kernel adds is not part of the attachment, so its
-            // detection may still run.
-            let is_expected = |cidr| self.layer3.ips.iter().any(|ip| ip.address == cidr);
-            let existing = container.list_addresses(self.inner.index)?;
-            Ok(existing.iter().any(|address| is_expected(address.cidr) && (address.tentative || address.dad_failed)))
-        };
-        if !self.layer3.ips.is_empty() && is_unfinished()? {
-            let watch = Watch::open_in(netns)?;
-            watch
-                .wait("duplicate address detection", deadline, call.machine, || {
-                    Ok(if is_unfinished()? { None } else { Some(()) })
-                })
-                .map_err(|error| failed(format!("an address of {} is not usable: {error}", self.inner.name)))?;
+        if self.layer3.ips.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let Some(mut unusable) = self.find_unusable_address()? else { return Ok(()) };
+        let watch = Watch::open_in(&self.context.netns)?;
+        let waited = watch.wait("duplicate address detection", deadline, self.context.call.machine, || {
+            let Some(address) = self.find_unusable_address()? else { return Ok(Some(())) };
+            unusable = address;
+            Ok(None)
+        });
+        waited.map_err(|error| {
+            let state = if unusable.dad_failed {
+                "another host on the link has it (DADFAILED state)"
+            } else {
+                "it is still tentative"
+            };
+            let name = &self.inner.name;
+            failed(format!("address {} of {name} is not usable: {state}", unusable.cidr))
+                .with_details(error.to_string())
+        })
+    }
+
+    /// Returns one of the attachment's addresses that is tentative or marked as a duplicate,
+    /// preferably a duplicate. Returns `None` if all are usable.
+    fn find_unusable_address(&self) -> cni_linux::Result<Option<Addr>> {
+        let mut unusable = self.context.container.list_addresses(self.inner.index)?;
+        // The link-local address that the kernel adds is not part of the attachment, so its
+        // detection may still run.
+        unusable.retain(|address| {
+            let is_expected = self.layer3.ips.iter().any(|ip| ip.address == address.cidr);
+            is_expected && (address.tentative || address.dad_failed)
+        });
+        let duplicate = unusable.iter().find(|address| address.dad_failed);
+        Ok(duplicate.or(unusable.first()).copied())
     }
 }

@@ -1,11 +1,11 @@
 //! GC: removes this network's links, masquerade rules and addresses that belong to no valid
 //! attachment.
 //!
-//! A link is recognised by its alias, which links of the Go plugins do not have. Links whose ADD
-//! was killed before it set the alias are removed too. The comments of masquerade rules name
-//! network and container, also those of the Go plugins. The GC of the IPAM plugin removes the
-//! addresses. A link without an end on the host disappears with the container's namespace, so GC
-//! has nothing to do for it.
+//! A link is recognised by its alias. Links of the Go plugins have none and stay. Links whose ADD
+//! was killed before it set the alias are removed too. Masquerade rules, including those of the Go
+//! plugins, are recognised by their comments, which name network and container. The GC of the IPAM
+//! plugin removes the addresses. A link without an end on the host disappears with the container's
+//! namespace.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
@@ -16,11 +16,11 @@ use cni_linux::{Link, Netlink};
 
 use super::{HostEnd, Interface, PortMark, give_back, masquerade};
 
-/// Removes the links, addresses and masquerade rules, and what the plugin itself created, that
-/// belong to this network and to no attachment in `valid`.
+/// Removes everything of this network that belongs to no attachment in `valid`: links, addresses,
+/// what the plugin itself created, and masquerade rules.
 ///
 /// # Errors
-/// All errors, joined. Every step has run, also after an error.
+/// All errors, joined. Every step runs, even after an error.
 pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
     let has_host_end = I::HOST_END != HostEnd::None;
@@ -40,11 +40,11 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
     Error::join(errors)
 }
 
-/// Removes this network's links on the host that belong to no attachment in `valid`, for GC. Gives
-/// back a link with a [`PortMark`] instead of deleting it.
+/// Removes this network's links on the host that belong to no attachment in `valid`. Gives back a
+/// link with a [`PortMark`] instead of deleting it.
 ///
 /// # Errors
-/// The errors of the kernel, joined. Every link has been tried, also after an error.
+/// The errors of the kernel, joined. Every link is tried, even after an error.
 pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let (network, host) = (call.conf.name(), Netlink::open()?);
     let prefix = AttachmentId::network_prefix(network);
@@ -52,14 +52,14 @@ pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     // instead of the ID.
     let valid_aliases: Vec<String> =
         valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname).alias()).collect();
-    let is_garbage = |alias: &str| alias.starts_with(&prefix) && !valid_aliases.iter().any(|valid| valid == alias);
+    let is_stale = |alias: &str| alias.starts_with(&prefix) && !valid_aliases.iter().any(|valid| valid == alias);
     let mut errors = Vec::new();
     let links = host.list_links()?;
     for link in &links {
         let Link { index, alias: Some(alias), .. } = link else { continue };
         let removed = match PortMark::parse(alias) {
-            Some(port_mark) if is_garbage(&port_mark.attachment_alias) => give_back(&host, link),
-            None if is_garbage(alias) => host.purge_link(*index).map(drop),
+            Some(port_mark) if is_stale(&port_mark.attachment_alias) => give_back(&host, link),
+            None if is_stale(alias) => host.purge_link(*index).map(drop),
             _ => Ok(()),
         };
         errors.extend(removed.err().map(Error::from));

@@ -5,9 +5,9 @@
 //! configured IPAM plugin. Every step runs even if an earlier one failed; the errors are reported
 //! together.
 //!
-//! The masquerade rules are removed first. The kernel frees them after an RCU grace period, and
-//! closing their socket waits for that. Deleting the link waits for a grace period too. With the
-//! socket closed last, both waits overlap.
+//! The masquerade rules are removed first, and their socket is closed last. The kernel frees the
+//! rules after an RCU grace period, and closing the socket waits for that. Deleting the link waits
+//! for a grace period too, so in this order the two waits overlap.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -26,13 +26,12 @@ use super::{HostEnd, Interface, Ownership, PortMark, Release, give_back, masquer
 /// addresses in IPAM.
 ///
 /// # Errors
-/// All errors, joined. Every step has run, also after an error.
+/// All errors, joined. Every step runs, even after an error.
 pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let attachment = call.attachment();
     let prev = prev_result(call);
     let mut errors: Vec<Error> = Vec::new();
-    // Declared before the links are removed, so that the socket of `masquerade` is closed after
-    // that: see the head of this module.
+    // Dropped, and its socket closed, at the end of this function: see the head of this module.
     let masquerade = masquerade::open(call);
     if I::HOST_END != HostEnd::None {
         // Done even without `ipMasq`, which may have been set at the time of the ADD.
@@ -85,9 +84,8 @@ impl<I: Interface> Links<'_, '_, I> {
     /// Removes the attachment's interface in the container and its end on the host.
     ///
     /// # Errors
-    /// The removal of the host's end has been tried before an error is returned.
-    /// - CNI_NETNS exists but cannot be opened.
-    /// - The kernel refuses a change.
+    /// CNI_NETNS exists but cannot be opened, or the kernel refuses a change. Even then, tries to
+    /// remove the host's end.
     fn remove(&self) -> Result<()> {
         let host = Netlink::open()?;
         let netns = match self.call.netns.as_deref().map(Netns::open) {
@@ -96,36 +94,40 @@ impl<I: Interface> Links<'_, '_, I> {
             // The path does not exist or is not a namespace: the namespace has been deleted.
             Some(Err(error)) if error.is_no_netns() => None,
             Some(Err(error)) => {
-                let outside = self.purge_host_end(&host, PortAction::TakeOff);
-                return Err(Error::from(error).and(outside.err()));
+                let host_end_removed = self.purge_host_end(&host, PortAction::TakeOff);
+                return Err(Error::from(error).and(host_end_removed.err()));
             }
         };
         let Some(netns) = netns else { return self.purge_host_end(&host, PortAction::GiveBack) };
         let had_ifname = self.remove_inside(&host, &netns);
-        // The host's end usually disappears with CNI_IFNAME, but the end of an earlier ADD whose
-        // DEL was lost does not. If there was no CNI_IFNAME, both ends may have been renamed, so
-        // all aliases are searched.
-        let outside = match had_ifname {
+        let host_end_removed = match had_ifname {
+            // The host's end has usually disappeared with CNI_IFNAME, but the end of an earlier ADD
+            // whose DEL was lost has not.
             Ok(true) => self.purge_named_host_ends(&host).map(drop),
+            // Both ends may have been renamed, so all aliases are searched.
             Ok(false) => self.purge_host_end(&host, PortAction::GiveBack),
+            // Addresses may remain in the container.
             Err(_) => self.purge_host_end(&host, PortAction::TakeOff),
         };
-        Error::join([had_ifname.err(), outside.err()].into_iter().flatten())
+        Error::join([had_ifname.err(), host_end_removed.err()].into_iter().flatten())
     }
 
     /// Removes the attachment's interfaces in the container's namespace. Returns whether there was
     /// an interface CNI_IFNAME, removed or not.
     fn remove_inside(&self, host: &Netlink, netns: &Netns) -> Result<bool> {
         let container = host.open_in(netns)?;
-        let unnamed = self.remove_unnamed(&container);
-        let Some(inner) = container.find_link(&self.call.ifname)? else { return unnamed.map(|()| false) };
-        let removed = self.remove_inner(host, &container, &inner);
-        Error::join([removed.err(), unnamed.err()].into_iter().flatten())?;
+        let unnamed_removed = self.remove_unnamed(&container);
+        let Some(inner) = container.find_link(&self.call.ifname)? else {
+            unnamed_removed?;
+            return Ok(false);
+        };
+        let inner_removed = self.remove_inner(host, &container, &inner);
+        Error::join([inner_removed.err(), unnamed_removed.err()].into_iter().flatten())?;
         Ok(true)
     }
 
-    /// Removes the interface of an ADD that was killed before it renamed the interface from its
-    /// temporary name to CNI_IFNAME. Only links without a host end are created that way.
+    /// Removes an interface that still has its temporary name, because its ADD was killed before it
+    /// renamed the interface to CNI_IFNAME. Only links without a host end get a temporary name.
     fn remove_unnamed(&self, container: &Netlink) -> Result<()> {
         if I::HOST_END == HostEnd::None
             && let Some(link) = container.find_link(&self.attachment.host_name(0))?
@@ -136,9 +138,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. Gives it back
-    /// instead if its end on the host has this attachment's port mark. Leaves any other interface:
-    /// silently if its end has another attachment's port mark, else with a note.
+    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, or gives it back if
+    /// its end on the host has this attachment's port mark. Leaves any other interface: silently if
+    /// its end has another attachment's port mark, else with a note.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
@@ -147,7 +149,9 @@ impl<I: Interface> Links<'_, '_, I> {
             }
             _ => None,
         };
-        if let (Some(outer), Some(port_mark)) = (&outer, outer.as_ref().and_then(PortMark::of)) {
+        if let Some(outer) = &outer
+            && let Some(port_mark) = PortMark::of(outer)
+        {
             if port_mark.belongs_to(self.attachment) {
                 let added_ips = self.prev.into_iter().flat_map(|prev| port_mark.added_ips(prev));
                 let added: Vec<Cidr> = added_ips.map(|ip| ip.address).collect();
@@ -170,25 +174,28 @@ impl<I: Interface> Links<'_, '_, I> {
     }
 
     /// Returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end
-    /// on the host. The first of these that exists decides: the plugin's claim, an alias that names
-    /// an attachment, [`owns_unmarked`](Self::owns_unmarked).
+    /// on the host. The plugin's [`claims`](Interface::claims) decides, if it returns a decision.
+    /// Otherwise an alias that names an attachment decides, if there is one. Otherwise `inner` must
+    /// be of the plugin's kind, and [`owns_unmarked`](Self::owns_unmarked) decides.
     fn ownership(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<Ownership> {
-        if let Some(claim) = self.plugin.claims(self.call, self.prev, inner) {
-            return Ok(claim);
+        if let Some(ownership) = self.plugin.claims(self.call, self.prev, inner) {
+            return Ok(ownership);
         }
-        let marked_end = if I::HOST_END == HostEnd::None { Some(inner) } else { outer };
-        let alias = marked_end.and_then(|link| link.alias.as_deref());
-        let is_ours = match alias.filter(|alias| AttachmentId::parse(alias).is_some()) {
-            Some(_) => self.attachment.is_on(alias),
-            None => self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer)?,
+        let end_with_alias = if I::HOST_END == HostEnd::None { Some(inner) } else { outer };
+        let alias = end_with_alias.and_then(|link| link.alias.as_deref());
+        let names_attachment = alias.is_some_and(|alias| AttachmentId::parse(alias).is_some());
+        let is_ours = if names_attachment {
+            self.attachment.is_on(alias)
+        } else {
+            self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer)?
         };
         Ok(if is_ours { Ownership::Ours } else { Ownership::NotOurs })
     }
 
     /// Whether `inner` belongs to this attachment although no alias names an attachment: a Go
     /// plugin created it, or its ADD was killed before it set the alias. `outer` is its end on the
-    /// host. The position of `outer` in `prevResult` decides; if `outer` is not listed, the MAC of
-    /// CNI_IFNAME in `prevResult`; without both, the plugin.
+    /// host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
+    /// `prevResult` has for CNI_IFNAME decides. Without that MAC, the plugin decides.
     fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))
@@ -205,7 +212,7 @@ impl<I: Interface> Links<'_, '_, I> {
 
     /// Returns the position of `outer` among the host's interfaces in `prevResult`, or `None` if
     /// `outer` is not listed. Compares names, which no later plugin changes. The MAC of CNI_IFNAME
-    /// would not identify the pair: `tuning` may have changed it in ADD and back in its DEL.
+    /// would not identify the pair: `tuning` may have changed it in ADD and restored it in DEL.
     fn position_in_prev(&self, outer: &Link) -> Option<usize> {
         let mut on_host = self.prev?.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
         on_host.position(|interface| interface.name == outer.name)
@@ -237,7 +244,7 @@ impl<I: Interface> Links<'_, '_, I> {
     ///
     /// First tries the names that ADD uses. If no link has one of them, searches the aliases of all
     /// links: the end may have been renamed, or may be a port that another plugin created under any
-    /// name. `port_action` is what happens to such a port.
+    /// name. `port_action` is what happens to a port that another plugin created.
     fn purge_host_end(&self, host: &Netlink, port_action: PortAction) -> Result<()> {
         if I::HOST_END == HostEnd::None {
             return Ok(());
@@ -246,6 +253,7 @@ impl<I: Interface> Links<'_, '_, I> {
         match self.purge_named_host_ends(host) {
             Ok(true) => return Ok(()),
             Ok(false) => {}
+            // The aliases are still searched.
             Err(error) => errors.push(error),
         }
         let links = host.list_links().unwrap_or_else(|error| {

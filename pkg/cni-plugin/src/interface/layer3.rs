@@ -24,22 +24,22 @@ const USABLE_DEADLINE: Duration = Duration::from_secs(1);
 /// the route has no gateway.
 const SCOPE_LINK: u8 = 253;
 
-/// The checked addresses and routes that ADD configures.
+/// A container's addresses and routes. For ADD they come from IPAM and are checked; for CHECK they
+/// come unchecked from `prevResult`.
 #[derive(Clone, Debug)]
 pub struct Layer3 {
     /// The container's addresses, each with its gateway.
     pub ips: Vec<IpConfig>,
-    /// The routes as the result will list them.
+    /// The routes as the result lists them.
     pub routes: Vec<ResultRoute>,
     /// How the container reaches its own subnets.
     pub(super) subnet: SubnetRoute,
 }
 
 impl Layer3 {
-    /// Completes the `answer` of the IPAM plugin as `policy` asks: with gateways, default routes
-    /// and `position`, which is the position of CNI_IFNAME in the result's interfaces.
-    /// `earlier_ips` has the addresses that earlier plugins gave to the container. Nothing is
-    /// configured yet.
+    /// Completes the `answer` of the IPAM plugin with the gateways and default routes that `policy`
+    /// asks for, and checks it. `position` is the position of CNI_IFNAME in the result's
+    /// interfaces. `earlier_ips` has the addresses that earlier plugins gave to the container.
     ///
     /// # Errors
     /// Code 7 if the answer has no addresses, lacks a gateway that `policy` requires, or has a
@@ -56,8 +56,10 @@ impl Layer3 {
         let mut layer3 = Layer3 { ips: answer.ips.clone(), routes: answer.routes.clone(), subnet: policy.subnet };
         for ip in &mut layer3.ips {
             ip.interface = Some(position);
+            if ip.gateway.is_some() {
+                continue;
+            }
             match policy.gateway {
-                _ if ip.gateway.is_some() => {}
                 Gateway::None => {}
                 Gateway::Address | Gateway::DefaultRoute => {
                     ip.gateway = ip.address.first().map(|first| first.address());
@@ -73,9 +75,9 @@ impl Layer3 {
         if policy.gateway == Gateway::DefaultRoute {
             layer3.add_default_routes();
         }
-        // An address without an interface counts as one of CNI_IFNAME.
-        let on_interface = earlier_ips.iter().filter(|ip| ip.interface.is_none_or(|other| other == position));
-        layer3.check_routes(on_interface)?;
+        // An address whose entry names no interface counts as one of CNI_IFNAME.
+        let earlier_on_ifname = earlier_ips.iter().filter(|ip| ip.interface.is_none_or(|other| other == position));
+        layer3.check_routes(earlier_on_ifname)?;
         Ok(layer3)
     }
 
@@ -98,10 +100,10 @@ impl Layer3 {
         gateways
     }
 
-    /// Adds a default route for each address family that has a gateway, unless IPAM lists a default
-    /// route of the family with a gateway. The family of the first address comes first. If IPAM
-    /// lists a default route of the main table with metric 0 but without a gateway, sets that
-    /// route's gateway instead.
+    /// Adds a default route for each address family that has a gateway, beginning with the family
+    /// of the first address. If IPAM lists a default route of the family with a gateway, adds none.
+    /// If IPAM lists one without a gateway, in the main table and with metric 0, sets the gateway
+    /// of that route instead.
     fn add_default_routes(&mut self) {
         let mut families = Family::ALL;
         if self.ips.first().is_some_and(|ip| !ip.address.is_ipv4()) {
@@ -146,9 +148,9 @@ impl Layer3 {
         }
     }
 
-    /// Checks that the kernel will accept the routes in their order: network addresses without host
-    /// bits, and gateways that an address or an earlier route reaches. `earlier_ips` has the
-    /// addresses that earlier plugins gave to the interface.
+    /// Checks that the kernel will accept the routes when they are added in their order: IPv4
+    /// destinations have no host bits, and an address or an earlier route reaches each gateway.
+    /// `earlier_ips` has the addresses that earlier plugins gave to the interface.
     ///
     /// # Errors
     /// Code 7 for the first route that cannot work.
@@ -201,9 +203,10 @@ impl Layer3 {
         }))
     }
 
-    /// Returns, for [`SubnetRoute::ThroughGateway`], a route to each gateway, and a route through
-    /// that gateway to the subnet of its address. Returns none for [`SubnetRoute::OnLink`], where
-    /// the kernel adds the subnet's route with the address.
+    /// Returns the routes by which the container reaches its subnets. For
+    /// [`SubnetRoute::ThroughGateway`], these are for each address a route to the gateway over the
+    /// link, and a route to the subnet through the gateway. For [`SubnetRoute::OnLink`] there are
+    /// none, because the kernel adds the subnet's route with the address.
     fn subnet_routes(&self, interface_index: u32) -> Vec<Route> {
         let mut routes: Vec<Route> = Vec::new();
         if self.subnet == SubnetRoute::OnLink {
@@ -228,12 +231,12 @@ impl Layer3 {
 }
 
 /// Writes the sysctls of the container's namespace that must be set before the interface is up and
-/// has an address: duplicate address detection, announcements, and, if the container gets an IPv6
-/// address, IPv6 itself.
+/// has an address: those of duplicate address detection and announcements. If the container gets an
+/// IPv6 address, also enables IPv6 and keeps the address when the interface is set down.
 ///
 /// # Errors
-/// `disable_ipv6` or `keep_addr_on_down` cannot be set. The other sysctls are optional, as in Go,
-/// and their errors are ignored.
+/// `disable_ipv6` or `keep_addr_on_down` cannot be set. Errors of the other sysctls are ignored, as
+/// in Go.
 pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
     let ifname = &context.call.ifname;
     context
@@ -258,8 +261,8 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
 
 /// Adds the addresses to the interface `index`, sets it up, and adds the routes.
 ///
-/// If the container already has a default route over another interface, the new default route is
-/// not added and is removed from `layer3.routes`, with a note, as the specification asks.
+/// If the container already has a default route over another interface, does not add the new
+/// default route, removes it from `layer3.routes` and writes a note, as the specification asks.
 ///
 /// # Errors
 /// The kernel refuses an address or a route.
@@ -283,16 +286,20 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
             }
         }
     }
-    // The routes of the result are the last ones in `routes`, in the same order. A route in
-    // `left_out` stands for all routes that were merged with it.
-    let mut result_routes = routes[routes.len() - layer3.routes.len()..].iter();
-    let is_left_out = |route: &Route| left_out.iter().any(|other| route.conflicts_with(other));
-    layer3.routes.retain(|_| result_routes.next().is_some_and(|route| !is_left_out(route)));
+    // The result's routes are the last ones in `routes`, in the same order.
+    let result_routes = std::mem::take(&mut layer3.routes);
+    let kernel_routes = &routes[routes.len() - result_routes.len()..];
+    for (result_route, kernel_route) in result_routes.into_iter().zip(kernel_routes) {
+        // A route in `left_out` stands for all routes that were merged with it.
+        if !left_out.iter().any(|other| kernel_route.conflicts_with(other)) {
+            layer3.routes.push(result_route);
+        }
+    }
     Ok(())
 }
 
-/// Returns the paths of each route to add: routes that conflict (same destination, table and
-/// metric) become the paths of one multipath route. Paths with the same effect are listed once.
+/// Groups the routes to add: conflicting routes (same destination, table and metric) become the
+/// paths of one multipath route, without duplicates. Any other route is a group of its own.
 fn merge_conflicting(routes: &[Route]) -> Vec<Vec<Route>> {
     let mut merged: Vec<Vec<Route>> = Vec::new();
     for route in routes {
@@ -314,9 +321,10 @@ enum AddedRoute {
     OtherDefaultRoute,
 }
 
-/// Adds one route, which has several `paths` if it is a multipath route. Accepts an identical route
-/// that exists already. As in Go, a route to the subnet of the interface `index` is added in front
-/// of the route that the kernel has added for that subnet itself.
+/// Adds one route, which has several `paths` if it is a multipath route. Does nothing if an
+/// identical route exists, or for a default route if there is one over another interface. As in Go,
+/// a route to the subnet of the interface `index` is added in front of the one that the kernel
+/// added itself.
 ///
 /// # Errors
 /// The kernel refuses the route.
@@ -351,30 +359,27 @@ fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRo
 /// - Code 11 after [`DAD_DEADLINE`].
 pub(super) fn wait_for_dad(container: &Netlink, watch: &Watch, index: u32, machine: &dyn Machine) -> Result<()> {
     let deadline = machine.now() + DAD_DEADLINE;
-    // The wait ends at `Some`: with `Ok(())` if all addresses are usable, with `Err` if one is a
-    // duplicate.
-    let outcome = watch.wait("duplicate address detection", deadline, machine, || {
+    let mut duplicate: Option<Cidr> = None;
+    watch.wait("duplicate address detection", deadline, machine, || {
         let addresses = container.list_addresses(index)?;
-        if let Some(duplicate) = addresses.iter().find(|address| address.dad_failed) {
-            return Ok(Some(Err(duplicate.cidr)));
-        }
+        duplicate = addresses.iter().find(|address| address.dad_failed).map(|address| address.cidr);
         let is_pending = addresses.iter().any(|address| address.tentative);
-        Ok(if is_pending { None } else { Some(Ok(())) })
+        // One duplicate ends the wait, even if the detection of other addresses is pending.
+        Ok(if duplicate.is_some() || !is_pending { Some(()) } else { None })
     })?;
-    outcome.map_err(|cidr| {
-        Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host on the link"))
-            .with_details("duplicate address detection failed (DADFAILED state)")
-    })
+    let Some(cidr) = duplicate else { return Ok(()) };
+    Err(Error::new(Code::CONFLICT, format!("address {cidr} is in use by another host on the link"))
+        .with_details("duplicate address detection failed (DADFAILED state)"))
 }
 
 /// Waits until the kernel accepts packets for each of `addresses`. Calls `open_watch` only if an
 /// address is not usable yet.
 ///
-/// An address that is not usable at [`USABLE_DEADLINE`] only causes a note, not an error: the check
-/// by [`Netlink::is_local_address`] never finds an address that is in the routing table of a VRF.
+/// An address that is not usable after [`USABLE_DEADLINE`] only causes a note, not an error:
+/// [`Netlink::is_local_address`] never finds an address that is in the routing table of a VRF.
 ///
 /// # Errors
-/// Those of the kernel.
+/// Those of the kernel; SIGTERM during a wait.
 pub(super) fn wait_until_usable(
     netlink: &Netlink,
     addresses: impl IntoIterator<Item = IpAddr>,

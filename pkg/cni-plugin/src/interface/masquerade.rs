@@ -34,8 +34,9 @@ pub(super) fn ensure<'a, C>(
     let Masquerading::On(backend) = masquerading else { return Ok(()) };
     let (call, attachment) = (context.call, &context.attachment);
     // The undo is registered before the rules are written, because the rules of one address family
-    // may be in force when the other fails. It restores rules that an earlier ADD of the same
-    // attachment, into another namespace, had written: `Masquerade::ensure` fills `previous`.
+    // may be in force when those of the other fail. An earlier ADD of the same attachment, into
+    // another namespace, may have written rules: `Masquerade::ensure` stores them in `previous`,
+    // and the undo restores them.
     let previous = Rc::new(PreviousRules::default());
     let undo = {
         let (attachment, addresses, previous) = (attachment.clone(), addresses.to_vec(), Rc::clone(&previous));
@@ -60,7 +61,7 @@ pub(super) fn status(call: &Call<'_>, masquerading: Masquerading) -> Result<()> 
         .map_err(|error| Error::from(error).context(configured_keys(backend)).with_code(Code::NOT_AVAILABLE))
 }
 
-/// Returns the configuration's keys about masquerading, as the JSON has them, for error messages.
+/// Returns the configuration's masquerading keys as JSON, for error messages.
 fn configured_keys(backend: Option<Backend>) -> String {
     let backend = backend.map(|backend| format!(", \"ipMasqBackend\": \"{backend}\"")).unwrap_or_default();
     format!("\"ipMasq\": true{backend}")

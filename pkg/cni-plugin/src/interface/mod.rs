@@ -1,18 +1,19 @@
 //! Plugins that create an interface.
 //!
-//! bridge, ptp, dummy and similar plugins differ only in how they create their link. Such a plugin
+//! bridge, ptp, dummy and similar plugins differ only in how they create their link. Each of them
 //! implements [`Interface`] with the steps that are special to its link, and [`InterfacePlugin`]
 //! turns that into a complete [`Plugin`]. The modules `add`, `check`, `delete` (DEL) and `collect`
-//! (GC) are the verbs, which call the plugin's steps. `layer3` configures addresses and routes,
-//! `masquerade` the rules for packets that leave the network, `veth` creates a pair with one end on
-//! the host, `stacked` an interface on top of another one, and `adopted` marks an interface that an
+//! (GC) implement the verbs and call the plugin's steps. `layer3` configures addresses and routes,
+//! `masquerade` the rules for packets that leave the network. `veth` creates a pair with one end on
+//! the host, `stacked` an interface on top of another one. `adopted` marks an interface that an
 //! earlier plugin of the list created.
 //!
 //! ADD calls the steps in this order: [`parse`](Interface::parse),
 //! [`find_adopted`](Interface::find_adopted), [`create`](Interface::create), then the ADD of the
 //! IPAM plugin, if there is one. If the interface gets addresses,
 //! [`configure_host`](Interface::configure_host) follows. Once the interface is up,
-//! [`wait_for_frames`](Interface::wait_for_frames), and at the end [`finish`](Interface::finish).
+//! [`wait_for_frames`](Interface::wait_for_frames) if the link has an end on the host. The last
+//! step is [`finish`](Interface::finish).
 
 mod add;
 mod adopted;
@@ -64,7 +65,8 @@ pub trait Interface {
     const HOST_END: HostEnd;
     /// The text that ADD puts before an error of the IPAM plugin, as Go's plugin of this name does.
     const LEASE_CONTEXT: Option<&'static str> = None;
-    /// When DEL and a failed ADD give the addresses back to IPAM.
+    /// When DEL and a failed ADD give the addresses back to IPAM. Not used for the IPAM plugin
+    /// dhcp, see [`Release::BeforeLink`].
     const RELEASE: Release = Release::AfterLink;
 
     /// Parses and checks the configuration. `args` is CNI_ARGS. Writes to `notes` which values it
@@ -79,7 +81,7 @@ pub trait Interface {
     fn layer3<'c>(&self, conf: &'c Self::Conf) -> Layer3Policy<'c>;
 
     /// Whether the container gets a kernel interface. If not, a program drives the device itself
-    /// (DPDK), and ADD only reports IPAM's answer in the result.
+    /// (DPDK), and ADD configures nothing: it only reports IPAM's answer in the result.
     ///
     /// # Errors
     /// The device cannot be found.
@@ -95,7 +97,7 @@ pub trait Interface {
     /// Creates the link, down, under the name CNI_IFNAME in the container. The caller has checked
     /// that the name is free. With [`AttachmentContext::adopted`], uses the existing interface
     /// instead. An implementation registers an undo on `rollback` before each change, except to
-    /// shared links such as a bridge, and so removes nothing itself when it fails.
+    /// shared links such as a bridge. If it fails, it need not clean up: the caller runs the undos.
     ///
     /// # Errors
     /// Those of the plugin and of the kernel.
@@ -121,8 +123,8 @@ pub trait Interface {
     }
 
     /// Waits until frames pass between host and container. Called after the container's interface
-    /// was set up, if the link has an end on the host. `watch` has received the host's link events
-    /// since before that.
+    /// was set up, if the link has an end on the host. `watch` receives the host's link events; it
+    /// was opened before the interface was set up, so no event is missed.
     ///
     /// # Errors
     /// Those of the kernel; code 11 at the deadline.
@@ -158,8 +160,8 @@ pub trait Interface {
     }
 
     /// CHECK: compares the attachment with `prevResult` and the configuration. The caller has
-    /// checked the kind of CNI_IFNAME and has run the IPAM plugin's CHECK. An implementation
-    /// replaces the default's steps, so it calls those of them that apply to its link.
+    /// checked the kind of CNI_IFNAME and has run the IPAM plugin's CHECK. A plugin that overrides
+    /// this method must call those steps of the default that apply to its link.
     ///
     /// # Errors
     /// Code 101 for the first difference.
@@ -170,20 +172,25 @@ pub trait Interface {
         check.wait_for_dad(check.settle_deadline())
     }
 
-    /// Whether DEL removes CNI_IFNAME although neither a mark nor `prevResult` identifies it as
-    /// this attachment's. CNI_IFNAME is of this plugin's kind; `outer` is its end on the host.
+    /// Whether DEL removes CNI_IFNAME although neither an alias nor `prevResult` says which
+    /// attachment it belongs to. CNI_IFNAME is of this plugin's kind; `outer` is its end on the
+    /// host.
     ///
-    /// The default is true if CNI_NETNS exists and is not the host's own namespace: the Go plugins
-    /// mark an interface by its name only, and before specification 0.4.0 DEL gets no `prevResult`.
+    /// The default is `true` if CNI_NETNS exists and is not the host's own namespace: interfaces of
+    /// the Go plugins have no alias, and before specification 0.4.0 DEL gets no `prevResult`.
     ///
     /// # Errors
     /// Those of the kernel.
     fn owns_unmarked(&self, call: &Call<'_>, _host: &Netlink, _outer: Option<&Link>) -> Result<bool> {
-        Ok(call.netns.as_deref().is_some_and(|path| call.machine.is_own_netns(path).is_ok_and(|own| !own)))
+        let Some(path) = call.netns.as_deref() else { return Ok(false) };
+        // A path that cannot be examined is treated like the host's namespace: nothing is removed.
+        let is_own = call.machine.is_own_netns(path).unwrap_or(true);
+        Ok(!is_own)
     }
 
     /// DEL: decides whether `inner`, which is CNI_IFNAME, belongs to this attachment. `None` leaves
-    /// the decision to the alias, the kind of `inner` and `prevResult`.
+    /// the decision to the caller, which looks at the alias, the kind of `inner` and `prevResult`,
+    /// and finally asks [`owns_unmarked`](Interface::owns_unmarked).
     fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Ownership> {
         None
     }
@@ -198,7 +205,7 @@ pub trait Interface {
     }
 
     /// DEL: removes what the plugin created besides links and masquerade rules. Called after the
-    /// links are removed and before IPAM releases the addresses.
+    /// links are removed and, with [`Release::AfterLink`], before IPAM releases the addresses.
     ///
     /// # Errors
     /// Something could not be removed.
@@ -259,14 +266,14 @@ pub enum Ownership {
 pub enum Release {
     /// After the link is removed, so that no interface has a released address.
     AfterLink,
-    /// Before the link is removed, because the link may stay, or because the release is sent over
-    /// it.
+    /// Before the link is removed, because the link may stay, or because the IPAM plugin (dhcp)
+    /// sends its release over the link.
     BeforeLink,
 }
 
 impl Release {
-    /// Returns when this call releases its addresses: with the IPAM plugin dhcp before the link is
-    /// removed, because dhcp sends its release over the link, else [`Interface::RELEASE`].
+    /// Returns when this call releases its addresses: [`BeforeLink`](Release::BeforeLink) with the
+    /// IPAM plugin dhcp, else [`Interface::RELEASE`].
     fn order<I: Interface>(call: &Call<'_>) -> Release {
         if call.conf.ipam_type() == "dhcp" { Release::BeforeLink } else { I::RELEASE }
     }
@@ -280,7 +287,7 @@ pub struct Layer3Policy<'c> {
     /// The earlier plugin's result whose addresses and routes the interface gets if there is no
     /// IPAM plugin.
     pub inherited: Option<&'c AddResult>,
-    /// The result's `dns`, instead of the IPAM plugin's.
+    /// The result's `dns`; `None` for that of the IPAM plugin.
     pub dns: Option<&'c Dns>,
     /// Whether packets that leave the network get the host's address as their source.
     pub masquerade: Masquerading,
@@ -313,7 +320,7 @@ impl Default for Layer3Policy<'_> {
 /// What ADD does with the gateways in IPAM's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gateway {
-    /// Takes them as they are. An address may have no gateway.
+    /// Uses them unchanged. An address may have no gateway.
     None,
     /// Gives an address without a gateway the first address of its network as the gateway.
     Address,
@@ -359,7 +366,8 @@ pub struct CreatedLink<L> {
 /// What [`Interface::configure_host`] has configured on the host.
 #[derive(Debug, Default)]
 pub struct HostState {
-    /// The addresses that the host now has for this container, for example the gateway's.
+    /// The addresses that the host has for this container, for example the gateway's. ADD waits
+    /// until they are usable.
     pub added: Vec<IpAddr>,
     /// The index of the host's link whose neighbour entries for the container's addresses may still
     /// have the MAC of an earlier container; `None` if there is no such link.
@@ -395,13 +403,13 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         }
         let parsed = self.0.parse(conf, "", &Notes::silent())?;
         let policy = self.0.layer3(&parsed);
-        // The position of CNI_IFNAME in the result does not change whether an answer is accepted.
-        let any_position = 0;
-        Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, any_position, &earlier_ips).err()).collect())
+        // Whether an answer is accepted does not depend on the position of CNI_IFNAME.
+        let position = 0;
+        Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, position, &earlier_ips).err()).collect())
     }
 
-    /// Leaves out `delegateTimeout`, which the code that runs the IPAM plugin reads, and the keys
-    /// in `ipam` and `args`, which belong to other programs.
+    /// Returns the keys that `I::Keys` does not have, except `delegateTimeout`, which
+    /// [`cni::delegate`] reads, and the keys in `ipam` and `args`, which are for other programs.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         let mut unknown = json.unknown_keys::<I::Keys>();
         unknown.retain(|key| {

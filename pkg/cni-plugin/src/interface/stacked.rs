@@ -26,7 +26,7 @@ pub struct Choices {
     pub master: Option<String>,
     /// The namespace that has the master.
     pub master_namespace: MasterNamespace,
-    /// The MTU as configured, not yet compared with the master's; 0 for the kernel's default.
+    /// The MTU as configured, not yet checked against the master's; 0 for the kernel's default.
     pub mtu: i64,
     /// The hardware address, or `None` for one that the kernel chooses.
     pub mac: Option<Mac>,
@@ -109,7 +109,7 @@ impl Choices {
 /// attachment.
 ///
 /// # Errors
-/// - Code 7, with the Go plugins' texts, if the master does not exist or the MTU does not fit it.
+/// - Code 7, with the Go plugins' texts, if the master does not exist or the MTU is out of range.
 /// - Code 102 if CNI_IFNAME or the master's VLAN exists already.
 /// - The errors of the kernel.
 pub fn create<'a, C>(
@@ -133,8 +133,8 @@ pub fn create<'a, C>(
         broadcast_queue: choices.broadcast_queue,
         netns: &context.netns,
     };
-    // Only this attachment uses the temporary name. Once the index is known, the undo finds the
-    // interface by its index, even after it was renamed to CNI_IFNAME.
+    // Only this attachment uses the temporary name, so the undo may delete by it. Once the index is
+    // known, the undo uses the index, because the interface is renamed to CNI_IFNAME.
     let created_index = undo_creation(&container, spec.name, move |link| has_kind(link, stacked), rollback);
     master_side.create_stacked(&spec).map_err(|error| creation_error(error, &master, stacked))?;
     let link = container.link(spec.name)?;
@@ -162,8 +162,8 @@ fn has_kind(link: &Link, stacked: Stacked) -> bool {
     link.kind.to_string() == stacked.kind()
 }
 
-/// Returns the error of a failed creation. For a VLAN whose ID the master already has, code 102:
-/// the kernel allows one interface for each master and VLAN ID, in all namespaces together.
+/// Returns the error of a failed creation: code 102 if the master already has an interface for this
+/// VLAN ID. The kernel allows only one, in all namespaces together.
 fn creation_error(error: cni_linux::Error, master: &Link, stacked: Stacked) -> Error {
     match stacked {
         Stacked::Vlan(id) if error.is_exists() => Error::from(error)
@@ -173,8 +173,8 @@ fn creation_error(error: cni_linux::Error, master: &Link, stacked: Stacked) -> E
     }
 }
 
-/// Compares the mode or VLAN ID with the configuration, and everything else with `prevResult`, for
-/// CHECK. `mismatch` is the beginning of the Go plugin's message about a wrong mode or ID.
+/// CHECK: compares the mode or VLAN ID with the configuration, and everything else with
+/// `prevResult`. `mismatch` is the beginning of the Go plugin's message about a wrong mode or ID.
 ///
 /// # Errors
 /// Code 101 for the first difference.
@@ -188,11 +188,11 @@ pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Disp
     check.wait_for_dad(check.settle_deadline())
 }
 
-/// Checks that the master exists and that the MTU fits it, for STATUS. A master in the container
-/// cannot be checked, because no container exists yet.
+/// STATUS: checks that the master exists and that the MTU is in range. A master in the container is
+/// not checked, because no container exists yet.
 ///
 /// # Errors
-/// Code 50 if the master does not exist or the MTU does not fit it.
+/// Code 50 if the master does not exist or the MTU is out of range.
 pub fn ready(choices: &Choices) -> Result<()> {
     if choices.master_namespace == MasterNamespace::Container {
         return Ok(());

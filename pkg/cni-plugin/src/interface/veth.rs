@@ -48,7 +48,11 @@ pub fn create<'a, C>(
     rollback: &mut Rollback<'a>,
 ) -> Result<Pair> {
     let (host, attachment) = (&context.host, &context.attachment);
-    let (mac, peer_mac) = (made_up_mac()?, choices.mac.map_or_else(made_up_mac, Ok)?);
+    let mac = made_up_mac()?;
+    let peer_mac = match choices.mac {
+        Some(mac) => mac,
+        None => made_up_mac()?,
+    };
     let alias = attachment.alias();
     let mut attempt = 0;
     let (name, veth) = loop {
@@ -83,8 +87,9 @@ pub fn create<'a, C>(
 
 /// Registers the deletion of a link that the caller is about to create.
 ///
-/// The caller stores the index of the new link in the returned cell. As long as the cell is empty,
-/// the undo looks the link up by `name` and deletes it only if `is_ours` accepts it.
+/// The caller stores the index of the new link in the returned cell. If the cell is still empty
+/// when the undo runs, the undo looks the link up by `name` and deletes it only if `is_ours`
+/// accepts it.
 pub fn undo_creation<'a>(
     netlink: &Rc<Netlink>,
     name: &str,
@@ -117,8 +122,8 @@ pub fn refuse_router_advertisements(link: &str) {
     let _ = sysctl::write(&format!("net/ipv6/conf/{link}/accept_ra"), "0");
 }
 
-/// Returns a random MAC for a link to be created. udev's MAC policy does not change an address that
-/// was set at the creation.
+/// Returns a random MAC for a link to be created. The kernel would choose one too, but udev's MAC
+/// policy may change that one; it leaves an address that was set at the creation.
 ///
 /// # Errors
 /// Code 5 if the kernel returns no random bytes.
