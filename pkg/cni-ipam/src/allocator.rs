@@ -26,7 +26,7 @@ pub(crate) trait Occupied {
 
 /// Returns the next free address of a set in its round robin. `last` is the address that was
 /// allocated last, if there is one. Returns `None` if all addresses are occupied.
-pub(crate) fn next<O: Occupied>(
+pub(crate) fn next_in_round_robin<O: Occupied>(
     set: &RangeSet,
     last: Option<IpAddr>,
     occupied: &mut O,
@@ -187,7 +187,7 @@ mod tests {
 
     fn after(set: &RangeSet, last: Option<&str>, taken: &[&str]) -> Option<String> {
         let mut model = Model(taken.iter().map(|text| ip(text)).collect());
-        next(set, last.map(ip), &mut model).unwrap().map(|address| address.to_string())
+        next_in_round_robin(set, last.map(ip), &mut model).unwrap().map(|address| address.to_string())
     }
 
     #[test]
@@ -246,7 +246,7 @@ mod tests {
             ]);
             let mut model = Model(BTreeSet::new());
             let mut last = Some(ip(&at(start)));
-            while let Some(found) = next(&pool, last, &mut model).unwrap() {
+            while let Some(found) = next_in_round_robin(&pool, last, &mut model).unwrap() {
                 prop_assert!(pool.find(found).is_some() && !pool.is_gateway(found));
                 prop_assert!(model.0.insert(found), "{} came twice", found);
                 last = Some(found);

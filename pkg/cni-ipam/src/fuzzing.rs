@@ -96,9 +96,9 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
     const OTHER_HASH: u64 = 9;
     let (bytes, used) = forged_table(MIN_SLOTS, entries);
     let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
-    let mut index = Index::forged(Table::over(Storage::Memory(bytes), MIN_SLOTS, used), header);
+    let mut index = Index::forged(Table::in_storage(Storage::Memory(bytes), MIN_SLOTS, used), header);
     for hash in hashes {
-        let _ = index.held(*hash);
+        let _ = index.owned_by(*hash);
     }
     for address in addresses {
         let _ = (index.record(*address), index.is_occupied(*address));
@@ -109,7 +109,7 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
         let record = |holder| Record { address: *address, inode: 1, ctime: (1, 1), mtime_nanos: 1, holder, boot: 1 };
         let _ = index.put(&record(Holder::Content(hash)));
         let _ = index.remove(*address);
-        let _ = index.put(&record(Holder::Unknown));
+        let _ = index.put(&record(Holder::Foreign));
     }
     let _ = (index.records(), index.finish());
 }
@@ -119,7 +119,7 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
 /// number of its addresses that the index counts as occupied.
 ///
 /// # Errors
-/// The folder cannot be marked, or the index cannot be written.
+/// The mtime of the folder cannot be set, or the index cannot be written.
 pub fn plant(
     data_dir: &Path,
     network: &str,
@@ -141,7 +141,7 @@ pub fn plant(
         slots: MIN_SLOTS,
         // A header of a full table is refused.
         used: used.min(MIN_SLOTS - 1),
-        stamp: index::mark(&File::open(data_dir.join(network))?)?,
+        stamp: index::stamp_folder(&File::open(data_dir.join(network))?)?,
         machine: host.machine(),
         boot: host.boot(),
         sequence: 1,
@@ -166,7 +166,7 @@ impl ConsistentIndex {
     /// # Panics
     /// The index cannot be created.
     pub fn new() -> ConsistentIndex {
-        match Index::of(&[], &Header::default(), &Host::new("m", "b")) {
+        match Index::build(&[], &Header::default(), &Host::new("m", "b")) {
             Ok(index) => ConsistentIndex(index),
             Err(error) => panic!("an empty index: {error}"),
         }
@@ -197,13 +197,13 @@ impl ConsistentIndex {
     pub fn holder(&self, address: IpAddr) -> Option<u64> {
         match self.0.record(address).ok().flatten()?.holder {
             Holder::Content(hash) => Some(hash),
-            Holder::Free | Holder::Unknown | Holder::Unread => None,
+            Holder::Free | Holder::Foreign | Holder::Unreadable => None,
         }
     }
 
     /// Returns the addresses of the holder with this hash, sorted.
     pub fn held(&self, hash: u64) -> Vec<IpAddr> {
-        let mut held = self.0.held(hash).unwrap_or_default();
+        let mut held = self.0.owned_by(hash).unwrap_or_default();
         held.sort_unstable();
         held
     }

@@ -3,8 +3,9 @@
 //! The caller holds the store's lock. A reservation should not be visible before it is complete,
 //! because the Go plugin never frees the address of an empty file. So a file is written without a
 //! name, or under a temporary one, and then linked to its name. Just before that, the caller can
-//! store a provisional record of the file (see [`LINKING`]). Only a folder in which no file can be
-//! linked gets files that are written under their final names, as by Go, without such a record.
+//! store a provisional record of the file (see [`PROVISIONAL_NANOS`]). Only a folder in which no
+//! file can be linked gets files that are written under their final names, as by Go, without such a
+//! record.
 //!
 //! Nothing is synced to the disk, because no container survives a power loss.
 
@@ -23,7 +24,7 @@ use nix::libc::O_TMPFILE;
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
 
-use crate::index::{Holder, LINKING, Record, hash, random_nanos};
+use crate::index::{Holder, PROVISIONAL_NANOS, Record, hash, random_nanos};
 
 /// The open folder of reservations.
 #[derive(Debug)]
@@ -73,7 +74,7 @@ impl Folder {
         let name = address.to_string();
         let written = self.write_file(content, &name, &mut |file| {
             let record = record_of(file)?;
-            before_link(&Record { ctime: (record.ctime.0, LINKING), ..record });
+            before_link(&Record { ctime: (record.ctime.0, PROVISIONAL_NANOS), ..record });
             Ok(())
         });
         let outcome = match written {

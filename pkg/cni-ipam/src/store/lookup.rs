@@ -66,8 +66,8 @@ impl Locked {
     ///
     /// Of many such files only [`MAX_RETRIED`] are tried, because a broken disk takes long for each
     /// and other processes wait for the lock. GC reads all of them in any case.
-    pub(super) fn retry_unread(&mut self, index: &Index) -> Result<bool, Trouble> {
-        let mut unread = index.unread().map_err(TableError::Io)?;
+    pub(super) fn retry_unreadable(&mut self, index: &Index) -> Result<bool, Trouble> {
+        let mut unread = index.unreadable().map_err(TableError::Io)?;
         let total = unread.len();
         if total > MAX_RETRIED {
             // A selection that depends on the process ID, so that each call tries other files.
@@ -85,8 +85,8 @@ impl Locked {
                 break;
             }
         }
-        if let (Some(first_error), Noted::No) = (first_error, self.unread_noted) {
-            self.unread_noted = Noted::Yes;
+        if let (Some(first_error), Noted::No) = (first_error, self.unreadable_noted) {
+            self.unreadable_noted = Noted::Yes;
             let others = match total - 1 {
                 0 => String::new(),
                 1 => " (and 1 other file)".to_owned(),
@@ -107,9 +107,9 @@ impl Locked {
     /// - [`Trouble::Stale`] if a file has another content than the index says and the folder may
     ///   have changed since the index was built.
     /// - [`Trouble::Index`] if the index cannot be read.
-    pub(super) fn held(&mut self, content: &[u8]) -> Result<Reserved, Trouble> {
+    pub(super) fn find_by_content(&mut self, content: &[u8]) -> Result<Reserved, Trouble> {
         let index = self.index()?;
-        let (mut listed, is_exact) = (index.held(hash(content))?, index.is_exact());
+        let (mut listed, is_exact) = (index.owned_by(hash(content))?, index.is_exact());
         listed.sort_unstable();
         let mut reserved = Reserved { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
         for address in listed {
@@ -126,10 +126,10 @@ impl Locked {
 
     /// Returns the reservations of `owner`: those that name the container and the interface or, if
     /// there are none, those that name only the container, as very old plugins wrote them.
-    pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
-        let reserved = self.held(owner.content().trim().as_bytes())?;
+    pub(super) fn find_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
+        let reserved = self.find_by_content(owner.content().trim().as_bytes())?;
         let has_none = reserved.addresses.is_empty() && reserved.errors.is_empty();
-        if has_none { self.held(owner.id().as_bytes()) } else { Ok(reserved) }
+        if has_none { self.find_by_content(owner.id().as_bytes()) } else { Ok(reserved) }
     }
 
     /// Returns the addresses that are reserved for `owner`: those that name the container and the
@@ -138,7 +138,7 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.
     pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        self.attempt(|locked| locked.held_by_owner(owner))?.complete()
+        self.attempt(|locked| locked.find_by_owner(owner))?.complete()
     }
 
     /// Returns all reservations. Reads every file whose name is an address. Files that cannot be

@@ -179,7 +179,7 @@ pub struct Locked {
     /// finds their oldest reservations.
     range_sets: Option<RangeSets>,
     /// Whether the note about unreadable files has been written.
-    unread_noted: Noted,
+    unreadable_noted: Noted,
 }
 
 /// How much of the index file is trusted. Each inconsistency lowers the level.
@@ -335,7 +335,7 @@ impl Store {
             index: None,
             trust: Trust::WholeIndex,
             range_sets: None,
-            unread_noted: Noted::No,
+            unreadable_noted: Noted::No,
         }))
     }
 
@@ -411,7 +411,7 @@ impl Locked {
             };
             // A file that was unreadable when the index was built may be the wanted one, so if it
             // can be read now, the index is built again.
-            let can_read_more = self.retry_unread(&index)?;
+            let can_read_more = self.retry_unreadable(&index)?;
             self.index = Some(if can_read_more { self.rebuild()? } else { index });
         }
         // It is `Some` now.
@@ -454,7 +454,7 @@ impl Locked {
             old_header.start_counting(range);
         }
         // It counts the ranges of the old header, and those of this ADD.
-        let mut index = Index::of(&records, &old_header, host)?;
+        let mut index = Index::build(&records, &old_header, host)?;
         if let Some(range_sets) = &self.range_sets {
             index.store_oldest(range_sets, &records)?;
         }
@@ -473,10 +473,10 @@ impl Locked {
     }
 
     /// Creates the sidecar, removes temporary files in it, and marks the folder for a new index:
-    /// see [`index::mark`].
+    /// see [`index::stamp_folder`].
     fn prepare_rebuild(&self) -> std::io::Result<Stamp> {
         folder::create_sidecar(&self.folder.sidecar)?;
         folder::sweep(&self.folder.sidecar);
-        index::mark(&self.folder.file)
+        index::stamp_folder(&self.folder.file)
     }
 }

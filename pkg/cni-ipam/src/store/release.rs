@@ -39,7 +39,7 @@ impl Locked {
     ///   removed.
     /// - Code 11 if the folder keeps changing.
     pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        let Reserved { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
+        let Reserved { addresses, mut errors } = self.attempt(|locked| locked.find_by_owner(owner))?;
         let (removed, error) = self.remove(&addresses);
         errors.extend(error);
         Error::join(errors).map(|()| removed)
@@ -162,7 +162,7 @@ impl Locked {
         let Some(mut index) = self.index.take() else { return };
         let outcome = (|| {
             if index.is_on_disk() {
-                index.mark(&self.folder.file)?;
+                index.stamp_folder(&self.folder.file)?;
             }
             change(&mut index)?;
             index.finish()

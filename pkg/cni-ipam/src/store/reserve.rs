@@ -96,7 +96,7 @@ impl Locked {
             for range in sets.sets().iter().flat_map(RangeSet::ranges) {
                 // Adds a counter for the range to the index, from which STATUS answers. The number
                 // itself is not needed here.
-                locked.index()?.count(range)?;
+                locked.index()?.count_occupied(range)?;
             }
             // The addresses that the owner does not have yet, each with the position of its set.
             let new: Vec<(usize, IpAddr)> = choices
@@ -136,7 +136,7 @@ impl Locked {
         set: &RangeSet,
         requested: Option<IpAddr>,
     ) -> Result<Choice, Trouble> {
-        let mut reserved = self.held(owner.content().trim().as_bytes())?.complete()?;
+        let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
             let is_requested = |address: IpAddr| requested.is_none_or(|requested| requested == address);
             let reusable = reserved.iter().find(|address| is_requested(**address) && set.can_allocate(**address));
@@ -149,7 +149,7 @@ impl Locked {
         }
         // Very old reservations name only the container. They are not used again, because they may
         // belong to another interface, but they make this ADD a repeated one.
-        reserved.extend(self.held(owner.id().as_bytes())?.complete()?);
+        reserved.extend(self.find_by_content(owner.id().as_bytes())?.complete()?);
         if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
             return Err(self.repeated(owner, *address, &reserved).into());
         }
@@ -157,7 +157,7 @@ impl Locked {
             return Ok(Choice { address, is_reused: false });
         }
         let last = self.folder.last_reserved(position);
-        match allocator::next(set, last, &mut IndexedAddresses(self.index()?))? {
+        match allocator::next_in_round_robin(set, last, &mut IndexedAddresses(self.index()?))? {
             Some(address) => Ok(Choice { address, is_reused: false }),
             // Another program may have removed a reservation without taking the lock. Reading the
             // folder again finds that out.
@@ -302,8 +302,9 @@ impl Locked {
     /// Creates one reservation. Replaces a blank file of that name.
     ///
     /// Just before the file is linked to its name, a provisional record is written to the index:
-    /// see [`LINKING`](crate::index::LINKING). If that fails, the error is stored in
-    /// `index_outcome`, and the reservation is created even so: the caller then discards the index.
+    /// see [`PROVISIONAL_NANOS`](crate::index::PROVISIONAL_NANOS). If that fails, the error is
+    /// stored in `index_outcome`, and the reservation is created even so: the caller then discards
+    /// the index.
     pub(super) fn create(
         &mut self,
         owner: &Owner,
