@@ -14,9 +14,9 @@ use crate::ranges::number;
 pub(super) const RECORD: u8 = 1;
 
 /// The nanoseconds of the ctime in a provisional record, which is stored just before its file is
-/// linked to its name: if the process is killed after that, the file has a record all the same.
-/// Linking changes the ctime, so inode and mtime identify the file until the final record replaces
-/// the provisional one.
+/// linked to its name: if the process is killed after that, the file still has a record. Linking
+/// changes the ctime, so inode and mtime identify the file until the final record replaces the
+/// provisional one.
 pub(crate) const PROVISIONAL_NANOS: u32 = u32::MAX;
 /// The longest time in seconds between a provisional record and the link of its file.
 const MAX_LINK_DELAY: i64 = 10;
