@@ -113,8 +113,8 @@ impl Locked {
         for address in listed {
             match self.read(address) {
                 Ok(Content::Text(text)) if text == content => reserved.addresses.push(address),
-                // Two contents have the same hash, or the file was just edited in place. Another
-                // rebuild would not help.
+                // An exact index has missed no change, so the two contents have the same hash, or
+                // the file was edited in place.
                 Ok(_) if is_exact => {}
                 Ok(_) => return Err(Trouble::Stale),
                 Err(error) => reserved.errors.push(error),

@@ -133,7 +133,7 @@ pub struct Options {
     pub notes: Notes,
     /// The machine and boot, which are recorded with a new reservation.
     pub host: Host,
-    /// What happens to reservations that these plugins made before the last boot.
+    /// What happens to reservations that these plugins made in an earlier boot.
     pub after_reboot: RebootPolicy,
     /// What ADD does for an attachment that has addresses already.
     pub on_repeat: RepeatPolicy,
@@ -185,7 +185,7 @@ pub struct Locked {
 /// How much of the index file is trusted. Each inconsistency lowers the level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Trust {
-    /// The file can be neither read nor written, so the index is built in memory.
+    /// The file cannot be used, so the index is built in memory.
     Nothing,
     /// The content is damaged, so the file is replaced without being read.
     OnlyWriting,
