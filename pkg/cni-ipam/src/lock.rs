@@ -79,6 +79,7 @@ pub(crate) fn acquire(
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to open {}", path.display()), error))?;
             return Ok(Some(Guard { lock, folder }));
         }
+        // The lock file was removed or replaced during the wait.
         if machine.now() >= deadline {
             return Err(not_locked(&lock_path, limit, "another process keeps removing it"));
         }

@@ -68,8 +68,8 @@ impl Counter {
 pub(crate) struct Header {
     /// Whether the table describes the folder with the stamp `stamp`.
     pub(crate) clean: bool,
-    /// Whether the index is certain to have all changes by other programs: these plugins have not
-    /// changed the folder since the last rebuild.
+    /// Whether the index is certain to know every created and removed file, because these plugins
+    /// have not changed the folder since the last rebuild.
     pub(crate) exact: bool,
     /// Whether some files could not be read at the last rebuild.
     pub(crate) unreadable: bool,

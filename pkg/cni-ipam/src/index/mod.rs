@@ -68,18 +68,18 @@ pub(crate) use rebuild::{address_of_name, classify};
 pub(crate) use record::{Holder, PROVISIONAL_NANOS, Record};
 pub(crate) use table::hash;
 
-/// The tag of the entries with the addresses of an attachment. The nth address has the rank n.
+/// The tag of the entries with the addresses of an attachment, which have the ranks 0, 1, 2, ….
 const OWNED: u8 = 2;
 /// The largest number of records for which memory is allocated before they have been read: the
 /// header may be wrong about their number.
 const MAX_PREALLOCATED: usize = 1 << 16;
 
-/// The index of one folder. The caller holds the folder's lock.
+/// The index of one folder. The caller holds the folder's lock, except in [`peek`].
 #[derive(Debug)]
 pub(crate) struct Index {
     table: Table,
     header: Header,
-    /// The path of the index file, or `None` if the index is only in memory or is not changed.
+    /// The path of the index file, or `None` if the index is in memory or is only read.
     path: Option<PathBuf>,
     /// Whether `header.stamp` is new, so that the next header may be written as clean.
     has_new_stamp: bool,
@@ -106,8 +106,8 @@ fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
 }
 
-/// Reads the header. Returns `None` if the header is invalid or the file's length does not match
-/// it: memory is allocated for the length that the header states.
+/// Reads the header. Returns `None` if the header is invalid or does not match the file's length,
+/// because memory is allocated according to the header.
 fn read_header(file: &File) -> Option<Header> {
     let mut page = [0; PAGE_LENGTH as usize];
     file.read_exact_at(&mut page, 0).ok()?;
@@ -239,7 +239,7 @@ impl Index {
         self.has_new_stamp = true;
     }
 
-    /// Step 5 of a change: writes a clean header. Does nothing if step 3 was left out, as for an
+    /// Step 5 of a change: writes a clean header. Writes none if step 3 was left out, as for an
     /// index in memory.
     pub(crate) fn finish(&mut self) -> Result<(), TableError> {
         if self.table.is_crowded() {
@@ -303,7 +303,7 @@ impl Index {
         matches!(self.table.storage, Storage::File(_))
     }
 
-    /// Whether the index is certain to have all changes by other programs. Only a rebuild makes it
+    /// Whether the index is certain to know every created and removed file. A rebuild makes it
     /// exact, until the next [`begin`](Index::begin).
     pub(crate) fn is_exact(&self) -> bool {
         self.header.exact

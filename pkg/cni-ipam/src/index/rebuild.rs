@@ -85,8 +85,8 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
                 continue;
             }
         };
-        // A file that is foreign according to its record is read again, because older builds did
-        // not read files that are too long.
+        // Unreadable files are tried again. So are foreign files, because older builds did not read
+        // files that are too long.
         let reusable = known.get(&address).filter(|record| {
             !matches!(record.holder, Holder::Unreadable | Holder::Foreign) && is_same(record, &metadata)
         });
