@@ -110,7 +110,7 @@ impl StoreLocation {
             DEFAULT_LIMIT
         });
         let after_reboot = reboot_policy(conf).unwrap_or_else(|error| {
-            notes.note(format_args!("{error}; reservations from before the last boot are kept"));
+            notes.note(format_args!("{error}; reservations made before this boot are kept"));
             RebootPolicy::Keep
         });
         let data_dir = data_dir(conf)?;
