@@ -1,10 +1,9 @@
-//! Chooses the address that an attachment gets from each range set. It reserves nothing and reads
-//! no files: the caller provides the occupied addresses.
+//! Chooses the address that an attachment gets from each range set. Nothing is reserved and no file
+//! is read: the caller provides the occupied addresses.
 //!
-//! The allocation is a round robin. It continues after the address that was allocated last, even if
-//! that is free again, so that an address stays unused as long as possible before another
-//! attachment gets it. A request may name one address for each set. It may come from several
-//! sources; the one with the highest precedence counts.
+//! The allocation is a round robin: it continues after the address that was allocated last, so that
+//! a released address stays unused as long as possible. A runtime may request one address for each
+//! set, in several places of the configuration ([`Requested`]).
 
 use std::net::IpAddr;
 
@@ -24,17 +23,17 @@ pub(crate) trait Occupied {
     fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Self::Error>;
 }
 
-/// Returns the next free address of a set in its round robin. `last` is the address that was
-/// allocated last, if there is one. Returns `None` if all addresses are occupied.
-pub(crate) fn next<O: Occupied>(
+/// Returns the next free address of a set after `last`, the address that was allocated last. Begins
+/// with the first range if `last` is `None` or in none of the ranges. Returns `None` if all
+/// addresses are occupied.
+pub(crate) fn next_in_round_robin<O: Occupied>(
     set: &RangeSet,
     last: Option<IpAddr>,
     occupied: &mut O,
 ) -> Result<Option<IpAddr>, O::Error> {
     let ranges = set.ranges();
-    // If the configuration has changed since, `last` may be in none of the ranges.
-    let continued = last.and_then(|last| Some((ranges.iter().position(|range| range.contains(last))?, last)));
-    let Some((current, last)) = continued else {
+    let range_of = |address: IpAddr| ranges.iter().position(|range| range.contains(address));
+    let (Some(last), Some(current)) = (last, last.and_then(range_of)) else {
         for range in ranges {
             if let Some(found) = search(set, range.first(), range.last(), occupied)? {
                 return Ok(Some(found));
@@ -59,24 +58,25 @@ pub(crate) fn next<O: Occupied>(
     search(set, ranges[current].first(), last, occupied)
 }
 
-/// Returns the lowest address from `from` to `to` that is free and not a gateway of the set, or
-/// `None`. Both ends are included and belong to the same range.
+/// Returns the lowest address from `from` to `to`, both included, that is free and not a gateway of
+/// the set. Returns `None` if there is none.
 fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut O) -> Result<Option<IpAddr>, O::Error> {
     let mut from = from;
     loop {
         match occupied.next_free(from)? {
             Some(found) if number(found) > number(to) => return Ok(None),
             Some(found) if !set.is_gateway(found) => return Ok(Some(found)),
-            // A gateway at the end: an address after it might not exist.
+            // A gateway is skipped. After the last address of the family, there is none to continue
+            // with.
             Some(gateway) if gateway == to => return Ok(None),
-            // A gateway is skipped, even if it is not reserved.
             Some(gateway) => from = address(gateway, number(gateway) + 1),
             None => return Ok(None),
         }
     }
 }
 
-/// The requested addresses of each source, in the order of precedence, the highest first.
+/// The requested addresses of each source, such as `runtimeConfig.ips`. The sources are in the
+/// order of their precedence, the highest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Requested {
     sources: Vec<(&'static str, Vec<IpAddr>)>,
@@ -108,8 +108,8 @@ impl Requested {
         Ok(())
     }
 
-    /// Returns for each set the requested address, or `None`. Writes a note about a request that a
-    /// source of higher precedence overrides.
+    /// Returns the requested address of each set, or `None` for a set without one. Writes a note
+    /// about an address that a source of higher precedence overrides.
     ///
     /// # Errors
     /// Code 7 with Go's text if an address is in no set, or if one source names several addresses
@@ -187,7 +187,7 @@ mod tests {
 
     fn after(set: &RangeSet, last: Option<&str>, taken: &[&str]) -> Option<String> {
         let mut model = Model(taken.iter().map(|text| ip(text)).collect());
-        next(set, last.map(ip), &mut model).unwrap().map(|address| address.to_string())
+        next_in_round_robin(set, last.map(ip), &mut model).unwrap().map(|address| address.to_string())
     }
 
     #[test]
@@ -246,7 +246,7 @@ mod tests {
             ]);
             let mut model = Model(BTreeSet::new());
             let mut last = Some(ip(&at(start)));
-            while let Some(found) = next(&pool, last, &mut model).unwrap() {
+            while let Some(found) = next_in_round_robin(&pool, last, &mut model).unwrap() {
                 prop_assert!(pool.find(found).is_some() && !pool.is_gateway(found));
                 prop_assert!(model.0.insert(found), "{} came twice", found);
                 last = Some(found);

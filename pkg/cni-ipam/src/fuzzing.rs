@@ -1,5 +1,5 @@
-//! Gives cni-fuzz access to the internals of the store: texts of reservations, and headers and
-//! tables of the index, also forged ones.
+//! Gives cni-fuzz access to the internals of the store: the texts of reservations, and valid and
+//! forged headers and tables of the index.
 
 use std::fs::File;
 use std::io;
@@ -27,11 +27,11 @@ pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Decodes the first page of an index, and checks an accepted header. Returns whether the page was
-/// accepted.
+/// Decodes the first page of an index and checks the header. Returns `false` if the page is
+/// refused.
 ///
 /// # Panics
-/// The accepted header is impossible, or differs after it was encoded and decoded again.
+/// The header is impossible, or differs after encoding and decoding.
 pub fn read_header(page: &[u8]) -> bool {
     let Some(header) = Header::decode(page) else { return false };
     assert!(header.slots.is_power_of_two() && header.used < header.slots);
@@ -45,7 +45,7 @@ pub fn read_header(page: &[u8]) -> bool {
 /// Does [`read_header`] for a page with this body and the checksum of this body.
 pub fn read_forged_header(body: &[u8]) -> bool {
     let mut page = Header::default().encode();
-    // What precedes the length of the body: the magic number and the flag `clean`.
+    // The magic number and the flag `clean`.
     page.truncate(16);
     page.extend((body.len() as u64).to_le_bytes());
     page.extend(index::hash(body).to_le_bytes());
@@ -86,19 +86,19 @@ fn forged_table(slots: u64, entries: &[CraftedEntry]) -> (Vec<u8>, u64) {
     (bytes, used)
 }
 
-/// Makes every query to an index with these entries, whose checksums are right. Each query must
-/// end, with an answer or with an error about damage.
+/// Makes every query and change to an index with these entries, whose checksums are right. Each
+/// must end, with an answer or with an error about damage.
 ///
 /// # Panics
 /// A free address is below the requested one or of the other family.
 pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]) {
-    // For records if `hashes` is empty.
+    // The hash of the records if `hashes` is empty.
     const OTHER_HASH: u64 = 9;
     let (bytes, used) = forged_table(MIN_SLOTS, entries);
     let header = Header { slots: MIN_SLOTS, used, ..Header::default() };
-    let mut index = Index::forged(Table::over(Storage::Memory(bytes), MIN_SLOTS, used), header);
+    let mut index = Index::forged(Table::in_storage(Storage::Memory(bytes), MIN_SLOTS, used), header);
     for hash in hashes {
-        let _ = index.held(*hash);
+        let _ = index.owned_by(*hash);
     }
     for address in addresses {
         let _ = (index.record(*address), index.is_occupied(*address));
@@ -109,17 +109,17 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
         let record = |holder| Record { address: *address, inode: 1, ctime: (1, 1), mtime_nanos: 1, holder, boot: 1 };
         let _ = index.put(&record(Holder::Content(hash)));
         let _ = index.remove(*address);
-        let _ = index.put(&record(Holder::Unknown));
+        let _ = index.put(&record(Holder::Foreign));
     }
     let _ = (index.records(), index.finish());
 }
 
-/// Writes a forged index for the folder of reservations, which the next [`Locked`](crate::Locked)
-/// trusts: it has the folder's stamp and this host's IDs. `counted` has ranges, each with the
-/// number of its addresses that the index counts as occupied.
+/// Writes a forged index for the folder of reservations. The next [`Locked`](crate::Locked) trusts
+/// it, because it has the folder's stamp and this host's IDs. `counted` has the first and last
+/// addresses of ranges, each with the number of addresses that the index counts as occupied.
 ///
 /// # Errors
-/// The folder cannot be marked, or the index cannot be written.
+/// The mtime of the folder cannot be set, or the index cannot be written.
 pub fn plant(
     data_dir: &Path,
     network: &str,
@@ -141,7 +141,7 @@ pub fn plant(
         slots: MIN_SLOTS,
         // A header of a full table is refused.
         used: used.min(MIN_SLOTS - 1),
-        stamp: index::mark(&File::open(data_dir.join(network))?)?,
+        stamp: index::stamp_folder(&File::open(data_dir.join(network))?)?,
         machine: host.machine(),
         boot: host.boot(),
         sequence: 1,
@@ -155,8 +155,8 @@ pub fn plant(
     std::fs::write(sidecar.join("index"), bytes)
 }
 
-/// An index in memory that gets only consistent changes, for comparison with a model. A query that
-/// fails gets an empty answer, which differs from that of the model.
+/// An index in memory that gets only consistent changes, for comparison with a model. A failed
+/// query returns an empty answer, which differs from the model's.
 #[derive(Debug)]
 pub struct ConsistentIndex(Index);
 
@@ -166,7 +166,7 @@ impl ConsistentIndex {
     /// # Panics
     /// The index cannot be created.
     pub fn new() -> ConsistentIndex {
-        match Index::of(&[], &Header::default(), &Host::new("m", "b")) {
+        match Index::build(&[], &Header::default(), &Host::new("m", "b")) {
             Ok(index) => ConsistentIndex(index),
             Err(error) => panic!("an empty index: {error}"),
         }
@@ -197,13 +197,13 @@ impl ConsistentIndex {
     pub fn holder(&self, address: IpAddr) -> Option<u64> {
         match self.0.record(address).ok().flatten()?.holder {
             Holder::Content(hash) => Some(hash),
-            Holder::Free | Holder::Unknown | Holder::Unread => None,
+            Holder::Free | Holder::Foreign | Holder::Unreadable => None,
         }
     }
 
     /// Returns the addresses of the holder with this hash, sorted.
     pub fn held(&self, hash: u64) -> Vec<IpAddr> {
-        let mut held = self.0.held(hash).unwrap_or_default();
+        let mut held = self.0.owned_by(hash).unwrap_or_default();
         held.sort_unstable();
         held
     }

@@ -1,11 +1,12 @@
-//! Finds the gateways in host-local's configuration, for the plugin that adds them to an interface.
+//! Finds the gateways in host-local's configuration, for the plugin that adds them to its
+//! interface.
 
 use cni::Cidr;
 use cni::config::NetConf;
 use cni::json::Json;
 use serde::Deserialize;
 
-/// The keys of host-local that have gateways. Errors in them are reported by host-local itself.
+/// The keys of host-local that have gateways. host-local itself reports errors in them.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Keys {
@@ -33,14 +34,6 @@ struct Runtime {
 /// values that cannot be parsed.
 pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
     let Keys { ipam, runtime_config } = conf.decode().unwrap_or_default();
-    let gateway_of = |subnet: Option<&Json>, gateway: Option<&Json>| {
-        let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
-        match gateway.and_then(Json::as_str) {
-            Some(text) => Cidr::new(text.parse().ok()?, subnet.prefix()),
-            // The default gateway.
-            None => subnet.first(),
-        }
-    };
     let mut gateways: Vec<Cidr> = gateway_of(ipam.subnet.as_ref(), ipam.gateway.as_ref()).into_iter().collect();
     for sets in [ipam.ranges.as_ref(), runtime_config.ip_ranges.as_ref()].into_iter().flatten() {
         let Json::Array(sets) = sets else { continue };
@@ -50,6 +43,17 @@ pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
         }
     }
     gateways
+}
+
+/// Returns the gateway of a range with these values of `subnet` and `gateway`. Returns `None` if
+/// one cannot be parsed.
+fn gateway_of(subnet: Option<&Json>, gateway: Option<&Json>) -> Option<Cidr> {
+    let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
+    match gateway.and_then(Json::as_str) {
+        Some(text) => Cidr::new(text.parse().ok()?, subnet.prefix()),
+        // The default gateway is the first host.
+        None => subnet.first(),
+    }
 }
 
 #[cfg(test)]

@@ -1,8 +1,7 @@
 //! Identifies the machine and its current boot, for the records of reservations.
 //!
-//! Only hashes of the IDs are stored. A reservation counts as one of an earlier boot only if the
-//! IDs of machine and boot are known. The time of the boot is only read if there is such a
-//! reservation.
+//! Records have hashes of the IDs, not the IDs. If the machine or the boot has no known ID, no
+//! reservation counts as one of an earlier boot.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,15 +9,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::index::hash;
 
-/// A time as the file system keeps it: seconds and nanoseconds since 1970.
+/// A time of a file: seconds since 1970, and nanoseconds.
 pub(crate) type Timestamp = (i64, u32);
 
 /// The identity of the machine and of its current boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Host {
-    /// The hash of the machine ID, or `None` if that is unknown.
+    /// The hash of the machine ID, or `None` if the ID is unknown.
     machine: Option<u64>,
-    /// The hash of the boot ID, or `None` if that is unknown.
+    /// The hash of the boot ID, or `None` if the ID is unknown.
     boot: Option<u64>,
     /// The path of /proc/uptime. Empty if the time of the boot is unknown.
     uptime: PathBuf,
@@ -35,24 +34,24 @@ impl Host {
 
     /// Returns the host with these IDs. The time of its boot is unknown.
     pub fn new(machine_id: &str, boot_id: &str) -> Host {
-        let known = |text: &str| {
-            let text = text.trim();
-            (!text.is_empty() && text != "uninitialized").then(|| hash(text.as_bytes()))
+        let hash_of_id = |id: &str| match id.trim() {
+            "" | "uninitialized" => None,
+            id => Some(hash(id.as_bytes())),
         };
-        Host { machine: known(machine_id), boot: known(boot_id), uptime: PathBuf::new() }
+        Host { machine: hash_of_id(machine_id), boot: hash_of_id(boot_id), uptime: PathBuf::new() }
     }
 
-    /// Returns the hash of the machine ID, or 0 if that is unknown.
+    /// Returns the hash of the machine ID, or 0 if the ID is unknown.
     pub(crate) fn machine(&self) -> u64 {
         self.machine.unwrap_or(0)
     }
 
-    /// Returns the hash of the boot ID, or 0 if that is unknown.
+    /// Returns the hash of the boot ID, or 0 if the ID is unknown.
     pub(crate) fn boot(&self) -> u64 {
         self.boot.unwrap_or(0)
     }
 
-    /// Returns the time of this boot by the current clock, or `None` if it is unknown.
+    /// Returns when this machine was booted, by the present clock, or `None` if that is unknown.
     pub(crate) fn booted(&self) -> Option<Timestamp> {
         // `btime` in /proc/stat has only whole seconds, and reading /proc/stat is slow.
         let text = fs::read_to_string(&self.uptime).ok()?;

@@ -5,16 +5,14 @@
 //! - [`ranges`]: ranges and range sets, checked by Go's rules.
 //! - [`allocator`]: the choice of an address from each set.
 //! - [`store`]: the folder of reservations, byte for byte Go's, behind its lock ([`lock`]).
-//! - `index`: a table of the reservations, so that no verb has to read every file of the folder. It
-//!   may be deleted at any time.
+//! - `index`: a cache of the folder, so that a verb need not read every file.
 //! - [`gateways`]: the gateways of a configuration, for the plugin that delegates to host-local.
 //! - [`host`]: the identity of this machine and of its boot, by which reservations of an earlier
 //!   boot are recognised.
 //!
 //! This crate knows no plugin, no result and no network state. The folder is authoritative, and
-//! other programs write to it. The index answers queries only while the folder has the mtime that
-//! was set with the index. Even then, the file of a reservation is read before it is replaced or
-//! removed.
+//! other programs write to it. So the index is used only while its header has the folder's mtime,
+//! and the file of a reservation is read before it is replaced or removed.
 
 pub mod allocator;
 #[cfg(feature = "fuzzing")]

@@ -1,7 +1,7 @@
 //! Locks the store with an `flock` of the file `lock`, as the Go plugin does, with a deadline.
 //!
-//! The folder may be removed while a process waits for its lock, and then the lock protects
-//! nothing. So the file at the path is compared with the locked file afterwards.
+//! While a process waits for the lock, the folder may be removed, and then the lock protects
+//! nothing. So the locked file is afterwards compared with the file at the path.
 
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io;
@@ -23,7 +23,7 @@ pub const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
 pub(crate) enum MissingFolder {
     /// ADD creates it.
     Create,
-    /// Every other verb creates nothing, and there is nothing to lock.
+    /// The other verbs do not create it: without a folder, they have nothing to lock.
     Leave,
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Guard {
 /// # Errors
 /// - Code 11 if another process holds the lock until `limit` has passed or a signal arrives. The
 ///   message names that process.
-/// - Code 11 if other processes remove the lock file again and again until `limit` has passed.
+/// - Code 11 if other processes keep removing the lock file until `limit` has passed.
 /// - Code 5 if the folder or the lock file cannot be created, opened or locked.
 pub(crate) fn acquire(
     path: &Path,
@@ -55,9 +55,7 @@ pub(crate) fn acquire(
     let lock_path = path.join("lock");
     loop {
         if missing == MissingFolder::Create {
-            let created = DirBuilder::new().recursive(true).mode(0o755).create(path);
-            created
-                .map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error))?;
+            create_folder(path)?;
         }
         let file = match open(&lock_path) {
             Ok(file) => file,
@@ -66,7 +64,7 @@ pub(crate) fn acquire(
                 return Err(Error::caused(Code::IO, doing, error));
             }
             Err(error) if missing == MissingFolder::Leave && means_missing_folder(&error) => return Ok(None),
-            // Another process removed the folder after it was created.
+            // Another process removed the folder after this one had created it.
             Err(error) if error.kind() == io::ErrorKind::NotFound && machine.now() < deadline => continue,
             Err(error) => {
                 return Err(Error::caused(Code::IO, format_args!("failed to open {}", lock_path.display()), error));
@@ -81,13 +79,20 @@ pub(crate) fn acquire(
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to open {}", path.display()), error))?;
             return Ok(Some(Guard { lock, folder }));
         }
+        // The lock file was removed or replaced during the wait.
         if machine.now() >= deadline {
             return Err(not_locked(&lock_path, limit, "another process keeps removing it"));
         }
     }
 }
 
-/// Whether the path still leads to this file, and not to another one or nowhere.
+/// Creates a folder and its parents. An existing folder is not an error.
+fn create_folder(path: &Path) -> Result<()> {
+    let created = DirBuilder::new().recursive(true).mode(0o755).create(path);
+    created.map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error))
+}
+
+/// Whether this file is still the file at `path`.
 fn is_at_path(file: &File, path: &Path) -> bool {
     let identity = |metadata: Metadata| (metadata.dev(), metadata.ino());
     match (file.metadata(), std::fs::metadata(path)) {
@@ -96,8 +101,8 @@ fn is_at_path(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Whether the error means that the folder does not exist: it is missing, it has a name that no
-/// folder can have, or a plain file is in its place.
+/// Whether this error of opening a file in a folder means that the folder does not exist: it is
+/// missing, has an impossible name, or is a file.
 fn means_missing_folder(error: &io::Error) -> bool {
     use nix::libc::{ENAMETOOLONG, ENOENT, ENOTDIR};
     match error.raw_os_error() {
@@ -107,9 +112,10 @@ fn means_missing_folder(error: &io::Error) -> bool {
     }
 }
 
-/// Opens or creates the lock file for reading, as Go does, with O_NONBLOCK, because opening a FIFO
-/// would block. O_CREAT is a custom flag, because std creates only files that are written.
+/// Opens the lock file for reading, as Go does, or creates it.
 fn open(path: &Path) -> io::Result<File> {
+    // O_CREAT is a custom flag, because std creates only files that are opened for writing.
+    // O_NONBLOCK, because opening a FIFO would block.
     OpenOptions::new().read(true).mode(0o750).custom_flags(O_CREAT | O_NONBLOCK).open(path)
 }
 
@@ -118,7 +124,7 @@ fn not_locked(path: &Path, limit: Duration, why: &str) -> Error {
     Error::new(Code::TRY_AGAIN, format!("failed to lock {} within {} s: {why}", path.display(), limit.as_secs_f32()))
 }
 
-/// Waits for the lock of an open file. `path` is for the error.
+/// Waits for the lock of an open file and returns the file. `path` is for the error.
 ///
 /// # Errors
 /// - Code 11 if another process holds the lock until the limit or until a signal arrives.

@@ -5,9 +5,9 @@
 //! As in Go:
 //!
 //! - A gateway may be outside its subnet.
-//! - A range begins by default at the network's first host. This is also the default gateway, which
+//! - By default, a range begins at the network's first host, which is also the default gateway and
 //!   is not allocated.
-//! - An explicit `.0` or `.255` may be allocated.
+//! - Network and broadcast address may be allocated if the range is configured to include them.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -24,8 +24,8 @@ pub struct RangeConf {
     pub subnet: Option<String>,
     /// The first address; by default the network's first host.
     pub range_start: Option<String>,
-    /// The last address; by default the one below an IPv4 broadcast address, for IPv6 the network's
-    /// last.
+    /// The last address; by default the last one before an IPv4 broadcast address, or the last
+    /// address of an IPv6 network.
     pub range_end: Option<String>,
     /// The gateway; by default the network's first host.
     pub gateway: Option<String>,
@@ -40,13 +40,13 @@ pub struct Range {
     gateway: IpAddr,
 }
 
-/// A pool of ranges of one address family that do not overlap. An attachment gets one address from
-/// it.
+/// Ranges of one address family that do not overlap and form one pool: an attachment gets one
+/// address from the pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RangeSet(Vec<Range>);
 
-/// All range sets of a network, at least one. Whether they overlap is only known after
-/// [`require_disjoint`](RangeSets::require_disjoint).
+/// All range sets of a network, at least one. They may overlap, unless
+/// [`require_disjoint`](RangeSets::require_disjoint) has succeeded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RangeSets(Vec<RangeSet>);
 
@@ -67,8 +67,8 @@ pub(crate) fn address(like: IpAddr, number: u128) -> IpAddr {
     }
 }
 
-/// Parses an address as Go's `net.ParseIP` does: without a zone or leading zeros, and an
-/// IPv4-mapped address as IPv4. Returns `None` for another text.
+/// Parses an address as Go's `net.ParseIP` does: zones and leading zeros are invalid, and an
+/// IPv4-mapped address becomes IPv4. Returns `None` for an invalid text.
 pub fn parse_ip(text: &str) -> Option<IpAddr> {
     text.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }
@@ -79,14 +79,17 @@ pub fn parse_ip(text: &str) -> Option<IpAddr> {
 /// # Errors
 /// Code 7 with Go's text.
 pub fn require_one_per_family(version: &str, are_ipv4: impl Iterator<Item = bool>) -> Result<()> {
-    let (ipv4, ipv6): (Vec<bool>, Vec<bool>) = are_ipv4.partition(|is_ipv4| *is_ipv4);
-    if ipv4.len() > 1 || ipv6.len() > 1 {
+    let (mut ipv4_count, mut ipv6_count) = (0, 0);
+    for is_ipv4 in are_ipv4 {
+        if is_ipv4 { ipv4_count += 1 } else { ipv6_count += 1 }
+    }
+    if ipv4_count > 1 || ipv6_count > 1 {
         return Err(Error::config(format!("CNI version {version} does not support more than 1 address per family")));
     }
     Ok(())
 }
 
-/// Parses an address that may be absent or empty.
+/// Parses an address. Returns `None` if it is absent or empty.
 fn optional_ip(text: Option<&str>) -> Result<Option<IpAddr>> {
     match text {
         None | Some("") => Ok(None),
@@ -95,7 +98,7 @@ fn optional_ip(text: Option<&str>) -> Result<Option<IpAddr>> {
 }
 
 impl RangeConf {
-    /// Parses the texts. Returns the subnet, and the start, the end and the gateway.
+    /// Parses the texts. Returns the subnet, and an array with start, end and gateway.
     fn parse(&self) -> Result<(Option<Cidr>, [Option<IpAddr>; 3])> {
         let subnet = self.subnet.as_deref().map(str::parse::<Cidr>).transpose();
         let subnet = subnet.map_err(|error| Error::config(error.to_string()))?;
@@ -104,7 +107,7 @@ impl RangeConf {
         Ok((subnet, [start?, end?, gateway?]))
     }
 
-    /// Checks one range and adds the defaults.
+    /// Checks the range and returns it with the defaults.
     ///
     /// # Errors
     /// Code 7 with Go's text.
@@ -164,8 +167,7 @@ impl Range {
         self.gateway
     }
 
-    /// Whether `address` is between the first and the last address. An address of the other family
-    /// is not.
+    /// Whether `address` is from the first to the last address, and so of their family.
     pub fn contains(&self, address: IpAddr) -> bool {
         address.is_ipv4() == self.first.is_ipv4() && (number(self.first)..=number(self.last)).contains(&number(address))
     }
@@ -176,12 +178,12 @@ impl Range {
     }
 }
 
-/// Returns the position in `ranges` of the first range that overlaps another one, or `None` if no
+/// Returns the lowest position in `ranges` of a range that overlaps another range, or `None` if no
 /// ranges overlap.
 ///
-/// Sorts the ranges by their first addresses, IPv4 before IPv6, so that each has to be compared
-/// only with the next one and with the highest address so far: a configuration may have tens of
-/// thousands of ranges.
+/// Sorts the ranges by their first addresses, IPv4 before IPv6. Then each range is compared only
+/// with the next one, and with the highest address of all earlier ones: a configuration may have
+/// tens of thousands of ranges.
 fn first_overlapping<'a>(ranges: impl Iterator<Item = &'a Range>) -> Option<usize> {
     let mut sorted: Vec<(usize, &Range)> = ranges.enumerate().collect();
     sorted.sort_unstable_by_key(|(_, range)| range.first);
@@ -198,8 +200,8 @@ fn first_overlapping<'a>(ranges: impl Iterator<Item = &'a Range>) -> Option<usiz
     overlapping.into_iter().min()
 }
 
-/// Whether the addresses from `first` to `last` overlap one of the ranges, which are sorted and do
-/// not overlap each other.
+/// Whether an address from `first` to `last` is in one of the ranges, which are sorted and do not
+/// overlap each other.
 fn overlaps_any(sorted: &[&Range], first: IpAddr, last: IpAddr) -> bool {
     // Of the ranges that begin at or before `last`, the last one reaches furthest.
     let count = sorted.partition_point(|range| range.first <= last);
@@ -216,7 +218,7 @@ impl RangeSet {
     /// Checks the ranges of one set.
     ///
     /// # Errors
-    /// Code 7 with Go's text, to which the caller adds the set's position.
+    /// Code 7 with Go's text. The caller adds the set's position.
     pub fn check(confs: &[RangeConf]) -> Result<RangeSet> {
         if confs.is_empty() {
             return Err(Error::config("empty range set"));
@@ -231,7 +233,7 @@ impl RangeSet {
         }
         if let Some(position) = first_overlapping(ranges.iter()) {
             let range = &ranges[position];
-            // Go names the first pair. No earlier range overlaps another one.
+            // Go names the first overlapping pair. No range before `position` overlaps another one.
             if let Some(other) = ranges[position + 1..].iter().find(|other| range.overlaps(other)) {
                 return Err(Error::config(format!("subnets {range} and {other} overlap")));
             }
@@ -261,8 +263,8 @@ impl RangeSet {
         sorted
     }
 
-    /// Whether the address is the gateway of a range of the set. Such an address is not allocated
-    /// from any range of the set.
+    /// Whether the address is the gateway of a range of the set, and so is not allocated from any
+    /// range of the set.
     pub fn is_gateway(&self, address: IpAddr) -> bool {
         self.0.iter().any(|range| range.gateway == address)
     }
@@ -274,7 +276,7 @@ impl RangeSet {
 
     /// Returns the gateways that are inside the set's ranges, each once. They are never allocated.
     pub fn inner_gateways(&self) -> Vec<IpAddr> {
-        // Each search in the sorted ranges is a binary search.
+        // Sorted for a binary search: there may be thousands of ranges and gateways.
         let sorted = self.sorted();
         let is_inside = |gateway: &IpAddr| overlaps_any(&sorted, *gateway, *gateway);
         let mut gateways: Vec<IpAddr> = self.0.iter().map(Range::gateway).filter(is_inside).collect();
@@ -313,9 +315,8 @@ impl RangeSets {
             all.push(std::slice::from_ref(single));
         }
         all.extend(sets.iter().map(Vec::as_slice));
-        // Go parses all texts while it decodes the configuration, so errors of the texts come
-        // before all others and do not begin with the set's position. `check` parses the texts
-        // again.
+        // Go parses all texts while it decodes the configuration, so errors in texts come before
+        // all others, and do not begin with the set's position. `check` parses the texts again.
         for (position, set) in all.iter().enumerate() {
             for conf in *set {
                 conf.parse().map_err(|error| error.with_details(format!("in range set {position}")))?;
@@ -340,8 +341,8 @@ impl RangeSets {
         require_one_per_family(version, self.0.iter().map(RangeSet::is_ipv4))
     }
 
-    /// Checks that no two sets have an address in common. This is not part of
-    /// [`check`](RangeSets::check) because Go checks it last.
+    /// Checks that no two sets have an address in common. Not part of [`check`](RangeSets::check),
+    /// because Go checks it last.
     ///
     /// # Errors
     /// Code 7 with Go's text.
@@ -354,8 +355,8 @@ impl RangeSets {
         let Some(overlapping) = first_overlapping(all.iter().map(|(_, range)| *range)) else { return Ok(()) };
         let (set, _) = all[overlapping];
         let sorted = self.0[set].sorted();
-        // The ranges of one set do not overlap, and no earlier range overlaps another one. So the
-        // other range is in a later set.
+        // The ranges of one set do not overlap, and no range before `overlapping` overlaps another
+        // one. So the range that overlaps this set is in a later set.
         for (other_set, range) in all {
             if other_set > set && overlaps_any(&sorted, range.first, range.last) {
                 return Err(Error::config(format!("range set {set} overlaps with {other_set}")));

@@ -1,14 +1,16 @@
 //! Reads the configuration of the plugin `host-local`: the keys in `ipam`, and what the runtime
 //! adds in `runtimeConfig`, `args` and CNI_ARGS.
 //!
-//! Each verb reads the keys that it needs. [`AddConf::read`] is for ADD, and [`StatusConf::read`]
-//! for STATUS. Both refuse every error in these keys. [`StoreLocation::read`] is for DEL, GC and
-//! CHECK. It only notes errors in keys that do not change where the store is. CHECK also reads the
-//! ranges, by [`range_sets`].
+//! Each verb reads the keys that it needs:
 //!
-//! The order of the range sets matters, since a set's position is in the name of its file
-//! `last_reserved_ip.<position>`: first those of the runtime, then the one of `ipam.subnet`,
-//! `rangeStart` and so on, then those of `ipam.ranges`.
+//! - ADD uses [`AddConf::read`] and STATUS [`StatusConf::read`], which refuse every invalid key.
+//! - DEL, GC and CHECK use [`StoreLocation::read`], so that they work in spite of errors in other
+//!   keys. An error in a key that does not change where the store is becomes a note. CHECK also
+//!   reads the ranges ([`range_sets`]).
+//!
+//! The range sets are in Go's order: those of the runtime, then the set of `ipam.subnet`,
+//! `rangeStart` and so on, then those of `ipam.ranges`. The order matters because a set's position
+//! is in the name of its file `last_reserved_ip.<position>`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -32,9 +34,9 @@ pub(crate) struct StoreLocation {
     pub(crate) data_dir: PathBuf,
     /// How long a verb waits for the lock of the store.
     pub(crate) lock_timeout: Duration,
-    /// What happens to reservations from before the last boot.
+    /// What happens to reservations of an earlier boot.
     pub(crate) after_reboot: RebootPolicy,
-    /// What a repeated ADD of an attachment does; only ADD uses it.
+    /// What a repeated ADD of an attachment does. Only ADD uses this field.
     pub(crate) on_repeat: RepeatPolicy,
 }
 
@@ -50,7 +52,7 @@ pub(crate) struct AddConf {
     pub(crate) resolv_conf: Option<PathBuf>,
 }
 
-/// The configuration of STATUS, to which the runtime adds nothing.
+/// The configuration of STATUS. The runtime passes no `runtimeConfig` to STATUS.
 #[derive(Clone, Debug)]
 pub(crate) struct StatusConf {
     pub(crate) location: StoreLocation,
@@ -96,9 +98,9 @@ struct RuntimeConfig {
 }
 
 impl StoreLocation {
-    /// Reads the keys that DEL, GC and CHECK need. An invalid `lockTimeout` is reported to `notes`
-    /// and replaced by the default, an invalid `reclaimAfterReboot` by `false`, which releases
-    /// nothing.
+    /// Reads the keys that DEL, GC and CHECK need. An invalid `lockTimeout` is replaced by the
+    /// default, and an invalid `reclaimAfterReboot` by `false`, which releases nothing. `notes`
+    /// gets the errors.
     ///
     /// # Errors
     /// Code 6 if `dataDir` is not a string.
@@ -108,17 +110,17 @@ impl StoreLocation {
             DEFAULT_LIMIT
         });
         let after_reboot = reboot_policy(conf).unwrap_or_else(|error| {
-            notes.note(format_args!("{error}; reservations from before the last boot are kept"));
+            notes.note(format_args!("{error}; reservations made before this boot are kept"));
             RebootPolicy::Keep
         });
         let data_dir = data_dir(conf)?;
         Ok(StoreLocation { data_dir, lock_timeout, after_reboot, on_repeat: RepeatPolicy::Refuse })
     }
 
-    /// Reads the keys of [`read`](StoreLocation::read), and `reuse`.
+    /// Reads the keys of [`read`](StoreLocation::read), and `reuse`. Any error in them is returned.
     ///
     /// # Errors
-    /// Code 6 if one has a wrong type, 7 if `lockTimeout` is invalid.
+    /// Code 6 if a key has the wrong type; 7 if `lockTimeout` is invalid.
     fn read_strictly(conf: &NetConf) -> Result<StoreLocation> {
         let on_repeat = match boolean(conf, "reuse")? {
             Some(true) => RepeatPolicy::Reuse,
@@ -130,7 +132,7 @@ impl StoreLocation {
 }
 
 impl StatusConf {
-    /// Reads and checks the whole configuration of a STATUS.
+    /// Reads and checks the whole configuration.
     ///
     /// # Errors
     /// Code 6 for a wrong type; 7 for an invalid value.
@@ -156,19 +158,12 @@ impl AddConf {
     pub(crate) fn read(conf: &NetConf, args: &CniArgs) -> Result<AddConf> {
         let keys: Keys = conf.decode()?;
         let location = StoreLocation::read_strictly(conf)?;
-        // Only STATUS uses `fullIsUnavailable`. ADD checks the key too, so that an error in it is
-        // found early.
+        // Only STATUS uses `fullIsUnavailable`. ADD checks the key too, to find an error early.
         shortage_policy(conf)?;
 
         let mut requested = Requested::none();
         requested.add("runtimeConfig.ips", keys.runtime_config.ips.iter().map(String::as_str))?;
-        let args_cni_ips: Vec<String> = match conf.json().get("args").and_then(|args| args.get("cni")?.get("ips")) {
-            Some(ips) => ips
-                .decode()
-                .map_err(|error| Error::caused(Code::DECODE, "failed to load netconf: args.cni.ips", error))?,
-            None => Vec::new(),
-        };
-        requested.add("args.cni.ips", args_cni_ips.iter().map(String::as_str))?;
+        requested.add("args.cni.ips", args_cni_ips(conf)?.iter().map(String::as_str))?;
         args.check_known(&["IP"])?;
         // An empty value requests no address, as in Go's plugin.
         let ip = args.get("IP").filter(|ip| !ip.is_empty());
@@ -185,8 +180,19 @@ impl AddConf {
     }
 }
 
-/// Returns the range sets, or `None` if the configuration has none, because the runtime provides
-/// them only to ADD.
+/// Returns `args.cni.ips`, or nothing if the key is missing.
+///
+/// # Errors
+/// Code 6 if it is not a list of strings.
+fn args_cni_ips(conf: &NetConf) -> Result<Vec<String>> {
+    let Some(ips) = conf.json().get("args").and_then(|args| args.get("cni")?.get("ips")) else {
+        return Ok(Vec::new());
+    };
+    ips.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf: args.cni.ips", error))
+}
+
+/// Returns the range sets. Returns `None` if the configuration has none: then the runtime provides
+/// them to ADD.
 ///
 /// # Errors
 /// Code 6 for a wrong type; 7 for invalid ranges or a missing `ipam`.
@@ -203,8 +209,8 @@ pub(crate) fn range_sets(conf: &NetConf) -> Result<Option<RangeSets>> {
 /// head of this module describes.
 ///
 /// # Errors
-/// Code 7 if there are none, a range is invalid, or two overlap; before version 0.3.0 also if there
-/// are two sets of one family.
+/// Code 7 if there are no ranges, if a range is invalid, or if two ranges overlap; before version
+/// 0.3.0 also if two sets are of one family.
 fn check_range_sets(keys: &Keys, version: Version) -> Result<RangeSets> {
     let ipam = keys.ipam.as_ref().ok_or_else(no_ipam)?;
     let single_range = RangeConf {
@@ -221,8 +227,8 @@ fn check_range_sets(keys: &Keys, version: Version) -> Result<RangeSets> {
     Ok(sets)
 }
 
-/// The keys of `ipam` that are not in [`Ipam`]: they are read one by one, so that DEL does not fail
-/// because of errors in other keys.
+/// The known keys of `ipam` that are not in [`Ipam`]. They are read one by one, so that an error in
+/// another key does not make DEL fail.
 const SEPARATE_KEYS: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
 
 /// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read.
@@ -230,9 +236,9 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     let is_separate = |key: &str| SEPARATE_KEYS.iter().any(|name| name.eq_ignore_ascii_case(key));
     unknown.retain(|key| match key.path.split_once('.') {
-        Some(("ipam", rest)) => !is_separate(rest),
+        Some(("ipam", key)) => !is_separate(key),
         Some(("runtimeConfig", _)) => true,
-        // Keys in other places may belong to the interface plugin that runs this one.
+        // Other keys may belong to the interface plugin that runs this one.
         _ => false,
     });
     unknown
@@ -283,10 +289,10 @@ fn shortage_policy(conf: &NetConf) -> Result<ShortagePolicy> {
     })
 }
 
-/// Reads a boolean key in `ipam`.
+/// Reads a boolean key in `ipam`. Returns `None` if the key is missing.
 ///
 /// # Errors
-/// Code 6 if it has another type.
+/// Code 6 if the value is not a boolean.
 fn boolean(conf: &NetConf, key: &str) -> Result<Option<bool>> {
     match ipam_key(conf, key) {
         None => Ok(None),
@@ -295,7 +301,7 @@ fn boolean(conf: &NetConf, key: &str) -> Result<Option<bool>> {
     }
 }
 
-/// Reads `lockTimeout`.
+/// Reads `lockTimeout`, in seconds.
 ///
 /// # Errors
 /// Code 7 if it is not a whole number from 1 to 300.

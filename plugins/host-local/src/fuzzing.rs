@@ -1,5 +1,5 @@
-//! Functions for pkg/cni-fuzz only: they read a configuration or a resolv.conf file and check what
-//! must hold for every accepted one.
+//! Functions for pkg/cni-fuzz only: they read a configuration or a resolv.conf file, and check
+//! properties that every accepted configuration must have.
 
 use cni::Result;
 use cni::result::{AddResult, Dns};
@@ -10,11 +10,14 @@ use cni_ipam::{Range, RangeSet};
 use crate::conf::{self, AddConf, StoreLocation};
 use crate::resolv;
 
-/// Reads a configuration as ADD does. Returns the result of an ADD without its addresses, since
-/// nothing is reserved.
+/// Reads a configuration as ADD does, and checks it. Returns the result of the ADD without
+/// addresses, because nothing is reserved.
 ///
 /// # Errors
 /// The error of the ADD.
+///
+/// # Panics
+/// The accepted configuration does not have a required property.
 pub fn read(call: &Call<'_>) -> Result<AddResult> {
     let conf = AddConf::read(&call.conf, &call.args()?)?;
     let ranges: Vec<&Range> = conf.sets.sets().iter().flat_map(RangeSet::ranges).collect();

@@ -2,9 +2,9 @@
 //! reservations in a folder on this host.
 //!
 //! It does not touch the network: the interface plugin that runs it adds the addresses to the
-//! interface. DEL, GC and STATUS work without ranges, because a runtime may pass ranges only to ADD
-//! and CHECK. DEL finds the reservations by container ID and interface name, so it works with a
-//! configuration whose ranges have changed.
+//! interface. Only ADD needs ranges, because a runtime that provides the ranges may leave them out
+//! for other verbs. DEL finds the reservations by container ID and interface name, so it works even
+//! if the ranges have changed.
 
 mod conf;
 #[cfg(feature = "fuzzing")]
@@ -32,13 +32,13 @@ use conf::{AddConf, ShortagePolicy, StatusConf, StoreLocation};
 #[derive(Clone, Copy, Debug)]
 pub struct HostLocal;
 
-/// How long a failed ADD waits at most for the lock that it needs to release its addresses. This is
-/// short because the runtime's own deadline is probably near by then.
+/// The longest time that a failed ADD waits for the lock to release its addresses. The time is
+/// short because the runtime's own deadline is probably near.
 const ROLLBACK_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Returns examples of results of an ADD with this configuration, for checks of routes and
-/// gateways: together they have an address from each range. Returns none if the configuration has
-/// no ranges, because the runtime provides them.
+/// Returns examples of results of an ADD with this configuration, with an address from each range,
+/// so that a caller can check routes and gateways. Returns none if the configuration has no ranges,
+/// because the runtime provides them.
 ///
 /// # Errors
 /// The error of the ADD.
@@ -49,15 +49,16 @@ pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
     let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
     let sets = conf.sets.sets();
     let most_ranges = sets.iter().map(|set| set.ranges().len()).max().unwrap_or_default();
-    // The result with the nth range of each set. A set with fewer ranges gives its last one.
-    let nth_result = |number: usize| {
+    // The result with an address from each set: from the range with this index, or from the last
+    // range if the set has fewer.
+    let result = |index: usize| {
         let ips = sets.iter().filter_map(|set| {
-            let range = set.ranges().get(number).or(set.ranges().last())?;
+            let range = set.ranges().get(index).or(set.ranges().last())?;
             ip_config(range, range.last())
         });
         AddResult { ips: ips.collect(), routes: conf.routes.clone(), ..AddResult::default() }
     };
-    Ok((0..most_ranges).map(nth_result).collect())
+    Ok((0..most_ranges).map(result).collect())
 }
 
 /// The part of a network's configuration that tools need to inspect its addresses.
@@ -92,7 +93,8 @@ impl Plugin for HostLocal {
         Role::Ipam
     }
 
-    /// Also fails if a requested address is a gateway, or a range set has no usable address.
+    /// Checks the configuration as ADD does. Also fails if a requested address is a gateway, or if
+    /// a range set has no address that can be allocated.
     fn examine(&self, conf: &NetConf) -> Result<()> {
         let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
         let requested = conf.requested.assign(&conf.sets, &Notes::silent())?;
@@ -111,7 +113,7 @@ impl Plugin for HostLocal {
         Ok(())
     }
 
-    /// Returns unknown keys in `ipam` and `runtimeConfig` only: the others are for the interface
+    /// Returns unknown keys in `ipam` and `runtimeConfig` only: other keys are for the interface
     /// plugin that runs this one.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         conf::unknown_keys(json)
@@ -124,7 +126,7 @@ impl Plugin for HostLocal {
         let mut rollback = call.rollback();
 
         let mut locked = store.lock(conf.location.lock_timeout, call.machine)?;
-        // A failed `reserve` leaves no reservation, so its undo is registered after it.
+        // A failed `reserve` leaves no reservations, so the undo is registered afterwards.
         let lease = locked.reserve(&owner(call), &conf.sets, &conf.requested)?;
         drop(locked);
         let (reservations, machine) = (lease.new_reservations(), call.machine);
@@ -137,9 +139,9 @@ impl Plugin for HostLocal {
         Ok(Added { result, rollback })
     }
 
-    /// Checks that the attachment has reservations, and that the addresses in prevResult are among
-    /// them. Addresses outside the configured ranges may come from other plugins, so they are not
-    /// checked.
+    /// Checks that the attachment has reservations and, if the ranges are known, that the addresses
+    /// in prevResult are among them. Addresses outside the ranges may come from other plugins, so
+    /// they are not checked.
     ///
     /// # Errors
     /// - Code 3 if the attachment has no reservation.
@@ -157,12 +159,13 @@ impl Plugin for HostLocal {
         let (Some(prev), Some(sets)) = (call.conf.prev_result()?, conf::range_sets(&call.conf)?) else {
             return Ok(());
         };
-        let is_in_range = |address| sets.sets().iter().any(|set| set.find(address).is_some());
-        let addresses = prev.ips.iter().map(|ip| ip.address.address());
-        let missing: Vec<String> = addresses
-            .filter(|address| is_in_range(*address) && !reserved.contains(address))
-            .map(|address| address.to_string())
-            .collect();
+        let mut missing: Vec<String> = Vec::new();
+        for address in prev.ips.iter().map(|ip| ip.address.address()) {
+            let is_in_range = sets.sets().iter().any(|set| set.find(address).is_some());
+            if is_in_range && !reserved.contains(&address) {
+                missing.push(address.to_string());
+            }
+        }
         if missing.is_empty() {
             return Ok(());
         }
@@ -194,20 +197,23 @@ impl Plugin for HostLocal {
         collected.error.map_or(Ok(()), Err)
     }
 
-    /// Only reports a full range or a full disk, unless `fullIsUnavailable` is set. If STATUS
-    /// failed, the runtime would mark the node as not ready: Kubernetes would evict pods that work,
-    /// and CRI-O would not run the GC that frees addresses.
+    /// A full range set or a full disk is an error only with `fullIsUnavailable`; without it,
+    /// STATUS writes a note. If STATUS failed, the runtime would mark the node as not ready:
+    /// Kubernetes would evict pods that work, and CRI-O would not run the GC that frees addresses.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = StatusConf::read(&call.conf)?;
         conf.resolv_conf.as_deref().map(resolv::read).transpose()?;
         let store = store(call, &conf.location);
         store.report_foreign();
-        let mut shortages: Vec<String> = store.check_writable()?.iter().map(ToString::to_string).collect();
-        // Ranges that the runtime provides are only known to ADD.
+        let mut shortages: Vec<String> = Vec::new();
+        if let Some(full_disk) = store.check_writable()? {
+            shortages.push(full_disk.to_string());
+        }
+        // STATUS does not get the ranges that the runtime provides.
         if let Some(sets) = &conf.sets {
-            let usage = store.usage(sets)?;
-            let full_sets = usage.iter().filter(|set| set.is_exhausted());
-            shortages.extend(full_sets.map(|set| format!("no IP addresses available in range set: {set}")));
+            for usage in store.usage(sets)?.iter().filter(|usage| usage.is_exhausted()) {
+                shortages.push(format!("no IP addresses available in range set: {usage}"));
+            }
         }
         if shortages.is_empty() {
             return Ok(());
@@ -230,14 +236,14 @@ fn owner(call: &Call<'_>) -> Owner {
     Owner::new(&call.container_id, &call.ifname)
 }
 
-/// Returns an address of a range as a result of ADD has it.
+/// Returns the entry for an address of a range in the result of ADD. Never `None`, because the
+/// prefix of the range's subnet is valid for the address.
 fn ip_config(range: &Range, address: IpAddr) -> Option<IpConfig> {
-    // This is never `None`: the prefix of a range's subnet is not longer than its addresses.
     let address = Cidr::new(address, range.subnet().prefix())?;
     Some(IpConfig { interface: None, address, gateway: Some(range.gateway()) })
 }
 
-/// Returns the store of the call's network. It need not exist yet.
+/// Returns the store of the call's network, which need not exist yet.
 fn store(call: &Call<'_>, location: &StoreLocation) -> Store {
     let options = Options::new(call.notes.clone(), Host::read(Path::new("/")));
     let options = Options { after_reboot: location.after_reboot, on_repeat: location.on_repeat, ..options };

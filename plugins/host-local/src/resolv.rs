@@ -1,9 +1,9 @@
 //! Reads the file that `resolvConf` names, in the format of resolv.conf(5), for the `dns` of the
 //! result.
 //!
-//! The file is read as Go's plugin reads it: the values of several `search` and `options` lines are
-//! combined, the last `domain` line counts, only the first value of a `nameserver` line is read,
-//! and unknown lines are skipped.
+//! The file is read as Go's plugin reads it: the values of all `search` lines and of all `options`
+//! lines are combined, only the last `domain` line is used, only the first value of a `nameserver`
+//! line is read, and unknown lines are skipped.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -13,7 +13,7 @@ use std::path::Path;
 use cni::result::Dns;
 use cni::{Code, Error, Result};
 
-/// The largest file that is read, in bytes. The limit is for device files, which have no end.
+/// The largest size of the file in bytes. The limit is for device files, which are endless.
 const MAX_SIZE: u64 = 1 << 20;
 
 /// Reads the DNS settings in the file.
@@ -23,7 +23,7 @@ const MAX_SIZE: u64 = 1 << 20;
 pub(crate) fn read(path: &Path) -> Result<Dns> {
     let failed = |error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
     let mut bytes = Vec::new();
-    // Non-blocking, because opening a FIFO without a writer would block.
+    // Opening a FIFO without a writer would block without O_NONBLOCK.
     let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(failed)?;
     file.take(MAX_SIZE + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > MAX_SIZE {
@@ -32,7 +32,7 @@ pub(crate) fn read(path: &Path) -> Result<Dns> {
     Ok(parse(&String::from_utf8_lossy(&bytes)))
 }
 
-/// Parses the content of a resolv.conf file. It accepts every text.
+/// Parses the content of a resolv.conf file. Every text is valid.
 pub(crate) fn parse(text: &str) -> Dns {
     let mut dns = Dns::default();
     for line in text.lines().map(str::trim) {

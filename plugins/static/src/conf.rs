@@ -1,9 +1,9 @@
 //! Reads the configuration of the plugin `static` and CNI_ARGS, which determine the result of ADD.
 //!
-//! There are four sources of addresses. The result has those of `ipam.addresses` and then those of
-//! CNI_ARGS. If `args.cni.ips` is not empty, it replaces both. If `runtimeConfig.ips` is not empty,
-//! it replaces the other three. If `ipam.addresses` is replaced, its addresses are not checked, but
-//! its gateways are.
+//! There are four sources of addresses. The result has the addresses of `runtimeConfig.ips` or, if
+//! that is empty, those of `args.cni.ips` or, if both are empty, those of `ipam.addresses` followed
+//! by those of CNI_ARGS. All sources are checked, except that the addresses in `ipam.addresses` are
+//! checked only if they are used. Their gateways are always checked.
 
 use std::net::IpAddr;
 
@@ -57,8 +57,8 @@ pub(crate) fn result_of_add(conf: &NetConf, args: &CniArgs) -> Result<AddResult>
     let ipam = keys.ipam.ok_or_else(|| Error::config("IPAM config missing 'ipam' key"))?;
     let gateways = ipam.addresses.iter().map(|entry| parse_gateway(&entry.gateway)).collect::<Result<Vec<_>>>()?;
     let args_ips = ips_of_cni_args(args)?;
-    // `args.cni` is read before `runtimeConfig.ips`, and also if the latter replaces it, so that
-    // the first error is the one that Go's plugin reports.
+    // `args.cni` is read before `runtimeConfig.ips`, even if it is not used, so that the first
+    // error is the one that Go's plugin reports.
     let args_cni_ips = parse_ips(&read_args_cni(conf)?)?;
     let mut ips = parse_ips(&keys.runtime_config)?;
     if ips.is_empty() {
@@ -79,11 +79,11 @@ pub(crate) fn result_of_add(conf: &NetConf, args: &CniArgs) -> Result<AddResult>
 }
 
 /// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read. `ipam.type` and
-/// the keys outside are for the interface plugin that runs this one.
+/// all keys outside these two are for the interface plugin that runs this one.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| match key.path.split_once('.') {
-        Some(("ipam", rest)) => !rest.eq_ignore_ascii_case("type"),
+        Some(("ipam", key)) => !key.eq_ignore_ascii_case("type"),
         Some((parent, _)) => parent == "runtimeConfig",
         None => false,
     });
@@ -91,10 +91,10 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
 }
 
 /// Returns the addresses in `IP` of CNI_ARGS, each with the last gateway in `GATEWAY` that is in
-/// the address's network. `IP` and `GATEWAY` are lists that are separated by commas.
+/// the address's network. Both values are comma-separated lists.
 ///
 /// # Errors
-/// Code 4 if a text cannot be parsed, or CNI_ARGS has another key.
+/// Code 4 if a value cannot be parsed, or if CNI_ARGS has an unknown key.
 fn ips_of_cni_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
     args.check_known(&["IP", "GATEWAY"])?;
     let list = |key| args.get(key).filter(|list| !list.is_empty()).into_iter().flat_map(|list| list.split(','));
@@ -117,7 +117,7 @@ fn ips_of_cni_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
 /// Reads `args.cni`. Ignores a value that is not an object, because other programs use `args` too.
 ///
 /// # Errors
-/// Code 6 if `ips` in it is not a list of texts.
+/// Code 6 if `args.cni.ips` is not a list of strings.
 fn read_args_cni(conf: &NetConf) -> Result<RequestedIps> {
     match conf.json().get("args").and_then(|args| args.get("cni")) {
         Some(cni @ Json::Object(_)) => {
@@ -142,7 +142,7 @@ fn parse_ips(requested: &RequestedIps) -> Result<Vec<IpConfig>> {
 /// Parses an address with a prefix length.
 ///
 /// # Errors
-/// Code 7 if the text has another format. The message begins with `expected`.
+/// Code 7 if the text is not in this format. The message begins with `expected`.
 fn parse_cidr(text: &str, expected: &str) -> Result<Cidr> {
     text.parse().map_err(|_| Error::config(format!("{expected}, got: '{text}'")))
 }

@@ -1,9 +1,9 @@
 //! The IPAM plugin `static`: returns the addresses, routes and name servers of the configuration,
 //! or the addresses that the runtime requests.
 //!
-//! It does not record which addresses it has returned, so two containers may get the same one, and
-//! DEL and GC have nothing to do. It does not check that routes and gateways fit to the addresses:
-//! the interface plugin does, since only that plugin knows how it uses them.
+//! It does not record which addresses it has returned, so two containers may get the same address,
+//! and DEL and GC have nothing to do. The interface plugin checks whether routes and gateways match
+//! the addresses, because only that plugin knows how it uses them.
 
 mod conf;
 
@@ -40,18 +40,16 @@ impl Plugin for Static {
         Ok(Added { result: conf::result_of_add(&call.conf, &call.args()?)?, rollback: call.rollback() })
     }
 
-    /// Fails with code 101 if prevResult has one of the addresses with another gateway. The
-    /// interface plugin checks the addresses themselves.
+    /// Fails with code 101 if prevResult has a different gateway for one of the configured
+    /// addresses. Addresses without a configured gateway are not compared. The interface plugin
+    /// checks the addresses themselves.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let expected = conf::result_of_add(&call.conf, &call.args()?)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
         for ip in expected.ips.iter().filter(|ip| ip.gateway.is_some()) {
             let address = ip.address.address();
-            let Some(differing) =
-                prev.ips.iter().find(|prev| prev.address.address() == address && prev.gateway != ip.gateway)
-            else {
-                continue;
-            };
+            let mut in_prev = prev.ips.iter().filter(|prev| prev.address.address() == address);
+            let Some(differing) = in_prev.find(|prev| prev.gateway != ip.gateway) else { continue };
             let gateway_or_none =
                 |gateway: Option<IpAddr>| gateway.map_or("none".to_owned(), |gateway| gateway.to_string());
             let msg = format!("static: Failed to match addr {address} on interface {}", call.ifname);

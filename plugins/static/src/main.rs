@@ -1,4 +1,4 @@
-//! The CNI plugin `static`: hands out the addresses of the configuration, or those that the runtime
-//! asks for.
+//! The CNI plugin `static`: returns the addresses of the configuration, or those that the runtime
+//! requests.
 
 cni_plugin::main!(plugin_static::Static);

@@ -1,7 +1,7 @@
-//! Queries an index. The queries change nothing and read only the table and the header.
+//! Queries an index. The queries change nothing and read no file except the index.
 //!
-//! An answer may be outdated, because it describes the folder at an earlier time. So the caller
-//! reads the file of an address before it acts on the answer.
+//! An answer may be outdated, so the caller reads the file of an address before it acts on the
+//! answer.
 
 use std::io;
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use super::{Holder, Index, Record, bits, is_counter_of};
 use crate::ranges::{Range, RangeSet, number};
 
 impl Index {
-    /// Returns the record of an address. `None` if the address is free and has no file.
+    /// Returns the record of an address, or `None` if the address has no file and so is free.
     pub(crate) fn record(&self, address: IpAddr) -> Result<Option<Record>, TableError> {
         let key = Record::key(address);
         Ok(self.table.get(&key)?.map(|payload| Record::decode(&key, &payload)))
@@ -30,73 +30,73 @@ impl Index {
         Ok(records)
     }
 
-    /// Returns the addresses whose files could not be read when the folder was read. Reads the
-    /// whole table if there are any.
-    pub(crate) fn unread(&self) -> io::Result<Vec<IpAddr>> {
-        if !self.header.unread {
+    /// Returns the addresses whose files could not be read during the last rebuild. Reads the whole
+    /// table if there are any.
+    pub(crate) fn unreadable(&self) -> io::Result<Vec<IpAddr>> {
+        if !self.header.unreadable {
             return Ok(Vec::new());
         }
-        let unread = self.records()?.into_iter().filter(|record| record.holder == Holder::Unread);
-        Ok(unread.map(|record| record.address).collect())
+        let unreadable = self.records()?.into_iter().filter(|record| record.holder == Holder::Unreadable);
+        Ok(unreadable.map(|record| record.address).collect())
     }
 
-    /// Returns the addresses whose names belong to something else than reservations. Reads the
-    /// whole table if there are any.
+    /// Returns the addresses whose files are not reservations. Reads the whole table if there are
+    /// any.
     pub(crate) fn foreign(&self) -> io::Result<Vec<IpAddr>> {
         if !self.header.foreign {
             return Ok(Vec::new());
         }
-        let foreign = self.records()?.into_iter().filter(|record| record.holder == Holder::Unknown);
+        let foreign = self.records()?.into_iter().filter(|record| record.holder == Holder::Foreign);
         Ok(foreign.map(|record| record.address).collect())
     }
 
     /// Returns the addresses of the set that have been reserved longest, the oldest first, as the
-    /// last rebuild has stored them. The answer is only right while the index is exact. Returns
-    /// none if the rebuild was not for this set.
+    /// last rebuild stored them; none if that rebuild was not for this set. The answer is only
+    /// right while the index is [exact](Index::is_exact).
     pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
-        let mut known = Vec::new();
-        while let Some(payload) = self.table.get(&oldest_key(set, known.len() as u32))? {
-            known.push(address_from_payload(&payload));
+        let mut oldest = Vec::new();
+        while let Some(payload) = self.table.get(&oldest_key(set, oldest.len() as u32))? {
+            oldest.push(address_from_payload(&payload));
         }
-        Ok(known)
+        Ok(oldest)
     }
 
-    /// Returns the addresses whose files have a content with this hash, in no order. They belong to
-    /// one attachment, unless two contents have the same hash.
-    pub(crate) fn held(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
+    /// Returns the addresses whose files have a content with this hash, in no order: the addresses
+    /// of one attachment, unless two contents have the same hash.
+    pub(crate) fn owned_by(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
         let mut addresses = Vec::new();
-        while let Some(address) = self.held_at(hash, addresses.len() as u32)? {
+        while let Some(address) = self.owned_at(hash, addresses.len() as u32)? {
             addresses.push(address);
         }
         Ok(addresses)
     }
 
-    /// Returns the address with this rank among those with this hash. Ranks begin at 0 and have no
-    /// gaps. Returns `None` for a rank after the last one.
-    fn held_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
-        let Some(payload) = self.table.get(&Index::held_key(hash, rank))? else { return Ok(None) };
+    /// Returns the address with this hash and rank. Ranks begin at 0 and have no gaps. Returns
+    /// `None` for a rank after the last one.
+    fn owned_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
+        let Some(payload) = self.table.get(&Index::owned_key(hash, rank))? else { return Ok(None) };
         Ok(Some(address_from_payload(&payload)))
     }
 
-    /// Returns how many addresses have this hash, which is the first rank that does not exist.
-    /// Finds the rank by a binary search, because reading all ranks would be slow for many
-    /// addresses.
-    pub(super) fn count_held(&self, hash: u64) -> Result<u32, TableError> {
-        let (mut low, mut beyond) = (0, 1);
-        while self.held_at(hash, beyond - 1)?.is_some() {
-            (low, beyond) = (beyond, beyond.saturating_mul(2));
+    /// Returns the number of addresses with this hash. Finds the first unused rank by a binary
+    /// search, because reading all ranks would be slow for many addresses.
+    pub(super) fn count_owned(&self, hash: u64) -> Result<u32, TableError> {
+        // All ranks below `low` exist.
+        let (mut low, mut high) = (0, 0);
+        while self.owned_at(hash, high)?.is_some() {
+            low = high + 1;
+            high = low.saturating_mul(2) - 1;
         }
-        // All ranks below `low` exist, the rank `high` does not.
-        let mut high = beyond - 1;
+        // The rank `high` does not exist.
         while low < high {
             let middle = low + (high - low) / 2;
-            if self.held_at(hash, middle)?.is_some() { low = middle + 1 } else { high = middle }
+            if self.owned_at(hash, middle)?.is_some() { low = middle + 1 } else { high = middle }
         }
         Ok(low)
     }
 
-    /// Returns the lowest free address of the family that is not below `from`. `None` if there is
-    /// none.
+    /// Returns the lowest free address that is `from` or higher, in the same family. Returns `None`
+    /// if there is none.
     pub(crate) fn next_free(&self, from: IpAddr) -> Result<Option<IpAddr>, TableError> {
         let family = family(from);
         let found = bits::next_free(&self.table, family, number(from))?;

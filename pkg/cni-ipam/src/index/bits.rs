@@ -1,10 +1,9 @@
 //! Stores which addresses are occupied, in a tree of 64-bit words, so that a few reads find the
 //! next free address.
 //!
-//! A word of level 0 has a bit for each of 64 addresses, which is set if the address is occupied. A
-//! word of level n+1 has a bit for each of 64 words of level n, which is set if that word is
-//! *full*, not if it only has some bits. Words without bits are not stored, so a large free range
-//! needs no space.
+//! In a word of level 0, each bit stands for an address: it is set if the address is occupied. In a
+//! word of level n+1, each bit stands for a word of level n: it is set if all 64 bits of that word
+//! are set. Words that are 0 are not stored, so a large free range needs no space.
 
 use super::table::{Key, PAYLOAD_LENGTH, Table, TableError};
 
@@ -46,12 +45,12 @@ impl Family {
     }
 }
 
-/// Returns the key of a word in the table. `number` is the position of the word in its level.
+/// Returns the key of a word in the table. `number` counts the words of a level from 0.
 fn key(family: Family, level: u32, number: u128) -> Key {
     Key { tag: WORD + level as u8, family: family.number(), rank: 0, number }
 }
 
-/// Shifts right. A shift by 128 bits or more gives 0.
+/// Shifts right. Returns 0 for a shift by 128 bits or more.
 fn shr(number: u128, bits: u32) -> u128 {
     number.checked_shr(bits).unwrap_or(0)
 }
@@ -61,7 +60,7 @@ fn has_level(family: Family, level: u32) -> bool {
     level * BITS_PER_LEVEL < family.width()
 }
 
-/// Returns the position of an address in a level: the number of the word, and the bit in the word.
+/// Returns the position of an address in a level: the word's number, and the bit in the word.
 fn position(address: u128, level: u32) -> (u128, u32) {
     let bits_below = level * BITS_PER_LEVEL;
     (shr(address, bits_below + BITS_PER_LEVEL), (shr(address, bits_below) & 63) as u32)
@@ -132,17 +131,17 @@ pub(crate) fn is_occupied(table: &Table, family: Family, address: u128) -> Resul
     Ok(word(table, family, 0, number)? & 1 << bit != 0)
 }
 
-/// Returns the lowest free address that is not below `from`. `None` if all addresses up to the end
-/// of the family are occupied.
+/// Returns the lowest free address that is `from` or higher. Returns `None` if all addresses up to
+/// the end of the family are occupied.
 ///
-/// Goes up until a word has a bit that is not set, and from there down to the address.
+/// Goes up the levels until a word has an unset bit, and from there down to the address.
 pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Option<u128>, TableError> {
     let (mut level, mut start) = (0, from);
     while has_level(family, level) {
         let (number, bit) = position(start, level);
         let unset_bits = !word(table, family, level, number)? & (u64::MAX << bit);
         if unset_bits == 0 {
-            // All addresses from `start` to the end of this word are occupied: continue one level
+            // All addresses from `start` to the end of this word are occupied. Continue one level
             // up, with the first address of the next word.
             let addresses_per_word = 1_u128.checked_shl((level + 1) * BITS_PER_LEVEL);
             let next_word = addresses_per_word.and_then(|addresses| (number + 1).checked_mul(addresses));

@@ -1,8 +1,7 @@
-//! Encodes and decodes the header of an index, its first page, which identifies the state of the
-//! folder that the table describes.
+//! Encodes and decodes the header of an index, which is the first page of its file.
 //!
-//! If the header is not *clean*, the table must not be queried. A rebuild still uses the table's
-//! records.
+//! The header identifies the state of the folder that the table describes. If the header is not
+//! *clean*, the table must not be queried. A rebuild still uses the table's records.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -11,15 +10,15 @@ use super::bits::Family;
 use super::table::{PAGE_LENGTH, SLOT_LENGTH, hash};
 use crate::host::Timestamp;
 
-/// The first bytes of the file. They change with the format of the page, of the slots, or of
-/// [`hash`]: an index of another format is not read, but rebuilt.
+/// The first bytes of the file. A change of the format of the page or the slots, or of [`hash`],
+/// needs another value: an index with another value is not read, but rebuilt.
 const MAGIC: &[u8; 8] = b"cni-ix\x00\x03";
-/// The offset of the field `clean`. The checksum does not include it, so one small write changes
-/// it.
+/// The offset of the field `clean`, which the checksum does not include, so that one small write
+/// can change it.
 pub(crate) const CLEAN_AT: u64 = 8;
 /// The number of bytes before the body: [`MAGIC`], `clean`, and the body's length and checksum.
 const PREFIX: usize = 32;
-/// How many ranges have a counter at most.
+/// The largest number of ranges that have a counter.
 pub(crate) const COUNTERS: usize = 32;
 /// The largest table that is accepted, in slots: 1 GiB, enough for five million reservations.
 pub(crate) const MAX_SLOTS: u64 = 1 << 24;
@@ -69,12 +68,12 @@ impl Counter {
 pub(crate) struct Header {
     /// Whether the table describes the folder with the stamp `stamp`.
     pub(crate) clean: bool,
-    /// Whether these plugins have not changed the folder since the last rebuild. Then no change by
-    /// another program can have been missed.
+    /// Whether the index is certain to know every created and removed file, because these plugins
+    /// have not changed the folder since the last rebuild.
     pub(crate) exact: bool,
     /// Whether some files could not be read at the last rebuild.
-    pub(crate) unread: bool,
-    /// Whether some names of addresses belonged to other files than reservations.
+    pub(crate) unreadable: bool,
+    /// Whether some files with addresses as names were not reservations at the last rebuild.
     pub(crate) foreign: bool,
     /// Whether another machine may also use the folder, on a shared file system. Then reservations
     /// are recorded without a boot.
@@ -88,8 +87,8 @@ pub(crate) struct Header {
     pub(crate) machine: u64,
     /// A hash of the boot's ID.
     pub(crate) boot: u64,
-    /// A lower bound of the ctimes of the reclaimable reservations: those of an earlier boot, which
-    /// are to be released. `None` if there are none.
+    /// A lower bound of the ctimes of the reclaimable reservations, which are those of earlier
+    /// boots. `None` if there are none.
     pub(crate) oldest_reclaimable: Option<Timestamp>,
     /// The number of times that the header was written.
     pub(crate) sequence: u64,
@@ -112,7 +111,8 @@ impl Writer {
     }
 }
 
-/// The rest of a buffer of [`Writer`]. Its methods return the next number, or `None` at the end.
+/// The unread rest of a [`Writer`]'s buffer. Its methods return the next number, or `None` at the
+/// end.
 pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
 impl Reader<'_> {
@@ -136,7 +136,7 @@ impl Header {
     /// Returns the bytes at the beginning of the page. The rest of the page is unused.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = Writer(Vec::with_capacity(512));
-        let flags = [self.exact, self.unread, self.shared, self.foreign];
+        let flags = [self.exact, self.unreadable, self.shared, self.foreign];
         body.u64(flags.into_iter().enumerate().map(|(bit, flag)| u64::from(flag) << bit).sum());
         body.u64(self.slots);
         body.u64(self.used);
@@ -157,8 +157,7 @@ impl Header {
             body.u64(counter.used);
             body.u64(counter.last_used);
         }
-        // The number of further ranges. Older builds kept ranges here for STATUS, and refuse a page
-        // without the number.
+        // The length of a list that older builds stored here: they refuse a page without it.
         body.u64(0);
         let mut page = Writer(MAGIC.to_vec());
         page.u64(u64::from(self.clean));
@@ -168,7 +167,7 @@ impl Header {
         page.0
     }
 
-    /// Returns the length of the index file with this header, or `None` if it is impossible.
+    /// Returns the length of an index file with this header, or `None` if the number overflows.
     pub(crate) fn file_size(&self) -> Option<u64> {
         self.slots.checked_mul(SLOT_LENGTH as u64)?.checked_add(PAGE_LENGTH)
     }
@@ -188,8 +187,8 @@ impl Header {
         }
         let flags = body.u64()?;
         let flag = |bit: u32| flags & (1 << bit) != 0;
-        let (exact, unread, shared, foreign) = (flag(0), flag(1), flag(2), flag(3));
-        let mut header = Header { clean, exact, unread, shared, foreign, ..Header::default() };
+        let (exact, unreadable, shared, foreign) = (flag(0), flag(1), flag(2), flag(3));
+        let mut header = Header { clean, exact, unreadable, shared, foreign, ..Header::default() };
         (header.slots, header.used) = (body.u64()?, body.u64()?);
         let (device, inode) = (body.u64()?, body.u64()?);
         header.stamp = Stamp { device, inode, mtime: body.time()?, ctime: body.time()? };
@@ -198,8 +197,9 @@ impl Header {
         header.oldest_reclaimable = is_any_reclaimable.then_some(oldest_reclaimable);
         header.sequence = body.u64()?;
         let counter_count = body.u64()?;
-        let is_possible = header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
-        if counter_count > COUNTERS as u64 || !is_possible {
+        let is_table_possible =
+            header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
+        if !is_table_possible || counter_count > COUNTERS as u64 {
             return None;
         }
         for _ in 0..counter_count {
@@ -207,8 +207,7 @@ impl Header {
             let (first, last) = (body.u128()?, body.u128()?);
             header.counters.push(Counter { family, first, last, used: body.u64()?, last_used: body.u64()? });
         }
-        // Here older builds wrote a list, preceded by its length. `encode` writes the length 0, and
-        // nothing reads the list.
+        // The list that older builds stored here is ignored.
         Some(header)
     }
 }
@@ -227,7 +226,7 @@ mod tests {
         Header {
             clean: true,
             exact: true,
-            unread: true,
+            unreadable: true,
             shared: true,
             foreign: true,
             slots: 512,

@@ -1,41 +1,44 @@
-//! The index of the folder of reservations, so that a verb need not read the whole folder.
+//! The index of the folder of reservations: a cache, so that a verb need not read the whole folder.
 //!
-//! It is one file, `<dataDir>/.cni/<network>/index`: a header page ([`header`]) and a table
-//! ([`table`]) with four kinds of entries: a record for each address, the addresses of each
-//! attachment, a tree that finds free addresses ([`bits`]), and the oldest reservations of sets
-//! ([`oldest`]). The index is only a cache: the files decide which attachment has an address, and
-//! the index may be deleted at any time.
+//! The index is one file, `<dataDir>/.cni/<network>/index`. It may be deleted at any time: the
+//! files of the reservations are authoritative, and the next verb that takes the folder's lock
+//! rebuilds the index. It has a header page ([`header`]) and a hash table ([`table`]) with four
+//! kinds of entries: a [`Record`] of each file whose name is an address, the addresses of each
+//! attachment, a tree that finds free addresses ([`bits`]), and the oldest reservations of each
+//! range set ([`oldest`]).
 //!
 //! # How a stale index is recognised
 //!
-//! A program that changes the folder holds its lock, Go's plugin too, and so do the callers of the
-//! functions here. Only STATUS, which changes nothing, takes no lock. When a file is created or
-//! removed, the kernel sets the folder's mtime to the present time. A clean header has an mtime
-//! that the kernel never sets by itself: a time in the past with random nanoseconds, which
-//! [`mark`] has set. So as long as the folder has the mtime of the header, no file was created or
-//! removed. A change has these steps:
+//! After each change of the folder, these plugins set its mtime to a time in the past with random
+//! nanoseconds ([`stamp_folder`]), and store this mtime in the header. When any program creates or
+//! removes a file, the kernel sets the folder's mtime to the present time, and so the index is
+//! stale if the two mtimes differ. The mtime that the kernel sets would not do for the header: its
+//! clock ticks every few milliseconds, so two changes may leave the same mtime.
 //!
-//! 1. [`Index::begin`] compares the folder with the header, and makes the header dirty.
-//! 2. The caller creates and removes files. Before it links a file to its name, it
-//!    [`put`](Index::put)s a provisional record (see [`LINKING`]): if the process is killed after
-//!    that, the rebuild knows that this plugin created the file.
-//! 3. [`Index::mark`] gives the folder a new mtime in the past.
+//! Under the folder's lock, these plugins change the folder in five steps. The header is *dirty*
+//! until the last:
+//!
+//! 1. [`Index::begin`] compares the folder with the header and makes the header dirty.
+//! 2. The caller creates and removes files.
+//! 3. [`Index::stamp_folder`] sets the folder's mtime.
 //! 4. [`Index::put`] and [`Index::remove`] change the table in place.
-//! 5. [`Index::finish`] writes a clean header with the new mtime.
+//! 5. [`Index::finish`] writes a *clean* header with the new mtime.
 //!
-//! If the process is killed between 1 and 5, the header is dirty, and the next verb rebuilds the
-//! index. Even if the dirty header did not reach the disk, the folder's mtime differs from step 2
-//! on.
+//! If the process is killed in between, the next verb finds the dirty header and rebuilds the
+//! index. If a power loss undoes the write of step 1, the folder's mtime still differs from the
+//! header's.
 //!
-//! A change by a program that ignores the lock is noticed by the mtime too, except between 1 and 3,
-//! which takes microseconds. Such a change is found by the next rebuild, at the latest when a range
-//! seems to be full ([`Index::is_exact`]). A rebuild marks the folder before it reads it, so it
-//! misses nothing. A file that is edited in place does not change the folder's mtime. Reservations
-//! are not edited in normal operation, and every verb reads a file before it acts on it, but until
-//! the next rebuild the new owner's DEL does not find the file.
+//! In step 2, just before a new file gets its name, the caller stores a *provisional* record of the
+//! file, with a placeholder for the ctime ([`PROVISIONAL_NANOS`]). If the process is killed before
+//! step 4, the rebuild learns from this record in which boot the file was created.
 //!
-//! The mtime that the kernel sets could not replace step 3: the kernel's clock for it ticks every
-//! few milliseconds, so two changes may leave the same mtime.
+//! # What an index can miss
+//!
+//! - A program that ignores the lock changes the folder between steps 1 and 3. The next rebuild
+//!   finds the change, at the latest when a range seems to be full ([`Index::is_exact`]). A rebuild
+//!   itself misses nothing, because it sets the mtime before it reads the folder.
+//! - A file is edited in place, which does not change the folder's mtime. Every verb reads a file
+//!   before it acts on it, but until the next rebuild, the new owner's DEL does not find the file.
 
 mod answers;
 pub(crate) mod bits;
@@ -62,38 +65,38 @@ use table::{Key, PAGE_LENGTH, Storage, Table, TableError};
 pub(crate) use rebuild::{Content, MAX_LENGTH, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
 pub(crate) use rebuild::{address_of_name, classify};
-pub(crate) use record::{Holder, LINKING, Record};
+pub(crate) use record::{Holder, PROVISIONAL_NANOS, Record};
 pub(crate) use table::hash;
 
-/// The tag of the entries with the addresses of an attachment.
-const HELD: u8 = 2;
+/// The tag of the entries with the addresses of an attachment, which have the ranks 0, 1, 2, ….
+const OWNED: u8 = 2;
 /// The largest number of records for which memory is allocated before they have been read: the
 /// header may be wrong about their number.
 const MAX_PREALLOCATED: usize = 1 << 16;
 
-/// The index of one folder. The caller holds the folder's lock.
+/// The index of one folder. The caller holds the folder's lock, except in [`peek`].
 #[derive(Debug)]
 pub(crate) struct Index {
     table: Table,
     header: Header,
-    /// The path of its file, or `None` if it is only in memory.
+    /// The path of the index file, or `None` if the index is in memory or is only read.
     path: Option<PathBuf>,
-    /// Whether the folder has been marked and the header, which is still dirty, may become clean.
-    is_marked: bool,
+    /// Whether `header.stamp` is new, so that the next header may be written as clean.
+    has_new_stamp: bool,
 }
 
-/// Opens the index if it is clean and describes the folder with this stamp, in this boot of this
-/// machine. Returns `None` if the index must be rebuilt.
+/// Opens the index. Returns `None` if it must be rebuilt: it is missing, damaged or dirty, is of
+/// another machine or boot, or its header does not have the folder's stamp.
 pub(crate) fn open(path: &Path, folder_stamp: &Stamp, host: &Host) -> Option<Index> {
     let file = open_file(path, OpenOptions::new().read(true).write(true)).ok()?;
     let header = read_header(&file)?;
     let is_current = header.clean && header.stamp == *folder_stamp;
-    // In another boot, a rebuild finds the reservations of earlier boots.
+    // In a new boot, the rebuild finds the reservations of earlier boots.
     if !is_current || header.machine != host.machine() || header.boot != host.boot() {
         return None;
     }
-    let table = Table::over(Storage::File(file), header.slots, header.used);
-    Some(Index { table, header, path: Some(path.to_owned()), is_marked: false })
+    let table = Table::in_storage(Storage::File(file), header.slots, header.used);
+    Some(Index { table, header, path: Some(path.to_owned()), has_new_stamp: false })
 }
 
 /// Opens an index file. Only a regular file is accepted: symbolic links are not followed, and
@@ -103,8 +106,8 @@ fn open_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
 }
 
-/// Reads the header. Returns `None` if the header is invalid, or if the file does not have the
-/// length that follows from the header: memory is allocated for the length that the header states.
+/// Reads the header. Returns `None` if the header is invalid or does not match the file's length,
+/// because memory is allocated according to the header.
 fn read_header(file: &File) -> Option<Header> {
     let mut page = [0; PAGE_LENGTH as usize];
     file.read_exact_at(&mut page, 0).ok()?;
@@ -117,9 +120,9 @@ pub(crate) fn peek_header(path: &Path) -> Option<Header> {
     read_header(&open_file(path, OpenOptions::new().read(true)).ok()?)
 }
 
-/// Queries an index without the lock, for STATUS. Returns `None` if there is no index, if the index
-/// is damaged or does not describe the folder, if the folder was changed during the query, or if
-/// `query` returned `None`. `folder_stamp` returns the folder's present stamp.
+/// Queries an index without the lock, for STATUS. `folder_stamp` reads the folder's stamp, before
+/// and after the query. Returns `None` if the index is missing, damaged, dirty or stale, if the
+/// folder changed during the query, or if `query` returned `None`.
 pub(crate) fn peek<T>(
     path: &Path,
     folder_stamp: impl Fn() -> Option<Stamp>,
@@ -131,65 +134,68 @@ pub(crate) fn peek<T>(
     if folder_stamp()? != header.stamp {
         return None;
     }
-    let table = Table::over(Storage::File(file), header.slots, header.used);
-    let index = Index { table, header, path: None, is_marked: false };
+    let table = Table::in_storage(Storage::File(file), header.slots, header.used);
+    let index = Index { table, header, path: None, has_new_stamp: false };
     let answer = query(&index).ok()??;
-    // A change makes the header dirty before it changes the table, and writes another stamp
-    // afterwards.
+    // A change during the query is noticed: it makes the header dirty before it changes the table,
+    // and then writes another stamp.
     let is_unchanged =
         read_header(&second_handle).as_ref() == Some(&index.header) && folder_stamp()? == index.header.stamp;
     is_unchanged.then_some(answer)
 }
 
-/// Returns the records and the header of an index, even if the index is dirty or stale: each record
-/// is still right about a file that has the inode and times of the record. Returns no records and
-/// an empty header if there is no index.
+/// Returns the records and the header of an index, even if the index is dirty or stale: a record
+/// still describes the file if the file has the inode and times in the record. Returns no records
+/// and an empty header if the index is missing or damaged.
 pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Header) {
-    let read = || -> Option<(HashMap<IpAddr, Record>, Header)> {
-        let file = open_file(path, OpenOptions::new().read(true)).ok()?;
-        let header = read_header(&file)?;
-        // A record has a second entry, among the addresses of its attachment.
-        let expected = header.used as usize / 2;
-        let mut records = HashMap::with_capacity(MAX_PREALLOCATED.min(expected));
-        let outcome = Table::over(Storage::File(file), header.slots, header.used).for_each(|key, payload| {
-            if key.tag == RECORD {
-                let mut record = Record::decode(key, payload);
-                if header.machine != host.machine() || header.machine == 0 {
-                    // The index may come from another machine, with a copied disk. The boots of
-                    // that machine mean nothing here.
-                    record.boot = 0;
-                }
-                records.insert(record.address, record);
+    read_records(path, host).unwrap_or_default()
+}
+
+/// Does the work of [`old_records`]. Returns `None` if the index is missing or damaged.
+fn read_records(path: &Path, host: &Host) -> Option<(HashMap<IpAddr, Record>, Header)> {
+    let file = open_file(path, OpenOptions::new().read(true)).ok()?;
+    let header = read_header(&file)?;
+    // The index may come from another machine, with a copied disk. The boots of that machine mean
+    // nothing here.
+    let is_of_this_machine = header.machine != 0 && header.machine == host.machine();
+    // Most records have a second entry, among the addresses of their attachment.
+    let expected = header.used as usize / 2;
+    let mut records = HashMap::with_capacity(MAX_PREALLOCATED.min(expected));
+    let table = Table::in_storage(Storage::File(file), header.slots, header.used);
+    let visited = table.for_each(|key, payload| {
+        if key.tag == RECORD {
+            let mut record = Record::decode(key, payload);
+            if !is_of_this_machine {
+                record.boot = 0;
             }
-        });
-        outcome.ok()?;
-        Some((records, header))
-    };
-    read().unwrap_or_default()
+            records.insert(record.address, record);
+        }
+    });
+    visited.ok()?;
+    Some((records, header))
 }
 
 impl Index {
-    /// Returns a new index in memory with these records. No two are of the same address. The index
-    /// has counters for the same ranges as the old index, whose header is `old_header`.
-    pub(crate) fn of(records: &[Record], old_header: &Header, host: &Host) -> Result<Index, TableError> {
-        let unread = records.iter().any(|record| record.holder == Holder::Unread);
-        let foreign = records.iter().any(|record| record.holder == Holder::Unknown);
+    /// Returns a new index in memory with these records, which have different addresses. The index
+    /// counts the same ranges as `old_header`, the header of the index that it replaces.
+    pub(crate) fn build(records: &[Record], old_header: &Header, host: &Host) -> Result<Index, TableError> {
+        let unreadable = records.iter().any(|record| record.holder == Holder::Unreadable);
+        let foreign = records.iter().any(|record| record.holder == Holder::Foreign);
         let (machine, boot) = (host.machine(), host.boot());
-        let header = Header { machine, boot, exact: true, unread, foreign, ..Header::default() };
-        // Two entries per record, and the words of the tree, which are few unless the addresses are
-        // far apart.
+        let header = Header { machine, boot, exact: true, unreadable, foreign, ..Header::default() };
+        // Two entries per record, and the tree, which is small unless the addresses are far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
-        let mut index = Index { table: Table::in_memory(entries), header, path: None, is_marked: false };
+        let mut index = Index { table: Table::in_memory(entries), header, path: None, has_new_stamp: false };
         index.header.counters = old_header.counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
-        // The same as `put`, but faster, because no address has a record yet. `ranks` has the next
-        // rank of each attachment.
+        // The same as `put`, but faster, because no address has a record yet. `ranks` counts the
+        // addresses of each attachment.
         let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
         for record in records {
             let (family, number) = (family(record.address), number(record.address));
             index.table.put(&Record::key(record.address), &record.encode())?;
             if let Holder::Content(hash) = record.holder {
                 let rank = ranks.entry(hash).or_default();
-                index.put_held(hash, *rank, record.address)?;
+                index.put_owned(hash, *rank, record.address)?;
                 *rank += 1;
             }
             if record.is_occupied() {
@@ -205,8 +211,8 @@ impl Index {
         Ok(index)
     }
 
-    /// Step 1 of a change: makes the header dirty. Returns `false` if the folder has been changed
-    /// by another program since the index was opened.
+    /// Step 1 of a change: makes the header dirty. Returns `false`, and changes nothing, if another
+    /// program has changed the folder since the index was opened.
     pub(crate) fn begin(&mut self, folder: &File) -> Result<bool, TableError> {
         if let Storage::File(file) = &self.table.storage {
             if Stamp::of(&folder.metadata()?) != self.header.stamp {
@@ -214,59 +220,60 @@ impl Index {
             }
             file.write_all_at(&0_u64.to_le_bytes(), CLEAN_AT)?;
         }
-        // From now on, a change by another program can be missed.
+        // Until step 3, a change by a program that ignores the lock would be missed.
         self.header.exact = false;
         Ok(true)
     }
 
-    /// Step 3 of a change: marks the folder, see [`mark`].
-    pub(crate) fn mark(&mut self, folder: &File) -> io::Result<()> {
-        let stamp = mark(folder)?;
+    /// Step 3 of a change: sets the folder's mtime, see [`stamp_folder`].
+    pub(crate) fn stamp_folder(&mut self, folder: &File) -> io::Result<()> {
+        let stamp = stamp_folder(folder)?;
         self.set_stamp(stamp);
         Ok(())
     }
 
-    /// Sets the stamp that [`mark`] has returned for the folder. A rebuild uses this function
-    /// instead of [`Index::mark`], because it marks the folder before the index exists.
+    /// Stores the folder's new stamp, which [`stamp_folder`] returned. For a rebuild, which stamps
+    /// the folder before the index exists.
     pub(crate) fn set_stamp(&mut self, stamp: Stamp) {
         self.header.stamp = stamp;
-        self.is_marked = true;
+        self.has_new_stamp = true;
     }
 
-    /// Step 5 of a change: writes a clean header, unless the folder has not been marked.
+    /// Step 5 of a change: writes a clean header. Writes none if step 3 was left out, as for an
+    /// index in memory.
     pub(crate) fn finish(&mut self) -> Result<(), TableError> {
         if self.table.is_crowded() {
             self.grow()?;
         }
-        if !self.is_marked {
+        if !self.has_new_stamp {
             return Ok(());
         }
-        self.is_marked = false;
+        self.has_new_stamp = false;
         self.header.clean = true;
         self.header.sequence = self.header.sequence.wrapping_add(1);
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         Ok(self.table.storage.write(&self.header.encode(), 0)?)
     }
 
-    /// Writes an index that is in memory to the file at `path`, which is replaced atomically. From
-    /// then on the index uses the file. The header is clean if the folder has been marked. Writes
+    /// Writes an index that is in memory to the file at `path`, which is replaced atomically, and
+    /// uses the file from then on. The header is clean if the folder has a new stamp. Writes
     /// nothing if the index is in a file already.
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
-        self.header.clean = self.is_marked;
+        self.header.clean = self.has_new_stamp;
         self.header.sequence = self.header.sequence.wrapping_add(1);
         let page = self.header.encode();
         let Storage::Memory(bytes) = &mut self.table.storage else { return Ok(()) };
         bytes[..page.len()].copy_from_slice(&page);
-        // The lock is held, so only a killed process can have left this file.
+        // The lock is held, so an existing temporary file was left by a killed process.
         let temporary = path.with_extension("new");
         let mut options = OpenOptions::new();
         let file = open_file(&temporary, options.read(true).write(true).create(true).truncate(true).mode(0o600))?;
         file.write_all_at(bytes, 0)?;
         std::fs::rename(&temporary, path)?;
-        self.table = Table::over(Storage::File(file), self.header.slots, self.header.used);
+        self.table = Table::in_storage(Storage::File(file), self.header.slots, self.header.used);
         self.path = Some(path.to_owned());
-        self.is_marked = false;
+        self.has_new_stamp = false;
         Ok(())
     }
 
@@ -283,10 +290,10 @@ impl Index {
         outcome?;
         self.table = table;
         if let Some(path) = self.path.clone() {
-            // `save` must not write a clean header yet: only `finish` does.
-            let is_marked = std::mem::replace(&mut self.is_marked, false);
+            // The change is not complete, so `save` must write a dirty header.
+            let has_new_stamp = std::mem::replace(&mut self.has_new_stamp, false);
             self.save(&path)?;
-            self.is_marked = is_marked;
+            self.has_new_stamp = has_new_stamp;
         }
         Ok(())
     }
@@ -296,8 +303,8 @@ impl Index {
         matches!(self.table.storage, Storage::File(_))
     }
 
-    /// Whether the index cannot have missed a change by a program that ignores the lock: these
-    /// plugins have not changed the folder since the last rebuild.
+    /// Whether the index is certain to know every created and removed file. A rebuild makes it
+    /// exact, until the next [`begin`](Index::begin).
     pub(crate) fn is_exact(&self) -> bool {
         self.header.exact
     }
@@ -312,14 +319,14 @@ impl Index {
         self.header.shared = true;
     }
 
-    /// Returns a lower bound of the ctimes of the reclaimable reservations: those of an earlier
-    /// boot, which are to be released. Returns `None` if there are none.
+    /// Returns a lower bound of the ctimes of the reclaimable reservations, which are those of
+    /// earlier boots. Returns `None` if there are none.
     pub(crate) fn oldest_reclaimable(&self) -> Option<Timestamp> {
         self.header.oldest_reclaimable
     }
 
-    /// Sets the time of the oldest reclaimable reservation. The header is written with the next
-    /// change.
+    /// Sets the time for [`oldest_reclaimable`](Index::oldest_reclaimable). The header is written
+    /// with the next change.
     pub(crate) fn set_oldest_reclaimable(&mut self, time: Option<Timestamp>) {
         self.header.oldest_reclaimable = time;
     }
@@ -338,8 +345,8 @@ impl Index {
         self.update_dependents(address, before, None)
     }
 
-    /// Updates the attachment's addresses, the tree and the counters after the record of an address
-    /// has changed from `before` to `after`.
+    /// Updates the attachment's addresses, the tree and the counters after the record of `address`
+    /// has changed from `before` to `after`. `None` means that there is no record.
     fn update_dependents(
         &mut self,
         address: IpAddr,
@@ -352,11 +359,11 @@ impl Index {
         };
         if hash_of(before) != hash_of(after) {
             if let Some(hash) = hash_of(before) {
-                self.remove_held(hash, address)?;
+                self.remove_owned(hash, address)?;
             }
             if let Some(hash) = hash_of(after) {
-                let rank = self.count_held(hash)?;
-                self.put_held(hash, rank, address)?;
+                let rank = self.count_owned(hash)?;
+                self.put_owned(hash, rank, address)?;
             }
         }
         let is_occupied = |record: Option<Record>| record.is_some_and(|record| record.is_occupied());
@@ -375,43 +382,43 @@ impl Index {
         Ok(())
     }
 
-    /// Returns the key of the entry with this rank among the addresses of the attachment whose
-    /// files have a content with this hash.
-    fn held_key(hash: u64, rank: u32) -> Key {
-        Key { tag: HELD, family: 0, rank, number: u128::from(hash) }
+    /// Returns the key of the entry with an address of an attachment. `hash` is the hash of the
+    /// content that the attachment's files have; `rank` counts its addresses from 0.
+    fn owned_key(hash: u64, rank: u32) -> Key {
+        Key { tag: OWNED, family: 0, rank, number: u128::from(hash) }
     }
 
-    /// Stores an address of the attachment with this hash, under a rank.
-    fn put_held(&mut self, hash: u64, rank: u32, address: IpAddr) -> Result<(), TableError> {
-        self.table.put(&Index::held_key(hash, rank), &address_to_payload(address))
+    /// Stores an address of the attachment with this hash under a rank.
+    fn put_owned(&mut self, hash: u64, rank: u32, address: IpAddr) -> Result<(), TableError> {
+        self.table.put(&Index::owned_key(hash, rank), &address_to_payload(address))
     }
 
-    /// Removes an address from those of the attachment with this hash. The last address gets the
-    /// rank of the removed one, so that ranks have no gap.
-    fn remove_held(&mut self, hash: u64, address: IpAddr) -> Result<(), TableError> {
-        let addresses = self.held(hash)?;
-        // The address with the rank n is the element n.
+    /// Removes an address of the attachment with this hash. The last address gets the rank of the
+    /// removed address, so that the ranks have no gap.
+    fn remove_owned(&mut self, hash: u64, address: IpAddr) -> Result<(), TableError> {
+        let addresses = self.owned_by(hash)?;
+        // The rank of an address is its position.
         let Some(rank) = addresses.iter().position(|other| *other == address) else {
             return Err(TableError::Corrupt);
         };
         let last = addresses.len() - 1;
         if rank != last {
-            self.put_held(hash, rank as u32, addresses[last])?;
+            self.put_owned(hash, rank as u32, addresses[last])?;
         }
-        self.table.remove(&Index::held_key(hash, last as u32))
+        self.table.remove(&Index::owned_key(hash, last as u32))
     }
 
-    /// Returns how many addresses of a range are occupied. The first call for a range reads the
-    /// whole table; from then on the range has a counter.
-    pub(crate) fn count(&mut self, range: &Range) -> Result<u64, TableError> {
+    /// Returns how many addresses of a range are occupied. If the range has no counter, reads the
+    /// whole table and adds a counter.
+    pub(crate) fn count_occupied(&mut self, range: &Range) -> Result<u64, TableError> {
         let sequence = self.header.sequence;
         if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_counter_of(counter, range)) {
             counter.last_used = sequence;
             return Ok(counter.used);
         }
-        let records = self.records()?;
-        let used =
-            records.iter().filter(|record| record.is_occupied() && range.contains(record.address)).count() as u64;
+        let mut records = self.records()?;
+        records.retain(|record| record.is_occupied() && range.contains(record.address));
+        let used = records.len() as u64;
         self.header.start_counting(range);
         if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_counter_of(counter, range)) {
             counter.used = used;
@@ -423,7 +430,7 @@ impl Index {
     /// content is used even if it is wrong.
     #[cfg(feature = "fuzzing")]
     pub(crate) fn forged(table: Table, header: Header) -> Index {
-        Index { table, header, path: None, is_marked: true }
+        Index { table, header, path: None, has_new_stamp: true }
     }
 
     /// Returns the number of reads and writes of the table so far.
@@ -441,8 +448,7 @@ fn is_counter_of(counter: &Counter, range: &Range) -> bool {
 
 impl Header {
     /// Adds a counter for a range, unless the range has one. If there is no room, the new counter
-    /// replaces the one that was not used for the longest time. The new counter is 0: the caller
-    /// must count.
+    /// replaces the least recently used one. The new counter is 0, so the caller must set it.
     pub(crate) fn start_counting(&mut self, range: &Range) {
         if self.counters.iter().any(|counter| is_counter_of(counter, range)) {
             return;
@@ -457,13 +463,13 @@ impl Header {
     }
 }
 
-/// Gives the folder an mtime that the kernel never sets by itself: yesterday, with random
-/// nanoseconds. Returns the folder's new stamp.
+/// Sets the folder's mtime to a unique time that the kernel never sets by itself: yesterday, with
+/// random nanoseconds. Returns the folder's new stamp.
 ///
 /// # Errors
-/// The mtime cannot be set, or the file system does not store nanoseconds: then two marks could be
-/// equal.
-pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
+/// The mtime cannot be set, or the file system does not store nanoseconds: then it would not be
+/// unique.
+pub(crate) fn stamp_folder(folder: &File) -> io::Result<Stamp> {
     let nanoseconds = random_nanos()?;
     let yesterday = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs().saturating_sub(86_400);
     folder.set_times(FileTimes::new().set_modified(UNIX_EPOCH + Duration::new(yesterday, nanoseconds)))?;
@@ -474,8 +480,8 @@ pub(crate) fn mark(folder: &File) -> io::Result<Stamp> {
     Ok(stamp)
 }
 
-/// Returns a random number of nanoseconds that is not divisible by 1000, because the times of
-/// coarse clocks, and of tools that copy files, are.
+/// Returns a random number of nanoseconds that is not divisible by 1000, unlike the times that
+/// coarse clocks and tools that copy files produce.
 pub(crate) fn random_nanos() -> io::Result<u32> {
     let random = getrandom::u32().map_err(|error| io::Error::other(error.to_string()))?;
     let thousands = random % 999_999_000 / 1000 * 1000;

@@ -1,11 +1,10 @@
-//! Finds the oldest reservations of a range set, which the error of a full set names: they are the
-//! most likely leftovers.
+//! Finds the oldest reservations of a range set. The error for a full set lists them, because they
+//! are the most likely leftovers.
 //!
-//! A rebuild during an ADD finds the oldest reservations and stores them in the table: a runtime
+//! A rebuild during an ADD stores the oldest reservations of the ADD's sets in the table: a runtime
 //! repeats a failed ADD every second, and reading 65,000 records each time would take longer than
-//! everything else. The stored ones are not updated, because they are only used while no address
-//! has changed since that rebuild (the index is exact). For a set of another configuration all
-//! records are read.
+//! everything else. The stored reservations are not updated, because they are only used while the
+//! index is [exact](Index::is_exact). For other sets, all records are read.
 
 use std::net::IpAddr;
 
@@ -17,13 +16,14 @@ use crate::ranges::{RangeSet, RangeSets};
 
 /// The number of reservations that are found and stored for a set.
 const COUNT: usize = 3;
-/// The tag of the table's entries that store these reservations.
+/// The tag of the entries that store the oldest reservations of a set.
 const OLDEST: u8 = 4;
 
-/// Returns the key of the entry for the oldest reservation (`rank` 0), the next one (1) and so on.
+/// Returns the key of the entry for the set's oldest reservation (`rank` 0), the next one (1) and
+/// so on.
 pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
-    // No attachment gets a gateway, so a set with other gateways has another key. The text of a
-    // range does not have its gateway.
+    // The text of a range does not include its gateway, but the oldest reservations depend on it,
+    // because a gateway is never one of them.
     let text: String = set.ranges().iter().map(|range| format!("{range} {},", range.gateway())).collect();
     Key { tag: OLDEST, family: 0, rank, number: u128::from(hash(text.as_bytes())) }
 }
@@ -33,7 +33,7 @@ pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
 pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
     let mut oldest: Vec<(Timestamp, IpAddr)> = Vec::with_capacity(COUNT + 1);
     for record in records {
-        // A file that had just changed when the folder was read counts as the newest.
+        // Such a file had usually just changed when it was read, so it counts as the newest.
         let since = if record.ctime == UNRELIABLE_CTIME { (i64::MAX, 0) } else { record.ctime };
         let entry = (since, record.address);
         // Checked first, because the other conditions take longer.

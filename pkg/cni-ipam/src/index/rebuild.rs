@@ -1,9 +1,9 @@
 //! Reads the folder of reservations for a rebuild of the index: all names, and the content of files
 //! that are new or changed.
 //!
-//! Nothing in the folder is changed. A file is a reservation only if its name is an address as Go's
-//! plugin and this one spell it; other files are ignored. Metadata is read with std instead of nix,
-//! because the C library of a 32-bit machine cuts off inodes and times.
+//! Nothing in the folder is changed. Files whose names are not addresses, in the spelling of Go's
+//! plugin and this one, are ignored. Metadata is read with std instead of nix, because the C
+//! library of a 32-bit machine truncates inodes and times.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -25,21 +25,22 @@ use crate::host::Timestamp;
 
 /// The length of the longest reservation, in bytes. Only this much of a longer file is read.
 pub(crate) const MAX_LENGTH: u64 = 64 * 1024;
-/// The length of the longest container ID, in bytes. A longer first line is not an ID.
+/// The length of the longest container ID, in bytes.
 const MAX_ID_LENGTH: usize = 4096;
-/// How many characters of a first line that is not an ID messages show.
+/// The number of characters that messages show of a first line that is too long for an ID.
 const SHOWN_LENGTH: usize = 64;
 /// The length of the longest text of an address, in bytes.
 const MAX_ADDRESS_LENGTH: usize = 45;
-/// A file that changed less than this many seconds ago may change again and get the same times: the
+/// How many seconds after a change another change of the file could leave the same times: the
 /// kernel's clock for the times of files is coarse.
 const CLOCK_UNCERTAINTY: i64 = 2;
 
-/// Returns the address that is the file's name. Returns `None` if the name is not an address, or is
-/// spelt differently from how these plugins and Go's write that address.
+/// Returns the address that is the file's name. Returns `None` if the name is not an address, or
+/// not in the spelling of these plugins and Go's.
 pub(crate) fn address_of_name(name: &[u8]) -> Option<IpAddr> {
-    // A quick check for most other names: longer than any address, or another first character.
-    if name.len() > MAX_ADDRESS_LENGTH || !name.first().is_some_and(|byte| byte.is_ascii_hexdigit() || *byte == b':') {
+    // Excludes most other names quickly.
+    let begins_like_address = name.first().is_some_and(|byte| byte.is_ascii_hexdigit() || *byte == b':');
+    if !begins_like_address || name.len() > MAX_ADDRESS_LENGTH {
         return None;
     }
     let name = std::str::from_utf8(name).ok()?;
@@ -53,8 +54,7 @@ pub(crate) fn address_of_name(name: &[u8]) -> Option<IpAddr> {
     has_same_spelling.then_some(address)
 }
 
-/// Returns the addresses that are names of files in the folder, without reading a file. STATUS uses
-/// it if there is no index.
+/// Returns the addresses that are names of files in the folder. Reads no file.
 pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for entry in std::fs::read_dir(folder)? {
@@ -64,60 +64,59 @@ pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
 }
 
 /// Returns a record for each file whose name is an address, in no order. `known` are earlier
-/// records: a file that is unchanged since then is not read.
+/// records: a file that is unchanged since its record is not read.
 ///
 /// # Errors
-/// The folder cannot be read. A single file that cannot be read gets a record with
-/// [`Holder::Unread`], and the next call tries again.
+/// The folder cannot be read. A single file that cannot be read is not an error: it gets a record
+/// with [`Holder::Unreadable`].
 pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) -> io::Result<Vec<Record>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64;
     let mut records = Vec::with_capacity(known.len());
     for entry in std::fs::read_dir(path)? {
         let entry = entry?;
         let Some(address) = address_of_name(entry.file_name().as_bytes()) else { continue };
-        // `DirEntry::metadata` uses the folder's descriptor. With a path for each file it would
-        // take twice the time.
+        // `DirEntry::metadata` uses the folder's descriptor, which takes half the time of a path.
         let metadata = match entry.metadata() {
             Ok(metadata) => metadata,
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             // One damaged file must not make every DEL of the network fail.
             Err(_) => {
-                records.push(unread_record(address));
+                records.push(unreadable_record(address));
                 continue;
             }
         };
-        let record = match known.get(&address) {
-            // A file without a known owner is read again: older builds did not read files that are
-            // too long.
-            Some(known) if !matches!(known.holder, Holder::Unread | Holder::Unknown) && is_same(known, &metadata) => {
-                // The file's ctime replaces that of a provisional record.
-                Record { ctime: ctime(&metadata), ..*known }
-            }
-            _ => new_record(address, &metadata, read(folder, address), now),
-        };
-        records.push(record);
+        // Unreadable files are tried again. So are foreign files, because older builds did not read
+        // files that are too long.
+        let reusable = known.get(&address).filter(|record| {
+            !matches!(record.holder, Holder::Unreadable | Holder::Foreign) && is_same(record, &metadata)
+        });
+        records.push(match reusable {
+            // The file's ctime replaces that of a provisional record.
+            Some(record) => Record { ctime: ctime(&metadata), ..*record },
+            None => new_record(address, &metadata, read(folder, address), now),
+        });
     }
     Ok(records)
 }
 
 /// Returns the record of a file whose metadata cannot be read.
-fn unread_record(address: IpAddr) -> Record {
-    Record { address, inode: 0, ctime: UNRELIABLE_CTIME, mtime_nanos: 0, holder: Holder::Unread, boot: 0 }
+fn unreadable_record(address: IpAddr) -> Record {
+    Record { address, inode: 0, ctime: UNRELIABLE_CTIME, mtime_nanos: 0, holder: Holder::Unreadable, boot: 0 }
 }
 
-/// Returns the time when the file was last changed in any way, in seconds and nanoseconds.
+/// Returns the file's ctime.
 fn ctime(metadata: &Metadata) -> Timestamp {
     (metadata.ctime(), metadata.ctime_nsec() as u32)
 }
 
-/// Whether `metadata` belongs to the file that the record describes, and the file is unchanged.
+/// Whether `metadata` is that of the file that the record describes, and the file is unchanged.
 fn is_same(known: &Record, metadata: &Metadata) -> bool {
     known.inode == metadata.ino()
         && known.matches_ctime(ctime(metadata))
         && known.mtime_nanos == metadata.mtime_nsec() as u32
 }
 
-/// Whether the file of the record's address is still the one that the record describes, unchanged.
+/// Whether the folder still has the file that the record describes, unchanged.
 pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
     let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let Ok(file) = openat(folder.as_fd(), record.address.to_string().as_str(), flags, Mode::empty()) else {
@@ -126,18 +125,18 @@ pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
     File::from(file).metadata().is_ok_and(|metadata| is_same(record, &metadata))
 }
 
-/// Returns the record of a file that was just read. `now` is in seconds.
+/// Returns the record of a file that was just read. `now` is in seconds since 1970.
 fn new_record(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
-    // A ctime in the future is not reliable either: the clock was set back.
+    // A ctime in the future, after the clock was set back, is not reliable either.
     let is_ctime_reliable = (0..=now - CLOCK_UNCERTAINTY).contains(&metadata.ctime());
     let holder = match content {
         Ok(Content::Text(text)) => Holder::Content(hash(&text)),
         Ok(Content::Blank | Content::Absent) => Holder::Free,
-        Ok(Content::Foreign) => Holder::Unknown,
-        Err(_) => Holder::Unread,
+        Ok(Content::Foreign) => Holder::Foreign,
+        Err(_) => Holder::Unreadable,
     };
     let ctime = if is_ctime_reliable { ctime(metadata) } else { UNRELIABLE_CTIME };
-    // Only the process that creates a reservation records the boot.
+    // Only the process that creates a reservation knows the boot.
     Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
 }
 
@@ -149,8 +148,8 @@ pub(crate) enum Content {
     /// The file is empty or has only NULs and white space, as a killed Go plugin leaves it. The
     /// address is free.
     Blank,
-    /// The reservation's text, without white space at both ends, as in Go's plugin. For a file that
-    /// is too long: the owner that its beginning names.
+    /// The reservation's text, trimmed as in Go's plugin. For a file that is too long: the text of
+    /// the owner that its beginning names.
     Text(Vec<u8>),
     /// Neither a reservation nor free: not a regular file, or a file that is too long and does not
     /// name an owner.
@@ -160,7 +159,7 @@ pub(crate) enum Content {
 /// Reads the file of an address.
 ///
 /// # Errors
-/// It exists and cannot be read.
+/// The file exists and cannot be read.
 pub(crate) fn read(folder: &File, address: IpAddr) -> io::Result<Content> {
     read_name(folder, &address.to_string())
 }
@@ -183,7 +182,7 @@ pub(crate) fn read_name(folder: &File, name: &str) -> io::Result<Content> {
         return Ok(Content::Foreign);
     }
     let mut bytes = Vec::with_capacity(256);
-    // One byte more, by which `classify` recognises a longer file.
+    // One byte more, so that `classify` recognises a file that is too long.
     file.take(MAX_LENGTH + 1).read_to_end(&mut bytes)?;
     Ok(classify(&bytes))
 }
@@ -204,10 +203,9 @@ pub(crate) fn classify(bytes: &[u8]) -> Content {
     }
 }
 
-/// Returns the text of the owner that the beginning of an oversized file names: the container ID in
-/// the first line and, if the second line begins with the name of an interface, that interface. The
-/// file is treated as a reservation of this owner, so that the owner's DEL, or a GC for which the
-/// owner is not valid, removes the file. Returns [`Content::Foreign`] if the first line is empty.
+/// Returns the reservation that an oversized file is treated as, so that DEL or GC can remove the
+/// file. The owner is the container ID in the first line, with the interface name at the beginning
+/// of the second line if that name is valid. Returns [`Content::Foreign`] if there is no ID.
 fn owner_of_oversized(beginning: &[u8]) -> Content {
     let text = String::from_utf8_lossy(beginning);
     let text = text.trim_start();
@@ -215,16 +213,14 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     let (id, rest) = text.split_at(end);
     let id = match id.trim_end() {
         "" => return Content::Foreign,
-        // The line is too long for an ID. Messages show its beginning. No ID contains `…`, so this
-        // owner matches no attachment.
+        // Too long for an ID: messages show the beginning of the line. No ID contains `…`, so this
+        // owner matches no attachment, and only GC removes the file.
         id if id.len() > MAX_ID_LENGTH => format!("{}…", id.chars().take(SHOWN_LENGTH).collect::<String>()),
         id => id.to_owned(),
     };
-    let ifname = rest.strip_prefix("\r\n").and_then(|rest| rest.split(|c: char| c.is_whitespace() || c == '\0').next());
-    let owner = match ifname.filter(|name| cni::ident::check_interface_name(name).is_ok()) {
-        Some(ifname) => format!("{id}\r\n{ifname}"),
-        None => id,
-    };
+    let second_line = rest.strip_prefix("\r\n").unwrap_or_default();
+    let ifname = second_line.split(|c: char| c.is_whitespace() || c == '\0').next().unwrap_or_default();
+    let owner = if cni::ident::check_interface_name(ifname).is_ok() { format!("{id}\r\n{ifname}") } else { id };
     Content::Text(owner.into_bytes())
 }
 
@@ -297,7 +293,7 @@ mod tests {
         // No folder, so that nothing in it can be read.
         let (open, broken) = (File::open(folder.path()).unwrap(), File::open(&path).unwrap());
         let mut records = scan(folder.path(), &broken, &HashMap::new()).unwrap();
-        assert_eq!((records[0].holder, records[0].is_occupied()), (Holder::Unread, true));
+        assert_eq!((records[0].holder, records[0].is_occupied()), (Holder::Unreadable, true));
         // As if long ago.
         records[0].ctime = ctime(&std::fs::metadata(&path).unwrap());
         let known = HashMap::from([(records[0].address, records[0])]);

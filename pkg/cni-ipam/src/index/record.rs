@@ -1,7 +1,7 @@
 //! Encodes and decodes the record of one address in the index.
 //!
-//! A record describes the file whose inode and times it has: a file with other ones must be read
-//! again. It has a hash of the file's content instead of the content.
+//! A record has the inode, the times, and a hash of the content of the address's file. If the file
+//! now has another inode or other times, the record is outdated and the file must be read.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -13,32 +13,32 @@ use crate::ranges::number;
 /// The tag of a record in the table.
 pub(super) const RECORD: u8 = 1;
 
-/// The nanoseconds of the ctime in a provisional record. Such a record is stored before its file is
-/// linked to its name, so that it exists even if the process is killed right after. Linking changes
-/// the ctime to one that cannot be known before, so inode and mtime identify the file until the
-/// final record replaces the provisional one.
-pub(crate) const LINKING: u32 = u32::MAX;
-/// How many seconds after the provisional record the file is linked at most.
-const LINKED_WITHIN: i64 = 10;
-/// The ctime in the record of a file that had changed so recently, when it was read, that another
-/// change could have left the same time. Such a record matches no file.
+/// The nanoseconds of the ctime in a provisional record, which is stored just before its file is
+/// linked to its name: if the process is killed after that, the file still has a record. Linking
+/// changes the ctime, so inode and mtime identify the file until the final record replaces the
+/// provisional one.
+pub(crate) const PROVISIONAL_NANOS: u32 = u32::MAX;
+/// The longest time in seconds between a provisional record and the link of its file.
+const MAX_LINK_DELAY: i64 = 10;
+/// The ctime in the record of a file that was read just after a change: another change could leave
+/// the same ctime. A record with this value matches no file, so the file is read again.
 pub(crate) const UNRELIABLE_CTIME: Timestamp = (0, 0);
 
 // The numbers of the holders that are not a hash: `hash` never returns them.
 const FREE: u64 = 0;
-const UNKNOWN: u64 = 1;
-const UNREAD: u64 = 2;
+const FOREIGN: u64 = 1;
+const UNREADABLE: u64 = 2;
 
 /// The holder of an address, according to a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// The file is empty, so the address is free.
+    /// The file is blank, so the address is free.
     Free,
-    /// The name belongs to something else than a reservation: a directory, a link, or a file that
-    /// is too long and does not name an owner.
-    Unknown,
+    /// The file is not a reservation: it is a directory, a symbolic link, or a file that is too
+    /// long and does not name an owner.
+    Foreign,
     /// The file could not be read, so its owner is unknown.
-    Unread,
+    Unreadable,
     /// The hash of the file's trimmed content.
     Content(u64),
 }
@@ -49,12 +49,12 @@ pub(crate) struct Record {
     pub(crate) address: IpAddr,
     pub(crate) inode: u64,
     /// The time of the last change of any kind, or [`UNRELIABLE_CTIME`]. The nanoseconds of a
-    /// provisional record are [`LINKING`].
+    /// provisional record are [`PROVISIONAL_NANOS`].
     pub(crate) ctime: Timestamp,
     pub(crate) mtime_nanos: u32,
     pub(crate) holder: Holder,
-    /// A hash of the boot in which this plugin made the reservation. 0 if another program may have
-    /// made it, or if the folder is on a shared file system.
+    /// A hash of the ID of the boot in which this plugin made the reservation. 0 if another program
+    /// may have made it, or if the folder is on a shared file system.
     pub(crate) boot: u64,
 }
 
@@ -92,14 +92,13 @@ impl Record {
         Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }
     }
 
-    /// Returns the payload of the record's entry: five words, which [`decode`](Record::decode)
-    /// reads in this order.
+    /// Returns the payload of the record's entry: five 64-bit words.
     pub(super) fn encode(&self) -> Payload {
         let (seconds, nanos) = self.ctime;
         let holder = match self.holder {
             Holder::Free => FREE,
-            Holder::Unknown => UNKNOWN,
-            Holder::Unread => UNREAD,
+            Holder::Foreign => FOREIGN,
+            Holder::Unreadable => UNREADABLE,
             Holder::Content(hash) => hash,
         };
         let both_nanos = u64::from(self.mtime_nanos) << 32 | u64::from(nanos);
@@ -125,19 +124,18 @@ impl Record {
             mtime_nanos: (both_nanos >> 32) as u32,
             holder: match holder {
                 FREE => Holder::Free,
-                UNKNOWN => Holder::Unknown,
-                UNREAD => Holder::Unread,
+                FOREIGN => Holder::Foreign,
+                UNREADABLE => Holder::Unreadable,
                 hash => Holder::Content(hash),
             },
             boot,
         }
     }
 
-    /// Whether this plugin made the reservation in an earlier boot of this machine, and the record
-    /// can show that the file is still the same. The record of another machine's reservation has no
-    /// boot.
+    /// Whether this plugin made the reservation in an earlier boot of this machine. `false` if that
+    /// is uncertain, or if the record cannot prove that the file is still the same.
     pub(crate) fn is_of_earlier_boot(&self, host: &Host) -> bool {
-        // 0 means unknown.
+        // 0 means unknown. Records of another machine have 0, see `old_records`.
         let are_boots_known = self.boot != 0 && host.boot() != 0 && host.machine() != 0;
         are_boots_known
             && self.boot != host.boot()
@@ -145,11 +143,11 @@ impl Record {
             && self.ctime != UNRELIABLE_CTIME
     }
 
-    /// Whether a file that has this ctime now has not changed since the record was made.
+    /// Whether a file with this ctime is unchanged since the record was made.
     pub(super) fn matches_ctime(&self, ctime: Timestamp) -> bool {
         match self.ctime {
             UNRELIABLE_CTIME => false,
-            (seconds, LINKING) => (seconds..=seconds.saturating_add(LINKED_WITHIN)).contains(&ctime.0),
+            (seconds, PROVISIONAL_NANOS) => (seconds..=seconds.saturating_add(MAX_LINK_DELAY)).contains(&ctime.0),
             recorded => recorded == ctime,
         }
     }

@@ -1,9 +1,9 @@
 //! A hash table in a file, with slots of 64 bytes, linear probing, and changes in place.
 //!
-//! Each slot has its own checksum, so a page that did not reach the disk, or other damage, is
-//! noticed ([`TableError::Corrupt`]). A removal moves later entries back into the free slot,
-//! because there are no tombstones. So one change may write several slots, and only the caller's
-//! dirty header makes that safe if the process is killed.
+//! Each slot has its own checksum, which shows damage such as a page that did not reach the disk
+//! ([`TableError::Corrupt`]). There are no tombstones: a removal moves later entries into the free
+//! slot. So one change may write several slots. If the process is killed in between, the header is
+//! dirty and the table is not used.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -19,13 +19,13 @@ pub(crate) const PAYLOAD_LENGTH: usize = 40;
 pub(crate) const PAGE_LENGTH: u64 = 4096;
 /// The number of slots of the smallest table.
 pub(crate) const MIN_SLOTS: u64 = 512;
-/// How many slots a search reads at a time. As a table is never more than 5/8 full, one read is
-/// nearly always enough to find a key.
+/// How many slots a search reads at a time. As a table is at most 5/8 full, one read is nearly
+/// always enough to find a key.
 const CHUNK: u64 = 8;
-/// How many slots are read at a time if all are visited.
+/// How many slots [`Table::for_each`] reads at a time.
 const LARGE_CHUNK: usize = 4096;
 
-// Where the fields of a slot are.
+// The bytes of a slot's fields.
 const CHECKSUM_AT: Range<usize> = 0..2;
 const TAG_AT: usize = 2;
 const FAMILY_AT: usize = 3;
@@ -49,12 +49,12 @@ pub(crate) struct Key {
 /// The payload of an entry.
 pub(crate) type Payload = [u8; PAYLOAD_LENGTH];
 
-/// Where the slots are: a file, or memory where no file can be written.
+/// Where the header page and the slots are: in a file, or in memory if no file can be written.
 #[derive(Debug)]
 pub(crate) enum Storage {
     /// An open index file.
     File(File),
-    /// The bytes of a file that does not exist.
+    /// The bytes that would be in the file.
     Memory(Vec<u8>),
 }
 
@@ -125,8 +125,8 @@ pub(crate) struct Table {
 
 type Slot = [u8; SLOT_LENGTH];
 
-/// Returns the hash of a text: FNV-1a with a finaliser, because the hashes of the standard library
-/// may change, and these are in a file. Never 0 to 2.
+/// Returns the hash of a text, which is never 0 to 2. The algorithm is FNV-1a with a finaliser: the
+/// hashes are stored in files, and those of the standard library may change.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     let fnv = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
     // In a record, 0 to 2 stand for `Holder::Free`, `Unknown` and `Unread`.
@@ -163,8 +163,8 @@ impl Key {
     }
 }
 
-/// Returns the checksum of a slot, without the bytes of the checksum itself. Mixes whole words
-/// instead of bytes, because a rebuild computes hundreds of thousands of checksums.
+/// Returns the checksum of all other bytes of a slot. Mixes whole words instead of bytes, because a
+/// rebuild computes hundreds of thousands of checksums.
 fn checksum(slot: &[u8]) -> [u8; 2] {
     // The first word, with zeros instead of the checksum.
     let mut head = [0; 8];
@@ -200,17 +200,17 @@ pub(crate) fn decode(slot: &[u8]) -> Result<Option<(Key, Payload)>, TableError> 
 }
 
 impl Table {
-    /// Returns an empty table in memory that does not become [crowded](Table::is_crowded) by this
-    /// many entries.
+    /// Returns an empty table in memory that has room for this many entries without becoming
+    /// [crowded](Table::is_crowded).
     pub(crate) fn in_memory(entries: u64) -> Table {
-        // 7/4 slots for each entry are a little more than the limit, 8/5.
+        // 7/4 slots for each entry: a little more than the limit of 8/5.
         let slots = (entries.saturating_mul(7) / 4 + 1).next_power_of_two().max(MIN_SLOTS);
         let bytes = vec![0; (PAGE_LENGTH + slots * SLOT_LENGTH as u64) as usize];
-        Table::over(Storage::Memory(bytes), slots, 0)
+        Table::in_storage(Storage::Memory(bytes), slots, 0)
     }
 
     /// Returns the table in a storage with `slots` slots, of which `used` have an entry.
-    pub(crate) fn over(storage: Storage, slots: u64, used: u64) -> Table {
+    pub(crate) fn in_storage(storage: Storage, slots: u64, used: u64) -> Table {
         Table { storage, slots, used, accesses: Cell::new(0) }
     }
 
@@ -245,9 +245,9 @@ impl Table {
         PAGE_LENGTH + slot * SLOT_LENGTH as u64
     }
 
-    /// Returns the slot where the search for a key begins. The number of slots is a power of two,
-    /// so this is the hash modulo that number.
+    /// Returns the slot where the search for a key begins.
     fn home(&self, key: &Key) -> u64 {
+        // The hash modulo the number of slots, which is a power of two.
         key.hash() & (self.slots - 1)
     }
 
@@ -258,9 +258,9 @@ impl Table {
         Ok(self.storage.write(bytes, offset)?)
     }
 
-    /// Calls `visit` for each slot, from `start` to the end and then from the first slot on, until
-    /// `visit` returns a value. Returns that value. `visit` gets the number of the slot, and its
-    /// entry or `None` for a free slot.
+    /// Calls `visit` with each slot's number and its entry (`None` if the slot is free), from slot
+    /// `start` to the end and then from the first slot on. Ends when `visit` returns a value, and
+    /// returns the value.
     ///
     /// # Errors
     /// - [`TableError::Corrupt`] if a slot is damaged, or if `visit` returned no value for any
@@ -279,7 +279,7 @@ impl Table {
             let offset = self.offset(position);
             self.count_access();
             let chunk = match &self.storage {
-                // Not copied, because a rebuild does this hundreds of thousands of times.
+                // A rebuild does this hundreds of thousands of times, so the bytes are not copied.
                 Storage::Memory(bytes) => {
                     let from = offset as usize;
                     bytes.get(from..from + count as usize * SLOT_LENGTH).ok_or(TableError::Corrupt)?
@@ -301,7 +301,8 @@ impl Table {
         Err(TableError::Corrupt)
     }
 
-    /// Returns the slot of `key` and its payload, or the free slot for it and `None`.
+    /// Returns the slot of `key` and its payload. If `key` has no entry, returns the free slot for
+    /// the entry and `None`.
     fn find(&self, key: &Key) -> Result<(u64, Option<Payload>), TableError> {
         self.walk(self.home(key), |slot, entry| match entry {
             None => Some((slot, None)),
@@ -327,18 +328,19 @@ impl Table {
         self.write_slot(slot, &key.encode(payload))
     }
 
-    /// Removes an entry, if there is one, and moves later entries so that they are still found.
+    /// Removes an entry, if there is one. Moves later entries that a search would not find any
+    /// more, because it ends at a free slot.
     pub(crate) fn remove(&mut self, key: &Key) -> Result<(), TableError> {
         let (mut hole, Some(_)) = self.find(key)? else { return Ok(()) };
+        // The slots to write, with their new entries.
         let mut moves: Vec<(u64, Slot)> = Vec::new();
-        // The number of slots is a power of two, so `& mask` continues past the end at the first
-        // slot.
+        // `& mask` makes the slot after the last one the first one.
         let mask = self.slots - 1;
         self.walk((hole + 1) & mask, |slot, entry| {
             let Some((other, payload)) = entry else { return Some(()) };
-            // An entry can move into the hole if the search for it begins at the hole or before.
             let distance_from_home = slot.wrapping_sub(self.home(&other)) & mask;
             let distance_from_hole = slot.wrapping_sub(hole) & mask;
+            // The search for this entry begins at the hole or before it, so it would end there.
             if distance_from_home >= distance_from_hole {
                 moves.push((hole, other.encode(&payload)));
                 hole = slot;
@@ -361,9 +363,10 @@ impl Table {
             let part = bytes.len().min((end - offset) as usize);
             self.count_access();
             self.storage.read(&mut bytes[..part], offset)?;
-            for (key, payload) in bytes[..part].chunks_exact(SLOT_LENGTH).filter_map(|slot| decode(slot).ok().flatten())
-            {
-                visit(&key, &payload);
+            for slot in bytes[..part].chunks_exact(SLOT_LENGTH) {
+                if let Ok(Some((key, payload))) = decode(slot) {
+                    visit(&key, &payload);
+                }
             }
             offset += part as u64;
         }

@@ -27,10 +27,10 @@ proptest! {
     fn an_index_agrees_with_a_map(
         steps in prop::collection::vec((any::<bool>(), 0u32..200, prop::option::of(0u64..6)), 1..300),
     ) {
-        let mut index = Index::of(&[], &Header::default(), &Host::default()).unwrap();
+        let mut index = Index::build(&[], &Header::default(), &Host::default()).unwrap();
         let mut model: BTreeMap<IpAddr, Holder> = BTreeMap::new();
         let (r4, r6) = (range("10.0.0.0/25"), range("fd00::/121"));
-        index.count(&r4).unwrap();
+        index.count_occupied(&r4).unwrap();
         for (is_v4, offset, holder) in steps {
             let address = if is_v4 { v4(offset) } else { v6(u128::from(offset)) };
             match holder {
@@ -41,8 +41,8 @@ proptest! {
                 Some(holder) => {
                     let holder = match holder {
                         0 => Holder::Free,
-                        1 => Holder::Unknown,
-                        2 => Holder::Unread,
+                        1 => Holder::Foreign,
+                        2 => Holder::Unreadable,
                         hash => Holder::Content(hash),
                     };
                     index.put(&record(address, holder)).unwrap();
@@ -52,7 +52,7 @@ proptest! {
             index.finish().unwrap();
         }
         for hash in 3..6 {
-            let mut held = index.held(hash).unwrap();
+            let mut held = index.owned_by(hash).unwrap();
             held.sort_unstable();
             let expected: Vec<IpAddr> =
                 model.iter().filter(|(_, holder)| **holder == Holder::Content(hash)).map(|(address, _)| *address).collect();
@@ -61,7 +61,7 @@ proptest! {
         for range in [r4, r6] {
             let taken = |(address, holder): (&IpAddr, &Holder)| range.contains(*address) && *holder != Holder::Free;
             let expected = model.iter().filter(|entry| taken(*entry)).count() as u64;
-            prop_assert_eq!(index.count(&range).unwrap(), expected);
+            prop_assert_eq!(index.count_occupied(&range).unwrap(), expected);
         }
         let mut records = index.records().unwrap();
         records.sort_unstable_by_key(|record| record.address);
@@ -78,8 +78,8 @@ fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
     records.extend([
         aged(1, (0, 0), held),
         aged(2, (5, 0), Holder::Free),
-        aged(3, (6, 0), Holder::Unknown),
-        aged(4, (7, LINKING), Holder::Unread),
+        aged(3, (6, 0), Holder::Foreign),
+        aged(4, (7, PROVISIONAL_NANOS), Holder::Unreadable),
         aged(5, (4, 0), held),
     ]);
     // Of another range, and so many that a pass over the table is more than ten reads.
@@ -94,13 +94,16 @@ fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
     };
     let oldest = |records: &[Record], gateway: &str| {
         let sets = sets(gateway);
-        let mut index = Index::of(records, &Header::default(), &Host::default()).unwrap();
+        let mut index = Index::build(records, &Header::default(), &Host::default()).unwrap();
         assert_eq!(index.oldest(&sets.sets()[0]).unwrap(), [] as [IpAddr; 0], "found by the rebuild of an ADD alone");
         index.store_oldest(&sets, records).unwrap();
         let before = index.accesses();
         let oldest = index.oldest(&sets.sets()[0]).unwrap();
         assert!(index.accesses() - before < 10, "found again without a pass over the table");
-        assert_eq!(index.unread().unwrap().len(), records.iter().filter(|one| one.holder == Holder::Unread).count());
+        assert_eq!(
+            index.unreadable().unwrap().len(),
+            records.iter().filter(|one| one.holder == Holder::Unreadable).count()
+        );
         oldest
     };
     assert_eq!(oldest(&records, "10.0.0.254"), [v4(5), v4(3), v4(4)]);
@@ -117,17 +120,17 @@ fn cost_does_not_grow_with_sixty_thousand_reservations() {
     let many: Vec<Record> = (2..60_002).map(|n| record(v4(n), Holder::Content(u64::from(n) + 1000))).collect();
     let range = range("10.0.0.0/14");
     let cost = |records: &[Record], at: u32| {
-        let mut index = Index::of(records, &Header::default(), &Host::default()).unwrap();
-        index.count(&range).unwrap();
+        let mut index = Index::build(records, &Header::default(), &Host::default()).unwrap();
+        index.count_occupied(&range).unwrap();
         let before = index.accesses();
         let free = index.next_free(v4(2)).unwrap().unwrap();
         assert_eq!(free, v4(at));
-        assert!(index.held(7).unwrap().is_empty() && index.held(8).unwrap().is_empty());
+        assert!(index.owned_by(7).unwrap().is_empty() && index.owned_by(8).unwrap().is_empty());
         index.put(&record(free, Holder::Content(7))).unwrap();
-        index.count(&range).unwrap();
+        index.count_occupied(&range).unwrap();
         index.finish().unwrap();
         let add = index.accesses() - before;
-        assert_eq!(index.held(7).unwrap(), [free]);
+        assert_eq!(index.owned_by(7).unwrap(), [free]);
         index.remove(free).unwrap();
         index.finish().unwrap();
         (add, index.accesses() - before - add)
@@ -145,11 +148,11 @@ fn cost_does_not_grow_with_sixty_thousand_reservations() {
 #[test]
 fn a_holder_of_very_many_addresses_does_not_slow_the_table() {
     let many: Vec<Record> = (0..30_000).map(|n| record(v4(n), Holder::Content(9))).collect();
-    let mut index = Index::of(&many, &Header::default(), &Host::default()).unwrap();
+    let mut index = Index::build(&many, &Header::default(), &Host::default()).unwrap();
     let before = index.accesses();
     index.put(&record(v4(40_000), Holder::Content(9))).unwrap();
     assert!(index.accesses() - before < 60, "{} accesses", index.accesses() - before);
-    assert_eq!(index.held(9).unwrap().len(), 30_001);
+    assert_eq!(index.owned_by(9).unwrap().len(), 30_001);
 }
 
 #[test]
@@ -157,19 +160,19 @@ fn a_table_in_a_file_grows_while_it_is_used() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("index");
     let open_folder = File::open(folder.path()).unwrap();
-    let mut index = Index::of(&[], &Header::default(), &Host::default()).unwrap();
-    index.mark(&open_folder).unwrap();
+    let mut index = Index::build(&[], &Header::default(), &Host::default()).unwrap();
+    index.stamp_folder(&open_folder).unwrap();
     index.save(&path).unwrap();
     for n in 0..2000 {
         index.put(&record(v4(n * 3), Holder::Content(u64::from(n) + 10))).unwrap();
-        index.is_marked = true;
+        index.has_new_stamp = true;
         index.finish().unwrap();
     }
     drop(index);
     let stamp = read_header(&File::open(&path).unwrap()).unwrap().stamp;
     let index = open(&path, &stamp, &Host::default()).unwrap();
     for n in 0..2000 {
-        assert_eq!(index.held(u64::from(n) + 10).unwrap(), [v4(n * 3)]);
+        assert_eq!(index.owned_by(u64::from(n) + 10).unwrap(), [v4(n * 3)]);
     }
     assert_eq!(index.next_free(v4(0)).unwrap(), Some(v4(1)));
 }
@@ -180,10 +183,10 @@ fn an_index_of_another_boot_or_machine_only_gives_its_records() {
     let path = folder.path().join("index");
     let open_folder = File::open(folder.path()).unwrap();
     let host = Host::new("machine", "boot");
-    let mut index = Index::of(&[record(v4(1), Holder::Content(7))], &Header::default(), &host).unwrap();
+    let mut index = Index::build(&[record(v4(1), Holder::Content(7))], &Header::default(), &host).unwrap();
     std::fs::write(&path, "").unwrap();
     index.save(&path).unwrap();
-    index.mark(&open_folder).unwrap();
+    index.stamp_folder(&open_folder).unwrap();
     index.finish().unwrap();
     let stamp = Stamp::of(&open_folder.metadata().unwrap());
     assert!(open(&path, &stamp, &host).is_some());
@@ -201,7 +204,7 @@ fn an_index_of_another_boot_or_machine_only_gives_its_records() {
 fn marks_are_in_the_past_and_never_alike() {
     let folder = tempfile::tempdir().unwrap();
     let file = File::open(folder.path()).unwrap();
-    let (one, two) = (mark(&file).unwrap(), mark(&file).unwrap());
+    let (one, two) = (stamp_folder(&file).unwrap(), stamp_folder(&file).unwrap());
     assert_ne!(one.mtime, two.mtime);
     assert!(one.mtime.0 < one.ctime.0 - 80_000, "{one:?}");
     for _ in 0..1000 {
@@ -250,7 +253,7 @@ fn forged_counters_saturate() {
     forge(&path, &header, PAGE_LENGTH + 512 * 64);
     let mut index = open(&path, &Stamp::default(), &Host::default()).unwrap();
     index.put(&record(v4(1), Holder::Content(7))).unwrap();
-    index.is_marked = true;
+    index.has_new_stamp = true;
     index.finish().unwrap();
     assert_eq!(index.header.counters[0].used, u64::MAX);
 }

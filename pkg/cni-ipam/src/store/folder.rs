@@ -2,9 +2,9 @@
 //!
 //! The caller holds the store's lock. A reservation should not be visible before it is complete,
 //! because the Go plugin never frees the address of an empty file. So a file is written without a
-//! name, or under a temporary one, and then linked to its name. Just before that, the caller can
-//! store a provisional record of the file (see [`LINKING`]). Only a folder in which no file can be
-//! linked gets files that are written under their final names, as by Go, without such a record.
+//! name, or under a temporary name, and then linked to its final name. Just before the link, the
+//! caller can store a provisional record of the file (see [`PROVISIONAL_NANOS`]). If files cannot
+//! be linked, they are written under their final names, as by Go, without a provisional record.
 //!
 //! Nothing is synced to the disk, because no container survives a power loss.
 
@@ -23,7 +23,7 @@ use nix::libc::O_TMPFILE;
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
 
-use crate::index::{Holder, LINKING, Record, hash, random_nanos};
+use crate::index::{Holder, PROVISIONAL_NANOS, Record, hash, random_nanos};
 
 /// The open folder of reservations.
 #[derive(Debug)]
@@ -37,20 +37,22 @@ pub(crate) struct Folder {
 /// The outcome of creating a reservation.
 #[derive(Debug)]
 pub(crate) enum LinkOutcome {
-    /// It was created. The value is its record.
+    /// The reservation was created. The value is its record.
     Created(Record),
-    /// A file with this name exists already.
+    /// A file with the address as its name exists already.
     Exists,
 }
 
 impl Folder {
-    /// Creates a reservation, and returns its record. `boot` is the hash of the boot ID for the
-    /// record, or 0. `before_link` is called with a provisional record just before the file is
-    /// linked to its name, and again if linking fails and another file is linked. It is not called
-    /// for a file that is written under its final name.
+    /// Creates a reservation and returns its record. `boot` is the hash of the boot ID for the
+    /// record, or 0.
+    ///
+    /// `before_link` is called with a provisional record just before a file is linked to the final
+    /// name: twice if the first file cannot be linked, and not at all if the file is written under
+    /// its final name.
     ///
     /// # Errors
-    /// The file cannot be written. Then it does not have its name.
+    /// The file cannot be written. No file with this name remains.
     pub(crate) fn create(
         &self,
         address: IpAddr,
@@ -59,6 +61,20 @@ impl Folder {
         before_link: &mut dyn FnMut(&Record),
     ) -> io::Result<LinkOutcome> {
         let step = Step::begin();
+        let outcome = self.create_unlogged(address, content, boot, before_link);
+        let suffix = if matches!(outcome, Ok(LinkOutcome::Exists)) { ", which exists" } else { "" };
+        step.end(format_args!("create {}/{address}{suffix}", self.path.display()), &outcome);
+        outcome
+    }
+
+    /// Does the work of [`create`](Folder::create).
+    fn create_unlogged(
+        &self,
+        address: IpAddr,
+        content: &str,
+        boot: u64,
+        before_link: &mut dyn FnMut(&Record),
+    ) -> io::Result<LinkOutcome> {
         let record_of = |file: &File| -> io::Result<Record> {
             let metadata = file.metadata()?;
             Ok(Record {
@@ -73,21 +89,19 @@ impl Folder {
         let name = address.to_string();
         let written = self.write_file(content, &name, &mut |file| {
             let record = record_of(file)?;
-            before_link(&Record { ctime: (record.ctime.0, LINKING), ..record });
+            before_link(&Record { ctime: (record.ctime.0, PROVISIONAL_NANOS), ..record });
             Ok(())
         });
-        let outcome = match written {
+        let Some(file) = written? else { return Ok(LinkOutcome::Exists) };
+        let record = record_of(&file);
+        if record.is_err() {
             // The caller needs the record, so without one the reservation is removed again.
-            Ok(Some(file)) => record_of(&file).map(LinkOutcome::Created).inspect_err(|_| drop(self.unlink(&name))),
-            Ok(None) => Ok(LinkOutcome::Exists),
-            Err(error) => Err(error),
-        };
-        let suffix = if matches!(outcome, Ok(LinkOutcome::Exists)) { ", which exists" } else { "" };
-        step.end(format_args!("create {}/{address}{suffix}", self.path.display()), &outcome);
-        outcome
+            let _ = self.unlink(&name);
+        }
+        record.map(LinkOutcome::Created)
     }
 
-    /// Creates a file with this name and content. Tries, in this order, to link a file without a
+    /// Creates a file with this name and content. Tries three methods: to link a file without a
     /// name (O_TMPFILE), to link a temporary file in the sidecar, and to write under the final
     /// name. Returns `None` if the name exists.
     fn write_file(
@@ -100,15 +114,15 @@ impl Folder {
             before_link(&file)?;
             self.link(&file, name).map(|()| file)
         });
-        let exists = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
+        let name_exists = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
         let linked = match unnamed {
             // Perhaps the file system lacks O_TMPFILE.
-            Err(error) if !exists(&error) && !is_final(&error) => self.write_temporary(content, name, before_link),
+            Err(error) if !name_exists(&error) && !is_final(&error) => self.write_temporary(content, name, before_link),
             outcome => outcome,
         };
         match linked {
             Ok(file) => Ok(Some(file)),
-            Err(error) if exists(&error) => Ok(None),
+            Err(error) if name_exists(&error) => Ok(None),
             Err(error) if is_final(&error) => Err(error),
             // Perhaps the sidecar is not writable.
             Err(_) => self.write_under_final_name(content, name),
@@ -121,11 +135,10 @@ impl Folder {
         fill(file, content)
     }
 
-    /// Gives an open file a name in the folder.
+    /// Links an open file to a name in the folder.
     fn link(&self, file: &File, name: &str) -> io::Result<()> {
         match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
-            // Without CAP_DAC_READ_SEARCH, linking a descriptor directly has this error. Linking
-            // its path in /proc does not need the capability.
+            // Linking a descriptor needs CAP_DAC_READ_SEARCH, linking its path in /proc does not.
             Err(Errno::ENOENT) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)
@@ -143,7 +156,7 @@ impl Folder {
         before_link: &mut dyn FnMut(&File) -> io::Result<()>,
     ) -> io::Result<File> {
         let temporary = self.sidecar.join(format!("new.{}", std::process::id()));
-        // A killed process may have had the same ID. Usually the file does not exist.
+        // A killed process with the same ID may have left the file. Usually it does not exist.
         let _ = std::fs::remove_file(&temporary);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         let linked = fill(file, content).and_then(|file| {
@@ -155,12 +168,12 @@ impl Folder {
         linked
     }
 
-    /// Creates a file with this name and then writes its content, as the Go plugin does: the last
-    /// resort if no file can be linked. Returns `None` if the name exists.
+    /// Creates a file with this name and then writes its content, as the Go plugin does. This is
+    /// the last resort if no file can be linked. Returns `None` if the name exists.
     ///
-    /// If this process is killed in between, an empty file remains, whose address only these
-    /// plugins consider free. If it is killed before it stores the record, the reservation stays
-    /// until DEL or GC, because without a provisional record no later boot reclaims it.
+    /// If this process is killed in between, an empty file remains, which the Go plugin never
+    /// frees. If it is killed later, before the record is stored, the reservation is not reclaimed
+    /// after a reboot.
     fn write_under_final_name(&self, content: &str, name: &str) -> io::Result<Option<File>> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let file = match openat(self.file.as_fd(), name, flags, Mode::from_bits_truncate(0o600)) {
@@ -189,9 +202,9 @@ impl Folder {
         removed
     }
 
-    /// Returns the address that was allocated last from a set. Returns `None` if its file does not
-    /// exist, cannot be read or has no valid address: then the allocation begins at the first
-    /// address.
+    /// Returns the address that was allocated last from the set with this position. Returns `None`
+    /// if the file with that address is missing, cannot be read or is invalid: then the allocation
+    /// begins at the first address.
     pub(crate) fn last_reserved(&self, set: usize) -> Option<IpAddr> {
         match crate::index::read_name(&self.file, &last_reserved_name(set)) {
             Ok(crate::index::Content::Text(text)) => crate::ranges::parse_ip(std::str::from_utf8(&text).ok()?),
@@ -199,7 +212,7 @@ impl Folder {
         }
     }
 
-    /// Stores the address that was allocated last from a set.
+    /// Stores the address that was allocated last from the set with this position.
     pub(crate) fn set_last_reserved(&self, set: usize, address: IpAddr) -> io::Result<()> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         let mode = Mode::from_bits_truncate(0o600);
@@ -208,14 +221,14 @@ impl Folder {
             return Err(io::Error::other("it is not a regular file"));
         }
         let text = address.to_string();
-        // The file is not truncated before it is written, because ext4 writes such a file to the
-        // disk when it is closed.
+        // The file is shortened after the write, not truncated before it: ext4 flushes a truncated
+        // file to the disk when it is closed.
         file.write_all(text.as_bytes())?;
         file.set_len(text.len() as u64)
     }
 
     /// Returns what is unusual about the file of an address, such as `it is a directory, not a
-    /// reservation`. Returns `None` for a usual file, or if there is none.
+    /// reservation`. Returns `None` for a usual or missing file.
     pub(crate) fn peculiarity(&self, address: IpAddr) -> Option<String> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
         let kind = metadata.file_type();
@@ -232,7 +245,7 @@ impl Folder {
         }
     }
 
-    /// Returns the time of a reservation, which is its file's ctime, in whole seconds. Returns
+    /// Returns when a reservation was made, which is its file's ctime, in whole seconds. Returns
     /// `None` if the file does not exist.
     pub(crate) fn made_at(&self, address: IpAddr) -> Option<SystemTime> {
         let metadata = std::fs::symlink_metadata(self.path.join(address.to_string())).ok()?;
@@ -240,14 +253,15 @@ impl Folder {
     }
 }
 
-/// Returns the name of the file with the address that was allocated last from a set.
+/// Returns the name of the file with the address that was allocated last from the set with this
+/// position.
 fn last_reserved_name(set: usize) -> String {
     format!("last_reserved_ip.{set}")
 }
 
 /// Writes the content to a new file, and sets the file's mtime to the current second with random
-/// nanoseconds. So a file with the same inode and times is this file, even if the file system uses
-/// inodes again quickly.
+/// nanoseconds. So inode and times identify the file, even if the file system reuses inodes
+/// quickly.
 fn fill(mut file: File, content: &str) -> io::Result<File> {
     file.write_all(content.as_bytes())?;
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();

@@ -1,11 +1,10 @@
 //! Finds an owner's reservations in the index, and confirms each by reading its file.
 //!
-//! Nothing is changed here. The owner of a file that cannot be read (a broken disk, no memory,
-//! missing permission) is unknown, and the work on the other files continues. If the unreadable
-//! file belongs to the owner according to the index, the result has an error beside the
-//! reservations. Every verb but STATUS tries again to read files that were unreadable when the
-//! index was built, and only notes that they still are: an error would make every DEL of the
-//! network fail.
+//! Nothing is changed here. A file that cannot be read (a broken disk, no memory, missing
+//! permission) does not end the search. It is an error only if it belongs to the owner according to
+//! the index. If it was unreadable already when the index was built, its owner is unknown: every
+//! verb except STATUS tries again to read it, and writes a note on failure, because an error would
+//! make every DEL of the network fail.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -16,9 +15,9 @@ use super::{Locked, Noted, Owner, Reservation, Trouble};
 use crate::index::table::TableError;
 use crate::index::{self, Content, Index, hash};
 
-/// How many of the unreadable files a verb tries to read again.
+/// The largest number of unreadable files that a verb tries to read again.
 const MAX_RETRIED: usize = 16;
-/// How long a verb tries to read them again.
+/// After this time, a verb stops trying to read unreadable files.
 const RETRY_TIME: Duration = Duration::from_millis(200);
 
 /// All reservations that can be read, and the files that cannot.
@@ -28,8 +27,7 @@ pub struct Listed {
     pub reservations: Vec<Reservation>,
     /// The addresses whose files could not be read, and why.
     pub unread: Vec<(IpAddr, Error)>,
-    /// The addresses with an unusual file, and what is unusual. Some of them are among the
-    /// reservations.
+    /// The addresses with an unusual file, and what is unusual. Some are also in `reservations`.
     pub unusual: Vec<(IpAddr, String)>,
 }
 
@@ -42,10 +40,10 @@ pub(super) struct Reserved {
 }
 
 impl Reserved {
-    /// Returns the addresses if they are complete.
+    /// Returns the addresses.
     ///
     /// # Errors
-    /// Code 5 if a file could not be read.
+    /// The errors joined, code 5, if there are any: then addresses may be missing.
     pub(super) fn complete(self) -> Result<Vec<IpAddr>> {
         Error::join(self.errors).map(|()| self.addresses)
     }
@@ -61,16 +59,17 @@ impl Locked {
         index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
     }
 
-    /// Tries again to read the files that were unreadable when the index was built. Returns whether
-    /// one of them can be read now. If not, writes a note, once.
+    /// Tries again to read the files that were unreadable when the index was built. Returns `true`
+    /// if one of them can be read now, so that the index should be rebuilt. If not, writes a note,
+    /// only once.
     ///
-    /// Of many such files only [`MAX_RETRIED`] are tried, because a broken disk takes long for each
-    /// and other processes wait for the lock. GC reads all of them in any case.
-    pub(super) fn retry_unread(&mut self, index: &Index) -> Result<bool, Trouble> {
-        let mut unread = index.unread().map_err(TableError::Io)?;
+    /// At most [`MAX_RETRIED`] files are tried, because a broken disk takes long for each and other
+    /// processes wait for the lock. GC reads all files in any case.
+    pub(super) fn retry_unreadable(&mut self, index: &Index) -> Result<bool, Trouble> {
+        let mut unread = index.unreadable().map_err(TableError::Io)?;
         let total = unread.len();
         if total > MAX_RETRIED {
-            // A selection that depends on the process ID, so that each call tries other files.
+            // The selection depends on the process ID, so that each process tries other files.
             unread.rotate_left(std::process::id() as usize % total);
             unread.truncate(MAX_RETRIED);
         }
@@ -85,8 +84,8 @@ impl Locked {
                 break;
             }
         }
-        if let (Some(first_error), Noted::No) = (first_error, self.unread_noted) {
-            self.unread_noted = Noted::Yes;
+        if let (Some(first_error), Noted::No) = (first_error, self.unreadable_noted) {
+            self.unreadable_noted = Noted::Yes;
             let others = match total - 1 {
                 0 => String::new(),
                 1 => " (and 1 other file)".to_owned(),
@@ -100,22 +99,22 @@ impl Locked {
         Ok(false)
     }
 
-    /// Returns the addresses whose files have this content. The index finds them by the hash of the
-    /// content. Each file is read and compared.
+    /// Returns the addresses whose files have this content. The index finds the files by the hash
+    /// of the content, and each file is read.
     ///
     /// # Errors
-    /// - [`Trouble::Stale`] if a file has another content than the index says and the folder may
-    ///   have changed since the index was built.
+    /// - [`Trouble::Stale`] if the content of a file differs and the index may be outdated.
     /// - [`Trouble::Index`] if the index cannot be read.
-    pub(super) fn held(&mut self, content: &[u8]) -> Result<Reserved, Trouble> {
+    pub(super) fn find_by_content(&mut self, content: &[u8]) -> Result<Reserved, Trouble> {
         let index = self.index()?;
-        let (mut listed, is_exact) = (index.held(hash(content))?, index.is_exact());
+        let (mut listed, is_exact) = (index.owned_by(hash(content))?, index.is_exact());
         listed.sort_unstable();
         let mut reserved = Reserved { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
         for address in listed {
             match self.read(address) {
                 Ok(Content::Text(text)) if text == content => reserved.addresses.push(address),
-                // Two contents have the same hash, or the file was edited in place.
+                // An exact index has missed no change, so the two contents have the same hash, or
+                // the file was edited in place.
                 Ok(_) if is_exact => {}
                 Ok(_) => return Err(Trouble::Stale),
                 Err(error) => reserved.errors.push(error),
@@ -126,10 +125,12 @@ impl Locked {
 
     /// Returns the reservations of `owner`: those that name the container and the interface or, if
     /// there are none, those that name only the container, as very old plugins wrote them.
-    pub(super) fn held_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
-        let reserved = self.held(owner.content().trim().as_bytes())?;
-        let has_none = reserved.addresses.is_empty() && reserved.errors.is_empty();
-        if has_none { self.held(owner.id().as_bytes()) } else { Ok(reserved) }
+    pub(super) fn find_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
+        let reserved = self.find_by_content(owner.content().trim().as_bytes())?;
+        if reserved.addresses.is_empty() && reserved.errors.is_empty() {
+            return self.find_by_content(owner.id().as_bytes());
+        }
+        Ok(reserved)
     }
 
     /// Returns the addresses that are reserved for `owner`: those that name the container and the
@@ -138,11 +139,11 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.
     pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        self.attempt(|locked| locked.held_by_owner(owner))?.complete()
+        self.attempt(|locked| locked.find_by_owner(owner))?.complete()
     }
 
-    /// Returns all reservations. Reads every file whose name is an address. Files that cannot be
-    /// read are part of the result.
+    /// Returns all reservations. Reads every file whose name is an address. The result also lists
+    /// the files that cannot be read.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read.
@@ -157,7 +158,7 @@ impl Locked {
         for address in addresses {
             match self.read(address) {
                 Ok(Content::Text(text)) => listed.reservations.push(Reservation::of(&self.folder, address, &text)),
-                // It is unusual; see below.
+                // Only added to `unusual`, below.
                 Ok(Content::Foreign) => {}
                 Ok(Content::Absent | Content::Blank) => continue,
                 Err(error) => {
@@ -170,7 +171,7 @@ impl Locked {
         Ok(listed)
     }
 
-    /// Returns a text about the holder of an address for messages: `10.0.0.2 is held by <id>
+    /// Returns a text for messages about which container has an address: `10.0.0.2 is held by <id>
     /// <ifname>`.
     pub(super) fn describe(&self, address: IpAddr) -> String {
         match self.read(address) {

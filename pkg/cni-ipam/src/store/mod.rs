@@ -2,13 +2,13 @@
 //! lock that each verb takes once.
 //!
 //! A reservation is a file with the address as its name and `<containerID>\r\n<ifname>` as its
-//! content (in very old ones the container ID alone). The index and other files of these plugins
-//! are in `<dataDir>/.cni/<network>/`, the sidecar, and may be deleted at any time. The store does
-//! not know the ranges: ADD and STATUS pass them, and DEL, GC and CHECK need none.
+//! content; very old reservations have the container ID alone. The index and other files of these
+//! plugins are in `<dataDir>/.cni/<network>/`, the sidecar, and may be deleted at any time. The
+//! store does not know the ranges: ADD and STATUS pass them, and DEL, GC and CHECK need none.
 //!
 //! Other programs use the folder too (Go's plugin, operators, scripts). So no operation relies on
-//! the index alone: a reservation's file is read before it is replaced or removed. A name that is
-//! not an address, or an address that is not a regular file, is never removed.
+//! the index alone: a reservation's file is read before it is replaced or removed. Only regular
+//! files whose names are addresses are removed.
 
 mod folder;
 mod lookup;
@@ -91,16 +91,16 @@ impl fmt::Debug for Owner {
     }
 }
 
-/// A reservation as its file has it.
+/// A reservation, as read from its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reservation {
     /// The address.
     pub address: IpAddr,
-    /// The first line of the file, which is the container's ID.
+    /// The container's ID, which is the first line of the file.
     pub id: String,
     /// The interface, or `None` in a very old reservation that has the container's ID alone.
     pub ifname: Option<String>,
-    /// The time when the file was created.
+    /// When the reservation was made: the file's ctime, in whole seconds.
     pub since: Option<SystemTime>,
 }
 
@@ -129,11 +129,11 @@ impl fmt::Display for Reservation {
 /// The settings of a store.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Receives remarks for the operator.
+    /// Receives notes for the operator.
     pub notes: Notes,
     /// The machine and boot, which are recorded with a new reservation.
     pub host: Host,
-    /// The treatment of reservations that these plugins made before the machine was booted.
+    /// What happens to reservations that these plugins made in an earlier boot.
     pub after_reboot: RebootPolicy,
     /// What ADD does for an attachment that has addresses already.
     pub on_repeat: RepeatPolicy,
@@ -172,42 +172,41 @@ pub struct Locked {
     folder: Folder,
     _lock: File,
     store: Store,
-    /// The index, once it was needed.
+    /// The index, or `None` until it is needed.
     index: Option<Index>,
     trust: Trust,
-    /// The range sets of an ADD. If the index has to be rebuilt, it counts their used addresses and
-    /// finds their oldest reservations.
+    /// The range sets of an ADD. A rebuilt index counts their used addresses and stores their
+    /// oldest reservations.
     range_sets: Option<RangeSets>,
     /// Whether the note about unreadable files has been written.
-    unread_noted: Noted,
+    unreadable_noted: Noted,
 }
 
 /// How much of the index file is trusted. Each inconsistency lowers the level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Trust {
-    /// The file cannot be used: this verb has an index in memory.
+    /// The file cannot be used, so the index is built in memory.
     Nothing,
-    /// The file can be written, but its content is damaged.
+    /// The content is damaged, so the file is replaced without being read.
     OnlyWriting,
-    /// The record of a reservation, if inode and times of its file are the same.
+    /// Only records are used, for files that still have the recorded inode and times.
     Records,
-    /// The whole index, if the folder has the mtime that was set with it.
+    /// The whole index is used if its header has the folder's stamp.
     WholeIndex,
 }
 
-/// How many times an operation is tried. An attempt fails if the index is damaged, or does not
-/// describe the folder.
+/// How many times an operation is tried if the index is damaged or does not describe the folder.
 const MAX_ATTEMPTS: usize = 5;
-/// How many addresses a message lists.
+/// The largest number of addresses that a message lists.
 const MAX_LISTED: usize = 8;
 
 /// The failure of one attempt of an operation.
 enum Trouble {
-    /// The folder is not as the index says, so it must be read again.
+    /// The index does not describe the folder, so it must be rebuilt.
     Stale,
     /// The index is damaged or cannot be used.
     Index(TableError),
-    /// The operation is refused or has failed, and another attempt would not help.
+    /// The operation has failed for a reason other than the index, so it is not tried again.
     Final(Error),
 }
 
@@ -232,8 +231,8 @@ fn address_list(addresses: &[IpAddr]) -> String {
     }
 }
 
-/// Returns the names of the networks that have a folder of reservations in `data_dir`, sorted.
-/// Returns none if `data_dir` does not exist.
+/// Returns the names of the networks that have a folder of reservations in `data_dir`, sorted; none
+/// if `data_dir` does not exist.
 ///
 /// # Errors
 /// Code 5 if `data_dir` cannot be read.
@@ -260,8 +259,8 @@ pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
 }
 
 impl Store {
-    /// Returns the store of `network` in `data_dir`. It need not exist yet. The network's name must
-    /// be valid, because it becomes a folder's name.
+    /// Returns the store of `network` in `data_dir`, which need not exist yet. The caller has
+    /// checked the network's name, which becomes a folder's name.
     pub fn open(data_dir: &Path, network: &str, options: Options) -> Store {
         Store {
             path: data_dir.join(network),
@@ -284,8 +283,8 @@ impl Store {
     /// Locks the store, and creates its folder if it does not exist.
     ///
     /// # Errors
-    /// - Code 11 if the lock was not released until `limit` has passed or a signal arrives. The
-    ///   message names the process that holds the lock.
+    /// - Code 11 if another process holds the lock until `limit` has passed or a signal arrives.
+    ///   The message names that process.
     /// - Code 5 if the folder or the lock file cannot be created or opened.
     pub fn lock(&self, limit: Duration, machine: &dyn Machine) -> Result<Locked> {
         match self.acquire(MissingFolder::Create, OnSigterm::Kill, limit, machine)? {
@@ -304,11 +303,11 @@ impl Store {
     }
 
     /// Locks the store and removes the reservations that an ADD created, except files that have
-    /// been replaced or changed since. A signal does not end the wait for the lock, because it may
-    /// have caused this undo.
+    /// been replaced or changed since. A signal does not end the wait for the lock, because a
+    /// signal may be the reason for this undo.
     ///
     /// # Errors
-    /// - Code 11 if the lock was not released until `limit` has passed.
+    /// - Code 11 if another process holds the lock until `limit` has passed.
     /// - Code 5 if a reservation cannot be read or removed. The others have been removed.
     pub fn undo(&self, reservations: &[NewReservation], limit: Duration, machine: &dyn Machine) -> Result<()> {
         match self.acquire(MissingFolder::Leave, OnSigterm::Finish, limit, machine)? {
@@ -335,11 +334,11 @@ impl Store {
             index: None,
             trust: Trust::WholeIndex,
             range_sets: None,
-            unread_noted: Noted::No,
+            unreadable_noted: Noted::No,
         }))
     }
 
-    /// Returns the error, code 5, of an action on the folder.
+    /// Returns the error, code 5, of an action on the folder. `doing` is a verb, such as `read`.
     fn io_error(&self, doing: &str, error: std::io::Error) -> Error {
         Error::caused(Code::IO, format_args!("failed to {doing} {}", self.path.display()), error)
     }
@@ -362,7 +361,7 @@ impl Store {
         ));
     }
 
-    /// Writes a note, once, that the index file cannot be used. Everything works without it.
+    /// Writes a note, only once, that the index file cannot be used. This is not an error.
     fn note_unusable_index(&self, error: impl fmt::Display) {
         if self.index_noted.replace(Noted::Yes) == Noted::No {
             self.options.notes.note(format_args!(
@@ -374,8 +373,8 @@ impl Store {
 }
 
 impl Locked {
-    /// Runs `operation` until it succeeds or returns a final error. After each failure that is
-    /// about the index, the next attempt trusts less of it.
+    /// Runs `operation` until it succeeds or returns [`Trouble::Final`]. After other failures, the
+    /// next attempt trusts less of the index.
     ///
     /// # Errors
     /// - The final error of `operation`.
@@ -386,6 +385,7 @@ impl Locked {
                 Ok(value) => return Ok(value),
                 Err(Trouble::Final(error)) => return Err(error),
                 Err(Trouble::Stale) => self.distrust(Trust::Records),
+                // The index was rebuilt without the old content, and is damaged again.
                 Err(Trouble::Index(TableError::Corrupt)) if self.trust == Trust::OnlyWriting => {
                     self.distrust(Trust::Nothing)
                 }
@@ -409,42 +409,39 @@ impl Locked {
                 Some(index) => index,
                 None => self.rebuild()?,
             };
-            // A file that was unreadable when the index was built may be the wanted one, so if it
-            // can be read now, the index is built again.
-            let can_read_more = self.retry_unread(&index)?;
+            // A file that can be read now may be one that the operation needs.
+            let can_read_more = self.retry_unreadable(&index)?;
             self.index = Some(if can_read_more { self.rebuild()? } else { index });
         }
         // It is `Some` now.
         self.index.as_mut().ok_or(Trouble::Stale)
     }
 
-    /// Opens the index on disk. Returns `None` if there is none, or it does not describe the
-    /// folder.
+    /// Opens the index on disk. Returns `None` if it is missing or does not describe the folder.
     fn open_index(&self) -> Result<Option<Index>, Trouble> {
         let metadata = self.folder.file.metadata().map_err(|error| self.store.io_error("read", error))?;
         Ok(index::open(&self.store.index_path(), &Stamp::of(&metadata), &self.store.options.host))
     }
 
-    /// Drops the index and lowers the level of trust to `trust`, if it is higher.
+    /// Drops the index and lowers the level of trust to `trust`. A lower level stays.
     fn distrust(&mut self, trust: Trust) {
         self.index = None;
         self.trust = self.trust.min(trust);
     }
 
-    /// Reads the folder, and writes a new index to the disk or, if that fails, keeps the new index
-    /// in memory.
+    /// Reads the folder and returns a new index, which is also written to the disk. If it cannot be
+    /// written, it stays in memory.
     fn rebuild(&mut self) -> Result<Index, Trouble> {
         let path = self.store.index_path();
-        // The folder is marked with a new mtime before it is read. If it is changed during the
-        // reading, the kernel changes the mtime, so the index will not be used.
-        let stamp = if self.trust == Trust::Nothing {
-            None
-        } else {
-            self.prepare_rebuild().inspect_err(|error| self.store.note_unusable_index(error)).ok()
+        // The stamp is set before the folder is read. If the folder is changed meanwhile, the
+        // kernel changes the mtime, so the next verb does not use this index.
+        let stamp = match self.trust {
+            Trust::Nothing => None,
+            _ => self.prepare_rebuild(),
         };
         let host = &self.store.options.host;
         let (known, mut old_header) = match self.trust {
-            // The defaults are an empty map of records and an empty header.
+            // No records and an empty header.
             Trust::Nothing | Trust::OnlyWriting => Default::default(),
             Trust::Records | Trust::WholeIndex => index::old_records(&path, host),
         };
@@ -453,8 +450,8 @@ impl Locked {
         for range in self.range_sets.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
             old_header.start_counting(range);
         }
-        // It counts the ranges of the old header, and those of this ADD.
-        let mut index = Index::of(&records, &old_header, host)?;
+        // The new index counts the ranges of the old index and those of this ADD.
+        let mut index = Index::build(&records, &old_header, host)?;
         if let Some(range_sets) = &self.range_sets {
             index.store_oldest(range_sets, &records)?;
         }
@@ -465,18 +462,19 @@ impl Locked {
         if let Some(stamp) = stamp {
             index.set_stamp(stamp);
             if let Err(error) = index.save(&path) {
-                // The index stays in memory.
                 self.store.note_unusable_index(error);
             }
         }
         Ok(index)
     }
 
-    /// Creates the sidecar, removes temporary files in it, and marks the folder for a new index:
-    /// see [`index::mark`].
-    fn prepare_rebuild(&self) -> std::io::Result<Stamp> {
-        folder::create_sidecar(&self.folder.sidecar)?;
-        folder::sweep(&self.folder.sidecar);
-        index::mark(&self.folder.file)
+    /// Creates the sidecar, removes temporary files in it, and sets the folder's mtime. Returns the
+    /// folder's new stamp. If that fails, writes a note and returns `None`.
+    fn prepare_rebuild(&self) -> Option<Stamp> {
+        let prepared = folder::create_sidecar(&self.folder.sidecar).and_then(|()| {
+            folder::sweep(&self.folder.sidecar);
+            index::stamp_folder(&self.folder.file)
+        });
+        prepared.inspect_err(|error| self.store.note_unusable_index(error)).ok()
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Every file is read before it is removed, and only regular files whose names are addresses are
 //! removed. The ranges are not used, because the configuration may have changed since ADD. As in
-//! Go, DEL releases a very old reservation that has the container's ID alone only if there is none
-//! with the interface.
+//! Go, DEL releases very old reservations, which have the container's ID alone, only if the
+//! attachment has no reservation with the interface's name.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -15,7 +15,8 @@ use super::{Locked, Owner, Reservation, Trouble, Trust};
 use crate::index::table::TableError;
 use crate::index::{Content, Holder, Index, Record, hash};
 
-/// How many removals change the index in place. For more, building a new index is faster.
+/// The largest number of removals after which the index is changed in place. After more, a rebuild
+/// is faster.
 const MAX_CHANGES_IN_PLACE: usize = 32;
 
 /// The outcome of GC.
@@ -23,15 +24,15 @@ const MAX_CHANGES_IN_PLACE: usize = 32;
 pub struct Collected {
     /// The removed reservations, sorted by address.
     pub removed: Vec<Reservation>,
-    /// The number of remaining reservations.
+    /// The number of remaining reservations, including unreadable files.
     pub kept: usize,
-    /// All errors joined, if there are any. Everything else has been done.
+    /// All errors joined, if there are any. They did not prevent the other removals.
     pub error: Option<Error>,
 }
 
 impl Locked {
-    /// Removes the reservations of `owner` and returns their addresses. It is not an error if there
-    /// are none.
+    /// Removes the reservations of `owner` and returns their addresses. Having none is not an
+    /// error.
     ///
     /// # Errors
     /// - Code 5 if the folder cannot be read.
@@ -39,7 +40,7 @@ impl Locked {
     ///   removed.
     /// - Code 11 if the folder keeps changing.
     pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        let Reserved { addresses, mut errors } = self.attempt(|locked| locked.held_by_owner(owner))?;
+        let Reserved { addresses, mut errors } = self.attempt(|locked| locked.find_by_owner(owner))?;
         let (removed, error) = self.remove(&addresses);
         errors.extend(error);
         Error::join(errors).map(|()| removed)
@@ -47,11 +48,12 @@ impl Locked {
 
     /// Removes all reservations whose owner is not in `valid`. A very old reservation, which has
     /// the container's ID alone, stays if `valid` has that ID with any interface. A file that is
-    /// not a reservation stays, with a note. If the options ask for it, reservations of an earlier
-    /// boot are removed first, even those of valid owners.
+    /// not a reservation stays, and a note reports it. With
+    /// [`RebootPolicy::Reclaim`](super::RebootPolicy::Reclaim), reservations of an earlier boot are
+    /// removed first, even those of valid owners.
     ///
     /// # Errors
-    /// - Code 5 if the folder cannot be read. Later errors are part of the result.
+    /// - Code 5 if the folder cannot be read. Errors of single files are part of the result.
     /// - Code 11 if the folder keeps changing.
     pub fn collect(&mut self, valid: &[Owner]) -> Result<Collected> {
         self.reclaim()?;
@@ -66,8 +68,8 @@ impl Locked {
             if matches!(record.holder, Holder::Content(recorded) if valid_hashes.contains(&recorded)) {
                 continue;
             }
+            // The content of the file decides, not the index.
             match self.read(record.address) {
-                // The content of the file decides, not the index.
                 Ok(Content::Text(text)) if !valid_hashes.contains(&hash(&text)) => {
                     invalid.push(Reservation::of(&self.folder, record.address, &text));
                 }
@@ -90,19 +92,22 @@ impl Locked {
         })
     }
 
-    /// Removes reservations that the caller has chosen from [`list`](Locked::list), and returns
-    /// their addresses. Leaves those that have changed since.
+    /// Removes reservations that the caller has chosen from [`list`](Locked::list), except those
+    /// that have changed since. Returns the removed addresses.
     ///
     /// # Errors
     /// Code 5 if a reservation cannot be read or removed. The others have been removed.
     pub fn release_chosen(&mut self, chosen: &[Reservation]) -> Result<Vec<IpAddr>> {
         let (mut unchanged, mut errors) = (Vec::with_capacity(chosen.len()), Vec::new());
         for reservation in chosen {
-            let now = |text: &[u8]| Reservation::of(&self.folder, reservation.address, text);
             match self.read(reservation.address) {
-                // A program that ignores the lock may have replaced the file since `list`.
-                Ok(Content::Text(text)) if now(&text) == *reservation => unchanged.push(reservation.address),
-                Ok(_) => {}
+                Ok(Content::Text(text)) => {
+                    // A program that ignores the lock may have replaced the file since `list`.
+                    if Reservation::of(&self.folder, reservation.address, &text) == *reservation {
+                        unchanged.push(reservation.address);
+                    }
+                }
+                Ok(Content::Absent | Content::Blank | Content::Foreign) => {}
                 Err(error) => errors.push(error),
             }
         }
@@ -117,8 +122,8 @@ impl Locked {
         if addresses.is_empty() {
             return (Vec::new(), None);
         }
-        // If the folder is not as the index says, or the index cannot be written, the index must be
-        // rebuilt, but the files are removed in any case.
+        // An outdated or unusable index does not prevent the removal. It is dropped and rebuilt
+        // later.
         if !matches!(self.begin_change(), Ok(true)) {
             self.distrust(Trust::Records);
         }
@@ -126,7 +131,7 @@ impl Locked {
         let mut errors = Vec::new();
         for address in addresses {
             match self.folder.unlink(&address.to_string()) {
-                // Also if the file has disappeared: the address is free.
+                // If the file did not exist any more, the address is free too.
                 Ok(_) => removed.push(*address),
                 Err(error) => {
                     let doing = format!("failed to remove {}/{address}", self.folder.path.display());
@@ -136,7 +141,7 @@ impl Locked {
         }
         if removed.len() > MAX_CHANGES_IN_PLACE {
             self.distrust(Trust::Records);
-            // Builds a new index. An error here only means that the next verb has to do that.
+            // Rebuilds the index. If that fails, the next verb does it.
             let _ = self.attempt(|locked| locked.index().map(|_| ()));
         } else {
             self.finish_change(|index| removed.iter().try_for_each(|address| index.remove(*address)));
@@ -145,29 +150,22 @@ impl Locked {
     }
 
     /// Does step 1 of a change of the folder (see the head of the module `index`). Returns `false`
-    /// if the index does not describe the folder any more.
+    /// if the index does not describe the folder any more, so that the change should not continue.
     pub(super) fn begin_change(&mut self) -> Result<bool, Trouble> {
+        // Sets `self.index`. The returned reference would borrow `self.folder` too.
         self.index()?;
-        // Not the returned reference, which would borrow the folder too.
         match &mut self.index {
             Some(index) => Ok(index.begin(&self.folder.file)?),
             None => Ok(false),
         }
     }
 
-    /// Does steps 3 to 5 of a change after the folder has been changed (see the head of the module
-    /// `index`). `change` is step 4, which updates the index. If a step fails, the index file stays
-    /// dirty, so the next verb rebuilds it. Does nothing if there is no index.
-    pub(super) fn finish_change(&mut self, change: impl FnOnce(&mut Index) -> Result<(), TableError>) {
+    /// Does steps 3 to 5 after the folder has been changed (see the head of the module `index`).
+    /// `update` is step 4. If a step fails, the index file stays dirty, so the next verb rebuilds
+    /// it. Does nothing if the index was dropped.
+    pub(super) fn finish_change(&mut self, update: impl FnOnce(&mut Index) -> Result<(), TableError>) {
         let Some(mut index) = self.index.take() else { return };
-        let outcome = (|| {
-            if index.is_on_disk() {
-                index.mark(&self.folder.file)?;
-            }
-            change(&mut index)?;
-            index.finish()
-        })();
-        match outcome {
+        match self.update_index(&mut index, update) {
             Ok(()) => self.index = Some(index),
             Err(TableError::Corrupt) => self.distrust(Trust::OnlyWriting),
             Err(TableError::Io(error)) => {
@@ -175,5 +173,18 @@ impl Locked {
                 self.distrust(Trust::Nothing);
             }
         }
+    }
+
+    /// Does the work of [`finish_change`](Locked::finish_change).
+    fn update_index(
+        &self,
+        index: &mut Index,
+        update: impl FnOnce(&mut Index) -> Result<(), TableError>,
+    ) -> Result<(), TableError> {
+        if index.is_on_disk() {
+            index.stamp_folder(&self.folder.file)?;
+        }
+        update(index)?;
+        index.finish()
     }
 }

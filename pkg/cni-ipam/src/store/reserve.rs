@@ -1,8 +1,8 @@
 //! ADD: reserves one address of each range set, or none at all.
 //!
-//! All addresses are chosen before the first file is created, so a refusal reserves nothing.
-//! Undoing an ADD removes only the files that this ADD created, not all reservations of the
-//! attachment: if a repeated ADD fails, the running container must keep its addresses.
+//! All addresses are chosen before the first file is created, so a refused ADD reserves nothing.
+//! Undoing an ADD removes only the files that it created, not all reservations of the attachment:
+//! if a repeated ADD fails, the running container must keep its addresses.
 
 use std::net::IpAddr;
 use std::time::SystemTime;
@@ -42,8 +42,8 @@ pub struct NewReservation {
 }
 
 impl Lease {
-    /// Returns the reservations that this ADD created, for [`Store::undo`](super::Store::undo).
-    /// Those that existed before are not among them.
+    /// Returns the reservations that this ADD created, without those that it reused, for
+    /// [`Store::undo`](super::Store::undo).
     pub fn new_reservations(&self) -> Vec<NewReservation> {
         self.new_reservations.clone()
     }
@@ -68,12 +68,13 @@ impl Occupied for IndexedAddresses<'_> {
 }
 
 impl Locked {
-    /// Reserves one address of each set for `owner`: the requested one, or the next of the round
-    /// robin. With [`RepeatPolicy::Reuse`], an address of the set that the owner has already is
-    /// used again. First releases reservations of an earlier boot, if the options ask for that.
+    /// Reserves one address of each set for `owner`: the requested address, or the next one in the
+    /// round robin. With [`RepeatPolicy::Reuse`], returns an address that the owner has already.
+    /// With [`RebootPolicy::Reclaim`](super::RebootPolicy::Reclaim), first releases reservations of
+    /// an earlier boot.
     ///
     /// # Errors
-    /// Nothing has been reserved. The messages of the first three begin with Go's texts.
+    /// After an error, nothing is reserved. The messages of the first three begin with Go's texts.
     /// - Code 11 if a set has no free address.
     /// - Code 102 if the owner has an address of a set already, or if the requested address is not
     ///   free.
@@ -85,40 +86,48 @@ impl Locked {
         self.range_sets = Some(sets.clone());
         self.reclaim()?;
         self.attempt(|locked| {
-            let mut choices = Vec::with_capacity(requested.len());
-            for (position, (set, requested)) in sets.sets().iter().zip(&requested).enumerate() {
-                let choice = locked.choose(owner, position, set, *requested).map_err(|trouble| match trouble {
-                    Trouble::Final(error) => Trouble::Final(in_set(position, error)),
-                    other => other,
-                })?;
-                choices.push(choice);
-            }
+            let choices = locked.choose_all(owner, sets, &requested)?;
             for range in sets.sets().iter().flat_map(RangeSet::ranges) {
-                // Adds a counter for the range to the index, from which STATUS answers. The number
-                // itself is not needed here.
-                locked.index()?.count(range)?;
+                // Only for STATUS: adds a counter for the range to the index.
+                locked.index()?.count_occupied(range)?;
             }
+            let mut addresses = Vec::with_capacity(choices.len());
             // The addresses that the owner does not have yet, each with the position of its set.
-            let new: Vec<(usize, IpAddr)> = choices
-                .iter()
-                .enumerate()
-                .filter(|(_, choice)| !choice.is_reused)
-                .map(|(position, choice)| (position, choice.address))
-                .collect();
+            let mut new: Vec<(usize, IpAddr)> = Vec::with_capacity(choices.len());
+            for (position, (set, Choice { address, is_reused })) in sets.sets().iter().zip(choices).enumerate() {
+                // Every choice is in a range of its set.
+                addresses.extend(set.find(address).map(|range| (range.clone(), address)));
+                if !is_reused {
+                    new.push((position, address));
+                }
+            }
             let records = if new.is_empty() { Vec::new() } else { locked.create_all(owner, &new)? };
-            // Every choice is in a range of its set.
-            let with_range =
-                |(set, choice): (&RangeSet, &Choice)| Some((set.find(choice.address)?.clone(), choice.address));
             let new_reservation = |record: Record| NewReservation {
                 address: record.address,
                 inode: record.inode,
                 content: owner.content(),
             };
-            Ok(Lease {
-                addresses: sets.sets().iter().zip(&choices).filter_map(with_range).collect(),
-                new_reservations: records.into_iter().map(new_reservation).collect(),
-            })
+            Ok(Lease { addresses, new_reservations: records.into_iter().map(new_reservation).collect() })
         })
+    }
+
+    /// Chooses an address from each set. `requested` has an item for each set. The errors are those
+    /// of [`choose`](Locked::choose); a final error names the set.
+    fn choose_all(
+        &mut self,
+        owner: &Owner,
+        sets: &RangeSets,
+        requested: &[Option<IpAddr>],
+    ) -> Result<Vec<Choice>, Trouble> {
+        let mut choices = Vec::with_capacity(requested.len());
+        for (position, (set, requested)) in sets.sets().iter().zip(requested).enumerate() {
+            match self.choose(owner, position, set, *requested) {
+                Ok(choice) => choices.push(choice),
+                Err(Trouble::Final(error)) => return Err(Trouble::Final(in_set(position, error))),
+                Err(other) => return Err(other),
+            }
+        }
+        Ok(choices)
     }
 
     /// Chooses the address that `owner` gets from `set`, which has this position in the
@@ -127,7 +136,7 @@ impl Locked {
     /// # Errors
     /// - [`Trouble::Final`] with an error of [`reserve`](Locked::reserve) if the set has no address
     ///   for the owner.
-    /// - [`Trouble::Stale`] if the folder has to be read again first.
+    /// - [`Trouble::Stale`] if the index must be rebuilt first.
     /// - [`Trouble::Index`] if the index cannot be read.
     fn choose(
         &mut self,
@@ -136,7 +145,7 @@ impl Locked {
         set: &RangeSet,
         requested: Option<IpAddr>,
     ) -> Result<Choice, Trouble> {
-        let mut reserved = self.held(owner.content().trim().as_bytes())?.complete()?;
+        let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
             let is_requested = |address: IpAddr| requested.is_none_or(|requested| requested == address);
             let reusable = reserved.iter().find(|address| is_requested(**address) && set.can_allocate(**address));
@@ -147,9 +156,9 @@ impl Locked {
         if let Some(address) = requested {
             self.check_requested(address, set)?;
         }
-        // Very old reservations name only the container. They are not used again, because they may
-        // belong to another interface, but they make this ADD a repeated one.
-        reserved.extend(self.held(owner.id().as_bytes())?.complete()?);
+        // Very old reservations name only the container. They are not reused, because they may
+        // belong to another interface, but they too make this a repeated ADD.
+        reserved.extend(self.find_by_content(owner.id().as_bytes())?.complete()?);
         if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
             return Err(self.repeated(owner, *address, &reserved).into());
         }
@@ -157,16 +166,16 @@ impl Locked {
             return Ok(Choice { address, is_reused: false });
         }
         let last = self.folder.last_reserved(position);
-        match allocator::next(set, last, &mut IndexedAddresses(self.index()?))? {
+        match allocator::next_in_round_robin(set, last, &mut IndexedAddresses(self.index()?))? {
             Some(address) => Ok(Choice { address, is_reused: false }),
-            // Another program may have removed a reservation without taking the lock. Reading the
-            // folder again finds that out.
+            // A program that ignores the lock may have removed a reservation. A rebuild notices
+            // that.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
             None => Err(self.exhausted(set)?.into()),
         }
     }
 
-    /// Checks that a requested address of the set can be allocated and is free.
+    /// Checks that a requested address, which is in the set, can be allocated and is free.
     ///
     /// # Errors
     /// - Code 7 with Go's text if the address is a gateway.
@@ -185,8 +194,8 @@ impl Locked {
         Ok(())
     }
 
-    /// Returns the error, code 102, for an owner that has this address of a set already. The
-    /// details list the addresses that are reserved for the owner.
+    /// Returns the error, code 102, for an owner that already has this address of a set. The
+    /// details list all addresses of the owner, which are `reserved`.
     fn repeated(&self, owner: &Owner, address: IpAddr, reserved: &[IpAddr]) -> Error {
         let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
         let listed: Vec<String> = reserved.iter().take(MAX_LISTED).map(|address| self.describe(*address)).collect();
@@ -209,8 +218,7 @@ impl Locked {
         );
         let mut oldest = self.index()?.oldest(set)?;
         if oldest.is_empty() && total > 0 {
-            // The index stores the oldest reservations only for the sets of the ADD that rebuilt
-            // it.
+            // The index was rebuilt for other sets.
             oldest = self.index()?.search_oldest(set)?;
         }
         let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
@@ -225,8 +233,8 @@ impl Locked {
         Ok(error)
     }
 
-    /// Returns the holder of an address as [`describe`](Locked::describe) does, and for how long it
-    /// has had the address.
+    /// Returns the text of [`describe`](Locked::describe), and how long ago the reservation was
+    /// made.
     fn describe_with_age(&self, address: IpAddr) -> String {
         let age = self.folder.made_at(address).and_then(|made| SystemTime::now().duration_since(made).ok());
         match age.map(|age| age.as_secs()) {
@@ -235,20 +243,21 @@ impl Locked {
         }
     }
 
-    /// Creates a reservation for each address, which comes with the position of its set, and
-    /// updates the index in the order that the head of the module `index` explains. Returns the
+    /// Creates a reservation for each of these new addresses, each with the position of its set.
+    /// Updates the index in the steps that the head of the module `index` explains. Returns the
     /// records.
     ///
     /// # Errors
-    /// The reservations that were created before the error have been removed again.
+    /// After an error, the reservations that this call created have been removed again.
     /// - [`Trouble::Final`] with code 5 if a file cannot be created.
     /// - [`Trouble::Stale`] if the folder has changed since the index was opened.
-    /// - [`Trouble::Index`] if the index cannot be written.
+    /// - [`Trouble::Index`] if the header cannot be made dirty.
     fn create_all(&mut self, owner: &Owner, addresses: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
         if !self.begin_change()? {
             return Err(Trouble::Stale);
         }
         let mut created: Vec<Record> = Vec::with_capacity(addresses.len());
+        // The first error of writing a provisional record.
         let mut index_outcome = Ok(());
         for (position, address) in addresses {
             let trouble = match self.create(owner, *address, &mut index_outcome) {
@@ -256,7 +265,7 @@ impl Locked {
                     created.push(record);
                     continue;
                 }
-                // According to the index, the address was free.
+                // The index had the address as free.
                 Ok(LinkOutcome::Exists) => Trouble::Stale,
                 Err(error) => {
                     let doing = format!("failed to create {}/{address}", self.folder.path.display());
@@ -264,13 +273,13 @@ impl Locked {
                 }
             };
             self.remove_created(&created);
-            // The index file stays marked as dirty, so the next process rebuilds it.
+            // The header stays dirty, so the next attempt or verb rebuilds the index.
             self.index = None;
             return Err(trouble);
         }
         for (position, address) in addresses {
             if let Err(error) = self.folder.set_last_reserved(*position, *address) {
-                // Only the next allocation then starts at another address.
+                // Not an error: only the next allocation starts at another address.
                 let path = self.folder.path.display();
                 self.store
                     .options
@@ -285,8 +294,7 @@ impl Locked {
         Ok(created)
     }
 
-    /// Removes reservations that this call has just created. Writes a note about one that cannot be
-    /// removed.
+    /// Removes new reservations after an error. Writes a note about each that cannot be removed.
     fn remove_created(&self, created: &[Record]) {
         for Record { address, .. } in created {
             if let Err(error) = self.folder.unlink(&address.to_string()) {
@@ -299,40 +307,43 @@ impl Locked {
         }
     }
 
-    /// Creates one reservation. Replaces a blank file of that name.
+    /// Creates one reservation. Replaces a blank file with the address as its name.
     ///
     /// Just before the file is linked to its name, a provisional record is written to the index:
-    /// see [`LINKING`](crate::index::LINKING). If that fails, the error is stored in
-    /// `index_outcome`, and the reservation is created even so: the caller then discards the index.
+    /// see [`PROVISIONAL_NANOS`](crate::index::PROVISIONAL_NANOS). If that fails, the reservation
+    /// is created anyway. The error is stored in `index_outcome`, so that the caller drops the
+    /// index.
     pub(super) fn create(
         &mut self,
         owner: &Owner,
         address: IpAddr,
         index_outcome: &mut Result<(), TableError>,
     ) -> std::io::Result<LinkOutcome> {
-        // On a disk that another machine may also use, a different boot ID does not prove that the
-        // container is gone, so the record gets no boot ID.
+        // On a shared file system, a different boot ID does not prove that the container is gone,
+        // so the record gets no boot.
         let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
         let boot = if is_shared { 0 } else { self.store.options.host.boot() };
         let content = owner.content();
         let index = &mut self.index;
         let mut before_link = |record: &Record| {
+            let Some(index) = index.as_mut() else { return };
             // An index in memory does not outlive this process, so it needs no provisional record.
-            if let Some(index) = index.as_mut().filter(|index| index.is_on_disk() && index_outcome.is_ok()) {
+            if index.is_on_disk() && index_outcome.is_ok() {
                 *index_outcome = index.put(record);
             }
         };
-        match self.folder.create(address, &content, boot, &mut before_link)? {
-            LinkOutcome::Exists if crate::index::read(&self.folder.file, address)? == Content::Blank => {
-                self.folder.unlink(&address.to_string())?;
-                self.folder.create(address, &content, boot, &mut before_link)
-            }
-            outcome => Ok(outcome),
+        let outcome = self.folder.create(address, &content, boot, &mut before_link)?;
+        let is_blank_file =
+            matches!(outcome, LinkOutcome::Exists) && crate::index::read(&self.folder.file, address)? == Content::Blank;
+        if !is_blank_file {
+            return Ok(outcome);
         }
+        self.folder.unlink(&address.to_string())?;
+        self.folder.create(address, &content, boot, &mut before_link)
     }
 
-    /// Removes the reservations that [`reserve`](Locked::reserve) created. Leaves files that have
-    /// been replaced or changed since.
+    /// Removes reservations that [`reserve`](Locked::reserve) created, except files that have been
+    /// replaced or changed since.
     ///
     /// # Errors
     /// Code 5 if a reservation cannot be read or removed. The others have been removed.
@@ -357,12 +368,12 @@ impl Locked {
     }
 }
 
-/// Adds to an error that it is about the range set with this position, in Go's words.
+/// Adds the position of the range set to an error, in Go's words.
 fn in_set(position: usize, error: Error) -> Error {
     error.context(format_args!("failed to allocate for range {position}"))
 }
 
-/// Formats a duration in its largest sensible unit: `90 s`, `15 min`, `3 h`, `12 days`.
+/// Formats a duration for a message: `90 s`, `15 min`, `3 h` or `12 days`.
 fn duration_text(seconds: u64) -> String {
     match seconds {
         0..120 => format!("{seconds} s"),

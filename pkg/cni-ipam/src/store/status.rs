@@ -1,8 +1,8 @@
 //! STATUS: counts the used addresses, without the lock and without waiting.
 //!
-//! It writes nothing. If the index describes the folder before and after the index is read, a few
-//! reads are enough. Otherwise the names in the folder are counted. The address of a blank file is
-//! free, so if a set is exhausted according to the names, the files are read too.
+//! Nothing is written. If the index describes the folder, a few reads are enough. Otherwise the
+//! names in the folder are counted. If a set is exhausted according to the names, the files are
+//! read too, because the address of a blank file is free.
 
 use std::fmt;
 use std::fs::File;
@@ -30,7 +30,7 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Returns the usage of a set of which this many addresses are used.
+    /// Returns the usage of a set with this number of used addresses.
     fn of(set: &RangeSet, used: u128) -> Usage {
         Usage { set: set.to_string(), used, total: set.capacity() }
     }
@@ -48,22 +48,17 @@ impl fmt::Display for Usage {
 }
 
 impl Store {
-    /// Returns the usage of each set. Takes no lock and changes nothing.
+    /// Returns the usage of each set. If a set is exhausted, subtracts the reservations that the
+    /// next ADD would reclaim. Takes no lock and changes nothing.
     ///
     /// # Errors
     /// Code 5 if the folder exists but cannot be read.
     pub fn usage(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
         let mut usage = match self.usage_by_index(sets) {
             Some(usage) => usage,
-            None => {
-                let by_names = usage_of(sets, &self.names()?);
-                // Names of blank files count as used, so the files are read before a set is
-                // reported as exhausted.
-                let occupied = if by_names.iter().any(Usage::is_exhausted) { self.occupied() } else { None };
-                occupied.map_or(by_names, |occupied| usage_of(sets, &occupied))
-            }
+            None => self.usage_by_files(sets)?,
         };
-        // Reservations of an earlier boot do not count, because the next ADD releases them.
+        // The search reads the whole index, so it is left out if every set has free addresses.
         if usage.iter().any(Usage::is_exhausted) {
             let reclaimable = self.reclaimable().unwrap_or_default();
             for (usage, reclaimable) in usage.iter_mut().zip(usage_of(sets, &reclaimable)) {
@@ -71,6 +66,22 @@ impl Store {
             }
         }
         Ok(usage)
+    }
+
+    /// Returns the usage of each set according to the names in the folder. If a set is exhausted by
+    /// the names, reads the files, because the address of a blank file is free.
+    ///
+    /// # Errors
+    /// Code 5 if the folder exists but cannot be read.
+    fn usage_by_files(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
+        let by_names = usage_of(sets, &self.names()?);
+        if !by_names.iter().any(Usage::is_exhausted) {
+            return Ok(by_names);
+        }
+        Ok(match self.occupied() {
+            Some(occupied) => usage_of(sets, &occupied),
+            None => by_names,
+        })
     }
 
     /// Returns the usage of each set according to the counters of the index. Returns `None` if the
@@ -82,7 +93,7 @@ impl Store {
             |index| {
                 let mut usage = Vec::with_capacity(sets.sets().len());
                 for set in sets.sets() {
-                    let Some(used) = used(index, set)? else { return Ok(None) };
+                    let Some(used) = used_by_counters(index, set)? else { return Ok(None) };
                     usage.push(Usage::of(set, used));
                 }
                 Ok(Some(usage))
@@ -95,8 +106,8 @@ impl Store {
         std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata))
     }
 
-    /// Writes a note with the addresses whose files are not reservations, as far as the index knows
-    /// them. Takes no lock.
+    /// Writes a note with the addresses whose files are not reservations according to the index.
+    /// Takes no lock.
     pub fn report_foreign(&self) {
         let foreign = index::peek(&self.index_path(), || self.stamp(), |index| Ok(Some(index.foreign()?)));
         self.note_foreign(&mut foreign.unwrap_or_default());
@@ -112,8 +123,7 @@ impl Store {
     }
 
     /// Returns the addresses whose files are not blank, or `None` if the folder cannot be read.
-    /// Reads only files that have no record in the index, even an outdated one, or have changed
-    /// since their record.
+    /// Reads only files that are new or changed since their record in the index.
     fn occupied(&self) -> Option<Vec<IpAddr>> {
         let folder = File::open(self.path()).ok()?;
         let (known, _) = index::old_records(&self.index_path(), &self.options.host);
@@ -137,8 +147,8 @@ impl Store {
     }
 
     /// Checks that ADD can write to the network's folder or, if that does not exist, to the nearest
-    /// existing folder above it. A full disk is not an error of the check, because it may pass by
-    /// itself: returns in `Some` the error, code 5, that ADD would have.
+    /// existing folder above it. If only the disk is full, which may pass by itself, returns
+    /// `Ok(Some(error))` with the error of ADD, code 5.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be written until an operator repairs something.
@@ -150,12 +160,8 @@ impl Store {
             match std::fs::metadata(path) {
                 Ok(metadata) if metadata.is_dir() => {
                     access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
-                    let stat = statfs(path).map_err(|errno| failed(errno.into()))?;
-                    // A file system that does not count blocks or inodes reports a total of 0.
-                    let has_no_blocks = stat.blocks() > 0 && stat.blocks_free() == 0;
-                    let has_no_inodes = stat.files() > 0 && stat.files_free() == 0;
-                    let is_full = has_no_blocks || has_no_inodes;
-                    return Ok(if is_full { Some(failed(std::io::ErrorKind::StorageFull.into())) } else { None });
+                    let is_full = is_full(path).map_err(|errno| failed(errno.into()))?;
+                    return Ok(is_full.then(|| failed(std::io::ErrorKind::StorageFull.into())));
                 }
                 Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
                 // With a dangling symbolic link, ADD could not create the folder.
@@ -167,26 +173,35 @@ impl Store {
     }
 }
 
+/// Whether the path's file system has no free block or no free inode.
+fn is_full(path: &Path) -> nix::Result<bool> {
+    let stat = statfs(path)?;
+    // A file system that does not count blocks or inodes reports a total of 0.
+    let has_no_blocks = stat.blocks() > 0 && stat.blocks_free() == 0;
+    let has_no_inodes = stat.files() > 0 && stat.files_free() == 0;
+    Ok(has_no_blocks || has_no_inodes)
+}
+
 /// Returns the usage of each set if exactly these addresses are occupied.
 fn usage_of(sets: &RangeSets, occupied: &[IpAddr]) -> Vec<Usage> {
-    let of_set = |set: &RangeSet| {
+    let usage_of_set = |set: &RangeSet| {
         let used = occupied.iter().filter(|address| set.can_allocate(**address)).count();
         Usage::of(set, used as u128)
     };
-    sets.sets().iter().map(of_set).collect()
+    sets.sets().iter().map(usage_of_set).collect()
 }
 
 /// Returns the number of used addresses of a set according to the index's counters, or `None` if
 /// one of its ranges has no counter.
-fn used(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
+fn used_by_counters(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
     let mut sum: u128 = 0;
     for range in set.ranges() {
         let Some(used) = index.counted(range) else { return Ok(None) };
         sum += u128::from(used);
     }
     for gateway in set.inner_gateways() {
-        // The counters include an occupied gateway, but a gateway is not one of the addresses to
-        // allocate. Saturating, in case a counter is damaged.
+        // The counters include occupied gateways, but a gateway is not among the set's addresses.
+        // The subtraction saturates in case a counter is damaged.
         sum = sum.saturating_sub(u128::from(index.is_occupied(gateway)?));
     }
     Ok(Some(sum))

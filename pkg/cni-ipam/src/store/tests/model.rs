@@ -103,7 +103,7 @@ fn killed(net: &Net, address: &str, content: Option<&str>, stage: u8) {
     };
     let mut index = locked.index.take().unwrap();
     if stage > 1 {
-        index.mark(&locked.folder.file).unwrap();
+        index.stamp_folder(&locked.folder.file).unwrap();
     }
     if stage > 2 {
         match made {

@@ -24,7 +24,7 @@ fn an_unnoticed_removal_is_found_before_reporting_exhaustion() {
     }
     let mut locked = net.lock();
     assert!(locked.begin_change().is_ok_and(|fresh| fresh));
-    // Without the lock, in the few microseconds between the comparison and the mark.
+    // Without the lock, in the few microseconds between the comparison and the new stamp.
     fs::remove_file(net.path("10.0.0.3")).unwrap();
     let folder::LinkOutcome::Created(record) =
         locked.folder.create("10.0.0.6".parse().unwrap(), "e\r\neth0", 0, &mut |_| ()).unwrap()
