@@ -268,8 +268,8 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
     Ok(())
 }
 
-/// Adds to `rules` the host port rules of nf_tables. Their comment is the container's ID. Rules that
-/// the Go plugin did not write also have a tag with the alias.
+/// Adds to `rules` the host port rules of nf_tables. Their comment is the container's ID. Rules
+/// that the Go plugin did not write also have a tag with the alias.
 fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for family in [Family::V4, Family::V6] {
         let table = portmap_nft::table(family);

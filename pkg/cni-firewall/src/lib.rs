@@ -92,7 +92,8 @@ pub fn nft_usable() -> Result<bool> {
 }
 
 /// Calls `change`, which reads rules and changes them, and returns its result. If it fails because
-/// another process may have changed the rules in between, calls it again, a limited number of times.
+/// another process may have changed the rules in between, calls it again, a limited number of
+/// times.
 fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
     let (mut stale_tries, mut conflict_tries) = (0, 0);
     loop {

@@ -116,8 +116,8 @@ impl SpoofCheck {
     }
 
     /// Checks that [`ensure`](SpoofCheck::ensure) can work here, and changes nothing. Takes about
-    /// 0.1 ms if PREROUTING exists, else about 10 ms, for the kernel's check whether the chain can be
-    /// created.
+    /// 0.1 ms if PREROUTING exists, else about 10 ms, for the kernel's check whether the chain can
+    /// be created.
     ///
     /// # Errors
     /// The kernel refuses the check: [`Error::is_unsupported`] if it has no nf_tables for bridges.
@@ -132,8 +132,8 @@ impl SpoofCheck {
 
     /// Writes the rules that let frames from `host_veth` pass only with the source `mac`. Existing
     /// rules of the ID are replaced in the same transaction, so no frame passes unchecked (before
-    /// Linux 5.0 the removal is a transaction of its own). Takes about 0.3 ms if the ID has no rules
-    /// yet, whatever the number of other rules.
+    /// Linux 5.0 the removal is a transaction of its own). Takes about 0.3 ms if the ID has no
+    /// rules yet, whatever the number of other rules.
     ///
     /// # Errors
     /// - [`Error::is_unsupported`]: the kernel has no nf_tables for bridges.
@@ -143,8 +143,8 @@ impl SpoofCheck {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let jump = jump_rule(&id, attachment, host_veth)?;
         retry(|| {
-            // PREROUTING, which can be long, need not be read if the ID has no chains: a jump exists
-            // only together with its target chain.
+            // PREROUTING, which can be long, need not be read if the ID has no chains: a jump
+            // exists only together with its target chain.
             let mut existing = self.find_chains(&id)?;
             if !existing.is_empty() {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
@@ -155,8 +155,8 @@ impl SpoofCheck {
                 existing = self.find_objects(&id, &rules)?;
             }
             match self.replace(&id, &jump, mac, &existing) {
-                // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump to
-                // it. So the rules, whose owner was checked above, are removed first.
+                // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump
+                // to it. So the rules, whose owner was checked above, are removed first.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
                     self.purge_id(&id, |_| None)?;
                     self.replace(&id, &jump, mac, &[])
@@ -167,8 +167,8 @@ impl SpoofCheck {
     }
 
     /// Returns the owner of rules with the attachment's ID that guard an existing interface other
-    /// than `host_veth`, and so make [`ensure`](SpoofCheck::ensure) fail. `None` if there are no such
-    /// rules, or on a kernel without nf_tables.
+    /// than `host_veth`, and so make [`ensure`](SpoofCheck::ensure) fail. `None` if there are no
+    /// such rules, or on a kernel without nf_tables.
     pub fn find_conflicting_interface(
         &mut self,
         attachment: &AttachmentId,
@@ -233,8 +233,8 @@ impl SpoofCheck {
     }
 
     /// Undoes an [`ensure`](SpoofCheck::ensure) for `host_veth`: removes all rules with the
-    /// attachment's ID. If one of the jumps is for another attachment or interface, `ensure` did not
-    /// write the rules, and all stay.
+    /// attachment's ID. If one of the jumps is for another attachment or interface, `ensure` did
+    /// not write the rules, and all stay.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let find_other = |rules: &[Listed]| {
@@ -297,7 +297,8 @@ impl SpoofCheck {
     }
 
     /// Returns a sentence for each chain or rule that is missing or differs from what
-    /// [`ensure`](SpoofCheck::ensure) writes; empty if none. Accepts Go's rules, and duplicate jumps.
+    /// [`ensure`](SpoofCheck::ensure) writes; empty if none. Accepts Go's rules, and duplicate
+    /// jumps.
     pub fn check(&mut self, container_id: &str, ifname: &str, host_veth: &str, mac: Mac) -> Result<Vec<String>> {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
@@ -351,8 +352,8 @@ impl SpoofCheck {
         for chain in chains {
             let Some(name) = chain.name.strip_prefix(CHAIN_PREFIX) else { continue };
             let id = name.strip_suffix(MAC_SUFFIX).unwrap_or(name);
-            // A name that ends in "-mac" is that of the second chain of an ID, or of the first chain
-            // of an ID that itself ends in "-mac".
+            // A name that ends in "-mac" is that of the second chain of an ID, or of the first
+            // chain of an ID that itself ends in "-mac".
             if !owners.contains_key(name) && !owners.contains_key(id) {
                 let leftover = SpoofOwner { id_ifname: id.to_owned(), host_veth: None, tag: JumpTag::Missing };
                 owners.insert(id.to_owned(), leftover);
@@ -367,8 +368,8 @@ impl SpoofCheck {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// Returns the ID's jumps and chains in the order of their removal: a chain follows the jumps to
-    /// it, because the kernel refuses to remove the target of a jump. `rules` are the rules of
+    /// Returns the ID's jumps and chains in the order of their removal: a chain follows the jumps
+    /// to it, because the kernel refuses to remove the target of a jump. `rules` are the rules of
     /// PREROUTING.
     fn find_objects(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));

@@ -164,8 +164,9 @@ impl<'m> Forward<'m> {
         outcome.map(drop).map_err(|(_, error)| error)
     }
 
-    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure` wrote
-    /// and restores those that it replaced. Leaves a backend or family that `ensure` has not read.
+    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure`
+    /// wrote and restores those that it replaced. Leaves a backend or family that `ensure` has not
+    /// read.
     ///
     /// # Errors
     /// All failures, joined: a failure in one backend or family does not stop the others.
@@ -225,8 +226,8 @@ impl<'m> Forward<'m> {
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Runs `change` on a connection to nf_tables. Does nothing on a kernel without nf_tables, which
-    /// has no rules to remove.
+    /// Runs `change` on a connection to nf_tables. Does nothing on a kernel without nf_tables,
+    /// which has no rules to remove.
     fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
         match Nft::open().and_then(|mut nft| change(&mut nft)) {
             Err(error) if error.is_unsupported() => Ok(()),

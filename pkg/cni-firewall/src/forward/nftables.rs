@@ -111,8 +111,8 @@ fn forward_rules(entry_chain: &EntryChain) -> Vec<Vec<Expr>> {
     rules
 }
 
-/// Unwraps the result of [`iifname`] or [`oifname`] for `bridge`. Fails if it is `None`, because the
-/// name is too long for an interface.
+/// Unwraps the result of [`iifname`] or [`oifname`] for `bridge`. Fails if it is `None`, because
+/// the name is too long for an interface.
 fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
     exprs.ok_or_else(|| {
         Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))

@@ -74,8 +74,8 @@ pub(crate) fn name(attachment: &AttachmentId) -> String {
     format!("cni:{}/{}/{}", hashed(&attachment.network), hashed(&attachment.container_id), attachment.ifname)
 }
 
-/// Returns the two possible prefixes of the names of a network's attachments: one with the network's
-/// name, one with its hash.
+/// Returns the two possible prefixes of the names of a network's attachments: one with the
+/// network's name, one with its hash.
 pub(super) fn prefixes(network: &str) -> [String; 2] {
     [AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))]
 }

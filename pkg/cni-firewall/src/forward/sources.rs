@@ -1,5 +1,5 @@
-//! Records which attachments have an address in a zone of firewalld. firewalld calls such an address
-//! a *source*.
+//! Records which attachments have an address in a zone of firewalld. firewalld calls such an
+//! address a *source*.
 //!
 //! firewalld does not record owners. So the chain `cni_firewalld` of the table `inet cni_firewall`
 //! has a rule without a verdict for each address, with the owner's name as its comment. No rule
@@ -91,8 +91,9 @@ pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
 /// Records `addresses` as those of the attachment, and removes its other records.
 ///
 /// # Errors
-/// If records cannot be read or written. [`Error::is_unsupported`](cni_linux::error::Error::is_unsupported)
-/// on a kernel without nf_tables.
+/// If records cannot be read or written.
+/// [`Error::is_unsupported`](cni_linux::error::Error::is_unsupported) on a kernel without
+/// nf_tables.
 pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
     let owner = owner::name(attachment);
     let mut records = Vec::new();

@@ -54,7 +54,8 @@ impl Record {
     }
 }
 
-/// Returns the records that contain one of the `needles`: texts, or addresses in network byte order.
+/// Returns the records that contain one of the `needles`: texts, or addresses in network byte
+/// order.
 fn find_records(filter: &mut Chains<'_>, needles: &[&[u8]]) -> Result<Vec<Record>> {
     let rules = filter.find_rules(OWNERS, needles, |rule| rule.target().is_none())?;
     Ok(rules.iter().filter_map(Record::read).collect())
@@ -207,8 +208,8 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: 
     Ok(())
 }
 
-/// Returns the edit that removes the rules of the attachment `owner`, and those for `addresses` that
-/// no other attachment owns: the Go plugin writes rules without a record.
+/// Returns the edit that removes the rules of the attachment `owner`, and those for `addresses`
+/// that no other attachment owns: the Go plugin writes rules without a record.
 pub(super) fn purge(filter: &mut Chains<'_>, owner: &str, addresses: &[IpAddr]) -> Result<Edit> {
     let own_records = find_own_records(filter, owner)?;
     let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
@@ -359,8 +360,8 @@ impl PreviousAddresses {
         Ok(PreviousAddresses { own, accepted_for_others })
     }
 
-    /// Returns the edit that undoes an [`ensure`] of `addresses`, after which the attachment `owner`
-    /// has its previous addresses again.
+    /// Returns the edit that undoes an [`ensure`] of `addresses`, after which the attachment
+    /// `owner` has its previous addresses again.
     pub(super) fn put_back(
         &self,
         filter: &mut Chains<'_>,
