@@ -54,11 +54,17 @@ fn a_bad_port_is_refused_in_go_s_words_alone() {
         let error = parse(&keys).unwrap_err();
         assert_eq!(error.to_string(), text, "no details either");
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net"{keys}}}"#);
-        let refused = Conf::refused_port(&NetConf::parse(conf).unwrap(), &error);
+        let refused = Conf::refused_key(&NetConf::parse(conf).unwrap(), &error);
         assert_eq!(refused.as_deref(), Some("portMappings[1]"));
     }
+}
+
+#[test]
+fn a_bad_mark_bit_is_refused_in_go_s_words_alone() {
     let error = parse(r#","markMasqBit":32"#).unwrap_err();
-    assert_eq!(error.to_string(), "MasqMarkBit must be between 0 and 31");
+    assert_eq!(error.to_string(), "MasqMarkBit must be between 0 and 31", "no details either");
+    let conf = NetConf::parse(r#"{"cniVersion":"1.0.0","name":"net","markMasqBit":32}"#).unwrap();
+    assert_eq!(Conf::refused_key(&conf, &error).as_deref(), Some("\"markMasqBit\": 32"));
 }
 
 #[test]
