@@ -2,8 +2,8 @@
 //! bridge.
 //!
 //! The interface belongs to the earlier plugin, so DEL detaches its host's end from the bridge
-//! instead of deleting it. DEL and CHECK always get a `prevResult`, so only the mark of the host's
-//! end, a [`PortMark`], shows them that the use is chained.
+//! instead of deleting it. DEL and CHECK get a `prevResult` in any case, so only the mark of the
+//! host's end, a [`PortMark`], shows them that the use is chained.
 
 use std::rc::Rc;
 

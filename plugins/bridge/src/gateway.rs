@@ -201,11 +201,11 @@ fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Lin
 fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16) -> Result<()> {
     let Some(port_index) = link.peer_index else { return Ok(()) };
     let Some(port) = host.find_link_by_index(port_index)? else { return Ok(()) };
-    let lacks_alias = port.alias.is_none() && port.name == port_name;
-    if lacks_alias {
+    let awaits_alias = port.alias.is_none() && port.name == port_name;
+    if awaits_alias {
         host.set_alias(port.index, VLAN_GATEWAY)?;
     }
-    if lacks_alias || port.alias.as_deref() == Some(VLAN_GATEWAY) {
+    if awaits_alias || port.alias.as_deref() == Some(VLAN_GATEWAY) {
         set_up_vlan_gateway(host, port.index, link.index, vlan)?;
     }
     Ok(())

@@ -3,15 +3,13 @@
 //!
 //! `conf` reads the configuration. `device` finds or creates the bridge, `port` sets flags, VLANs
 //! and spoof rules of the port, `gateway` adds the gateways' addresses to the bridge. `attach` uses
-//! them for ADD, `chained` for ADD in chained use. `record` reads which
-//! ports CNI plugins created. `check` implements CHECK, and `spoof` removes the rules of
-//! `macspoofchk`. [`cni_plugin::interface`] does the rest.
+//! them for ADD, `chained` for ADD after a plugin that created the interface (*chained use*).
+//! `record` reads which ports CNI plugins created. `check` implements CHECK, and `spoof` removes
+//! the rules of `macspoofchk`. [`cni_plugin::interface`] does the rest.
 //!
 //! Other networks and programs may share the bridge, so ADD's rollback, DEL and GC never undo the
 //! bridge, its gateway addresses or the forwarding sysctls. They only remove what has this
 //! attachment's *mark*, which for a link is its alias.
-//!
-//! *Chained use* is an ADD after a plugin that created the interface.
 
 mod attach;
 mod chained;
@@ -170,7 +168,7 @@ impl Interface for Bridge {
                 device::check_foreign_ports(&host, &link).map_err(not_available)?;
             }
         }
-        // If the bridge filters VLANs, the kernel can.
+        // A kernel whose bridge filters VLANs supports that.
         if !filters_vlans {
             device::check_vlan_filtering(call, conf)?;
         }

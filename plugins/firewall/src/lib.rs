@@ -179,8 +179,8 @@ fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Ve
     if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
         return Ok(forward.check(rules, forward.default_backend()?)?);
     }
-    // A record shows that this plugin has added the sources. It also isolates the bridge with
-    // rules, which Go's plugin does not do if it uses firewalld.
+    // A record shows that this plugin, not Go's, has added the sources. With firewalld, only this
+    // plugin also writes rules to isolate the bridge.
     if is_recorded && conf.policy != Policy::Open {
         missing.extend(forward.check(rules, Backend::Nftables)?);
     }

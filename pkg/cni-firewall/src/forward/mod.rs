@@ -76,7 +76,7 @@ impl ForwardRules {
 
 /// The addresses and isolated bridges that an attachment had before an ADD, so that a failed ADD
 /// undoes only its own changes. [`Forward::ensure`] fills in the cells. They are cells because the
-/// undo, which is registered earlier, keeps a reference to this value.
+/// undo, which is registered earlier, shares this value.
 #[derive(Debug, Default)]
 pub struct PreviousRules {
     /// `None` if `ensure` has not read nftables.

@@ -89,8 +89,8 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[Stri
 
 /// Returns the rules of [`CNI_FORWARD`] that contain one of the addresses.
 fn find_forward_rules(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
-    let needles: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
-    let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
+    let octets: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
+    let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
     filter.find_rules(CNI_FORWARD, &needles, |_| true)
 }
 
@@ -123,9 +123,9 @@ pub(super) fn ensure(
     }
 
     // One search finds the jump and the accepting rules, because the chain can be long.
-    let mut needles: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
-    needles.push(admin_chain.as_bytes().to_vec());
-    let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
+    let octets: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
+    let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
+    needles.push(admin_chain.as_bytes());
     let existing_rules = filter.find_rules(CNI_FORWARD, &needles, |_| true)?;
     let jump_to_admin = commented(&[], ADMIN_JUMP_COMMENT, admin_chain);
     delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &jump_to_admin);
@@ -144,8 +144,8 @@ pub(super) fn ensure(
             edit.append(OWNERS, record_rule(owned));
         }
     }
-    let stale_records: Vec<&Rule> =
-        own_records.iter().filter(|record| !addresses.contains(&record.owned)).map(|record| &record.rule).collect();
+    let is_stale = |record: &&Record| !addresses.contains(&record.owned);
+    let stale_records: Vec<&Rule> = own_records.iter().filter(is_stale).map(|record| &record.rule).collect();
     if !stale_records.is_empty() {
         let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
         edit.extend(removal.plan(filter)?);
@@ -257,8 +257,8 @@ impl Removal<'_> {
         if candidates.is_empty() {
             return Ok(edit);
         }
-        let needles: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
-        let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
+        let octets: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
+        let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
         let mut kept_addresses: Vec<IpAddr> = self.staying.iter().map(|owned| owned.address).collect();
         for record in find_records(filter, &needles)? {
             if !self.records.contains(&&record.rule) {
