@@ -130,8 +130,8 @@ impl Conf {
             if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
         if !is_iptables_chain_name(&iptables_admin_chain) {
             return Err(Error::config(format!(
-                "iptablesAdminChainName: {iptables_admin_chain:?} is not a name of a chain: it must be at most \
-                 {CHAIN_NAME_MAX} bytes, without spaces and control characters, and must not begin with - or !"
+                "iptablesAdminChainName: {iptables_admin_chain:?} is not a chain name: it must be at most \
+                 {CHAIN_NAME_MAX} bytes, without spaces or control characters, and must not begin with - or !"
             )));
         }
         let nftables_admin_chain = match raw.nftables_chain.as_str() {

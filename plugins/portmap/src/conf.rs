@@ -178,7 +178,7 @@ fn parse_set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
             if !fits || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
                 return Err(Error::config(format!(
                     "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
-                     without spaces and control characters, and must not begin with - or !"
+                     without spaces or control characters, and must not begin with - or !"
                 )));
             }
             Ok(SetMark::Chain(chain.to_owned()))

@@ -152,7 +152,7 @@ fn options_decide_the_backend() {
         (r#","portConflict":"steal""#, "\"portConflict\" can only be \"ignore\", not \"steal\""),
         (
             r#","externalSetMarkChain":"a b""#,
-            "externalSetMarkChain: \"a b\" is not a chain name: it must be 1 to 28 bytes, without spaces and control \
+            "externalSetMarkChain: \"a b\" is not a chain name: it must be 1 to 28 bytes, without spaces or control \
              characters, and must not begin with - or !",
         ),
     ] {
