@@ -45,8 +45,7 @@ impl std::fmt::Display for Purpose {
     }
 }
 
-/// An entry of the list: one rule of a container. The exception: the plugin firewall has one entry
-/// for all rules of an address.
+/// One rule of a container. For the plugin firewall, one value stands for all rules of an address.
 #[derive(Clone, Debug)]
 pub struct ContainerRule {
     /// The purpose of the rule.
@@ -58,8 +57,8 @@ pub struct ContainerRule {
     pub owner: RuleOwner,
     /// A description of the rule.
     pub text: String,
-    /// A command that removes this rule and nothing else. `None` for rules of iptables and for
-    /// entries of the plugin firewall.
+    /// A command that removes this rule and nothing else. `None` for rules of iptables and of the
+    /// plugin firewall.
     pub removal: Option<String>,
 }
 
@@ -179,9 +178,8 @@ fn program_name(family: Family, variant: Variant) -> String {
     }
 }
 
-/// Returns the entry for an address that the plugin firewall accepts; `None` if `comment`, of the
-/// rule that records the address's owner, is not an alias. One entry stands for all rules of the
-/// address, because the other rules do not name the owner.
+/// Returns the entry for an address whose packets the plugin firewall accepts. `comment` is that of
+/// the rule that records the address's owner; `None` if it is not an alias.
 fn forward_entry(
     place: String,
     comment: &str,
@@ -196,13 +194,14 @@ fn forward_entry(
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
-/// Adds to `rules` an entry for each address whose packets iptables' table filter accepts. Reads
-/// the chain that records the owners of addresses, because the accepting rules do not name owners.
+/// Adds to `rules` an entry for each container address whose packets iptables' table filter
+/// accepts. Reads the chain that records the owners of addresses, because the accepting rules do
+/// not name owners.
 fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
         let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
-        // Names the chain of the accepting rules: those of the chain that is read have no effect.
+        // The entry's place is the chain of the accepting rules, as the records have no effect.
         let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
         rules.extend(forward_entry(place, owner, address, &ingress));
     }
@@ -219,8 +218,7 @@ fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
             rules.extend(forward_entry(place, &owned.owner, owned.address, &owned.ingress));
         }
     }
-    // The addresses in zones of firewalld. It does not record their owners, but rules of nf_tables
-    // that the plugin firewall writes do.
+    // The addresses in zones of firewalld, whose owners the plugin firewall records in nf_tables.
     for owned in forward::sources::list(nft)? {
         rules.extend(forward_entry("firewalld".to_owned(), &owned.owner, owned.address, &owned.ingress));
     }
@@ -261,8 +259,8 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
             ifname: value_of("if: "),
             evidence: Evidence::MasqueradeNft(comment.clone()),
         };
-        // The rule does not give its family. In the words for the wrong family, the addresses are
-        // missing, so the longer text is right.
+        // The rule does not name its family. Decoded for the wrong family, it lacks its addresses,
+        // so the longer text is the right one.
         let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
         let text = if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 };
         rules.push(nft_entry(Purpose::Masquerade, table, chain, &listed, owner, text));
@@ -270,8 +268,8 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
     Ok(())
 }
 
-/// Adds to `rules` the host port rules of nf_tables. Their comment is the container's ID. A tag has
-/// the alias, except in rules of the Go plugin.
+/// Adds to `rules` the host port rules of nf_tables. Their comment is the container's ID. Rules
+/// that the Go plugin did not write also have a tag with the alias.
 fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for family in [Family::V4, Family::V6] {
         let table = portmap_nft::table(family);
@@ -279,12 +277,12 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
             for listed in nft.rules(table, chain)? {
                 let Some(container) = listed.rule.comment.clone() else { continue };
                 let evidence = Evidence::PortMapNft(Box::new(listed.rule.clone()));
-                let tagged =
-                    identity::alias(&listed.rule).and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
-                let owner =
-                    tagged.unwrap_or(RuleOwner { network: None, container: Some(container), ifname: None, evidence });
+                let alias = identity::alias(&listed.rule);
+                let owner_in_tag = alias.and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
+                let owner_in_comment = RuleOwner { network: None, container: Some(container), ifname: None, evidence };
+                let owner = owner_in_tag.unwrap_or(owner_in_comment);
                 let text = match portmap_nft::read_mapping(&listed.rule) {
-                    Some((claim, _)) => format!("{claim} to {}", claim.container),
+                    Some((host_port, _)) => format!("{host_port} to {}", host_port.container),
                     None => words(family, &listed.rule.exprs).join(" "),
                 };
                 rules.push(nft_entry(Purpose::PortMap, table, chain, &listed, owner, text));
@@ -295,26 +293,25 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
 }
 
 /// Adds to `rules` the jumps to the chains that check for forged sources. Jumps of the Go plugin,
-/// and those for very long names, have no tag with the alias but only `CONTAINER-IFNAME` in the
-/// comment.
+/// and jumps for very long names, have no tag with the alias: only their comment,
+/// `macspoofchk-CONTAINER-IFNAME`, names the owner.
 fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
     for listed in nft.rules(table, chain)? {
         let Some(comment) = listed.rule.comment.clone() else { continue };
         let Some(container_ifname) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
         let evidence = Evidence::Spoof(comment);
-        let tagged = listed
-            .rule
-            .tag(spoof::TAG_ALIAS)
-            .and_then(|alias| RuleOwner::from_alias(&String::from_utf8_lossy(alias), evidence.clone()));
+        let alias = listed.rule.tag(spoof::TAG_ALIAS).map(String::from_utf8_lossy);
+        let owner_in_tag = alias.and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
         // A guess: both parts can contain a dash, but names of interfaces seldom do.
         let (container, ifname) = container_ifname.rsplit_once('-').unwrap_or((&container_ifname, ""));
-        let owner = tagged.unwrap_or(RuleOwner {
+        let owner_in_comment = RuleOwner {
             network: None,
             container: Some(container.to_owned()),
             ifname: Some(ifname.to_owned()),
             evidence,
-        });
+        };
+        let owner = owner_in_tag.unwrap_or(owner_in_comment);
         let text = "only the container's own MAC address passes".to_owned();
         rules.push(nft_entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
     }
@@ -355,10 +352,10 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
     Ok(())
 }
 
-/// Returns the owner of a rule that jumps to a container's chain: network and container from the
-/// rule's comment, and the interface from the chain's first tag, a rule without a target whose
-/// comment is the alias. The interface may be another one of the container: a chain can have tags
-/// of several.
+/// Returns the owner of a rule that jumps to a container's chain. The network and the container are
+/// those in the rule's comment. The interface is the one in the chain's first tag, a rule without a
+/// target whose comment is the alias. If several interfaces of the container share the chain, the
+/// jump may belong to another one.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,

@@ -5,11 +5,11 @@
 //! calls act in the network namespace of the calling thread.
 //!
 //! Rules that the Go plugins write too have Go's names, comments and matches, byte for byte, so
-//! that these and Go's plugins can remove each other's rules. What Go's rules do not record, for
-//! example the network's name in a spoof rule, is in tags, which Go does not read: entries of a
-//! rule's userdata in nf_tables ([`nft::userdata`]), rules without a target in iptables. A shared
-//! table or chain stays when its last rule is removed, as with Go: another process may be about to
-//! add a rule.
+//! that these plugins and Go's can remove each other's rules. What Go's rules do not record, for
+//! example the network's name in a spoof rule, is in *tags*, which Go does not read. A tag is an
+//! entry of a rule's userdata in nf_tables ([`nft::userdata`]), a rule without a target in
+//! iptables. A shared table or chain stays when its last rule is removed, as with Go: another
+//! process may be about to add a rule.
 
 pub mod container_rules;
 pub mod forward;
@@ -61,23 +61,23 @@ impl fmt::Display for Backend {
     }
 }
 
-/// How often a change is tried at most if it fails as it does when another process has created or
-/// deleted an object that the change names ([`nft::raced`]). Only operations on the same attachment
-/// disturb each other in this way, so an error that reaches this bound has another cause.
+/// The maximum number of tries of a change whose error may mean that another process has created
+/// or deleted an object that the change names ([`nft::raced`]). Only operations on the same
+/// attachment conflict in this way, so an error that persists this long has another cause.
 const CONFLICT_TRIES_MAX: usize = 32;
-/// How often a change is tried at most if it requires an unchanged ruleset ([`Batch::only_at`]). Of
-/// n processes that change rules at once, each fails at most n - 1 times, and a failed try costs
-/// little.
+/// The maximum number of tries of a change that fails because the ruleset has changed since it was
+/// read ([`Batch::only_at`]). Of n processes that change rules at once, each fails at most n - 1
+/// times, and a failed try costs little.
 const STALE_TRIES_MAX: usize = 1024;
 
 /// Whether the kernel has nf_tables with NAT, which masquerading and port mappings need.
 ///
 /// Makes the kernel check the creation of a NAT chain without creating it ([`Nft::rehearse`]),
-/// which takes about 10 ms. No process is started.
+/// which takes about 10 ms.
 ///
 /// # Errors
-/// The kernel refuses the check for another reason than missing support, for example a missing
-/// privilege.
+/// The kernel refuses the check although it has nf_tables with NAT, for example because a privilege
+/// is missing.
 pub fn nft_usable() -> Result<bool> {
     let table = Table { family: Family::Inet, name: "cni_probe" };
     let mut batch = Batch::new();
@@ -91,8 +91,9 @@ pub fn nft_usable() -> Result<bool> {
     }
 }
 
-/// Calls `change`, which reads rules and changes them. While it fails because another process has
-/// changed the rules in between, calls it again, up to a bound. Returns its last result.
+/// Calls `change`, which reads rules and changes them, and returns its result. If it fails because
+/// another process may have changed the rules in between, calls it again, a limited number of
+/// times.
 fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
     let (mut stale_tries, mut conflict_tries) = (0, 0);
     loop {

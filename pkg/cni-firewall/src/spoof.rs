@@ -16,16 +16,16 @@
 //!
 //! **Several attachments can have one ID**: the same container and interface in another network, or
 //! container `a` with interface `eth0-x` and container `a-eth0` with interface `x`. So the jump has
-//! a tag beside its comment, which names the attachment, and DEL of another attachment leaves the
-//! rules. An ADD replaces the rules of its ID unless they guard another interface that exists, even
-//! one of the same attachment: the tag does not name the network namespace, and this may be a
-//! second ADD, into another one.
+//! a tag that names the attachment, and DEL of another attachment leaves the rules. An ADD replaces
+//! the rules of its ID unless they guard another host interface that exists. That applies even to
+//! rules with the attachment's own tag: the tag does not name the network namespace, so they may
+//! belong to the container's interface in another namespace.
 //!
 //! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags
 //! together. `nft` accepts comments of at most 128 bytes, so Go's ADD fails for IDs over 116 bytes.
 //! Up to 231 bytes, this module uses the same form (Go's DEL can remove the rules; `nft` lists
 //! them, but cannot load that list again). Longer IDs are cut to 83 bytes, followed by `-` and 128
-//! bits of the whole ID's SHA-512 in hex; Go's ADD cannot have made such an attachment.
+//! bits of the whole ID's SHA-512 in hex.
 
 use std::collections::BTreeMap;
 
@@ -59,7 +59,7 @@ pub(super) const TAG_ALIAS: u8 = 0x80;
 const TAG_NETWORK: u8 = 0x81;
 const NETWORK_HASH_LEN: usize = 8;
 
-/// The advice in a message if the rules of an ID guard an existing interface of another attachment.
+/// The advice in the message that the rules of an ID guard another interface that exists.
 pub const RESOLVE_CONFLICT: &str = "run DEL for that attachment first, or use another interface name";
 
 /// The longest ID whose comment leaves room for a [`TAG_NETWORK`].
@@ -79,10 +79,15 @@ fn mac_rules(mac: Mac) -> [Vec<Expr>; 2] {
     [return_own, vec![Expr::Verdict(Verdict::Drop)]]
 }
 
-/// Returns the MAC that these rules let pass; `None` if they are not exactly [`mac_rules`].
+/// Whether the listed rules have exactly these expressions, in this order.
+fn have_exprs(rules: &[Listed], expected: &[Vec<Expr>]) -> bool {
+    rules.iter().map(|listed| &listed.rule.exprs).eq(expected)
+}
+
+/// Returns the MAC that these rules let pass; `None` if they are not exactly its [`mac_rules`].
 fn accepted_mac(rules: &[Listed]) -> Option<Mac> {
     let mac = Mac(ether_saddr_of(&rules.first()?.rule.exprs)?);
-    if rules.iter().map(|listed| &listed.rule.exprs).eq(&mac_rules(mac)) { Some(mac) } else { None }
+    if have_exprs(rules, &mac_rules(mac)) { Some(mac) } else { None }
 }
 
 /// A jump or a chain of an attachment in the kernel.
@@ -105,14 +110,14 @@ impl SpoofCheck {
     /// Opens a connection in the calling thread's network namespace.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink, which has no rules to
-    /// remove either.
+    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink, which has no rules.
     pub fn open() -> Result<SpoofCheck> {
         Ok(SpoofCheck { nft: Nft::open()? })
     }
 
-    /// Checks that [`ensure`](SpoofCheck::ensure) can work here. Takes about 0.1 ms if the shared
-    /// chain exists, else about 10 ms, as the kernel checks its creation without creating it.
+    /// Checks that [`ensure`](SpoofCheck::ensure) can work here, and changes nothing. Takes about
+    /// 0.1 ms if PREROUTING exists, else about 10 ms, for the kernel's check whether the chain can
+    /// be created.
     ///
     /// # Errors
     /// The kernel refuses the check: [`Error::is_unsupported`] if it has no nf_tables for bridges.
@@ -125,10 +130,10 @@ impl SpoofCheck {
         self.nft.rehearse(batch)
     }
 
-    /// Writes the rules that let frames from `host_veth` pass only with the source `mac`. The
-    /// attachment's existing rules are replaced in the same transaction, so no frame passes
-    /// unchecked (before Linux 5.0 the removal is a transaction of its own). Takes about 0.3 ms if
-    /// the attachment has no rules yet, however many others have.
+    /// Writes the rules that let frames from `host_veth` pass only with the source `mac`. Existing
+    /// rules of the ID are replaced in the same transaction, so no frame passes unchecked (before
+    /// Linux 5.0 the removal is a transaction of its own). Takes about 0.3 ms if the ID has no
+    /// rules yet, whatever the number of other rules.
     ///
     /// # Errors
     /// - [`Error::is_unsupported`]: the kernel has no nf_tables for bridges.
@@ -138,8 +143,8 @@ impl SpoofCheck {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let jump = jump_rule(&id, attachment, host_veth)?;
         retry(|| {
-            // A jump exists only together with its chain: without chains there are no rules to
-            // replace, and PREROUTING, which can be long, need not be read.
+            // PREROUTING, which can be long, need not be read if the ID has no chains: a jump
+            // exists only together with its target chain.
             let mut existing = self.find_chains(&id)?;
             if !existing.is_empty() {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
@@ -150,9 +155,8 @@ impl SpoofCheck {
                 existing = self.find_objects(&id, &rules)?;
             }
             match self.replace(&id, &jump, mac, &existing) {
-                // Kernels before 5.0 count a jump until its removal is committed, and do not remove
-                // the chain in the same transaction. So the rules, whose owner was checked above,
-                // are removed first.
+                // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump
+                // to it. So the rules, whose owner was checked above, are removed first.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
                     self.purge_id(&id, |_| None)?;
                     self.replace(&id, &jump, mac, &[])
@@ -162,9 +166,9 @@ impl SpoofCheck {
         })
     }
 
-    /// Returns the owner of the rules with the attachment's ID if they guard an existing interface
-    /// other than `host_veth`: [`ensure`](SpoofCheck::ensure) would refuse to replace them. `None`
-    /// on a kernel without nf_tables.
+    /// Returns the owner of rules with the attachment's ID that guard an existing interface other
+    /// than `host_veth`, and so make [`ensure`](SpoofCheck::ensure) fail. `None` if there are no
+    /// such rules, or on a kernel without nf_tables.
     pub fn find_conflicting_interface(
         &mut self,
         attachment: &AttachmentId,
@@ -206,11 +210,11 @@ impl SpoofCheck {
         self.nft.commit(batch)
     }
 
-    /// Removes all rules of the attachment in one transaction, also incomplete ones and Go's; the
-    /// shared table and PREROUTING stay. If the rules belong to another attachment with the same
-    /// ID, leaves them, as without them that container could send with any MAC, and returns their
-    /// owner. `Ok(None)` means that no rules of the attachment are left, or that the kernel has no
-    /// nf_tables.
+    /// Removes all rules of the attachment in one transaction, including Go's and those of an
+    /// interrupted ADD. Returns `Ok(None)` if no rules of the attachment remain.
+    ///
+    /// If the rules belong to another attachment with the same ID, removes nothing, because that
+    /// attachment still needs them, and returns their owner.
     ///
     /// Call this after the link is deleted: without the rules, the container's last frames would
     /// pass unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
@@ -220,18 +224,17 @@ impl SpoofCheck {
             if let Some(other) = id.find_other_owner(rules, attachment) {
                 return Some(other);
             }
-            // No tag names another attachment, but Go's rules have no tag. The interface of this
-            // attachment is deleted by now, so an existing interface that Go's rules guard belongs
-            // to another attachment. If the interfaces cannot be read, the rules are removed, as Go
-            // does in any case.
-            let owner = find_owner_with_link(&id, rules, None).unwrap_or_default()?;
-            if owner.tag == JumpTag::Missing { Some(owner) } else { None }
+            // Go's rules have no tag. The interface of this attachment is already deleted, so an
+            // existing interface that Go's rules guard belongs to another attachment. If the
+            // interfaces cannot be read, the rules are removed, as Go always does.
+            let owner_with_link = find_owner_with_link(&id, rules, None).unwrap_or(None);
+            owner_with_link.filter(|owner| owner.tag == JumpTag::Missing)
         })
     }
 
     /// Undoes an [`ensure`](SpoofCheck::ensure) for `host_veth`: removes all rules with the
-    /// attachment's ID. All stay if one of the jumps is for another attachment or interface: then
-    /// `ensure` did not write them.
+    /// attachment's ID. If one of the jumps is for another attachment or interface, `ensure` did
+    /// not write the rules, and all stay.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let find_other = |rules: &[Listed]| {
@@ -246,9 +249,9 @@ impl SpoofCheck {
         self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
     }
 
-    /// Removes all rules of the ID. If `find_other`, given the rules of PREROUTING, returns another
-    /// owner, removes nothing and returns that owner. `Ok(None)` also on a kernel without
-    /// nf_tables.
+    /// Removes all rules of the ID and returns `Ok(None)`. If `find_other`, given the rules of
+    /// PREROUTING, returns another owner, removes nothing and returns that owner. A kernel without
+    /// nf_tables has no rules to remove.
     fn purge_id(
         &mut self,
         id: &Id,
@@ -265,8 +268,8 @@ impl SpoofCheck {
                 object.add_removal(&mut batch);
             }
             match self.nft.commit(batch) {
-                // The kernel is older than 5.0 (see `ensure`), or a rule of another program jumps
-                // to one of the chains.
+                // Linux before 5.0 (see `ensure`), or a rule of another program jumps to one of the
+                // chains.
                 Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(&objects)?,
                 result => result?,
             }
@@ -293,8 +296,9 @@ impl SpoofCheck {
         result
     }
 
-    /// Returns a sentence for each rule that differs from what [`ensure`](SpoofCheck::ensure)
-    /// writes; empty if all is well. Accepts Go's rules, and duplicate jumps.
+    /// Returns a sentence for each chain or rule that is missing or differs from what
+    /// [`ensure`](SpoofCheck::ensure) writes; empty if none. Accepts Go's rules, and duplicate
+    /// jumps.
     pub fn check(&mut self, container_id: &str, ifname: &str, host_veth: &str, mac: Mac) -> Result<Vec<String>> {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
@@ -312,7 +316,7 @@ impl SpoofCheck {
         }
         for (chain, expected) in [(id.chain(), &[id.jump_to_mac_chain()][..]), (id.mac_chain(), &mac_rules(mac)[..])] {
             let rules = self.nft.rules(TABLE, &chain)?;
-            if rules.iter().map(|listed| &listed.rule.exprs).eq(expected) {
+            if have_exprs(&rules, expected) {
                 continue;
             }
             differences.push(match accepted_mac(&rules) {
@@ -325,8 +329,8 @@ impl SpoofCheck {
         Ok(differences)
     }
 
-    /// Returns the owner of each ID that has spoof rules, complete or not, also of Go's. Empty on a
-    /// kernel without nf_tables.
+    /// Returns the owner of each ID that has spoof rules, including Go's and incomplete ones. Empty
+    /// on a kernel without nf_tables.
     pub fn list(&mut self) -> Result<Vec<SpoofOwner>> {
         let rules_and_chains = self.nft.rules(TABLE, PREROUTING).and_then(|rules| Ok((rules, self.nft.chains(TABLE)?)));
         let (rules, chains) = match rules_and_chains {
@@ -337,10 +341,8 @@ impl SpoofCheck {
         for Listed { rule, .. } in &rules {
             let Some(comment) = rule.comment.as_deref() else { continue };
             let Some(id) = comment.strip_prefix(COMMENT_PREFIX) else { continue };
-            // Of several jumps for one ID the first with a tag counts, or the last if none has one.
-            if let Some(known) = owners.get(id)
-                && known.tag != JumpTag::Missing
-            {
+            // If an ID has several jumps, the first one with a tag names its owner.
+            if owners.get(id).is_some_and(|known| known.tag != JumpTag::Missing) {
                 continue;
             }
             let (host_veth, tag) = (iifname_of(&rule.exprs), JumpTag::of(rule));
@@ -350,7 +352,8 @@ impl SpoofCheck {
         for chain in chains {
             let Some(name) = chain.name.strip_prefix(CHAIN_PREFIX) else { continue };
             let id = name.strip_suffix(MAC_SUFFIX).unwrap_or(name);
-            // An ID may itself end in "-mac": both readings of the name are looked up.
+            // A name that ends in "-mac" is that of the second chain of an ID, or of the first
+            // chain of an ID that itself ends in "-mac".
             if !owners.contains_key(name) && !owners.contains_key(id) {
                 let leftover = SpoofOwner { id_ifname: id.to_owned(), host_veth: None, tag: JumpTag::Missing };
                 owners.insert(id.to_owned(), leftover);
@@ -365,8 +368,8 @@ impl SpoofCheck {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// Returns the ID's jumps and chains. Each rule or chain that jumps to a chain is before that
-    /// chain, because the kernel refuses to remove the target of a jump. `rules` are the rules of
+    /// Returns the ID's jumps and chains in the order of their removal: a chain follows the jumps
+    /// to it, because the kernel refuses to remove the target of a jump. `rules` are the rules of
     /// PREROUTING.
     fn find_objects(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
@@ -387,13 +390,13 @@ impl SpoofCheck {
     }
 }
 
-/// Returns the first owner of the ID whose interface exists and is not `own_veth`, which belongs to
-/// the caller. `rules` are the rules of PREROUTING. An interface whose peer is gone does not count:
-/// the kernel is deleting the pair.
-fn find_owner_with_link(id: &Id, rules: &[Listed], own_veth: Option<&str>) -> Result<Option<SpoofOwner>> {
+/// Returns the first owner of the ID whose host interface exists and is not `except`. `rules` are
+/// the rules of PREROUTING. An interface whose peer is gone counts as deleted: the kernel is
+/// deleting the pair.
+fn find_owner_with_link(id: &Id, rules: &[Listed], except: Option<&str>) -> Result<Option<SpoofOwner>> {
     for owner in id.owners(rules) {
         let Some(name) = owner.host_veth.as_deref() else { continue };
-        if Some(name) == own_veth {
+        if Some(name) == except {
             continue;
         }
         let netlink = Netlink::open()?;

@@ -1,5 +1,5 @@
 //! Creates network namespaces for tests, and runs `nft`, shell scripts and Go's bridge plugin in
-//! that of the calling thread.
+//! the calling thread's namespace.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};
@@ -15,7 +15,7 @@ pub(crate) fn new_netns() -> Netns {
     netns.unwrap()
 }
 
-/// Returns the real machine. Its handling of SIGTERM has no effect: no test sends the signal.
+/// Returns the real machine. It also handles SIGTERM, which no test sends.
 pub(crate) fn machine() -> LinuxMachine {
     LinuxMachine::install().unwrap()
 }

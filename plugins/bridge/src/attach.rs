@@ -1,7 +1,7 @@
-//! Implements ADD with a new veth pair: creates the pair and its port. Waits, also in chained use,
-//! until the port forwards.
+//! Implements ADD with a new veth pair, and the wait until a port forwards, which chained use
+//! shares.
 //!
-//! Flags, VLANs and spoof rules of the port are set before the container's end comes up, so that no
+//! The port's flags, VLANs and spoof rules are set before the container's end comes up, so that no
 //! frame passes without them.
 
 use std::time::Duration;
@@ -19,8 +19,8 @@ use crate::conf::Conf;
 use crate::device;
 use crate::port::{self, PortEnds};
 
-/// How long ADD waits in total until the port forwards and the links have their carriers. Usually
-/// that takes milliseconds, on a busy host longer.
+/// The time limit for the port to forward and the links to have their carriers. That usually takes
+/// milliseconds, but longer on a busy host.
 const PORT_DEADLINE: Duration = Duration::from_secs(5);
 
 /// A port of a bridge.
@@ -30,8 +30,8 @@ pub struct AttachedPort {
     pub(crate) bridge: Link,
     /// The index of the port.
     pub(crate) port: u32,
-    /// The index of the link for the gateways' addresses, which is the bridge if the configuration
-    /// has no gateway; `None` until that link is known, and without IPAM.
+    /// The index of the link for the gateways' addresses; that of the bridge if the configuration
+    /// has no gateway. `None` without IPAM, and until that link is known.
     pub(crate) gateway_link: Option<u32>,
     /// In chained use, the earlier plugin's interface that became the port.
     pub(crate) adopted: Option<AdoptedInterface>,

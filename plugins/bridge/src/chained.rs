@@ -1,9 +1,9 @@
 //! Chained use: an earlier plugin has created CNI_IFNAME, and its host's end becomes a port of the
 //! bridge.
 //!
-//! That interface belongs to the earlier plugin. So its host's end gets another kind of mark, a
-//! [`PortMark`], and DEL detaches it from the bridge instead of deleting it. DEL and CHECK get a
-//! `prevResult` in both uses, so only the mark shows that the use is chained.
+//! The interface belongs to the earlier plugin, so DEL detaches its host's end from the bridge
+//! instead of deleting it. DEL and CHECK get a `prevResult` in any case, so only the mark of the
+//! host's end, a [`PortMark`], shows them that the use is chained.
 
 use std::rc::Rc;
 
@@ -26,8 +26,8 @@ use crate::port::{self, PortEnds};
 /// The longest alias, in bytes, that the kernel stores.
 const ALIAS_MAX: usize = 255;
 
-/// The bytes reserved in the alias because the numbers that [`record_addresses`] writes into the
-/// mark may be longer than the initial `0+0`.
+/// The bytes reserved in the alias for the numbers that [`record_addresses`] writes into the mark:
+/// they may be longer than the initial `0+0`.
 const NUMBERS_LEN: usize = 8;
 
 /// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container; otherwise `None`,
@@ -102,7 +102,7 @@ pub(crate) fn plug_in<'a>(
     let (undo_host, index, was_port) = (Rc::clone(host), link.index, link.master.is_some());
     rollback.push(format!("take {} off {}", link.name, bridge.name), move || {
         match undo_host.find_link_by_index(index)? {
-            // The earlier plugin had already attached the link to the bridge: the link stays there.
+            // The earlier plugin had attached the link to the bridge, so the link stays there.
             Some(link) if was_port => restore_alias(&undo_host, &link),
             Some(link) => give_back(&undo_host, &link),
             None => Ok(()),
@@ -138,13 +138,12 @@ pub(crate) struct AdoptedInterface {
     port_mark: PortMark,
 }
 
-/// Records in the port's mark, for DEL, which of the result's addresses this plugin's IPAM gave,
+/// Records in the port's mark, for DEL, which addresses of the result this plugin's IPAM assigned,
 /// and registers their removal with `rollback`.
 ///
-/// The earlier plugin's interface remains if this ADD fails, so the new addresses must be removed
-/// from the interface before IPAM releases them. Addresses that the interface already has are the
-/// earlier plugin's, and the rollback leaves them. The rollback also sets the interface down again
-/// if it was down.
+/// The earlier plugin's interface remains if this ADD fails, so the rollback must remove the new
+/// addresses before IPAM releases them. Addresses that the interface already has are the earlier
+/// plugin's, and stay. The rollback also sets the interface down again if it was down.
 pub(crate) fn record_addresses<'a>(
     context: &AttachmentContext<'a, Conf>,
     created: &CreatedLink<AttachedPort>,

@@ -1,7 +1,7 @@
 //! Implements CHECK: whether the attachment is as ADD left it.
 //!
-//! The bridge is compared with the configuration, except for its MAC: the MAC of a bridge that a Go
-//! plugin created changes with the ports, which does not disturb any container.
+//! The MAC of the bridge is not checked: on a bridge that a Go plugin created, the MAC changes with
+//! the ports, which does not disturb any container.
 
 use cni::result::IpConfig;
 use cni::skel::{RestoreMode, Restored};
@@ -95,7 +95,7 @@ fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     if !link.up {
         return Err(failed(format!("bridge {name} is down")));
     }
-    // Promiscuity is a counter, which a packet capture raises too: any value above 0 is right.
+    // Promiscuity is a counter, which a packet capture also raises, so only 0 is wrong.
     if conf.promiscuous && link.promiscuity == 0 {
         let msg = format!("Bridge interface {name} configured Promisc Mode true doesn't match current state: false");
         return Err(failed(msg));
@@ -145,8 +145,8 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     Ok(())
 }
 
-/// Returns the result's addresses that this plugin's IPAM gave. In chained use the result also has
-/// the earlier plugin's addresses, for which this plugin adds no gateway and does not masquerade.
+/// Returns the addresses in the result that this plugin's IPAM assigned. In chained use, the result
+/// also has the earlier plugin's addresses, which have no gateway here and are not masqueraded.
 fn own_addresses(check: &Check<'_>, outer: &Link) -> Vec<IpConfig> {
     match PortMark::of(outer) {
         Some(port_mark) => port_mark.added_ips(&check.prev).cloned().collect(),

@@ -46,7 +46,7 @@ pub struct Conf {
     pub(crate) vlans: Option<Vlans>,
     /// Whether frames with any other source address than the container's are dropped.
     pub(crate) spoof_check: bool,
-    /// Whether duplicate address detection runs for the addresses that ADD adds.
+    /// Whether duplicate address detection runs for the IPv6 addresses that ADD adds.
     pub(crate) dad: Dad,
     /// Whether the container's end stays down.
     pub(crate) container_down: bool,
@@ -54,7 +54,7 @@ pub struct Conf {
     pub(crate) mac: Option<Mac>,
     /// The IPAM plugin; `None`: the container gets no addresses.
     pub(crate) ipam: Option<String>,
-    /// The DNS settings for the result instead of IPAM's.
+    /// The DNS settings that replace IPAM's in the result.
     pub(crate) dns: Option<Dns>,
     /// The gateways that the `ipam` section configures, with their networks' prefix lengths.
     pub(crate) configured_gateways: Vec<Cidr>,
@@ -176,15 +176,15 @@ impl Conf {
         self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
     }
 
-    /// Returns the VLAN that a gateway would be in; `None` if its address would be on the bridge
-    /// itself.
+    /// Returns the VLAN of the gateway interface, if there is a gateway; `None` if the gateway's
+    /// address is on the bridge itself.
     pub(crate) fn gateway_vlan(&self) -> Option<u16> {
         self.vlans.as_ref().and_then(|vlans| vlans.access)
     }
 }
 
-/// Returns the name of the interface with a VLAN's gateway address. It is one end of a veth pair,
-/// not an 802.1q device as the name suggests; Go names it so.
+/// Returns the name of the interface with a VLAN's gateway address. The name is Go's. It suggests
+/// an 802.1Q device, but the interface is one end of a veth pair.
 pub(crate) fn vlan_gateway_name(bridge: &str, vlan: u16) -> String {
     format!("{bridge}.{vlan}")
 }

@@ -1,9 +1,10 @@
 //! Finds or creates the bridge, and applies the settings that the configuration requires.
 //!
-//! The bridge is shared, so its creation and its settings are never rolled back. A bridge without a
-//! MAC of its own takes one of its ports' MACs, which changes when ports come and go. To *pin* the
-//! MAC is to set it explicitly. A bridge created here has a pinned MAC from the beginning. For
-//! other bridges, [`pin_mac`] decides whether to pin it.
+//! The bridge is shared, so its creation and its settings are never rolled back.
+//!
+//! A bridge whose MAC was never set has the MAC of one of its ports, which changes when ports come
+//! and go. To *pin* the MAC is to set it explicitly. A bridge created here has a pinned MAC from
+//! the beginning. For other bridges, [`pin_mac`] decides.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -21,16 +22,15 @@ use crate::conf::Conf;
 use crate::record;
 
 /// The alias of a bridge whose MAC is pinned. The kernel does not report whether a MAC was set or
-/// came from a port; with this alias, the next ADD needs no look at the ports.
+/// came from a port. With this alias, the next ADD need not read the ports.
 const PINNED: &str = "cni-bridge: MAC pinned";
 
 /// How long to wait for another ADD that has created its port, but has not yet set the alias that
 /// marks the port as a container's.
 const MARK_DEADLINE: Duration = Duration::from_secs(1);
 
-/// Finds or creates the bridge and applies the missing settings. A bridge in use usually has all of
-/// them. Must be called before this ADD attaches its port, which could change a MAC that is not
-/// pinned.
+/// Finds or creates the bridge and applies the missing settings. Must be called before this ADD
+/// attaches its port, which could change a MAC that is not pinned.
 ///
 /// # Errors
 /// - Code 7 if a link of this name is not a bridge, or VLAN filtering would cut off ports of other
@@ -112,7 +112,7 @@ fn vlan_filtering_error(error: Error, conf: &Conf) -> Error {
 }
 
 /// Checks for STATUS that the kernel has VLAN filtering, if the configuration needs it. If that
-/// cannot be found out, prints a note.
+/// cannot be determined, only prints a note.
 ///
 /// # Errors
 /// Code 2 if the kernel lacks VLAN filtering.
@@ -134,11 +134,11 @@ pub(crate) fn check_vlan_filtering(call: &Call<'_>, conf: &Conf) -> Result<()> {
     }
 }
 
-/// Pins the bridge's current MAC, unless it is pinned already or must not be pinned. Returns the
+/// Pins the bridge's current MAC, unless it is already pinned or must not be pinned. Returns the
 /// link with its new properties.
 ///
-/// If this ADD adds a gateway's address to the bridge, the MAC is pinned whichever ports the bridge
-/// has: with each change of the MAC all containers would lose the gateway for a while. Otherwise
+/// If this ADD adds a gateway's address to the bridge, the MAC is pinned whatever ports the bridge
+/// has: with each change of the MAC, all containers would lose the gateway for a while. Otherwise
 /// the MAC is not pinned if another program may need the bridge to take a port's MAC.
 fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.as_deref() == Some(PINNED) {
@@ -147,10 +147,9 @@ fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if !conf.puts_gateway_on_bridge() && others_may_need_port_mac(host, &link) {
         return Ok(link);
     }
-    // An alias that the administrator set is not replaced with `PINNED`. So each ADD on such a
-    // bridge comes here, although an earlier one may have pinned the MAC. Setting the MAC again
-    // would drop all neighbour entries of the bridge, so the MAC is only set as long as the bridge
-    // has no gateway's address, as in Go.
+    // An alias that the administrator set is not replaced with `PINNED`, so an earlier ADD may have
+    // pinned the MAC without a trace. Setting the MAC again would drop all neighbour entries of the
+    // bridge. So the MAC is only set while the bridge has no gateway's address, as in Go.
     if link.alias.is_some() && has_gateway_address(host, &link, conf)? {
         return Ok(link);
     }
@@ -183,10 +182,9 @@ fn has_gateway_address(host: &Netlink, link: &Link, conf: &Conf) -> Result<bool>
 }
 
 /// Whether a program other than the CNI plugins may need the bridge to take the MAC of one of its
-/// ports, for example of an uplink. Such a bridge's MAC is only pinned if the bridge gets a
-/// gateway's address.
+/// ports, for example of an uplink.
 fn others_may_need_port_mac(host: &Netlink, link: &Link) -> bool {
-    // Listing can fail while many ports are being added. The next ADD looks again.
+    // Listing can fail while many ports are being added. The next ADD tries again.
     let Ok(ports) = host.list_ports(link.index) else { return true };
     if ports.is_empty() {
         // A bridge with a MAC may be waiting for an uplink that another program attaches later. A
@@ -197,8 +195,8 @@ fn others_may_need_port_mac(host: &Netlink, link: &Link) -> bool {
     ports.iter().any(|port| !is_cni_port(port, &record))
 }
 
-/// Returns the bridge's entry in the result, whose MAC Go's CHECK compares. Must be called after
-/// the port is attached, because attaching the port can change a MAC that is not pinned.
+/// Returns the bridge's entry in the result. Go's CHECK compares the MAC in this entry, so this
+/// must be called after the port is attached, which can change a MAC that is not pinned.
 pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     let mac = match bridge.alias.as_deref() {
         Some(PINNED) => bridge.mac,
@@ -214,7 +212,7 @@ fn is_cni_port(port: &Link, record: &record::HostInterfaces) -> bool {
     port.alias.as_deref().is_some_and(is_mark) || (port.is_veth() && record.contains(&port.name))
 }
 
-/// Enables VLAN filtering on a bridge that these plugins or another program use already.
+/// Enables VLAN filtering on a bridge that may already be in use.
 ///
 /// # Errors
 /// - Code 7 if that would cut off ports of other programs.

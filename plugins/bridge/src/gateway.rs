@@ -1,7 +1,7 @@
 //! Adds the gateways' addresses to the bridge, or to a VLAN's gateway interface, and enables
 //! forwarding.
 //!
-//! Other attachments use the same addresses and sysctls, so a failed ADD does not undo them. It
+//! Other attachments use the same addresses and sysctls, so a failed ADD leaves them. It only
 //! restores the addresses that `forceAddress` removed.
 
 use std::net::IpAddr;
@@ -22,9 +22,9 @@ use crate::conf::{Conf, vlan_gateway_name};
 /// The alias of the port that connects a VLAN's gateway interface to the bridge.
 const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 
-/// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway.
-/// Lists a VLAN's gateway interface in the result. Returns the added addresses and, also without a
-/// gateway, the link on which neighbour entries for the container can be outdated.
+/// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway,
+/// and lists a VLAN's gateway interface in the result. Returns the added addresses, and the link on
+/// which neighbour entries for the container can be outdated (even without a gateway).
 ///
 /// # Errors
 /// - Code 102 with Go's text if the link has a conflicting address and `forceAddress` is not set.
@@ -45,8 +45,8 @@ pub(crate) fn add_gateways<'a>(
     Ok(HostState { added, neighbours_on })
 }
 
-/// The changes that add an attachment's gateways. [`Plan::new`] makes no change, so an ADD that it
-/// refuses leaves the link's addresses as they are.
+/// The changes that add an attachment's gateways. They are planned before the first is made, so an
+/// ADD that fails because of a conflicting address changes no address.
 struct Plan {
     /// The link for the gateways' addresses.
     link: Link,
@@ -54,7 +54,7 @@ struct Plan {
     missing: Vec<Cidr>,
     /// The addresses of the link that are removed because of `forceAddress`.
     conflicting: Vec<Cidr>,
-    /// The families that have a gateway. The host is to forward their packets.
+    /// The families that have a gateway, whose packets the host must forward.
     families: Vec<Family>,
 }
 
@@ -76,7 +76,7 @@ impl Plan {
         for gateway in gateways.iter().filter(|gateway| !existing.contains(gateway)) {
             plan.missing.push(*gateway);
             for address in existing.iter().filter(|address| conflicts(**address, *gateway)) {
-                // The other gateways of this network do not conflict.
+                // Another gateway of this network is not a conflict.
                 if gateways.contains(address) || conf.configured_gateways.contains(address) {
                     continue;
                 }
@@ -97,8 +97,8 @@ impl Plan {
     }
 
     /// Removes the conflicting addresses, adds the missing ones and enables forwarding. Returns the
-    /// added addresses, without those that another ADD has added meanwhile. The undo, registered on
-    /// `rollback`, only restores the removed addresses.
+    /// added addresses, without those that another ADD has added meanwhile. Registers with
+    /// `rollback` an undo that only restores the removed addresses.
     fn execute<'a>(self, context: &AttachmentContext<'a, Conf>, rollback: &mut Rollback<'a>) -> Result<Vec<IpAddr>> {
         let (host, conf, notes) = (&context.host, &context.conf, &context.call.notes);
         let Plan { link, missing, conflicting, families } = self;
@@ -125,9 +125,9 @@ impl Plan {
                 Err(error) if error.is_exists() => {}
                 Err(error) => return Err(error.into()),
             }
-            // The kernel resolves neighbours for forwarded packets from a link-local address. The
-            // link-local address that the kernel adds is tentative at first: without another one,
-            // the first packets would be lost.
+            // The kernel resolves neighbours for forwarded packets from a link-local address. Its
+            // own one is tentative at first, so the first packets would be lost. The one added here
+            // is usable at once.
             if !gateway.is_ipv4()
                 && conf.dad == Dad::Skip
                 && let Some(mac) = link.mac
@@ -142,8 +142,8 @@ impl Plan {
     }
 }
 
-/// Whether a link with the address `existing` must not get the gateway's address. As with Go, any
-/// other IPv4 address conflicts, an IPv6 address only if the networks overlap.
+/// Whether `existing`, a different address of the link, conflicts with the gateway's address. As
+/// with Go, all IPv4 addresses conflict, and IPv6 addresses if their networks overlap.
 fn conflicts(existing: Cidr, gateway: Cidr) -> bool {
     if existing.is_ipv4() != gateway.is_ipv4() {
         return false;
@@ -165,8 +165,8 @@ fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Lin
     // The name depends only on bridge and VLAN, so that each ADD knows the port of an earlier one.
     let port_name = AttachmentId::new(&bridge.name, "vlan", vlan.to_string()).host_name(0);
     if let Some(link) = host.find_link(&name)? {
-        // Setting the link up is the last step of its creation: if it is down, the ADD that created
-        // it was killed, or is still running.
+        // Setting the link up is the last step of its creation. If the link is down, the ADD that
+        // created it was killed, or is still running.
         if !link.up {
             complete_vlan_gateway(host, &link, &port_name, vlan)?;
         }
@@ -188,7 +188,7 @@ fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Lin
             }
             refuse_router_advertisements(&name);
         }
-        // Another ADD has created it meanwhile.
+        // Another ADD has created the pair meanwhile.
         Err(error) if error.is_exists() => {}
         Err(error) => return Err(error.into()),
     }
@@ -196,22 +196,22 @@ fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Lin
 }
 
 /// Completes the creation of the VLAN gateway interface `link`, which an ADD has left unfinished.
-/// Does nothing unless the other end is the port that this plugin creates: a port with the alias
-/// [`VLAN_GATEWAY`] or, before the alias is set, with the name `port_name`.
+/// Does nothing if another program created the link: then the other end has neither the alias
+/// [`VLAN_GATEWAY`] nor, without an alias, the name `port_name`.
 fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16) -> Result<()> {
     let Some(port_index) = link.peer_index else { return Ok(()) };
     let Some(port) = host.find_link_by_index(port_index)? else { return Ok(()) };
-    let is_ours_without_alias = port.alias.is_none() && port.name == port_name;
-    if is_ours_without_alias {
+    let awaits_alias = port.alias.is_none() && port.name == port_name;
+    if awaits_alias {
         host.set_alias(port.index, VLAN_GATEWAY)?;
     }
-    if is_ours_without_alias || port.alias.as_deref() == Some(VLAN_GATEWAY) {
+    if awaits_alias || port.alias.as_deref() == Some(VLAN_GATEWAY) {
         set_up_vlan_gateway(host, port.index, link.index, vlan)?;
     }
     Ok(())
 }
 
-/// Puts the port of a VLAN gateway into its VLAN only, then sets the gateway's end up. Can be
+/// Puts the port of a VLAN gateway into this VLAN only, then sets the gateway's end up. Can be
 /// repeated.
 fn set_up_vlan_gateway(host: &Netlink, port: u32, gateway: u32, vlan: u16) -> Result<()> {
     for old in host.vlans(port)?.iter().filter(|old| old.vid != vlan) {

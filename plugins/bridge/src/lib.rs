@@ -3,13 +3,13 @@
 //!
 //! `conf` reads the configuration. `device` finds or creates the bridge, `port` sets flags, VLANs
 //! and spoof rules of the port, `gateway` adds the gateways' addresses to the bridge. `attach` uses
-//! them for ADD, `chained` for ADD after a plugin that created the interface. `record` reads which
-//! ports CNI plugins created. `check` implements CHECK, and `spoof` removes the rules of
-//! `macspoofchk`. [`cni_plugin::interface`] does the rest.
+//! them for ADD, `chained` for ADD after a plugin that created the interface (*chained use*).
+//! `record` reads which ports CNI plugins created. `check` implements CHECK, and `spoof` removes
+//! the rules of `macspoofchk`. [`cni_plugin::interface`] does the rest.
 //!
 //! Other networks and programs may share the bridge, so ADD's rollback, DEL and GC never undo the
 //! bridge, its gateway addresses or the forwarding sysctls. They only remove what has this
-//! attachment's mark.
+//! attachment's *mark*, which for a link is its alias.
 
 mod attach;
 mod chained;
@@ -77,8 +77,8 @@ impl Interface for Bridge {
         chained::find_adopted(call)
     }
 
-    /// Attaches the container to the bridge: in chained use with the earlier plugin's interface,
-    /// else with a new veth pair.
+    /// Attaches the container to the bridge with a new veth pair or, in chained use, with the
+    /// earlier plugin's interface.
     fn create<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -90,8 +90,8 @@ impl Interface for Bridge {
         }
     }
 
-    /// Adds the gateways' addresses to the bridge; in chained use, first records in the port's mark
-    /// which addresses are this plugin's.
+    /// Adds the gateways' addresses to the bridge. In chained use, first records in the port's mark
+    /// which addresses this plugin has added.
     fn configure_host<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -115,8 +115,8 @@ impl Interface for Bridge {
         attach::wait_for_frames(context, created, watch)
     }
 
-    /// Updates the bridge in the result: its MAC is only final now. In chained use, adds the bridge
-    /// if the earlier plugins have not listed it.
+    /// Updates the bridge's entry in the result, because the MAC is only final now. In chained use,
+    /// adds the entry if the earlier plugins have not listed the bridge.
     fn finish(&self, context: &AttachmentContext<'_, Conf>, created: &mut CreatedLink<AttachedPort>) -> Result<()> {
         let bridge = &created.link.bridge;
         let interfaces = &mut created.result.interfaces;
@@ -124,7 +124,7 @@ impl Interface for Bridge {
             // `attach::create` has listed the bridge first.
             interfaces[0] = device::interface(&context.host, bridge)?;
         } else if !interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
-            // At the end, as addresses refer to interfaces by their index.
+            // At the end, because addresses refer to interfaces by their index.
             interfaces.push(device::interface(&context.host, bridge)?);
         }
         Ok(())
@@ -134,8 +134,9 @@ impl Interface for Bridge {
         check::check(check)
     }
 
-    /// Whether `outer`, the host's end, is a port of the configured bridge, or of the default
-    /// bridge if the configuration has no readable name. Interfaces of the Go plugin have no mark.
+    /// Whether `outer`, the host's end of an interface without a mark, is a port of the configured
+    /// bridge, or of the default bridge if the configuration has no readable name. The Go plugin
+    /// sets no marks.
     fn owns_unmarked(&self, call: &Call<'_>, host: &Netlink, outer: Option<&Link>) -> Result<bool> {
         let Some(master) = outer.and_then(|outer| outer.master) else { return Ok(false) };
         let configured = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());
@@ -151,7 +152,8 @@ impl Interface for Bridge {
         spoof::collect(call.conf.name(), valid)
     }
 
-    /// Checks that the bridge, if it exists, and the kernel have what the configuration requires.
+    /// Checks that the kernel and the bridge, if it exists, support what the configuration
+    /// requires.
     fn ready(&self, call: &Call<'_>, conf: &Conf) -> Result<()> {
         let not_available = |error: Error| error.with_code(Code::NOT_AVAILABLE);
         let host = Netlink::open().map_err(|error| not_available(error.into()))?;
@@ -166,7 +168,7 @@ impl Interface for Bridge {
                 device::check_foreign_ports(&host, &link).map_err(not_available)?;
             }
         }
-        // A bridge that filters VLANs shows that the kernel supports that.
+        // A kernel whose bridge filters VLANs supports that.
         if !filters_vlans {
             device::check_vlan_filtering(call, conf)?;
         }

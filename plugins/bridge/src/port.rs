@@ -1,6 +1,6 @@
-//! The settings of a port that decide which frames pass: flags, VLANs and spoof rules.
+//! Sets what decides which frames pass a port: flags, VLANs and spoof rules.
 //!
-//! They are set while the container's end of a new veth pair is still down. In chained use, the
+//! For a new veth pair, that happens while the container's end is still down. In chained use, the
 //! earlier plugin may have set that end up already.
 
 use cni::AttachmentId;
@@ -51,10 +51,10 @@ pub(crate) fn guard(name: &str, peer_mac: Mac, attachment: &AttachmentId, rollba
     }
 }
 
-/// Checks that the spoof rules of this ADD do not replace those of another interface that exists.
+/// Checks that the spoof rules of this ADD will not replace those of another interface that exists.
 /// Rules are identified by container ID and CNI_IFNAME only. So the other interface may be an
 /// earlier one of this attachment, in any namespace, or one of this container in another network.
-/// `port` is the host's end in chained use, `None` if this plugin will create it.
+/// `port` is the host's end in chained use, `None` if this plugin will create that end.
 ///
 /// # Errors
 /// - Code 102 with the name of the other interface or of its host's end.
@@ -112,8 +112,8 @@ fn set_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<()> {
     Ok(())
 }
 
-/// Returns a text for each VLAN set by [`set_vlans`] that the port lacks; empty if it lacks none.
-/// Additional VLANs are accepted.
+/// Returns a text for each VLAN of [`set_vlans`] that the port lacks; empty if none. Accepts
+/// additional VLANs.
 pub(crate) fn missing_vlans(host: &Netlink, index: u32, vlans: &Vlans) -> Result<Vec<String>> {
     let existing = host.vlans(index)?;
     let access = vlans.access.unwrap_or(1);

@@ -1,7 +1,8 @@
 //! Reads from libcni's cached results which links of the host a CNI plugin created.
 //!
-//! This distinguishes a container's port that a Go plugin created, which has no mark, from a port
-//! of another program. Only the default folder of Go's libcni is read, which most runtimes use.
+//! A container's port that a Go plugin created has no mark. The cached results distinguish it from
+//! a port of another program. Only the default folder of Go's libcni is read, which most runtimes
+//! use.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
@@ -14,10 +15,11 @@ use cni::json::Json;
 /// The folder of libcni's cached results.
 const CACHE: &str = "/var/lib/cni/results";
 
-/// The longest file that is read; results are shorter.
+/// The longest file that is read, in bytes; results are shorter.
 const FILE_MAX: u64 = 64 << 20;
 
-/// The names of the host's interfaces in all cached results, which are read at the first look-up.
+/// The names of the host's interfaces in all cached results. The results are read at the first
+/// look-up.
 #[derive(Debug, Default)]
 pub(crate) struct HostInterfaces(OnceCell<BTreeSet<String>>);
 
@@ -29,8 +31,8 @@ impl HostInterfaces {
 }
 
 /// Returns the names of the host's interfaces in all results that can be read; none if the folder
-/// cannot be read. Ports without a mark then count as those of other programs, and fewer settings
-/// of the bridge are changed.
+/// cannot be read. All ports without a mark then count as those of other programs, and fewer
+/// settings of the bridge are changed.
 fn read_all(folder: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let Ok(files) = fs::read_dir(folder) else { return names };

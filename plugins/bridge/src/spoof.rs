@@ -10,8 +10,8 @@ use cni_linux::Netlink;
 /// Removes the attachment's rules, for DEL. If the rules belong to another attachment, leaves them
 /// and prints a note.
 ///
-/// Called even without `macspoofchk`, which the configuration may have had at ADD. Called after the
-/// link is deleted, so that the container's last frames are checked too.
+/// Called even without `macspoofchk`, because the configuration may have had the key at ADD. Called
+/// after the link is deleted, so that the container's last frames are still checked.
 pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
     match SpoofCheck::open().and_then(|mut spoof| spoof.purge(attachment)) {
         Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}")),
@@ -27,7 +27,7 @@ pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
 /// plugin do not name their network: they are only removed if their interface does not exist.
 ///
 /// # Errors
-/// The errors of nf_tables, joined. Every attachment has been tried, also after an error.
+/// The errors of nf_tables, joined: a failure for one attachment does not stop the others.
 pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
     let mut spoof = match SpoofCheck::open() {
         Ok(spoof) => spoof,

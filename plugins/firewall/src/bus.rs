@@ -18,7 +18,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::runtime::{Builder, Runtime};
 use zbus::{Connection, DBusError as _, Message};
 
-/// The timeout of a call: firewalld handles one call at a time, and a reload takes seconds.
+/// The timeout of a call. firewalld handles one call at a time, and a reload takes seconds.
 const TIMEOUT: Duration = Duration::from_secs(30);
 // The bus names, object paths and interfaces of firewalld and of the bus itself.
 const FIREWALLD: &str = "org.fedoraproject.FirewallD1";
@@ -56,7 +56,7 @@ pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<d
     Ok(Box::new(SystemBus { connection, runtime, machine, on_sigterm }))
 }
 
-/// Runs `task` until it is complete, a signal arrives or the time is up. Returns the task's result.
+/// Runs `task` until it completes, and returns its result.
 ///
 /// # Errors
 /// [`io::ErrorKind::TimedOut`] after [`TIMEOUT`] and, with [`OnSigterm::Kill`], at SIGTERM, SIGINT
@@ -68,7 +68,7 @@ fn wait<T>(
     task: impl Future<Output = T>,
 ) -> io::Result<T> {
     let interrupted = || io::Error::new(io::ErrorKind::TimedOut, "interrupted by a signal");
-    // If `terminated` has already read the signal, the descriptor below does not become readable.
+    // Checked first: if `terminated` has read the signal, the descriptor below is not readable.
     if on_sigterm == OnSigterm::Kill && machine.terminated() {
         return Err(interrupted());
     }
@@ -94,7 +94,7 @@ fn register<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::with_interest(fd, Interest::READABLE)
 }
 
-/// Returns the I/O error in a zbus error, so that its kind remains known, or wraps the zbus error.
+/// Converts a zbus error, and keeps the kind of an I/O error in it.
 fn into_io(error: zbus::Error) -> io::Error {
     match error {
         zbus::Error::InputOutput(error) | zbus::Error::Connection(error, _) => {

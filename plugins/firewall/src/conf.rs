@@ -1,7 +1,7 @@
 //! Reads and checks the configuration of `firewall`.
 //!
-//! ADD, CHECK and STATUS read all keys ([`Conf`]). DEL and GC only read in which zone firewalld may
-//! have addresses ([`CleanupConf`]). Invalid keys do not make them fail, so that a mistake never
+//! ADD, CHECK and STATUS read all keys ([`Conf`]). DEL and GC only read whether and in which zone
+//! firewalld may have addresses ([`CleanupConf`]), and ignore invalid keys, so that a mistake never
 //! prevents the removal of rules.
 
 use cni::config::NetConf;
@@ -23,8 +23,8 @@ pub(crate) struct Conf {
     pub(crate) policy: Policy,
     /// The chain for the administrator's rules in iptables.
     pub(crate) iptables_admin_chain: String,
-    /// The chain in nftables, written by another program or the administrator, from which packets
-    /// get to the rules (`nftablesChain`). `None` if the rules are in a table of their own.
+    /// The administrator's chain in nftables that leads to the rules (`nftablesChain`). `None` if
+    /// the rules are in the plugins' own table.
     pub(crate) nftables_admin_chain: Option<EntryChain>,
     /// The zone of firewalld.
     pub(crate) zone: String,
@@ -39,7 +39,7 @@ pub(crate) enum BackendChoice {
     Firewalld,
 }
 
-/// A value of the key `ingressPolicy`. It is an [`Ingress`] without the bridge.
+/// A value of the key `ingressPolicy`: an [`Ingress`] without the bridge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Policy {
     Open,
@@ -93,7 +93,7 @@ impl RawConf {
 /// The keys that DEL and GC read.
 #[derive(Clone, Debug)]
 pub(crate) struct CleanupConf {
-    /// The zone from which addresses are removed that no record names, as Go's plugin adds them.
+    /// The zone in which the Go plugin may have added addresses, which have no records.
     pub(crate) zone: String,
     /// Whether ADD may have chosen firewalld with this configuration.
     pub(crate) may_be_firewalld: bool,
@@ -130,8 +130,8 @@ impl Conf {
             if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
         if !is_iptables_chain_name(&iptables_admin_chain) {
             return Err(Error::config(format!(
-                "iptablesAdminChainName: {iptables_admin_chain:?} is not a name of a chain: it must be at most \
-                 {CHAIN_NAME_MAX} bytes, without spaces and control characters, and must not begin with - or !"
+                "iptablesAdminChainName: {iptables_admin_chain:?} is not a chain name: it must be at most \
+                 {CHAIN_NAME_MAX} bytes, without spaces or control characters, and must not begin with - or !"
             )));
         }
         let nftables_admin_chain = match raw.nftables_chain.as_str() {
@@ -157,8 +157,8 @@ impl Conf {
 /// The longest name, in bytes, that iptables accepts for a chain.
 const CHAIN_NAME_MAX: usize = 28;
 
-/// Whether iptables accepts the name for a chain and does not take it for something else: an
-/// option, a negation or, in the input of iptables-restore, `COMMIT`.
+/// Whether iptables accepts the name for a chain and does not read it as an option, a negation or,
+/// in the input of iptables-restore, as `COMMIT`.
 fn is_iptables_chain_name(name: &str) -> bool {
     name.len() <= CHAIN_NAME_MAX
         && !name.starts_with(['-', '!'])

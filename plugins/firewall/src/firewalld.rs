@@ -1,8 +1,8 @@
 //! The backend firewalld: adds a container's addresses to a zone as sources.
 //!
-//! As with Go, the sources are only in firewalld's running configuration, which it loses when it
-//! stops. firewalld does not record owners; [`cni_firewall::forward::sources`] does, from before an
-//! address is added until after it is removed.
+//! As with Go, the sources are only in firewalld's running configuration, which firewalld loses
+//! when it stops. firewalld does not record owners. [`cni_firewall::forward::sources`] records the
+//! owner of an address before the address is added, until after it is removed.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -35,7 +35,7 @@ impl Method {
     }
 }
 
-/// Why a call failed.
+/// The reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// There is no system bus.
@@ -50,8 +50,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether firewalld refused with its error code `code`, such as `ZONE_CONFLICT`. The code is
-    /// part of firewalld's text.
+    /// Whether firewalld's text contains its error code `code`, such as `ZONE_CONFLICT`.
     fn has_firewalld_code(&self, code: &str) -> bool {
         matches!(self, Failure::Refused(text) if text.contains(code))
     }
@@ -62,7 +61,6 @@ impl Failure {
             // The bus's answer if firewalld does not run and cannot be started.
             Failure::Refused(text) if text.contains("not provided by any") => Code::TRY_AGAIN,
             failure if failure.has_firewalld_code("INVALID_ZONE") => Code::INVALID_CONFIG,
-            // firewalld, like the kernel, has refused an operation.
             Failure::Refused(_) => Code::KERNEL,
             Failure::NoBus(_) | Failure::Unreachable(_) => Code::TRY_AGAIN,
         }
@@ -83,8 +81,8 @@ pub trait Firewalld {
     /// If the bus does not answer.
     fn is_running(&self) -> std::result::Result<bool, Failure>;
 
-    /// Calls a method for a source of a zone. Returns the answer of [`Method::Query`], and `true`
-    /// for the other methods. If firewalld does not run, the bus may be configured to start it.
+    /// Calls a method for a source of a zone. Returns the answer to [`Method::Query`], or `true`
+    /// for the other methods. If firewalld does not run, the bus may start it.
     ///
     /// # Errors
     /// If firewalld refuses or does not answer.
@@ -109,12 +107,12 @@ impl fmt::Debug for Zone<'_> {
     }
 }
 
-/// The sources that a failed ADD has to restore or to remove. Filled in by [`Zone::add`].
+/// The sources that a failed ADD has to restore or remove. [`Zone::add`] fills in the cells.
 #[derive(Debug, Default)]
 pub(crate) struct PreviousSources {
     /// The attachment's recorded addresses before the ADD.
     recorded: RefCell<Vec<IpAddr>>,
-    /// The addresses that the ADD has added, or tried to.
+    /// The addresses that the ADD has added, or has tried to add.
     added: RefCell<Vec<IpAddr>>,
 }
 
@@ -138,9 +136,9 @@ impl<'m> Zone<'m> {
         Ok(self.connect_if_running(OnSigterm::Kill)?.is_some())
     }
 
-    /// Makes exactly `addresses` the attachment's sources of the zone: adds them, and removes stale
-    /// ones, which an earlier ADD of the attachment has added. Stores in `previous` what
-    /// [`put_back`](Zone::put_back) needs if this or a later step of the ADD fails.
+    /// Makes exactly `addresses` the attachment's sources: adds them to the zone, and removes the
+    /// stale ones of an earlier ADD. Stores in `previous` what [`put_back`](Zone::put_back) needs
+    /// if this or a later step of the ADD fails.
     pub(crate) fn add(
         &self,
         attachment: &AttachmentId,
@@ -162,7 +160,7 @@ impl<'m> Zone<'m> {
             previous.added.borrow_mut().push(*address);
             match firewalld.call(Method::Add, &self.name, *address) {
                 Ok(_) => {}
-                // The zone had the address before this ADD: it must stay if the ADD fails.
+                // The zone had the address before this ADD, so a failed ADD must leave it.
                 Err(failure) if failure.has_firewalld_code("ZONE_ALREADY_SET") => {
                     previous.added.borrow_mut().pop();
                 }
@@ -175,7 +173,7 @@ impl<'m> Zone<'m> {
         if stale.is_empty() {
             return Ok(());
         }
-        // An address that another attachment has too stays.
+        // An address that another attachment also has stays.
         for address in stale.iter().filter(|address| !recorded.others.contains(address)) {
             self.remove(&*firewalld, *address, ZoneSelection::Any)?;
         }
@@ -216,17 +214,17 @@ impl<'m> Zone<'m> {
         }
     }
 
-    /// Removes the recorded addresses of the selected attachments, and the further `addresses`,
-    /// from firewalld, except those that another attachment has. Then removes the records. Returns
-    /// those of `addresses` that were removed from firewalld but had no record: the Go plugin,
-    /// which keeps no records, may have added them.
+    /// Removes from firewalld the recorded addresses of the selected attachments, and `addresses`,
+    /// which may be unrecorded sources of the Go plugin. Addresses that another attachment has
+    /// stay. Then removes the records of the selected attachments. Returns the unrecorded addresses
+    /// that were removed.
     pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
         let recorded = sources::find(selection)?;
         if recorded.own.is_empty() && addresses.is_empty() {
             return Ok(Vec::new());
         }
         let (mut unrecorded, mut errors) = (Vec::new(), Vec::new());
-        // If firewalld does not run, there are no sources, only records.
+        // If firewalld does not run, it has no sources, and only the records are removed.
         if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
             for address in recorded.own.iter().filter(|address| !recorded.others.contains(address)) {
                 errors.extend(self.remove(&*firewalld, *address, ZoneSelection::Any).err());
@@ -250,19 +248,19 @@ impl<'m> Zone<'m> {
         Ok(unrecorded)
     }
 
-    /// Removes a source from the selected zones. Returns `false` if it was in none of them.
+    /// Removes a source from the selected zones. Returns `false` if the source was in none of them.
     fn remove(&self, firewalld: &dyn Firewalld, address: IpAddr, zones: ZoneSelection) -> Result<bool> {
-        let is_elsewhere = |failure: &Failure| {
+        let is_not_in_zone = |failure: &Failure| {
             failure.has_firewalld_code("ZONE_CONFLICT") || failure.has_firewalld_code("INVALID_ZONE")
         };
         let mut answer = firewalld.call(Method::Remove, &self.name, address);
-        if zones == ZoneSelection::Any && answer.as_ref().is_err_and(is_elsewhere) {
-            // To firewalld, the empty name is the zone that has the source.
+        if zones == ZoneSelection::Any && answer.as_ref().is_err_and(is_not_in_zone) {
+            // firewalld takes the empty name for the zone that has the source.
             answer = firewalld.call(Method::Remove, "", address);
         }
         match answer {
             Ok(_) => Ok(true),
-            Err(failure) if failure.has_firewalld_code("UNKNOWN_SOURCE") || is_elsewhere(&failure) => Ok(false),
+            Err(failure) if failure.has_firewalld_code("UNKNOWN_SOURCE") || is_not_in_zone(&failure) => Ok(false),
             Err(failure) => {
                 let doing = format!("failed to remove the address {} from {} zone", source_text(address), self.name);
                 Err(Error::from(failure).context(doing))
@@ -295,8 +293,8 @@ impl<'m> Zone<'m> {
                 "firewalld is not running: start it, or choose another \"backend\"",
             ));
         }
-        // The answer does not matter, only that firewalld knows the zone; no container has this
-        // address, which is reserved for documentation.
+        // The query fails if firewalld does not know the zone. The answer does not matter: the
+        // address is reserved for documentation.
         let any_address = IpAddr::from([192, 0, 2, 1]);
         firewalld.call(Method::Query, &self.name, any_address).map(drop).map_err(|failure| {
             let doing = format!("firewalldZone: failed to query {} zone of firewalld", self.name);
@@ -310,8 +308,8 @@ impl<'m> Zone<'m> {
 enum ZoneSelection {
     /// Only this zone: a source in another zone may be the administrator's.
     This,
-    /// This zone or, if the source is not in it, the zone that has the source. The attachment has
-    /// recorded the source, but since then the configured zone may have changed, or the
-    /// administrator may have moved the source.
+    /// This zone or, if the source is not in this zone, the one that has the source. For recorded
+    /// sources: since the ADD, the configured zone may have changed, or the administrator may have
+    /// moved the source.
     Any,
 }

@@ -1,9 +1,8 @@
-//! `firewall`: packets from and to a container pass the node's filter, and bridges can be isolated.
-//! A chained plugin, which returns the result of the plugin before it unchanged.
+//! The plugin `firewall`: lets packets from and to a container pass the node's filter, and isolates
+//! bridges. It is a chained plugin, and returns the result of the plugin before it unchanged.
 //!
-//! `conf` reads the configuration, [`cni_firewall::forward`] writes the rules, and `firewalld` is
-//! the backend that adds the addresses to a zone instead. The container's namespace is never
-//! entered.
+//! `conf` reads the configuration. [`cni_firewall::forward`] writes the rules, or `firewalld` adds
+//! the addresses to a zone of firewalld instead. The container's namespace is never entered.
 //!
 //! DEL often has no `prevResult`, and the configuration may have changed since ADD. So DEL looks
 //! for the attachment's rules and zone sources in all backends.
@@ -36,7 +35,7 @@ use firewalld::Zone;
 #[derive(Clone, Copy, Debug)]
 pub struct Firewall;
 
-/// The error without `prevResult`, with the text of Go's plugin.
+/// Go's text for a missing `prevResult`.
 const NO_PREV_RESULT: &str = "missing prevResult from earlier plugin";
 
 impl Plugin for Firewall {
@@ -69,7 +68,7 @@ impl Plugin for Firewall {
         match choice {
             BackendChoice::Rules(backend) => write_rules(call, &conf, &rules, backend, &mut rollback)?,
             BackendChoice::Firewalld => {
-                // firewalld cannot isolate bridges, so rules of the backend nftables do.
+                // firewalld cannot isolate bridges, so rules of the backend nftables isolate them.
                 if conf.policy != Policy::Open {
                     write_rules(call, &conf, &rules, Backend::Nftables, &mut rollback)?;
                 }
@@ -93,7 +92,7 @@ impl Plugin for Firewall {
         }
     }
 
-    /// Removes the attachment's rules and sources, also those of the Go plugin for the addresses in
+    /// Removes the attachment's rules and sources, and those of the Go plugin for the addresses in
     /// `prevResult`.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let addresses = match call.conf.prev_result() {
@@ -107,9 +106,9 @@ impl Plugin for Firewall {
         let attachment = call.attachment();
         let zone_addresses: &[IpAddr] = if conf.may_be_firewalld { &addresses } else { &[] };
         let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::One(&attachment), zone_addresses);
-        // For an address, Go's plugin writes either a source of the zone or rules, never both. So
-        // its sources, which `purge` returns, have no rules. If `purge` failed, which is reported
-        // below, each address may have rules.
+        // For one address, the Go plugin writes either a source or rules. So if its source was just
+        // removed, any rules for the address are another attachment's, and stay. If `purge` failed,
+        // which is reported below, each address may have rules.
         let sources_of_go = from_zone.as_deref().unwrap_or_default();
         let other_addresses: Vec<IpAddr> =
             addresses.into_iter().filter(|address| !sources_of_go.contains(address)).collect();
@@ -155,8 +154,8 @@ fn not_available(error: impl Into<Error>) -> Error {
     error.into().with_code(Code::NOT_AVAILABLE)
 }
 
-/// Returns the configured backend. If none is configured, returns firewalld if it runs, as with Go,
-/// and otherwise the default of the host.
+/// Returns the configured backend. If none is configured, returns firewalld if it is running, as
+/// with Go, or else the default of the host.
 fn choose_backend(call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
     match conf.backend {
         Some(choice) => Ok(choice),
@@ -165,8 +164,8 @@ fn choose_backend(call: &Call<'_>, conf: &Conf) -> Result<BackendChoice> {
     }
 }
 
-/// Returns a sentence for each rule, or source of the zone, that an ADD of this plugin or of Go's
-/// would have written and that is missing; empty if all are there.
+/// Returns a sentence for each missing rule or source of the zone; empty if none. What is required
+/// depends on whether this plugin or Go's has run ADD.
 fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Vec<String>> {
     let forward = forward(call);
     let zone = match choose_backend(call, conf)? {
@@ -175,20 +174,20 @@ fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Ve
     };
     let mut missing = zone.check(&rules.addresses)?;
     let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
-    // Without sources and records, firewalld may have started after the ADD, which then wrote the
-    // rules of the default backend.
+    // If there are neither sources nor records, firewalld may have started after the ADD. Then the
+    // ADD has written rules to the default backend.
     if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
         return Ok(forward.check(rules, forward.default_backend()?)?);
     }
-    // With a record, an ADD of this plugin has added the sources, and has isolated the bridge with
-    // rules. Go's plugin, which keeps no records, writes no such rules if it uses firewalld.
+    // A record shows that this plugin, not Go's, has added the sources. With firewalld, only this
+    // plugin also writes rules to isolate the bridge.
     if is_recorded && conf.policy != Policy::Open {
         missing.extend(forward.check(rules, Backend::Nftables)?);
     }
     Ok(missing)
 }
 
-/// Writes the attachment's rules and registers with `rollback` how to restore the previous ones.
+/// Writes the attachment's rules. Registers with `rollback` the restoration of the previous ones.
 fn write_rules<'a>(
     call: &'a Call<'_>,
     conf: &Conf,
@@ -202,7 +201,7 @@ fn write_rules<'a>(
     forward(call).ensure(rules, backend, &previous).map_err(|error| explain_failure(call, error, conf, backend))
 }
 
-/// Adds the addresses to the zone and registers with `rollback` how to restore the previous
+/// Adds the addresses to the zone. Registers with `rollback` the restoration of the previous
 /// sources.
 fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
     let previous = Rc::new(firewalld::PreviousSources::default());
@@ -216,13 +215,14 @@ fn zone<'m>(call: &Call<'m>, name: &str) -> Zone<'m> {
     Zone { machine: call.machine, name: name.to_owned() }
 }
 
-/// Returns the value that writes, checks and removes rules, and that prints its notes as notes of
-/// the call.
+/// Returns the value that writes, checks and removes rules. Its notes are printed as those of the
+/// call.
 fn forward<'m>(call: &Call<'m>) -> Forward<'m> {
     Forward::new(call.machine, call.notes.clone())
 }
 
-/// Returns all addresses of the result, each once. As with Go, their interface does not matter.
+/// Returns all addresses of the result, each once. As with Go, those of other interfaces are
+/// included.
 fn addresses(prev: &AddResult) -> Vec<IpAddr> {
     let mut addresses = Vec::new();
     for address in prev.ips.iter().map(|ip| ip.address.address()) {
@@ -270,8 +270,8 @@ fn ingress(policy: Policy, prev: &AddResult) -> Result<Ingress> {
     }
 }
 
-/// Converts the error of a failure to write rules. If the configured nftables chain does not exist
-/// (code 7), or the backend does not work on this host (code 2), the text reports that.
+/// Converts the error of a failure to write rules. The code is 7 if the configured nftables chain
+/// does not exist, and 2 if the backend does not work on this host; the text then reports that.
 fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backend: Backend) -> Error {
     if let Some(chain) = &conf.nftables_admin_chain
         && error.is_not_found()
@@ -298,11 +298,11 @@ fn note_dropping_chains(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
         BackendChoice::Rules(Backend::Nftables) => ("backend nftables", "name the chain in \"nftablesChain\""),
         BackendChoice::Firewalld => ("firewalld", "accept the containers' addresses in that chain too"),
     };
-    // The rules are written: that chains cannot be listed only means that there is no note.
+    // The rules are written, so a failure to list the chains is not an error of ADD.
     let Ok(mut chains) = forward::list_dropping_chains(conf.nftables_admin_chain.as_ref()) else { return };
     if choice == BackendChoice::Firewalld {
-        // While firewalld reloads, a chain in its own table, `inet firewalld`, drops everything.
-        // That is temporary.
+        // A chain in firewalld's own table, `inet firewalld`, drops packets only temporarily, while
+        // firewalld reloads.
         chains.retain(|chain| !chain.contains(" firewalld"));
     }
     if !chains.is_empty() {

@@ -1,7 +1,7 @@
 //! Implements CHECK: whether the ports still lead to the container.
 //!
-//! The rules may be in the backend that is configured now or in the other one: from before the
-//! configuration was changed, or written by the Go plugin.
+//! The rules may be in either backend: the configuration may have changed since ADD, and the Go
+//! plugin may have written them.
 
 use cni::machine::OnSigterm;
 use cni::result::AddResult;
@@ -16,7 +16,7 @@ use cni_linux::sysctl;
 use crate::conf::Conf;
 use crate::forward;
 
-/// Checks that each host port leads to the container, also from 127.0.0.1.
+/// Checks that each host port leads to the container, for connections to 127.0.0.1 too.
 ///
 /// # Errors
 /// - Code 3 if no host port of the container is mapped.
@@ -52,8 +52,8 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     }
 }
 
-/// Checks that one of the backends has all rules of the attachment. If both have some of them, and
-/// neither has all, reports the differences in the chosen backend.
+/// Checks that one of the backends has all rules of the attachment. If both have only some of them,
+/// reports the differences in the backend that a new ADD would choose.
 ///
 /// # Errors
 /// - Code 3 if neither backend has a rule of the attachment.
@@ -64,7 +64,8 @@ fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<
         Backend::Iptables => Backend::Nftables,
         Backend::Nftables => Backend::Iptables,
     };
-    let differences = match (has_rules(call, backend, forwarding)?, has_rules(call, other, forwarding)?) {
+    let (in_backend, in_other) = (has_rules(call, backend, forwarding)?, has_rules(call, other, forwarding)?);
+    let differences = match (in_backend, in_other) {
         (true, false) => find_differences(call, backend, forwarding)?,
         (false, true) => find_differences(call, other, forwarding)?,
         (true, true) => {
@@ -101,8 +102,7 @@ fn has_rules(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Resu
     })
 }
 
-/// Returns a sentence for each rule that is missing or differs in the backend; empty if all is
-/// well.
+/// Returns a sentence for each rule that is missing or differs in the backend; empty if none.
 fn find_differences(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Result<Vec<String>> {
     Ok(match backend {
         Backend::Iptables => {

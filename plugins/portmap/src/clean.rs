@@ -1,12 +1,12 @@
-//! Implements DEL and GC: removes everything of an attachment, in both backends, by the
-//! attachment's key.
+//! Implements DEL and GC: removes the rules and tracked connections of attachments from both
+//! backends. Rules are found by the attachment's key.
 //!
-//! DEL also reads the container's addresses in prevResult, and the configured mappings, the latter
-//! only to delete tracked connections. Rules that cannot be removed because a program is missing
-//! are reported in a note and are not an error.
+//! DEL also reads the container's addresses in prevResult and, only to delete tracked connections,
+//! the configured mappings. Rules that cannot be removed because a program is missing are not an
+//! error but a note.
 //!
-//! The connections to the kernel are closed last: closing one that has removed rules waits for an
-//! RCU grace period, part of which then passes during the other work.
+//! The connections to nf_tables and iptables are closed last: closing one that has removed rules
+//! waits for an RCU grace period, part of which then passes during the other work.
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
@@ -38,7 +38,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
         |iptables| iptables.purge(&attachment, &addresses),
     );
     // The configured mappings are added because a flush or an earlier DEL may have removed the
-    // rules but not the connections.
+    // rules but not the tracked connections.
     for mapping in Conf::valid_mappings(&call.conf) {
         claims.extend(addresses.iter().filter_map(|address| mapping.claim(*address)));
     }
@@ -73,7 +73,7 @@ struct Removed<'m> {
     open: OpenBackends<'m>,
 }
 
-/// The connections to the kernel, which the caller closes last.
+/// The connections to nf_tables and iptables, which the caller closes last.
 #[derive(Default)]
 struct OpenBackends<'m> {
     nft: Option<NftPortMap>,
@@ -83,12 +83,12 @@ struct OpenBackends<'m> {
 /// Runs both removals, even if one of them fails, and prints their remarks as notes.
 fn remove_from_both<'m>(
     call: &Call<'m>,
-    nft: impl FnOnce(&mut NftPortMap) -> Removal,
-    iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> Removal,
+    remove_from_nft: impl FnOnce(&mut NftPortMap) -> Removal,
+    remove_from_iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> Removal,
 ) -> Removed<'m> {
     let mut open = OpenBackends::default();
     let from_nft = match NftPortMap::open() {
-        Ok(backend) => Ok(nft(open.nft.insert(backend))),
+        Ok(nft) => Ok(remove_from_nft(open.nft.insert(nft))),
         // A kernel without nf_tables has no rules there.
         Err(error) if error.is_unsupported() => {
             Ok(Removal { claims: Vec::new(), remarks: Vec::new(), outcome: Ok(()) })
@@ -96,7 +96,7 @@ fn remove_from_both<'m>(
         Err(error) => Err(error),
     };
     let from_iptables = IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Finish)
-        .map(|backend| iptables(open.iptables.insert(backend)));
+        .map(|iptables| remove_from_iptables(open.iptables.insert(iptables)));
     let (mut claims, mut errors) = (Vec::new(), Vec::new());
     for removal in [from_nft, from_iptables] {
         let outcome = removal.and_then(|removal| {
@@ -111,8 +111,8 @@ fn remove_from_both<'m>(
     Removed { claims, outcome: Error::join(errors), open }
 }
 
-/// Deletes the tracked connections that were mapped by these claims, because the kernel would go on
-/// mapping them. A failure is only a note.
+/// Deletes the tracked connections to these mapped ports, because the kernel would continue to map
+/// them. A failure is only a note.
 fn delete_connections(call: &Call<'_>, mut claims: Vec<ClaimedPort>) {
     claims.sort();
     claims.dedup();

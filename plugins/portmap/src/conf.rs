@@ -1,7 +1,7 @@
 //! Reads and checks the configuration of `portmap`.
 //!
-//! ADD, CHECK and STATUS read all keys and fail if one is invalid. DEL reads only the valid
-//! mappings and GC nothing, so that a mistake never prevents the removal of rules.
+//! ADD, CHECK and STATUS read all keys and fail if one is invalid. DEL reads only the mappings, and
+//! ignores invalid ones. GC reads nothing. So a mistake never prevents the removal of rules.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -17,6 +17,9 @@ use serde::Deserialize;
 
 /// The bit of the packet mark for masquerading, if the configuration names none.
 const DEFAULT_MARK_BIT: u8 = 13;
+
+/// Go's text about an invalid `markMasqBit`, which misspells the key.
+const INVALID_MARK_BIT: &str = "MasqMarkBit must be between 0 and 31";
 
 /// A valid configuration.
 #[derive(Clone, Debug)]
@@ -68,8 +71,8 @@ impl Conf {
     ///
     /// # Errors
     /// Code 6 if a key's value has the wrong type, code 7 if it is invalid. The texts are Go's
-    /// where Go has one. Go's text about an invalid port does not name the mapping;
-    /// [`Conf::refused_port`] finds it.
+    /// where Go has one. Those about ports and about `markMasqBit` do not name the key;
+    /// [`Conf::refused_key`] finds it.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let raw: RawConf = conf
             .json()
@@ -87,8 +90,8 @@ impl Conf {
         };
         let (v4, v6) = (raw.conditions_v4.unwrap_or_default(), raw.conditions_v6.unwrap_or_default());
         let external_chain = raw.external_set_mark_chain.as_deref();
-        let set_mark = set_mark(raw.mark_masq_bit, external_chain)?;
-        let backend = backend(raw.backend.as_deref().unwrap_or_default(), external_chain, &v4, &v6)?;
+        let set_mark = parse_set_mark(raw.mark_masq_bit, external_chain)?;
+        let backend = required_backend(raw.backend.as_deref().unwrap_or_default(), external_chain, &v4, &v6)?;
         for (key, conditions) in [("conditionsV4", &v4), ("conditionsV6", &v6)] {
             let refused = |token: &str| {
                 Error::config(format!("{key}: {token:?} is not allowed: conditions may only contain matches"))
@@ -103,7 +106,7 @@ impl Conf {
         Ok(Conf { backend, snat, set_mark, conditions_v4: v4, conditions_v6: v6, policy, mappings })
     }
 
-    /// Returns only the mappings, without the invalid ones: for DEL.
+    /// Returns the valid mappings, for DEL.
     pub(crate) fn valid_mappings(conf: &NetConf) -> Vec<Mapping> {
         let mut mappings = Vec::new();
         for item in listed_mappings(conf) {
@@ -114,10 +117,17 @@ impl Conf {
         mappings
     }
 
-    /// Returns the mapping whose port [`Conf::new`] has refused with this error, as
-    /// `portMappings[1]`; `None` if the error is another one. The error itself must keep Go's text,
-    /// which other programs compare.
-    pub(crate) fn refused_port(conf: &NetConf, error: &Error) -> Option<String> {
+    /// Returns what [`Conf::new`] has refused with this error: `portMappings[1]` for an invalid
+    /// port, `"markMasqBit": 40` for an invalid bit. `None` for other errors, which name the key
+    /// themselves.
+    ///
+    /// The error cannot contain this: other programs compare it with Go's text, and libcni appends
+    /// the details to the text.
+    pub(crate) fn refused_key(conf: &NetConf, error: &Error) -> Option<String> {
+        if error.msg() == INVALID_MARK_BIT {
+            let bit: i64 = conf.json().get("markMasqBit")?.decode().ok()?;
+            return Some(format!("\"markMasqBit\": {bit}"));
+        }
         for (index, item) in listed_mappings(conf).iter().enumerate() {
             let Ok(raw) = item.decode::<RawMapping>() else { continue };
             if let Err(MappingError::Port(text)) = check_mapping(&raw)
@@ -154,12 +164,12 @@ pub(crate) fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey>
 /// The longest name, in bytes, that iptables accepts for a chain.
 const CHAIN_NAME_MAX: usize = 28;
 
-/// Returns how packets are marked for masquerading: `bit` is `markMasqBit`, `chain` is
-/// `externalSetMarkChain`, of which at most one is allowed.
+/// Returns how packets are marked for masquerading. `bit` is the key `markMasqBit`, `chain` the key
+/// `externalSetMarkChain`.
 ///
 /// # Errors
 /// Code 7 if both are given or one is invalid.
-fn set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
+fn parse_set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
     match (bit, chain) {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
         (None, Some(chain)) => {
@@ -168,7 +178,7 @@ fn set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
             if !fits || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
                 return Err(Error::config(format!(
                     "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
-                     without spaces and control characters, and must not begin with - or !"
+                     without spaces or control characters, and must not begin with - or !"
                 )));
             }
             Ok(SetMark::Chain(chain.to_owned()))
@@ -176,17 +186,17 @@ fn set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
         (None, None) => Ok(SetMark::Bit(DEFAULT_MARK_BIT)),
         (Some(bit), None) => match u8::try_from(bit) {
             Ok(bit @ 0..=31) => Ok(SetMark::Bit(bit)),
-            _ => Err(Error::config("MasqMarkBit must be between 0 and 31")),
+            _ => Err(Error::config(INVALID_MARK_BIT)),
         },
     }
 }
 
-/// Returns the backend that the configuration names, else the one that its options require; `None`
-/// if no option requires one. `external_chain` is `externalSetMarkChain`.
+/// Returns the backend that the configuration names (`name`, empty if absent), or else the one that
+/// its options require; `None` if neither names one. `external_chain` is `externalSetMarkChain`.
 ///
 /// # Errors
-/// Code 7 if the name is unknown, or an option requires another backend than the chosen one.
-fn backend(name: &str, external_chain: Option<&str>, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
+/// Code 7 if the name is unknown, or if options contradict the name or each other.
+fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6: &[String]) -> Result<Option<Backend>> {
     let configured = match Backend::by_name(name) {
         None if !name.is_empty() => return Err(Error::config(format!("unrecognized backend {name:?}"))),
         backend => backend,
@@ -202,14 +212,13 @@ fn backend(name: &str, external_chain: Option<&str>, v4: &[String], v6: &[String
             None => {}
         }
     }
-    // This differs from Go, which assumes iptables without a configured backend and refuses options
-    // of nftables then.
-    let chosen = configured.or(match (for_iptables.is_empty(), for_nft.is_empty()) {
+    // Go assumes iptables without a configured backend, and so refuses options of nftables.
+    let implied = match (for_iptables.is_empty(), for_nft.is_empty()) {
         (true, true) => None,
         (true, false) => Some(Backend::Nftables),
         (false, _) => Some(Backend::Iptables),
-    });
-    let Some(chosen) = chosen else { return Ok(None) };
+    };
+    let Some(chosen) = configured.or(implied) else { return Ok(None) };
     let (other, options_of_other) = match chosen {
         Backend::Iptables => (Backend::Nftables, for_nft),
         Backend::Nftables => (Backend::Iptables, for_iptables),
@@ -223,8 +232,7 @@ fn backend(name: &str, external_chain: Option<&str>, v4: &[String], v6: &[String
     )))
 }
 
-/// The keywords of nft's language that are not part of a match: statements and commands. They are
-/// not allowed in a condition.
+/// The keywords of nft's language that are not allowed in a condition: statements and commands.
 pub(crate) const FORBIDDEN_KEYWORDS: [&str; 31] = [
     "accept",
     "drop",
@@ -259,7 +267,7 @@ pub(crate) const FORBIDDEN_KEYWORDS: [&str; 31] = [
     "flow",
 ];
 
-/// Checks that conditions in nft's language only match.
+/// Checks that conditions in nft's language contain only matches.
 ///
 /// nft's scanner needs no spaces between tokens: `{1.2.3.4}accept` is a set and a statement, and
 /// `1.2.3.4accept` and `0x1jump` are two tokens each. So a condition is split at digits and at all
@@ -273,7 +281,7 @@ pub(crate) const FORBIDDEN_KEYWORDS: [&str; 31] = [
 pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     let can_be_in_name = |char: char| char.is_ascii_alphabetic() || "_/.-".contains(char);
     for condition in conditions {
-        // The first part is unquoted, the second quoted, and so on. A quoted part is a name.
+        // The first part is unquoted, the second quoted, and so on. Quoted parts are names.
         for unquoted in condition.split('"').step_by(2) {
             for word in unquoted.split(|char| !can_be_in_name(char)) {
                 if let Some(keyword) = FORBIDDEN_KEYWORDS.iter().find(|keyword| ends_in_keyword(word, keyword)) {
@@ -290,8 +298,8 @@ pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether `word` is the keyword, perhaps after letters that can end a number: to nft, `0xejump`
-/// is `0xe jump`, `5msjump` is `5ms jump`.
+/// Whether `word` is the keyword, possibly after the letters of a number: nft reads `0xejump` as
+/// `0xe jump` and `5msjump` as `5ms jump`.
 fn ends_in_keyword(word: &str, keyword: &str) -> bool {
     let can_be_in_number = |char: char| char.is_ascii_hexdigit() || "xXhms_/.-".contains(char);
     word.strip_suffix(keyword).is_some_and(|rest| rest.chars().all(can_be_in_number))
@@ -323,8 +331,8 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     Ok(mappings)
 }
 
-/// Returns the mapping's claims in both families, with the same container address and port for all
-/// mappings, so that two mappings of one host port have an equal claim.
+/// Returns the host port of a mapping in each family, as a [`ClaimedPort`] with a fixed container
+/// address and port. Two mappings request the same host port if they have an equal value.
 fn comparable_claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
     let same_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };

@@ -1,7 +1,7 @@
 //! Implements ADD: determines addresses, ports and backend, and writes the rules.
 //!
-//! In this order: checks that can fail, the rules, the sysctl `route_localnet`, and last the
-//! deletion of tracked connections that older rules of the ports have mapped elsewhere.
+//! The order is: checks that can fail, the rules, the sysctl `route_localnet`, and the deletion of
+//! tracked connections that older rules for the same ports have mapped elsewhere.
 
 use cni::config::NetConf;
 use cni::machine::OnSigterm;
@@ -20,7 +20,7 @@ use cni_linux::{Netlink, sysctl};
 
 use crate::conf::Conf;
 
-/// Maps the configured ports to the addresses in `prev`. Returns the steps that undo it.
+/// Maps the configured ports to the addresses in `prev`. Returns the steps that undo the mapping.
 ///
 /// # Errors
 /// - Code 102 if another container that exists has one of the ports.
@@ -66,17 +66,17 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
             Ok(_) => {}
         }
     }
-    // A failure is only a note: the ports are mapped, and only packets of connections that are
-    // already tracked may still go elsewhere.
+    // A failure is only a note: the ports are mapped, and only packets of already tracked
+    // connections may still go elsewhere.
     if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&claims, FlushScope::Others)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
     Ok(rollback)
 }
 
-/// Removes rules that lead from a port of a removed container to this container's addresses, for an
-/// ADD that maps no port. Such an ADD wants no port that another container could have, so
-/// [`Conflicts::held`] is always `None`. A failure is only a note.
+/// Removes rules of removed containers that lead to this container's addresses, for an ADD that
+/// maps no port. [`Conflicts::held`] is always `None`, because the ADD requests no port that
+/// another container could have. A failure is only a note.
 fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
     let in_nft = |action| match NftPortMap::open() {
         Ok(mut nft) => nft.conflicts(forwarding, action),
@@ -104,8 +104,8 @@ fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
     }
 }
 
-/// Writes the rules to `backend` and registers with `rollback` how to undo that. Then removes the
-/// rules of removed containers for the same ports from the tables that `backend` does not read.
+/// Writes the rules to `backend` and registers their undo with `rollback`. Then removes the rules
+/// of removed containers for the same ports from the tables that `backend` does not read.
 ///
 /// # Errors
 /// - Code 102 if another container that exists has one of the ports, in either backend.
@@ -159,8 +159,8 @@ fn write_rules<'a>(
     Ok(())
 }
 
-/// Whether iptables failed with `error` because it does not work on this host, and nftables does.
-/// Starts a process, so it must only be called after a failure.
+/// Whether iptables, which has failed with `error`, does not work at all on this host and nftables
+/// works. Starts a process.
 fn only_nftables_works(call: &Call<'_>, forwarding: &Forwarding, error: &Error) -> bool {
     // A temporary failure or a conflict does not show that iptables is unusable.
     if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
@@ -181,7 +181,7 @@ fn open_iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Resul
     IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
 }
 
-/// Returns the attachment's previous rules (`None` if nothing has changed) and the remarks. Fails
+/// Returns the attachment's previous rules, `None` if nothing has changed, and the remarks. Fails
 /// if another container has one of the ports.
 fn require_done<PreviousRules>(outcome: EnsureOutcome<PreviousRules>) -> Result<(Option<PreviousRules>, Vec<String>)> {
     match outcome {
@@ -210,7 +210,7 @@ fn conflicts_in_other_tables(
         Backend::Iptables => UnreadTables::OtherVariant,
     };
     let mut conflicts = open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread, action)?;
-    // A held port makes the ADD fail, so nftables is only searched without one.
+    // A held port already makes the ADD fail: then nftables is not searched.
     if backend == Backend::Iptables && conflicts.held.is_none() {
         match NftPortMap::open().and_then(|mut nft| nft.conflicts(forwarding, action)) {
             Ok(in_nft) => {
@@ -264,8 +264,8 @@ pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::n
     Ok(container_addresses(ifname, &prev).iter().map(Cidr::address).collect())
 }
 
-/// Returns the configured backend; without one iptables, or nftables if iptables' programs are not
-/// installed. Whether the programs work is not checked here.
+/// Returns the configured backend. If none is configured, returns iptables, or nftables if the
+/// programs of iptables are not installed. Whether the programs work is not checked here.
 pub(crate) fn choose_backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
     if let Some(backend) = conf.backend {
         return Ok(backend);
@@ -309,15 +309,19 @@ fn explain_unsupported(error: cni_linux::Error, backend: Backend) -> Error {
 /// Converts an error of iptables. If a program of iptables is missing and the error is not the
 /// kernel's, adds that the backend cannot be used.
 fn explain_iptables_failure(call: &Call<'_>, forwarding: &Forwarding, error: cni_linux::Error) -> Error {
-    let is_missing = |iptables: Iptables<'_>| {
-        let mut families = forwarding.families().map(|(container, _)| Family::of(container.address()));
-        families.any(|family| matches!(iptables.chosen_variant(family), Ok(None)))
-    };
-    // Rules can be written over netlink without a program; then an error has the kernel's errno.
-    let is_of_kernel = error.errno().is_some();
+    // An error with an errno is the kernel's: without a program, rules are written over netlink.
+    if error.errno().is_some() || !lacks_iptables_program(call, forwarding) {
+        return error.into();
+    }
+    backend_unusable(error.into(), Backend::Iptables)
+}
+
+/// Whether the program of iptables is not installed for one of the families with mapped ports.
+fn lacks_iptables_program(call: &Call<'_>, forwarding: &Forwarding) -> bool {
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
-    let error = Error::from(error);
-    if !is_of_kernel && opened.is_ok_and(is_missing) { backend_unusable(error, Backend::Iptables) } else { error }
+    let Ok(iptables) = opened else { return false };
+    let mut families = forwarding.families().map(|(container, _)| Family::of(container.address()));
+    families.any(|family| matches!(iptables.chosen_variant(family), Ok(None)))
 }
 
 /// Adds to an error that the backend cannot be used on this host, and sets the code to 2.

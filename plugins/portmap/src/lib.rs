@@ -32,8 +32,8 @@ use conf::Conf;
 #[derive(Clone, Copy, Debug)]
 pub struct Portmap;
 
-/// Returns the mappings that every attachment of a configuration requests because the configuration
-/// itself lists them; none if the configuration allows conflicts (`portConflict`) or is invalid.
+/// Returns the mappings that a configuration file itself lists, so that each of its attachments
+/// requests them. None if the configuration allows conflicts (`portConflict`) or is invalid.
 pub fn fixed_ports(conf: &NetConf) -> Vec<Mapping> {
     match Conf::new(conf) {
         Ok(Conf { policy: Policy::RefuseIfAlive, mappings, .. }) => mappings,
@@ -98,7 +98,7 @@ impl Plugin for Portmap {
     }
 
     /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
-    /// `None` if no port is mapped.
+    /// `None` if the configuration has no mappings.
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
         let (conf, result) = read_request(call)?;
         if conf.mappings.is_empty() {
@@ -134,12 +134,12 @@ fn read_request(call: &Call<'_>) -> Result<(Conf, AddResult)> {
     Ok((conf, prev.ok_or_else(|| Error::config("must be called as chained plugin"))?))
 }
 
-/// Reads the configuration. If a port is invalid, also prints a note with the mapping's index: the
-/// error's text is Go's, which does not name the mapping.
+/// Reads the configuration. If the error does not name the refused key, because the text is Go's,
+/// also prints a note that does.
 fn parse(call: &Call<'_>) -> Result<Conf> {
     Conf::new(&call.conf).inspect_err(|error| {
-        if let Some(mapping) = Conf::refused_port(&call.conf, error) {
-            call.notes.note(format_args!("portmap: {mapping}: {}", error.msg()));
+        if let Some(key) = Conf::refused_key(&call.conf, error) {
+            call.notes.note(format_args!("portmap: {key}: {}", error.msg()));
         }
     })
 }

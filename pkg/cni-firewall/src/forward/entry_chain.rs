@@ -25,8 +25,8 @@ impl fmt::Display for EntryChain {
 }
 
 impl EntryChain {
-    /// Parses the administrator's chain as family, table and chain: `inet filter forward`. `None`
-    /// if the text has another form, or names a table or chain that the plugins write themselves.
+    /// Parses the administrator's chain, written as family, table and chain: `inet filter forward`.
+    /// `None` if the text has a different form, or names a table or chain that the plugins create.
     pub fn parse(text: &str) -> Option<EntryChain> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let [family, table, chain] = words.as_slice() else { return None };

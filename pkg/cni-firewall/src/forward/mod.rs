@@ -4,8 +4,8 @@
 //! The firewall plugin uses [`Forward`], which writes the rules of one attachment
 //! ([`AttachmentId`]) to one of two [`Backend`]s: `iptables` in the form of the Go plugin,
 //! `nftables` as elements of sets. Both record which attachment has an address (`owner`), so that
-//! the attachment's name is enough to remove its rules. Exception: the rules that the Go plugin has
-//! written are found by their address.
+//! the attachment's name is enough to remove its rules. Rules of the Go plugin, which does not
+//! record owners, are found by their address.
 //!
 //! All calls act in the network namespace of the calling thread, which must be the host's. The
 //! shared chains and the jumps to them stay when the last container is removed, as with Go: the
@@ -75,13 +75,13 @@ impl ForwardRules {
 }
 
 /// The addresses and isolated bridges that an attachment had before an ADD, so that a failed ADD
-/// undoes only its own changes. Filled in by [`Forward::ensure`], through cells, because the undo
-/// that reads them is registered before.
+/// undoes only its own changes. [`Forward::ensure`] fills in the cells. They are cells because the
+/// undo, which is registered earlier, shares this value.
 #[derive(Debug, Default)]
 pub struct PreviousRules {
-    /// `None` if `ensure` did not touch nftables.
+    /// `None` if `ensure` has not read nftables.
     nftables: RefCell<Option<nftables::PreviousAddresses>>,
-    /// One element for each family that `ensure` touched in iptables.
+    /// One element for each family that `ensure` has read in iptables.
     iptables: RefCell<Vec<(Family, Variant, iptables::PreviousAddresses)>>,
 }
 
@@ -114,7 +114,8 @@ impl<'m> Forward<'m> {
         Ok(if variant.is_some() { Backend::Iptables } else { Backend::Nftables })
     }
 
-    /// Writes `rules`. The attachment's existing rules are replaced, and stored in `previous`.
+    /// Writes `rules`. The attachment's existing rules in the same backend are replaced, and stored
+    /// in `previous`.
     ///
     /// # Errors
     /// If the rules cannot be read or written. Some may be in force then;
@@ -139,7 +140,7 @@ impl<'m> Forward<'m> {
         let mut families = Vec::new();
         for family in rules.families() {
             let Some(variant) = iptables.variant_for_new_rules(family)? else {
-                // There is neither a program nor a usable kernel, so this fails, with the reason.
+                // There is neither a program nor a usable kernel. The probe fails with the reason.
                 return iptables.probe(family);
             };
             families.push((family, variant));
@@ -149,8 +150,8 @@ impl<'m> Forward<'m> {
             let family = filter.family();
             let addresses = rules.of_family(family);
             let mut stored = previous.iptables.borrow_mut();
-            // This plan can run again after a conflict with another process; the first run has
-            // stored the addresses.
+            // After a conflict with another process this closure runs again: only its first run
+            // stores the addresses.
             let is_stored = stored.iter().any(|(stored_family, ..)| *stored_family == family);
             if !is_stored
                 && let Some((_, variant)) = families.iter().find(|(planned_family, _)| *planned_family == family)
@@ -163,12 +164,12 @@ impl<'m> Forward<'m> {
         outcome.map(drop).map_err(|(_, error)| error)
     }
 
-    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure` made
-    /// and restores those that it replaced. A backend or family that `ensure` did not touch stays
-    /// as it is.
+    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure`
+    /// wrote and restores those that it replaced. Leaves a backend or family that `ensure` has not
+    /// read.
     ///
     /// # Errors
-    /// All failures, joined; each part is tried whatever the others do.
+    /// All failures, joined: a failure in one backend or family does not stop the others.
     pub fn put_back(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
         let owner = owner::name(&rules.attachment);
         let mut results = Vec::new();
@@ -178,9 +179,9 @@ impl<'m> Forward<'m> {
                     return nftables::purge(nft, &owner);
                 }
                 let admin_chain = addresses.admin_chain.as_ref();
-                // `ensure` also records what it replaces; nothing undoes this undo.
-                let unused_record = RefCell::default();
-                nftables::ensure(nft, &owner, &addresses.owned, admin_chain, &unused_record)
+                // Required by `ensure`, but not read: nothing undoes this undo.
+                let unused_previous = RefCell::default();
+                nftables::ensure(nft, &owner, &addresses.owned, admin_chain, &unused_previous)
             }));
         }
         for (family, variant, previous_addresses) in previous.iptables.take() {
@@ -195,8 +196,7 @@ impl<'m> Forward<'m> {
     }
 
     /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
-    /// result, empty if unknown: rules of the Go plugin are only found by their address, as Go does
-    /// not record owners.
+    /// result, empty if unknown; without them, rules of the Go plugin are not found.
     ///
     /// # Errors
     /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
@@ -226,8 +226,8 @@ impl<'m> Forward<'m> {
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Runs `change` on a connection to nf_tables. A kernel without nf_tables has no rules to
-    /// remove, so that is not an error.
+    /// Runs `change` on a connection to nf_tables. Does nothing on a kernel without nf_tables,
+    /// which has no rules to remove.
     fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
         match Nft::open().and_then(|mut nft| change(&mut nft)) {
             Err(error) if error.is_unsupported() => Ok(()),
@@ -235,8 +235,9 @@ impl<'m> Forward<'m> {
         }
     }
 
-    /// Applies the removal that `plan` returns in every family and variant of iptables that may
-    /// have rules of containers. A failure in one does not stop the others; all are joined.
+    /// Calls `plan` for each family and variant of iptables that may have rules of containers, and
+    /// makes the removals that it returns. A failure in one does not stop the others; all failures
+    /// are joined. A variant whose programs are missing is not an error but a note.
     fn clean(&self, plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>) -> Result<()> {
         let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
         let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&chains, plan);
@@ -249,9 +250,9 @@ impl<'m> Forward<'m> {
         outcome
     }
 
-    /// Returns a sentence for each rule that is missing or in the wrong place; empty if all is
-    /// well. Accepts Go's rules, and those of the other backend if only that has any. Changes
-    /// nothing, and starts a process only if there are tables of iptables-legacy.
+    /// Returns a sentence for each rule that is missing or in the wrong place; empty if none. Looks
+    /// in `backend`, unless only the other backend has rules of the attachment. Accepts Go's rules.
+    /// Starts a process only if there are tables of iptables-legacy.
     ///
     /// # Errors
     /// If rules cannot be read.
@@ -264,18 +265,16 @@ impl<'m> Forward<'m> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let (mut missing_in_iptables, mut is_in_iptables) = (Vec::new(), false);
         for family in rules.families() {
-            let (missing, accepts_any) = check_family_in_iptables(&mut iptables, rules, family)?;
-            missing_in_iptables.extend(missing);
-            is_in_iptables |= accepts_any;
+            let checked = check_family_in_iptables(&mut iptables, rules, family)?;
+            missing_in_iptables.extend(checked.missing);
+            is_in_iptables |= checked.accepts_any;
         }
-        // The configured backend is compared, unless only the other one has rules of the
-        // attachment.
-        let compared_backend = match (is_in_nftables, is_in_iptables) {
+        let checked_backend = match (is_in_nftables, is_in_iptables) {
             (true, false) => Backend::Nftables,
             (false, true) => Backend::Iptables,
             (true, true) | (false, false) => backend,
         };
-        if compared_backend == Backend::Iptables {
+        if checked_backend == Backend::Iptables {
             return Ok(missing_in_iptables);
         }
         nftables::check(&mut Nft::open()?, &rules.owned_addresses(), rules.nftables_admin_chain.as_ref())
@@ -289,7 +288,8 @@ impl<'m> Forward<'m> {
     pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&EntryChain>) -> Result<()> {
         match backend {
             Backend::Nftables => nftables::probe(nftables_admin_chain),
-            // A variant is also found without the program if the kernel can do without it.
+            // Without the program, there is a variant if the kernel lets the rules be written over
+            // netlink.
             Backend::Iptables if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Backend::Iptables => Err(Error::new(
                 "failed to find iptables-restore",
@@ -305,14 +305,21 @@ impl<'m> Forward<'m> {
     }
 }
 
-/// Returns a sentence for each rule of one family that is missing in iptables, and whether iptables
-/// accepts any of the addresses. The sentences are about one variant: the first that accepts an
-/// address or lacks nothing, else the first. The host's variant is read first.
+/// The result of a CHECK of one family in iptables.
+struct CheckedFamily {
+    /// A sentence for each missing rule.
+    missing: Vec<String>,
+    /// Whether there is a rule that accepts one of the addresses.
+    accepts_any: bool,
+}
+
+/// Checks the rules of one family in the first variant of iptables that accepts an address or lacks
+/// no rule, or else in the first variant. The variant that the host uses comes first.
 fn check_family_in_iptables(
     iptables: &mut Iptables<'_>,
     rules: &ForwardRules,
     family: Family,
-) -> Result<(Vec<String>, bool)> {
+) -> Result<CheckedFamily> {
     let addresses = rules.of_family(family);
     let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
     let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
@@ -324,18 +331,18 @@ fn check_family_in_iptables(
         let missing = iptables::check(&mut filter, &addresses, &rules.iptables_admin_chain)?;
         let accepts_any = iptables::accepts_any(&mut filter, &hosts)?;
         if missing.is_empty() || accepts_any {
-            return Ok((missing, accepts_any));
+            return Ok(CheckedFamily { missing, accepts_any });
         }
         missing_in_first.get_or_insert(missing);
     }
     let no_chain = || vec![format!("iptables chain {} is missing from table filter", iptables::CNI_FORWARD)];
-    Ok((missing_in_first.unwrap_or_else(no_chain), false))
+    Ok(CheckedFamily { missing: missing_in_first.unwrap_or_else(no_chain), accepts_any: false })
 }
 
-/// Returns the base chains of nf_tables that drop each forwarded packet which none of their rules
-/// accepts, except `admin_chain`. Each is returned as family, table and chain: `inet filter
-/// forward`. Such a chain drops packets of containers although the backend `nftables` accepts them
-/// in its own table. Empty on a kernel without nf_tables.
+/// Returns the base chains of nf_tables whose policy drops forwarded packets, except `admin_chain`.
+/// Such a chain drops packets of containers although the backend `nftables` accepts them in its own
+/// table. Each is returned as family, table and chain: `inet filter forward`. Empty on a kernel
+/// without nf_tables.
 ///
 /// # Errors
 /// If chains cannot be read.

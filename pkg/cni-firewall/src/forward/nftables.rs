@@ -21,9 +21,9 @@
 //! sets. No rule leads to `cni_owners`, which only records which attachment has an address.
 //!
 //! An `accept` ends only the base chain that it was reached from: a base chain of another table
-//! that drops packets by default still drops them. So the configuration can name such a chain of
-//! the administrator. All rules are then written to its table, and that chain jumps to
-//! `cni_forward`. The chain that jumps, here `forward`, is the [`EntryChain`].
+//! that drops packets by default still drops them. So the configuration can name a chain of the
+//! administrator. All rules are then written to the table of that chain, which jumps to
+//! `cni_forward` in place of `forward`. The chain with this jump is the [`EntryChain`].
 
 use std::cell::RefCell;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -58,8 +58,8 @@ pub(super) const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6]
 /// One address of each family, where only the family is of interest.
 const FAMILY_SAMPLES: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
 
-/// Returns the addresses grouped by the chain that leads to their rules: `admin_chain`, if one is
-/// configured and sees packets of the address's family, else `own`. No group is empty.
+/// Returns the addresses grouped by the entry chain that leads to their rules: `admin_chain`, if it
+/// is configured and sees packets of the address's family, else `own`. No group is empty.
 fn by_entry_chain<'a>(
     addresses: &'a [OwnedAddress],
     admin_chain: Option<&'a EntryChain>,
@@ -79,8 +79,8 @@ fn set_of(address: IpAddr) -> (&'static str, SetKind) {
     if address.is_ipv4() { ("cni_pods4", SetKind::Ipv4) } else { ("cni_pods6", SetKind::Ipv6) }
 }
 
-/// Returns the expressions that match the address's family; `nft` writes them before an address in
-/// a table that sees both families. Empty in a table of one family.
+/// Returns the expressions that match the address's family, as `nft` writes them before an address
+/// in a table that sees both families. Empty in a table of one family.
 fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     match table.family {
@@ -102,7 +102,7 @@ fn forward_rules(entry_chain: &EntryChain) -> Vec<Vec<Expr>> {
     let mut rules = vec![vec![jump(STAGE_1)]];
     for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
         let (set, _) = set_of(sample);
-        // `in_set` replaces the comparison with the sample by a lookup in the set.
+        // `in_set` replaces the comparison with the sample with a lookup in the set.
         let from_container = in_set(saddr(sample), set);
         let reply_to_container = [in_set(daddr(sample), set), ct_established_related()].concat();
         rules.push([match_family(table, sample), from_container, vec![accept.clone()]].concat());
@@ -111,8 +111,8 @@ fn forward_rules(entry_chain: &EntryChain) -> Vec<Vec<Expr>> {
     rules
 }
 
-/// Returns `exprs`, the result of [`iifname`] or [`oifname`] for `bridge`. Fails if it is `None`:
-/// then the name is too long for an interface.
+/// Unwraps the result of [`iifname`] or [`oifname`] for `bridge`. Fails if it is `None`, because
+/// the name is too long for an interface.
 fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
     exprs.ok_or_else(|| {
         Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))
@@ -148,7 +148,7 @@ pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule>
 
 /// Reads a rule that [`owner_rule`] has written; `None` for other rules.
 pub(crate) fn read_owner_rule(listed: &Listed) -> Option<OwnedAddress> {
-    // The rule does not name the family of its address: the reading in the right family succeeds.
+    // The rule does not name the family of its address. Only the right family gives an address.
     for family in [route::Family::V4, route::Family::V6] {
         let rule = rule_in_words(family, listed.clone());
         if let Some((owner, address, ingress)) = read_owner(&rule) {
@@ -189,7 +189,7 @@ pub(crate) fn list_owners(nft: &mut Nft) -> Result<Vec<OwnersChain>> {
     Ok(chains)
 }
 
-/// Fails with ENOENT if an administrator's chain is configured and does not exist.
+/// Fails with ENOENT if an administrator's chain is configured but does not exist.
 fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     let Some(chain) = admin_chain else { return Ok(()) };
     match nft.find_chain(chain.table(), &chain.chain)? {
@@ -203,15 +203,16 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
 pub(super) struct PreviousAddresses {
     pub(super) owned: Vec<OwnedAddress>,
     /// The configured administrator's chain, if the rules were in its table. `None` if they were in
-    /// the plugins' own table, or in that of a chain that was configured earlier.
+    /// the plugins' own table, or in the table of a chain that was configured earlier.
     pub(super) admin_chain: Option<EntryChain>,
 }
 
-/// Makes `addresses` the only addresses of the attachment `owner`, in one transaction. Stores the
-/// addresses that the attachment had before in `previous`.
+/// Makes `addresses` the only addresses of the attachment `owner`, in one transaction, and stores
+/// its previous addresses in `previous`.
 ///
 /// # Errors
-/// ENOENT if the chain `admin_chain` does not exist.
+/// - ENOENT: the chain `admin_chain` does not exist.
+/// - The rules cannot be read or written.
 pub(super) fn ensure(
     nft: &mut Nft,
     owner: &str,
@@ -228,9 +229,10 @@ pub(super) fn ensure(
         let mut existing = PreviousAddresses::default();
         for owners in list_owners(nft)? {
             let table = owners.table();
-            let group_here = groups.iter().find(|(entry_chain, _)| entry_chain.table() == table);
-            let staying: Vec<OwnedAddress> =
-                group_here.map_or_else(Vec::new, |(_, group)| group.iter().copied().cloned().collect());
+            let mut staying: Vec<OwnedAddress> = Vec::new();
+            for (_, group) in groups.iter().filter(|(entry_chain, _)| entry_chain.table() == table) {
+                staying.extend(group.iter().copied().cloned());
+            }
             let existing_here: Vec<OwnedAddress> = owners.addresses().filter(|owned| owned.owner == owner).collect();
             if !existing_here.is_empty() {
                 existing.admin_chain = admin_chain.filter(|chain| chain.table() == table).cloned();
@@ -300,7 +302,7 @@ fn add_addresses(
     Ok(())
 }
 
-/// Whether [`CNI_FORWARD`], in the table of `entry_chain`, has exactly its [`forward_rules`].
+/// Whether [`CNI_FORWARD`] in the table of `entry_chain` has exactly the [`forward_rules`].
 fn has_forward_rules(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
     let rules = nft.rules(entry_chain.table(), CNI_FORWARD)?;
     Ok(rules.iter().map(|listed| &listed.rule.exprs).eq(&forward_rules(entry_chain)))
@@ -345,10 +347,10 @@ fn remove(nft: &mut Nft, is_removed: &dyn Fn(&OwnedAddress) -> bool) -> Result<(
     })
 }
 
-/// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true. Also
-/// removed from the same table are the set element of each such address that no remaining record
-/// has, and the isolation rules that no remaining record requires. The addresses `staying` count as
-/// remaining records: the same batch adds them.
+/// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true. From the
+/// same table, it also removes the set elements and the isolation rules that no remaining record
+/// requires. The addresses `staying`, which the caller adds to the table, count as remaining
+/// records.
 fn remove_addresses(
     nft: &mut Nft,
     batch: &mut Batch,
@@ -411,6 +413,7 @@ pub(super) fn check(
             continue;
         }
         let is_hooked_in = match nft.find_chain(table, &entry_chain.chain)? {
+            // How the administrator's chain is reached is not checked.
             Some(chain) => !entry_chain.is_in_own_table() || chain.base == Some(OWN_CHAIN_HOOK),
             None => false,
         };
@@ -446,8 +449,8 @@ pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
     Ok(chains.iter().flat_map(OwnersChain::addresses).any(|owned| owned.owner == owner))
 }
 
-/// Returns the base chains that drop forwarded packets by default, except the chain `admin_chain`.
-/// Each is returned as family, table and chain: `inet filter forward`.
+/// Returns the base chains whose policy drops forwarded packets, except `admin_chain`, each as
+/// family, table and chain: `inet filter forward`.
 pub(super) fn list_dropping_chains(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for family in FAMILIES {
@@ -470,7 +473,7 @@ pub(super) fn probe(admin_chain: Option<&EntryChain>) -> Result<()> {
     check_exists(&mut nft, admin_chain)?;
     let own_chain = EntryChain::own();
     let entry_chain = admin_chain.unwrap_or(&own_chain);
-    // The chain and the jump of an earlier ADD show that the kernel has what the rules need.
+    // An earlier ADD has written rules, so the kernel has what they need.
     if nft.find_chain(entry_chain.table(), CNI_FORWARD)?.is_some() && leads_to_forward(&mut nft, entry_chain)? {
         return Ok(());
     }

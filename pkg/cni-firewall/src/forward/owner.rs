@@ -1,30 +1,33 @@
 //! Describes the owner of an address: the attachment that has the address, and its ingress policy.
 //!
-//! The rules that accept an address cannot name an attachment: those of iptables are Go's, byte for
-//! byte, and those of nftables are elements of a set. So both backends have a chain to which no
-//! rule leads, with one rule without a verdict for each address and attachment, whose comment is
-//! the owner's name. No packet reaches these rules.
+//! The rules that accept an address cannot name an attachment: in iptables they are Go's, byte for
+//! byte, and in nftables the addresses are elements of a set. So each backend has a chain that
+//! records the owners: it has one rule without a verdict for each address of each attachment, with
+//! the owner's name as its comment. No rule leads to that chain.
 
 use std::net::IpAddr;
 
 use cni::AttachmentId;
 use cni::hash::sha512_hex;
 
-/// The longest comment that `nft` accepts: of a longer one, the output of `nft list ruleset` could
-/// not be loaded again.
+/// The longest comment that `nft` accepts. With a longer one, `nft` could not load its own output
+/// of `nft list ruleset`.
 const NAME_MAX: usize = 128;
 /// The number of hex digits of a hash in a name.
 const HASH_DIGITS: usize = 32;
 
 /// The ingress policy: which other containers may open connections to a container.
+///
+/// Every policy except `Open` isolates the container's bridge: no packet passes from one isolated
+/// bridge to another.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Ingress {
-    /// All that the host forwards.
+    /// All containers.
     #[default]
     Open,
-    /// Containers on this bridge; those on another bridge that is isolated too are refused.
+    /// Containers on this bridge, and on bridges that are not isolated.
     SameBridge(String),
-    /// None on this bridge, and none on another bridge that is isolated too.
+    /// Only containers on bridges that are not isolated, so not those on this bridge.
     Isolated(String),
 }
 
@@ -71,8 +74,8 @@ pub(crate) fn name(attachment: &AttachmentId) -> String {
     format!("cni:{}/{}/{}", hashed(&attachment.network), hashed(&attachment.container_id), attachment.ifname)
 }
 
-/// Returns the two possible beginnings of the names of a network's attachments: with the network's
-/// name and with its hash.
+/// Returns the two possible prefixes of the names of a network's attachments: one with the
+/// network's name, one with its hash.
 pub(super) fn prefixes(network: &str) -> [String; 2] {
     [AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))]
 }

@@ -1,9 +1,9 @@
-//! Records which attachments have an address in a zone of firewalld, which calls such an address a
-//! source.
+//! Records which attachments have an address in a zone of firewalld. firewalld calls such an
+//! address a *source*.
 //!
-//! firewalld does not record owners. So for each address there is a rule without a verdict in the
-//! chain `cni_firewalld` of the table `inet cni_firewall`, whose comment is the owner's name; no
-//! rule leads to that chain. firewalld does not flush the table when it reloads or stops.
+//! firewalld does not record owners. So the chain `cni_firewalld` of the table `inet cni_firewall`
+//! has a rule without a verdict for each address, with the owner's name as its comment. No rule
+//! leads to that chain. firewalld does not flush the table when it reloads or stops.
 
 use std::net::IpAddr;
 
@@ -33,7 +33,7 @@ pub enum AttachmentFilter<'a> {
 }
 
 impl AttachmentFilter<'_> {
-    /// Returns a predicate: whether the attachment that owns an address is selected.
+    /// Returns a closure that decides whether the attachment that owns an address is selected.
     fn predicate(&self) -> Box<dyn Fn(&OwnedAddress) -> bool> {
         match self {
             AttachmentFilter::One(attachment) => {
@@ -60,11 +60,11 @@ impl AttachmentFilter<'_> {
 pub struct Sources {
     /// The addresses of the selected attachments.
     pub own: Vec<IpAddr>,
-    /// The addresses of all other attachments.
+    /// The addresses of all attachments that are not selected.
     pub others: Vec<IpAddr>,
 }
 
-/// Returns the recorded addresses of the selected and of all other attachments; none on a kernel
+/// Returns the recorded addresses of all attachments, divided by `selection`; none on a kernel
 /// without nf_tables.
 ///
 /// # Errors
@@ -88,10 +88,12 @@ pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
     Ok(nft.rules(TABLE, RECORDS)?.iter().filter_map(read_owner_rule).collect())
 }
 
-/// Makes `addresses` the recorded addresses of the attachment; its other records are removed.
+/// Records `addresses` as those of the attachment, and removes its other records.
 ///
 /// # Errors
-/// If records cannot be read or written, also because the kernel has no nf_tables.
+/// If records cannot be read or written.
+/// [`Error::is_unsupported`](cni_linux::error::Error::is_unsupported) on a kernel without
+/// nf_tables.
 pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
     let owner = owner::name(attachment);
     let mut records = Vec::new();
@@ -104,7 +106,8 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
 /// Removes the records of the selected attachments.
 ///
 /// # Errors
-/// If records cannot be read or removed. A kernel without nf_tables has no records.
+/// If records cannot be read or removed. A kernel without nf_tables is not an error: it has no
+/// records.
 pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
     match replace(selection, &[]) {
         Err(error) if error.is_unsupported() => Ok(()),
@@ -119,16 +122,16 @@ fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut recorded = Vec::new();
+        let mut existing = Vec::new();
         for listed in nft.rules(TABLE, RECORDS)? {
             let Some(owned) = read_owner_rule(&listed) else { continue };
             if records.contains(&owned) {
-                recorded.push(owned);
+                existing.push(owned);
             } else if is_selected(&owned) {
                 batch.delete_rule(TABLE, RECORDS, listed.handle);
             }
         }
-        let missing: Vec<&OwnedAddress> = records.iter().filter(|owned| !recorded.contains(owned)).collect();
+        let missing: Vec<&OwnedAddress> = records.iter().filter(|owned| !existing.contains(owned)).collect();
         if !missing.is_empty() {
             batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
             nft.add_missing_chain(&mut batch, TABLE, RECORDS)?;

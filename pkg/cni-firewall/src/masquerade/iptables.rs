@@ -1,21 +1,21 @@
 //! Masquerading in iptables' table `nat`, in the form of the Go plugins.
 //!
 //! `CNI-HASH` is `CNI-` and a hash of network and container, COMMENT is
-//! `name: "NETWORK" id: "CONTAINER"`. Only the last line is not written by Go:
+//! `name: "NETWORK" id: "CONTAINER"`. Go writes all of these rules except the last:
 //! ```text
 //! -A POSTROUTING -s ADDRESS -m comment --comment COMMENT -j CNI-HASH
 //! -A CNI-HASH -d NETWORK -m comment --comment COMMENT -j ACCEPT
 //! -A CNI-HASH ! -d 224.0.0.0/4 -m comment --comment COMMENT -j MASQUERADE
 //! -A CNI-HASH -s ADDRESS -d NETWORK -m comment --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! The chain belongs to the container, not to one of its interfaces. The last line, the *tag*, has
-//! no target and is never reached; it records which attachment has the address, so that two
-//! interfaces on one network can be removed one after the other. Go never reads tags and removes
-//! them with the chain. Rules for an address without a tag were made by Go (older releases wrote
-//! `-s NETWORK` into POSTROUTING).
+//! All interfaces of the container in this network share the chain. The last rule, the *tag*, has
+//! no target and is never reached. It records which attachment has the address, so that DEL of one
+//! interface leaves the rules of another. Go does not read tags, and removes them with the chain. A
+//! jump from POSTROUTING whose source is in no tag of the chain is *untagged*: Go wrote it (older
+//! releases of Go wrote it as `-s NETWORK`).
 //!
-//! With two networks of one family both ACCEPTs are before MASQUERADE; Go appends the second after
-//! it, where it is never reached.
+//! If a container has addresses of two networks in one family, both ACCEPT rules precede the
+//! MASQUERADE rule. Go appends the second ACCEPT after it, where it is never reached.
 //!
 //! These functions only plan: they read [`Chains`] and return an [`Edit`].
 
@@ -47,8 +47,8 @@ pub(crate) fn is_chain_name(name: &str) -> bool {
         .is_some_and(|hash| hash.len() == CHAIN_DIGITS && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
-/// Returns the comment of the container's rules in this network, as Go writes it, cut to what
-/// iptables accepts. Valid names have no characters that would have to be escaped.
+/// Returns the comment of the container's rules in this network, as Go writes it, cut to the length
+/// that iptables accepts. Valid names have no characters that would have to be escaped.
 pub(crate) fn comment(network: &str, container: &str) -> String {
     let mut comment = format!("name: \"{network}\" id: \"{container}\"");
     let mut end = COMMENT_MAX.min(comment.len());
@@ -59,8 +59,8 @@ pub(crate) fn comment(network: &str, container: &str) -> String {
     comment
 }
 
-/// Returns the network and the container that a comment names; `None` if it was cut or is another
-/// program's.
+/// Returns the network and the container that a comment names; `None` if the comment was cut or has
+/// a different form.
 pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
     comment.strip_prefix("name: \"")?.strip_suffix('"')?.split_once("\" id: \"")
 }
@@ -106,7 +106,7 @@ impl RuleNames {
         self.commented(&["-s", &Cidr::host(address.address()).to_string()], &self.chain)
     }
 
-    /// Returns the rule of the container's chain that leaves packets to `network` as they are.
+    /// Returns the rule of the container's chain that lets packets to `network` keep their source.
     fn accept(&self, network: Cidr) -> Vec<String> {
         self.commented(&["-d", &network.to_string()], "ACCEPT")
     }
@@ -123,9 +123,9 @@ impl RuleNames {
         ["-s", &source, "-d", &network, "-m", "comment", "--comment", &self.alias].map(str::to_owned).into()
     }
 
-    /// Whether `rule`, of POSTROUTING, sends packets of this container to its chain. The target
-    /// alone does not decide: the hash has no separator, so network `ab` with container `c` and
-    /// network `a` with container `bc` have the same chain.
+    /// Whether `rule`, of POSTROUTING, sends packets of this container to its chain. The target is
+    /// not enough: the hash has no separator, so network `ab` with container `c` and network `a`
+    /// with container `bc` have the same chain.
     fn is_jump(&self, rule: &Rule) -> bool {
         rule.target() == Some(&self.chain) && rule.comment() == Some(&self.comment)
     }
@@ -173,21 +173,21 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
         return Ok(create(&names, nat.family(), addresses, &networks));
     };
     let mut edit = Edit::new();
-    let has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
+    let chain_has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
     // The ACCEPT rules are inserted, not appended, because they must precede MASQUERADE.
     for network in networks.iter().rev() {
         let accept = names.accept(*network);
-        if !has(&accept) {
+        if !chain_has(&accept) {
             edit.insert(&names.chain, accept);
         }
     }
     let masquerade = names.masquerade(nat.family());
-    if !has(&masquerade) {
+    if !chain_has(&masquerade) {
         edit.append(&names.chain, masquerade);
     }
     for address in addresses {
         let tag = names.tag(*address);
-        if !has(&tag) {
+        if !chain_has(&tag) {
             edit.append(&names.chain, tag);
         }
     }
@@ -204,9 +204,9 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
         let source = source(jump);
         // Two simultaneous ADDs of the Go plugin can both append the same rule.
         let is_duplicate = source.is_some_and(|source| existing_sources.contains(&source));
-        let is_own = own_tags.iter().any(|tag| tag.source == source);
-        let is_anothers = other_tags.iter().any(|tag| tag.source == source);
-        let is_stale = is_own && !is_anothers && !is_requested(source);
+        let has_own_tag = own_tags.iter().any(|tag| tag.source == source);
+        let has_other_tag = other_tags.iter().any(|tag| tag.source == source);
+        let is_stale = has_own_tag && !has_other_tag && !is_requested(source);
         if is_duplicate || is_stale {
             edit.delete(POSTROUTING, jump);
         }
@@ -240,15 +240,15 @@ fn create(names: &RuleNames, family: Family, addresses: &[Cidr], networks: &[Cid
 /// The masqueraded addresses that an attachment had in one family before an ADD.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PreviousAddresses {
-    /// The addresses in its tags, with the prefix lengths of their networks.
+    /// The addresses in the attachment's tags, with the prefix lengths of their networks.
     tagged: Vec<Cidr>,
-    /// The sources of jumps without a tag, which Go made, that cover an address of the ADD.
+    /// The sources of untagged jumps that cover an address of the ADD.
     untagged: Vec<Cidr>,
 }
 
 impl PreviousAddresses {
-    /// Reads the addresses in the attachment's rules, and the sources of Go's jumps that cover
-    /// `addresses`, which an ADD is about to give to the attachment.
+    /// Reads the addresses in the attachment's tags, and the sources of untagged jumps that cover
+    /// one of `addresses`, those of the ADD.
     pub(super) fn read(
         nat: &mut Chains<'_>,
         attachment: &AttachmentId,
@@ -273,8 +273,8 @@ impl PreviousAddresses {
         Ok(previous)
     }
 
-    /// Returns the edit that undoes an [`ensure`] of `addresses`: the attachment's masqueraded
-    /// addresses are the previous ones again.
+    /// Returns the edit that undoes an [`ensure`] of `addresses`, after which the previous
+    /// addresses are masqueraded again.
     pub(super) fn put_back(&self, nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
         // `ensure` also removes the rules of the addresses that the ADD has added.
         if !self.tagged.is_empty() {
@@ -284,8 +284,8 @@ impl PreviousAddresses {
         if self.untagged.is_empty() {
             return purge(nat, attachment, &addresses.iter().map(Cidr::address).collect::<Vec<_>>());
         }
-        // Go's rules already masqueraded an address of the ADD: they stay, and only the tags and
-        // the jumps that the ADD has added are removed.
+        // Go's rules already masqueraded an address of the ADD, and stay. Only the tags and jumps
+        // that the ADD has added are removed.
         let names = RuleNames::new(attachment);
         let mut edit = Edit::new();
         for rule in nat.rules(&names.chain)? {
@@ -304,9 +304,9 @@ impl PreviousAddresses {
     }
 }
 
-/// Returns the edit that removes the attachment's rules. Of the jumps without a tag, made by Go,
-/// those that cover one of `addresses` count as the attachment's. If `addresses` is empty, all of
-/// them do, unless the attachment has tags.
+/// Returns the edit that removes the attachment's rules. An untagged jump counts as the
+/// attachment's if it covers one of `addresses`. If `addresses` is empty, every untagged jump does,
+/// unless the attachment has tags.
 pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
     let names = RuleNames::new(attachment);
     let is_own = |alias: &str| alias == names.alias;
@@ -320,8 +320,8 @@ pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: 
 }
 
 /// Returns the edit that removes the rules of the attachments of `network` that are not in `valid`
-/// (container ID, interface name). Jumps without a tag stay while any interface of their container
-/// is valid.
+/// (container ID, interface name). Untagged jumps stay while any interface of their container is
+/// valid.
 pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
     let valid_chains: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
     let valid_aliases: Vec<String> =
@@ -349,11 +349,13 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
     Ok(edit)
 }
 
-/// Returns the edit that removes, from a container's `chain` and from POSTROUTING, the rules of the
-/// attachments for whose alias `is_garbage` is true, and the jumps without a tag for which
-/// `is_untagged_garbage` is true: its arguments are the jump's source, and whether the chain has a
-/// tag that is garbage. With `names`, jumps stay whose comment is not the one in `names`. The chain
+/// Returns the edit that removes rules from a container's `chain` and from POSTROUTING. The chain
 /// is removed if no jump and no tag remains.
+///
+/// - `is_garbage(alias)`: whether the rules of the attachment with this alias are removed.
+/// - `is_untagged_garbage(source, has_garbage)`: whether an untagged jump with this source is
+///   removed. `has_garbage` is whether `is_garbage` is true for a tag of the chain.
+/// - `names`: if given, jumps with a different comment stay ([`RuleNames::is_jump`]).
 fn remove(
     nat: &mut Chains<'_>,
     chain: &str,
@@ -373,12 +375,12 @@ fn remove(
             // Another container, whose chain has the same name, needs this jump.
             false
         } else if remaining_tags.iter().any(|tag| tag.source == source) {
-            // A remaining attachment needs this jump, but only once.
+            // A remaining attachment needs one such jump: only duplicates are removed.
             source.is_some_and(|source| remaining_sources.contains(&source))
         } else if garbage_tags.iter().any(|tag| tag.source == source) {
             true
         } else {
-            // The jump has no tag.
+            // The jump is untagged.
             let is_removed = is_untagged_garbage(source, !garbage_tags.is_empty());
             remaining_untagged += usize::from(!is_removed);
             is_removed
@@ -397,8 +399,7 @@ fn remove(
     for tag in &garbage_tags {
         edit.delete(chain, &tag.rule);
     }
-    // Go's plugin made the jumps without a tag. They do not name their networks, so they may need
-    // any of the ACCEPT rules.
+    // An untagged jump does not name its network, so it may need any of the ACCEPT rules.
     if remaining_untagged > 0 {
         return Ok(edit);
     }
@@ -417,7 +418,7 @@ fn remove(
 }
 
 /// Returns a sentence for each rule of the attachment that is missing in the family of `nat`; empty
-/// if all exist. A rule counts even if another program made it.
+/// if none. Accepts rules of any program.
 pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let names = RuleNames::new(attachment);
     let Some(chain) = nat.chain(&names.chain)?.cloned() else {

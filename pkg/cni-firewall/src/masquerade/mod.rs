@@ -6,8 +6,8 @@
 //! look at both, because the configuration and the host may have changed after ADD.
 //!
 //! All calls act in the network namespace of the calling thread, which must be the host's. Removing
-//! needs no address, no program (except iptables-legacy, for rules there) and no knowledge of how
-//! the rules were made; an attachment without rules is not an error.
+//! rules needs neither the attachment's addresses nor the configuration, and no program except
+//! those of iptables-legacy for rules there. An attachment without rules is not an error.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -30,9 +30,9 @@ pub(super) mod nftables;
 /// Masquerading in one network namespace.
 ///
 /// Closing a netlink connection that has removed rules waits for an RCU grace period, so such
-/// connections stay open until this value is dropped. Deleting a link waits for one too: call
-/// [`purge`](Masquerade::purge) before a link is deleted and drop this value after, and the two
-/// waits overlap.
+/// connections stay open until this value is dropped. Deleting a link also waits for a grace
+/// period. If [`purge`](Masquerade::purge) is called before a link is deleted, and this value is
+/// dropped afterwards, the two waits overlap.
 pub struct Masquerade<'m> {
     machine: &'m dyn Machine,
     notes: Notes,
@@ -76,9 +76,9 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
-    /// The attachment's existing rules in the same backend are replaced (in iptables, only those of
-    /// a family that `addresses` has), and stored in `previous`. Without a `backend`: iptables, or
-    /// nftables where iptables is not installed or does not work.
+    /// The attachment's existing rules in the same backend are replaced and stored in `previous`.
+    /// In iptables, that applies only to the families of `addresses`. Without a `backend`, uses
+    /// iptables, or nftables if iptables is not installed or does not work.
     ///
     /// # Errors
     /// The rules cannot be read or written. Some may be in force then:
@@ -152,13 +152,13 @@ impl<'m> Masquerade<'m> {
     ) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let Some(variant) = iptables.variant_for_new_rules(family)? else {
-            // There is neither a program nor a usable kernel, so this fails, with the reason.
+            // There is neither a program nor a usable kernel. The probe fails with the reason.
             return iptables.probe(family);
         };
         iptables.change(family, variant, |nat| {
             let mut stored = previous.iptables.borrow_mut();
-            // This plan can run again after a conflict with another process; the first run has
-            // stored the rules.
+            // After a conflict with another process this closure runs again: only its first run
+            // stores the addresses.
             if !stored.iter().any(|(stored_family, ..)| *stored_family == family) {
                 stored.push((family, variant, iptables::PreviousAddresses::read(nat, attachment, addresses)?));
             }
@@ -167,8 +167,8 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, complete or not: removes the
-    /// rules that it made and restores those that it replaced. A backend or family that it did not
-    /// touch stays as it is.
+    /// rules that `ensure` wrote and restores those that it replaced. Leaves a backend or family
+    /// that `ensure` has not read.
     ///
     /// # Errors
     /// A backend or family cannot be changed. The others are still changed, and all failures are
@@ -188,8 +188,9 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
-    /// result, empty if unknown: they decide which rules of a Go plugin are this attachment's and
-    /// which belong to another interface of the container; without them all are removed.
+    /// result, empty if unknown. In iptables, rules of a Go plugin do not name the interface, so
+    /// only those for `addresses` are removed. Without `addresses`, all of the container's are,
+    /// unless the attachment has rules of these plugins.
     ///
     /// # Errors
     /// A backend, family or variant cannot be changed. The others are still changed, and all
@@ -207,8 +208,7 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Runs `change`, which removes or restores rules, on a connection to nf_tables that stays open
-    /// until this value is dropped. A kernel without nf_tables is not an error: it has no rules to
-    /// remove, and had none to restore.
+    /// until this value is dropped. Does nothing on a kernel without nf_tables, which has no rules.
     fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
         let result = Nft::open().and_then(|mut nft| {
             let result = change(&mut nft);
@@ -229,15 +229,15 @@ impl<'m> Masquerade<'m> {
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
         let results = [
             self.in_nftables(|nft| nftables::gc(nft, network, valid)),
-            // Only tables with this chain are searched: all masquerading rules are reached from it.
+            // All masquerading rules are reached from this chain.
             self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Makes the removals that `plan` returns, in every family and variant of iptables that may
-    /// have one of `chains`. A failure in one does not stop the others; all failures are joined. A
-    /// variant whose programs are missing is not an error but a note.
+    /// Calls `plan` for each family and variant of iptables that may have one of `chains`, and
+    /// makes the removals that it returns. A failure in one does not stop the others; all failures
+    /// are joined. A variant whose programs are missing is not an error but a note.
     fn clean(
         &self,
         chains: &[&str],
@@ -273,8 +273,8 @@ impl<'m> Masquerade<'m> {
             for variant in iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
                 let missing_in_variant = iptables::check(&mut nat, attachment, &addresses)?;
-                // The ADD used the variant that has the container's chain, so the rules missing
-                // there are reported, not those missing in nftables.
+                // The ADD used the variant that has the container's chain, so the missing rules of
+                // that variant are reported, not those of nftables.
                 if missing_in_variant.is_empty() || nat.has_chain(&chain)? {
                     missing_in_family = missing_in_variant;
                 }
@@ -287,13 +287,12 @@ impl<'m> Masquerade<'m> {
         Ok(missing)
     }
 
-    /// Checks that [`ensure`](Masquerade::ensure) can work here. An installed iptables is assumed
-    /// to work, because trying it starts a process. The only process that this can start is
-    /// `iptables-restore --version`, if the name of the program's file does not contain the
-    /// variant.
+    /// Checks that [`ensure`](Masquerade::ensure) can work here. Assumes that an installed iptables
+    /// works, because a trial would start a process. Starts only `iptables-restore --version`, and
+    /// only if the name of the program's file does not contain the variant.
     ///
     /// # Errors
-    /// `ensure` cannot work; the error gives the reason.
+    /// The reason why `ensure` cannot work.
     pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut is_installed = false;
@@ -303,7 +302,8 @@ impl<'m> Masquerade<'m> {
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
             _ if is_installed => Ok(()),
-            // Without the program, the rules can be written over netlink if the kernel can.
+            // Without the program, there is a variant if the kernel lets the rules be written over
+            // netlink.
             Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
@@ -330,7 +330,7 @@ fn families(addresses: &[Cidr]) -> impl Iterator<Item = Family> {
     FAMILIES.into_iter().filter(|family| of_family(addresses, *family).next().is_some())
 }
 
-/// Returns those of `addresses` that are of `family`.
+/// Returns the ones of `addresses` that are of `family`.
 fn of_family(addresses: &[Cidr], family: Family) -> impl Iterator<Item = Cidr> {
     addresses.iter().copied().filter(move |cidr| Family::of(cidr.address()) == family)
 }

@@ -54,7 +54,8 @@ pub(crate) fn attachment_key(network: &str, container: &str, ifname: &str) -> St
     format!("{}{}", network_key(network), short_hash(&format!("{ifname}:{container}")))
 }
 
-/// Returns the comment of the attachment's rules, as Go writes it, cut to what `nft` accepts.
+/// Returns the comment of the attachment's rules, as Go writes it, cut to the length that `nft`
+/// accepts.
 fn comment(attachment: &AttachmentId) -> String {
     let unquoted = |text: &str| text.replace('"', "");
     let AttachmentId { network, container_id: container, ifname } = attachment;
@@ -69,7 +70,7 @@ fn comment(attachment: &AttachmentId) -> String {
     comment
 }
 
-/// Whether the rule's comment begins with `key`, of an attachment or a network.
+/// Whether the rule's comment begins with `key`, the key of an attachment or a network.
 fn has_key(listed: &Listed, key: &str) -> bool {
     listed.rule.comment.as_deref().is_some_and(|comment| comment.starts_with(key))
 }
@@ -100,8 +101,7 @@ fn base_rules() -> [Vec<Expr>; 3] {
     [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
 }
 
-/// Writes the attachment's rules in one transaction, which also removes its existing rules. Stores
-/// the existing rules in `previous`.
+/// Replaces the attachment's rules in one transaction, and stores the existing ones in `previous`.
 pub(super) fn ensure(
     attachment: &AttachmentId,
     addresses: &[Cidr],
@@ -142,8 +142,8 @@ fn add_shared_chains(batch: &mut Batch) {
     }
 }
 
-/// Whether the base chain exists and has the [`base_rules`], written by these plugins or by Go. As
-/// one of these rules leads to [`CHECKS`], that chain exists then too.
+/// Whether the base chain exists and has the [`base_rules`], written by these plugins or by Go. If
+/// so, [`CHECKS`] exists too, because one of the rules leads to it.
 fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
     if !nft.has_base_chain(TABLE, POSTROUTING, BASE)? {
         return Ok(false);
@@ -160,8 +160,8 @@ pub(super) fn purge(nft: &mut Nft, attachment: &AttachmentId) -> Result<()> {
     remove(nft, &key, |_| true)
 }
 
-/// Undoes an [`ensure`] of the attachment that has replaced the rules `previous`: restores those of
-/// them that are missing, and removes all other rules of the attachment.
+/// Undoes an [`ensure`] of the attachment: restores the missing rules of `previous`, and removes
+/// all other rules of the attachment.
 pub(super) fn put_back(nft: &mut Nft, attachment: &AttachmentId, previous: &[Listed]) -> Result<()> {
     let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
     retry(|| {
@@ -203,8 +203,8 @@ fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Res
     })
 }
 
-/// Returns a sentence for each rule of the attachment that is missing or differs; empty if none is.
-/// On a kernel without nf_tables all are missing.
+/// Returns a sentence for each rule of the attachment that is missing or differs; empty if none. On
+/// a kernel without nf_tables, all rules are missing.
 pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
     let read = || -> Result<(bool, Vec<Listed>)> {
@@ -218,7 +218,7 @@ pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec
     let mut missing = Vec::new();
     for address in addresses {
         let family = Family::of(address.address());
-        // Compared as text, as releases of nft write the same match with different expressions.
+        // Compared as text, as in `has_shared_chains`.
         let expected = words(family, &masquerade_rule(*address));
         if !rules.iter().any(|listed| words(family, &listed.rule.exprs) == expected) {
             missing.push(format!(

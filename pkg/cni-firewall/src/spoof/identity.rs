@@ -20,7 +20,7 @@ pub(crate) struct Id(pub(super) String);
 
 impl Id {
     /// Returns the ID of an attachment. An ID longer than [`PLAIN_ID_MAX`] is replaced with its
-    /// beginning, `-` and a hash of the whole: 116 bytes, so that `nft` accepts the comment.
+    /// beginning, `-` and a hash of the whole ID: 116 bytes, so that `nft` accepts the comment.
     pub(crate) fn new(container_id: &str, ifname: &str) -> Id {
         const CUT_LEN: usize = 83;
         const HASH_DIGITS: usize = 32;
@@ -29,7 +29,7 @@ impl Id {
             return Id(id);
         }
         let hash = sha512_hex(&[id.as_bytes()], HASH_DIGITS);
-        // Valid IDs and names are ASCII; others must not panic here.
+        // Valid IDs are ASCII. The loop avoids a panic for others.
         let mut end = CUT_LEN;
         while !id.is_char_boundary(end) {
             end -= 1;
@@ -53,7 +53,7 @@ impl Id {
     }
 
     /// Whether a rule of PREROUTING belongs to this ID: it has the ID's comment, by which Go
-    /// searches, or it leads to the ID's chain, which the kernel does not remove before that rule.
+    /// searches, or it leads to the ID's chain, which cannot be removed before the rule.
     pub(super) fn owns(&self, rule: &Rule) -> bool {
         if rule.comment.as_deref() == Some(&self.comment()) {
             return true;
@@ -74,9 +74,8 @@ impl Id {
         })
     }
 
-    /// Returns the first owner of this ID's jumps among the rules of PREROUTING that is certainly
-    /// not `attachment`: the tag of the jump names another attachment or network. The owner of a
-    /// jump without a tag is unknown, and not returned.
+    /// Returns the owner of the first jump of this ID, among the rules of PREROUTING, whose tag
+    /// names a different attachment or a different network. Jumps without a tag are skipped.
     pub(super) fn find_other_owner(&self, rules: &[Listed], attachment: &AttachmentId) -> Option<SpoofOwner> {
         self.owners(rules).find(|owner| match &owner.tag {
             JumpTag::Alias(alias) => *alias != attachment.alias(),
@@ -114,7 +113,7 @@ pub(super) enum JumpTag {
     Alias(String),
     /// The hash of the network's name, for an alias that is too long.
     NetworkHash(Vec<u8>),
-    /// There is no tag: the Go plugin made the rule.
+    /// There is no tag: the Go plugin wrote the rule.
     Missing,
 }
 
@@ -158,8 +157,8 @@ impl fmt::Display for SpoofOwner {
 }
 
 impl SpoofOwner {
-    /// Whether the attachment belongs to `network`; `None` if unknown, as the Go plugin made the
-    /// rules.
+    /// Whether the attachment belongs to `network`; `None` if the Go plugin wrote the rules, which
+    /// then do not name their network.
     pub fn belongs_to(&self, network: &str) -> Option<bool> {
         match &self.tag {
             JumpTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
@@ -173,9 +172,9 @@ impl SpoofOwner {
         self.id_ifname == Id::new(container_id, ifname).0
     }
 
-    /// Whether GC of `network` removes the rules: they belong to none of the `valid` attachments
-    /// (container ID, interface name), and they name this network, or name none but guard an
-    /// interface for which `link_exists` is false.
+    /// Whether GC of `network` removes the rules: their ID is not that of one of the `valid`
+    /// attachments (container ID, interface name), and either their tag names this network, or they
+    /// have no tag and guard an interface for which `link_exists` is false.
     pub fn is_garbage(&self, network: &str, valid: &[(&str, &str)], link_exists: impl Fn(&str) -> bool) -> bool {
         if valid.iter().any(|(container_id, ifname)| self.matches(container_id, ifname)) {
             return false;
@@ -183,7 +182,7 @@ impl SpoofOwner {
         match (self.belongs_to(network), &self.host_veth) {
             (Some(belongs), _) => belongs,
             (None, Some(host_veth)) => !link_exists(host_veth),
-            // Go creates the chains before the jump: its ADD may be running.
+            // Chains without a jump: Go creates the chains first, so its ADD may be running.
             (None, None) => false,
         }
     }

@@ -54,11 +54,17 @@ fn a_bad_port_is_refused_in_go_s_words_alone() {
         let error = parse(&keys).unwrap_err();
         assert_eq!(error.to_string(), text, "no details either");
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net"{keys}}}"#);
-        let refused = Conf::refused_port(&NetConf::parse(conf).unwrap(), &error);
+        let refused = Conf::refused_key(&NetConf::parse(conf).unwrap(), &error);
         assert_eq!(refused.as_deref(), Some("portMappings[1]"));
     }
+}
+
+#[test]
+fn a_bad_mark_bit_is_refused_in_go_s_words_alone() {
     let error = parse(r#","markMasqBit":32"#).unwrap_err();
-    assert_eq!(error.to_string(), "MasqMarkBit must be between 0 and 31");
+    assert_eq!(error.to_string(), "MasqMarkBit must be between 0 and 31", "no details either");
+    let conf = NetConf::parse(r#"{"cniVersion":"1.0.0","name":"net","markMasqBit":32}"#).unwrap();
+    assert_eq!(Conf::refused_key(&conf, &error).as_deref(), Some("\"markMasqBit\": 32"));
 }
 
 #[test]
@@ -146,7 +152,7 @@ fn options_decide_the_backend() {
         (r#","portConflict":"steal""#, "\"portConflict\" can only be \"ignore\", not \"steal\""),
         (
             r#","externalSetMarkChain":"a b""#,
-            "externalSetMarkChain: \"a b\" is not a chain name: it must be 1 to 28 bytes, without spaces and control \
+            "externalSetMarkChain: \"a b\" is not a chain name: it must be 1 to 28 bytes, without spaces or control \
              characters, and must not begin with - or !",
         ),
     ] {

@@ -1,5 +1,5 @@
-//! Plans the rules of forwarding in iptables' table `filter`: those of the Go plugin, and one chain
-//! more.
+//! Plans the rules of forwarding in iptables' table `filter`: those of the Go plugin, and a chain
+//! that records owners.
 //!
 //! For each container address ADDRESS and each isolated bridge BRIDGE:
 //! ```text
@@ -13,12 +13,12 @@
 //! -A CNI-ISOLATION-STAGE-2 -o BRIDGE --comment "... (ingressPolicy: same-bridge|isolated)" -j DROP
 //! -A CNI-FW-OWNERS -s ADDRESS [-i BRIDGE [!] -o BRIDGE] --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! Both stages end with a RETURN. The last chain is not written by Go, and no rule leads to it: its
-//! rules, the *records*, only name the attachment that has an address, and its isolated bridge.
+//! Both stages end with a RETURN. Go does not write CNI-FW-OWNERS, and no rule leads to that chain:
+//! its rules, the *records*, only name the attachment that has an address, and its isolated bridge.
 //!
-//! CNI-FORWARD accepts packets that come from a container, so the jump to the first stage must be
-//! before that to CNI-FORWARD. The Go plugin inserts each jump at the beginning of FORWARD when it
-//! first needs it and never moves one.
+//! CNI-FORWARD accepts all packets that come from a container, so the jump to the first stage must
+//! precede the jump to CNI-FORWARD. The Go plugin does not ensure that: it inserts each jump at the
+//! beginning of FORWARD when it first needs that jump, and never moves a jump.
 //!
 //! These functions only plan: they read [`Chains`] and return an [`Edit`], which the caller
 //! applies.
@@ -54,7 +54,8 @@ impl Record {
     }
 }
 
-/// Returns the records that contain one of the `needles`, texts or addresses in network byte order.
+/// Returns the records that contain one of the `needles`: texts, or addresses in network byte
+/// order.
 fn find_records(filter: &mut Chains<'_>, needles: &[&[u8]]) -> Result<Vec<Record>> {
     let rules = filter.find_rules(OWNERS, needles, |rule| rule.target().is_none())?;
     Ok(rules.iter().filter_map(Record::read).collect())
@@ -68,7 +69,7 @@ fn find_own_records(filter: &mut Chains<'_>, owner: &str) -> Result<Vec<Record>>
     Ok(records)
 }
 
-/// Returns those of `rules` that have exactly these words.
+/// Returns the ones of `rules` that have exactly these words.
 fn matching<'r>(rules: &'r [Rule], words: &'r [String]) -> impl Iterator<Item = &'r Rule> {
     rules.iter().filter(move |rule| rule.matches(words))
 }
@@ -78,8 +79,8 @@ fn contains(rules: &[Rule], words: &[String]) -> bool {
     matching(rules, words).next().is_some()
 }
 
-/// Removes all but the first of the rules with these words: simultaneous ADDs of the Go plugin can
-/// both add the same rule.
+/// Adds to `edit` the removal of all but the first of the rules with these words: simultaneous ADDs
+/// of the Go plugin can both add the same rule.
 fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[String]) {
     for duplicate in matching(rules, words).skip(1) {
         edit.delete(chain, duplicate);
@@ -88,13 +89,13 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[Stri
 
 /// Returns the rules of [`CNI_FORWARD`] that contain one of the addresses.
 fn find_forward_rules(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
-    let needles: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
-    let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
+    let octets: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
+    let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
     filter.find_rules(CNI_FORWARD, &needles, |_| true)
 }
 
-/// Returns the policy that isolates the bridge of these addresses, and the bridge; `None` for the
-/// policy `open`. All addresses of an attachment have the same policy.
+/// Returns the policy of these addresses and the bridge that it isolates; `None` for the policy
+/// `open`. All addresses of an attachment have the same policy.
 fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
     addresses.iter().find_map(|owned| Some((&owned.ingress, owned.ingress.bridge()?)))
 }
@@ -121,10 +122,10 @@ pub(super) fn ensure(
         None => order_jumps(filter, &mut edit, &[CNI_FORWARD])?,
     }
 
-    // One search finds the jump and the accepting rules: the chain can be long.
-    let mut needles: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
-    needles.push(admin_chain.as_bytes().to_vec());
-    let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
+    // One search finds the jump and the accepting rules, because the chain can be long.
+    let octets: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
+    let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
+    needles.push(admin_chain.as_bytes());
     let existing_rules = filter.find_rules(CNI_FORWARD, &needles, |_| true)?;
     let jump_to_admin = commented(&[], ADMIN_JUMP_COMMENT, admin_chain);
     delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &jump_to_admin);
@@ -143,8 +144,8 @@ pub(super) fn ensure(
             edit.append(OWNERS, record_rule(owned));
         }
     }
-    let stale_records: Vec<&Rule> =
-        own_records.iter().filter(|record| !addresses.contains(&record.owned)).map(|record| &record.rule).collect();
+    let is_stale = |record: &&Record| !addresses.contains(&record.owned);
+    let stale_records: Vec<&Rule> = own_records.iter().filter(is_stale).map(|record| &record.rule).collect();
     if !stale_records.is_empty() {
         let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
         edit.extend(removal.plan(filter)?);
@@ -152,12 +153,11 @@ pub(super) fn ensure(
     Ok(edit)
 }
 
-/// Adds to `edit` the changes after which [`FORWARD`] has at most one jump to each of [`STAGE_1`]
-/// and [`CNI_FORWARD`], and the jump to [`STAGE_1`] precedes the other. A missing jump is only
-/// added if its target is in `required`.
+/// Adds to `edit` the changes after which [`FORWARD`] has at most one jump each to [`STAGE_1`] and
+/// [`CNI_FORWARD`], in this order. A missing jump is only added if its target is in `required`.
 fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> Result<()> {
-    // FORWARD can be long. If neither chain exists, FORWARD is not read, because no rule can jump
-    // to a chain that does not exist.
+    // FORWARD, which can be long, is not read if neither chain exists: no rule can jump to a chain
+    // that does not exist.
     let has_target = filter.has_chain(CNI_FORWARD)? || filter.has_chain(STAGE_1)?;
     let rules = if has_target { find_jumps(filter)? } else { Vec::new() };
     let jump_to_forward = commented(&[], JUMP_COMMENT, CNI_FORWARD);
@@ -172,8 +172,7 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
     if existing.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
     }
-    // A new jump to CNI_FORWARD is inserted at the beginning of FORWARD, before the jump to
-    // STAGE_1.
+    // A jump to CNI_FORWARD that was inserted above is now before the jump to STAGE_1.
     let is_first = !adds_forward_jump && rules.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
     if !is_first || existing.len() != 1 {
         edit.put_first(FORWARD, jump_to_stage_1, &existing);
@@ -181,7 +180,7 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
     Ok(())
 }
 
-/// Returns the rules of [`FORWARD`] that lead to [`STAGE_1`] or [`CNI_FORWARD`], in order.
+/// Returns the rules of [`FORWARD`] that lead to [`STAGE_1`] or [`CNI_FORWARD`], in their order.
 fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
     let targets = [STAGE_1, CNI_FORWARD];
     let is_jump = |rule: &Rule| rule.target().is_some_and(|target| targets.contains(&target));
@@ -196,8 +195,7 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: 
             edit.create_chain(chain);
         }
         let rules = filter.rules(chain)?.to_vec();
-        // The order is reversed, because each insertion puts its rule before those inserted
-        // earlier.
+        // Each rule is inserted at the beginning, so the last one must be inserted first.
         for rule in bridge_rules.into_iter().rev() {
             if !contains(&rules, &rule) {
                 edit.insert(chain, rule);
@@ -210,7 +208,7 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: 
     Ok(())
 }
 
-/// Returns the edit that removes the rules of the attachment `owner`, and the rules for `addresses`
+/// Returns the edit that removes the rules of the attachment `owner`, and those for `addresses`
 /// that no other attachment owns: the Go plugin writes rules without a record.
 pub(super) fn purge(filter: &mut Chains<'_>, owner: &str, addresses: &[IpAddr]) -> Result<Edit> {
     let own_records = find_own_records(filter, owner)?;
@@ -239,15 +237,16 @@ pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Re
 struct Removal<'r> {
     /// Rules of [`OWNERS`].
     records: &'r [&'r Rule],
-    /// Further addresses, of any family, which may have rules without a record.
+    /// Further addresses, of either family, whose rules may have no record.
     unrecorded_addresses: &'r [IpAddr],
-    /// Addresses that keep their rules although a removed record may have them.
+    /// Addresses that keep their rules even if a removed record names them.
     staying: &'r [OwnedAddress],
 }
 
 impl Removal<'_> {
-    /// Returns the edit that removes the records, the accepting rules of all addresses that are in
-    /// no other record and not staying, and the isolation that no attachment requires any more.
+    /// Returns the edit that removes the records, the accepting rules of their addresses and of the
+    /// unrecorded ones, and the isolation rules that no attachment requires any more. An address
+    /// that is in another record or staying keeps its accepting rules.
     fn plan(&self, filter: &mut Chains<'_>) -> Result<Edit> {
         let mut edit = Edit::new();
         let is_of_family = |address: &&IpAddr| Family::of(**address) == filter.family();
@@ -258,17 +257,17 @@ impl Removal<'_> {
         if candidates.is_empty() {
             return Ok(edit);
         }
-        let needles: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
-        let needles: Vec<&[u8]> = needles.iter().map(Vec::as_slice).collect();
-        let mut owned_addresses: Vec<IpAddr> = self.staying.iter().map(|owned| owned.address).collect();
+        let octets: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
+        let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
+        let mut kept_addresses: Vec<IpAddr> = self.staying.iter().map(|owned| owned.address).collect();
         for record in find_records(filter, &needles)? {
             if !self.records.contains(&&record.rule) {
-                owned_addresses.push(record.owned.address);
+                kept_addresses.push(record.owned.address);
             }
         }
         let existing_rules = find_forward_rules(filter, &candidates)?;
         let released: Vec<IpAddr> =
-            candidates.into_iter().filter(|address| !owned_addresses.contains(address)).collect();
+            candidates.into_iter().filter(|address| !kept_addresses.contains(address)).collect();
         for words in released.iter().flat_map(|address| accept_rules(*address)) {
             for rule in matching(&existing_rules, &words) {
                 edit.delete(CNI_FORWARD, rule);
@@ -291,10 +290,11 @@ impl Removal<'_> {
     }
 }
 
-/// Adds to `edit` the removal of isolation rules that no address in `remaining` requires. Removes
-/// none of them while [`CNI_FORWARD`] accepts an address without an owner: the Go plugin has
-/// attached that container, and which isolation the container requires is unknown. `released` are
-/// the addresses whose accepting rules `edit` removes.
+/// Adds to `edit` the removal of the isolation rules that no address in `remaining` requires.
+/// `released` are the addresses whose accepting rules `edit` removes.
+///
+/// Removes nothing while [`CNI_FORWARD`] accepts an address without an owner: the Go plugin has
+/// attached that container, and the isolation that the container requires is unknown.
 fn end_isolation(
     filter: &mut Chains<'_>,
     edit: &mut Edit,
@@ -312,11 +312,8 @@ fn end_isolation(
     for (chain, interface_option) in [(STAGE_1, "-i"), (STAGE_2, "-o")] {
         for rule in filter.rules(chain)? {
             let Some(bridge) = rule.value(interface_option) else { continue };
-            // The policies that need this rule; none for a rule of another program.
-            let mut policies = vec![Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
-            policies.retain(|policy| {
-                rule.matches(&stage_2_rule(bridge)) || stage_1_rules(policy).iter().any(|words| rule.matches(words))
-            });
+            let policies = policies_with_rule(rule, bridge);
+            // A rule that no policy has was written by another program.
             let is_required = remaining.iter().any(|owned| policies.contains(&owned.ingress));
             if !policies.is_empty() && !is_required {
                 edit.delete(chain, rule);
@@ -326,19 +323,28 @@ fn end_isolation(
     Ok(())
 }
 
+/// Returns the policies for `bridge` whose isolation rules include `rule`.
+fn policies_with_rule(rule: &Rule, bridge: &str) -> Vec<Ingress> {
+    let mut policies = vec![Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
+    if !rule.matches(&stage_2_rule(bridge)) {
+        policies.retain(|policy| stage_1_rules(policy).iter().any(|words| rule.matches(words)));
+    }
+    policies
+}
+
 /// The addresses of one family that had rules before an ADD.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PreviousAddresses {
     /// The addresses for which the attachment had a record.
     own: Vec<OwnedAddress>,
-    /// Addresses of the ADD that [`CNI_FORWARD`] accepted although the attachment had no record of
-    /// them: the rules were those of another attachment or of the Go plugin.
+    /// Addresses of the ADD that [`CNI_FORWARD`] already accepted, without a record of the
+    /// attachment: another attachment or the Go plugin had written the rules.
     accepted_for_others: Vec<IpAddr>,
 }
 
 impl PreviousAddresses {
-    /// Reads the addresses that the attachment `owner` has. Also reads which other ones of
-    /// `addresses`, the addresses of the ADD, [`CNI_FORWARD`] accepts already.
+    /// Reads the addresses that the attachment `owner` has, and which other ones of `addresses`,
+    /// those of the ADD, [`CNI_FORWARD`] already accepts.
     pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
         let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
         let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
@@ -354,8 +360,8 @@ impl PreviousAddresses {
         Ok(PreviousAddresses { own, accepted_for_others })
     }
 
-    /// Returns the edit that undoes an [`ensure`] of `addresses`: afterwards the attachment `owner`
-    /// has the previous addresses again.
+    /// Returns the edit that undoes an [`ensure`] of `addresses`, after which the attachment
+    /// `owner` has its previous addresses again.
     pub(super) fn put_back(
         &self,
         filter: &mut Chains<'_>,
@@ -366,7 +372,7 @@ impl PreviousAddresses {
         if !self.own.is_empty() {
             return ensure(filter, owner, &self.own, admin_chain);
         }
-        // The attachment had no address, so all records that it has now are those of `ensure`.
+        // The attachment had no address, so `ensure` wrote all its records.
         let own_records = find_own_records(filter, owner)?;
         let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
         let mut staying = addresses.to_vec();
@@ -376,7 +382,7 @@ impl PreviousAddresses {
 }
 
 /// Returns a sentence for each chain or rule for `addresses` that is missing or in the wrong order;
-/// empty if there is none. Records are not compared, because Go does not write them.
+/// empty if none. Records are not checked, because Go does not write them.
 pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_chain: &str) -> Result<Vec<String>> {
     let isolation = isolation_of(addresses);
     let mut missing = Vec::new();

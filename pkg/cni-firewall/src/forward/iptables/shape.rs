@@ -1,4 +1,4 @@
-//! The chains and the rules, as words of iptables, and what a record says.
+//! Builds the rules as words of iptables, and reads the records.
 
 use std::net::IpAddr;
 
@@ -83,17 +83,17 @@ pub(super) fn record_rule(owned: &OwnedAddress) -> Vec<String> {
 /// single address.
 pub(super) fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
     let cidr: Cidr = rule.value(option)?.parse().ok()?;
-    (cidr == Cidr::host(cidr.address())).then(|| cidr.address())
+    if cidr == Cidr::host(cidr.address()) { Some(cidr.address()) } else { None }
 }
 
 /// Returns the owner, the address and the policy in a rule that [`record_rule`] has written; `None`
-/// for other rules. Also reads a record of the nftables backend that was put into iptables' words.
+/// for other rules. Also reads a record of the nftables backend, decoded into words of iptables.
 pub(crate) fn read_owner(rule: &Rule) -> Option<(&str, IpAddr, Ingress)> {
     let owner = rule.comment()?;
     if rule.target().is_some() || !owner::is_name(owner) {
         return None;
     }
-    // `value` returns `None` for a negated option: `! -o BRIDGE` is the policy `same-bridge`.
+    // `value` returns `None` for a negated option, as `! -o BRIDGE` of the policy `same-bridge`.
     let ingress = match (rule.value("-i"), rule.value("-o")) {
         (None, _) => Ingress::Open,
         (Some(bridge), None) => Ingress::SameBridge(bridge.to_owned()),
