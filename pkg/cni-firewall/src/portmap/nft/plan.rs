@@ -72,8 +72,8 @@ impl NftPortMap {
 }
 
 impl Plan {
-    /// Adds the attachment's own rules of one family: in each chain whose existing rules differ from
-    /// the wanted ones, deletes the existing and appends the wanted ones.
+    /// Adds the attachment's own rules of one family: in each chain whose existing rules differ
+    /// from the wanted ones, deletes the existing and appends the wanted ones.
     ///
     /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings.
     /// Then `by_program` describes the mappings, which are in the kernel already: only older
