@@ -17,9 +17,9 @@
 //! **Several attachments can have one ID**: the same container and interface in another network, or
 //! container `a` with interface `eth0-x` and container `a-eth0` with interface `x`. So the jump has
 //! a tag beside its comment, which names the attachment, and DEL of another attachment leaves the
-//! rules. An ADD replaces the rules of its ID unless they guard another interface that exists, even
-//! one of the same attachment: the tag does not name the network namespace, and this may be a
-//! second ADD, into another one.
+//! rules. An ADD replaces the rules of its ID unless they guard another existing interface, even if
+//! their tag names the same attachment: the tag does not name the network namespace, and the ADD
+//! may be a second one, into another namespace.
 //!
 //! **Long IDs.** Kernel limits are 255 bytes for a chain's name and 256 for comment and tags
 //! together. `nft` accepts comments of at most 128 bytes, so Go's ADD fails for IDs over 116 bytes.
@@ -46,7 +46,8 @@ use identity::{JumpTag, network_hash};
 
 pub(super) const TABLE: Table<'static> = Table { family: Family::Bridge, name: "nat" };
 pub(super) const PREROUTING: &str = "PREROUTING";
-/// The hook of [`PREROUTING`]; the priority is the kernel's `NF_BR_PRI_NAT_DST_BRIDGED`.
+/// The type, hook and priority of [`PREROUTING`]: -300 is the kernel's
+/// `NF_BR_PRI_NAT_DST_BRIDGED`.
 const BASE: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Prerouting, priority: -300 };
 const CHAIN_PREFIX: &str = "cni-br-iface-";
 const MAC_SUFFIX: &str = "-mac";
@@ -59,7 +60,8 @@ pub(super) const TAG_ALIAS: u8 = 0x80;
 const TAG_NETWORK: u8 = 0x81;
 const NETWORK_HASH_LEN: usize = 8;
 
-/// The advice in a message if the rules of an ID guard an existing interface of another attachment.
+/// The advice in the message that the rules of an ID guard an existing interface of another
+/// attachment.
 pub const RESOLVE_CONFLICT: &str = "run DEL for that attachment first, or use another interface name";
 
 /// The longest ID whose comment leaves room for a [`TAG_NETWORK`].
@@ -162,9 +164,9 @@ impl SpoofCheck {
         })
     }
 
-    /// Returns the owner of the rules with the attachment's ID if they guard an existing interface
-    /// other than `host_veth`: [`ensure`](SpoofCheck::ensure) would refuse to replace them. `None`
-    /// on a kernel without nf_tables.
+    /// Returns the owner of the rules with the attachment's ID if [`ensure`](SpoofCheck::ensure)
+    /// would refuse to replace them, because they guard an existing interface other than
+    /// `host_veth`. `None` on a kernel without nf_tables.
     pub fn find_conflicting_interface(
         &mut self,
         attachment: &AttachmentId,
@@ -194,8 +196,8 @@ impl SpoofCheck {
         if !self.has_shared_chain()? {
             add_shared_chain(&mut batch);
         }
-        // `create` fails if the chain exists: of two processes that write the rules of one ID, the
-        // second fails here, is retried, and finds the rules of the first.
+        // `create_chain` fails if the chain exists: of two processes that write the rules of one
+        // ID, the second fails, is retried, and finds the rules of the first.
         batch.create_chain(TABLE, &id.chain(), None);
         batch.create_chain(TABLE, &id.mac_chain(), None);
         batch.append_rule(TABLE, PREROUTING, jump);
@@ -206,11 +208,12 @@ impl SpoofCheck {
         self.nft.commit(batch)
     }
 
-    /// Removes all rules of the attachment in one transaction, also incomplete ones and Go's; the
-    /// shared table and PREROUTING stay. If the rules belong to another attachment with the same
-    /// ID, leaves them, as without them that container could send with any MAC, and returns their
-    /// owner. `Ok(None)` means that no rules of the attachment are left, or that the kernel has no
-    /// nf_tables.
+    /// Removes all rules of the attachment in one transaction, including incomplete ones and those
+    /// made by Go's plugin; the shared table and PREROUTING stay. Returns `Ok(None)` if no rules of
+    /// the attachment are left, or if the kernel has no nf_tables.
+    ///
+    /// If the rules belong to another attachment with the same ID, leaves them and returns their
+    /// owner: without them, its container could send with any MAC.
     ///
     /// Call this after the link is deleted: without the rules, the container's last frames would
     /// pass unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
@@ -220,25 +223,27 @@ impl SpoofCheck {
             if let Some(other) = id.find_other_owner(rules, attachment) {
                 return Some(other);
             }
-            // No tag names another attachment, but Go's rules have no tag. The interface of this
-            // attachment is deleted by now, so an existing interface that Go's rules guard belongs
-            // to another attachment. If the interfaces cannot be read, the rules are removed, as Go
-            // does in any case.
-            let owner = find_owner_with_link(&id, rules, None).unwrap_or_default()?;
-            if owner.tag == JumpTag::Missing { Some(owner) } else { None }
+            // Go's rules have no tag. The interface of this attachment has been deleted already, so
+            // an existing interface that Go's rules guard belongs to another attachment. If the
+            // interfaces cannot be read, the rules are removed: Go removes them in any case.
+            match find_owner_with_link(&id, rules, None) {
+                Ok(Some(owner)) if owner.tag == JumpTag::Missing => Some(owner),
+                _ => None,
+            }
         })
     }
 
     /// Undoes an [`ensure`](SpoofCheck::ensure) for `host_veth`: removes all rules with the
-    /// attachment's ID. All stay if one of the jumps is for another attachment or interface: then
-    /// `ensure` did not write them.
+    /// attachment's ID. Removes none if a jump names another attachment or interface, because
+    /// `ensure` did not write that jump.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
-        let find_other = |rules: &[Listed]| {
-            let is_other = |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
-            id.find_other_owner(rules, attachment).or_else(|| id.owners(rules).find(is_other))
-        };
-        self.purge_id(&id, find_other).map(drop)
+        let has_other_interface = |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
+        self.purge_id(&id, |rules| {
+            let other = id.find_other_owner(rules, attachment);
+            other.or_else(|| id.owners(rules).find(has_other_interface))
+        })?;
+        Ok(())
     }
 
     /// Removes all rules with the ID of an owner that [`list`](SpoofCheck::list) has returned.
@@ -246,9 +251,8 @@ impl SpoofCheck {
         self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
     }
 
-    /// Removes all rules of the ID. If `find_other`, given the rules of PREROUTING, returns another
-    /// owner, removes nothing and returns that owner. `Ok(None)` also on a kernel without
-    /// nf_tables.
+    /// Removes all rules of the ID, unless `find_other`, given the rules of PREROUTING, returns
+    /// another owner: then returns that owner. Does nothing on a kernel without nf_tables.
     fn purge_id(
         &mut self,
         id: &Id,
@@ -293,8 +297,8 @@ impl SpoofCheck {
         result
     }
 
-    /// Returns a sentence for each rule that differs from what [`ensure`](SpoofCheck::ensure)
-    /// writes; empty if all is well. Accepts Go's rules, and duplicate jumps.
+    /// Returns a sentence for each difference from what [`ensure`](SpoofCheck::ensure) writes;
+    /// empty if there is none. Accepts Go's rules, and duplicate jumps.
     pub fn check(&mut self, container_id: &str, ifname: &str, host_veth: &str, mac: Mac) -> Result<Vec<String>> {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
@@ -325,22 +329,21 @@ impl SpoofCheck {
         Ok(differences)
     }
 
-    /// Returns the owner of each ID that has spoof rules, complete or not, also of Go's. Empty on a
-    /// kernel without nf_tables.
+    /// Returns the owner of each ID that has spoof rules, including incomplete ones and those made
+    /// by Go's plugin. Empty on a kernel without nf_tables.
     pub fn list(&mut self) -> Result<Vec<SpoofOwner>> {
-        let rules_and_chains = self.nft.rules(TABLE, PREROUTING).and_then(|rules| Ok((rules, self.nft.chains(TABLE)?)));
-        let (rules, chains) = match rules_and_chains {
+        let rules = match self.nft.rules(TABLE, PREROUTING) {
             Err(error) if error.is_unsupported() => return Ok(Vec::new()),
             result => result?,
         };
+        let chains = self.nft.chains(TABLE)?;
         let mut owners: BTreeMap<String, SpoofOwner> = BTreeMap::new();
         for Listed { rule, .. } in &rules {
             let Some(comment) = rule.comment.as_deref() else { continue };
             let Some(id) = comment.strip_prefix(COMMENT_PREFIX) else { continue };
-            // Of several jumps for one ID the first with a tag counts, or the last if none has one.
-            if let Some(known) = owners.get(id)
-                && known.tag != JumpTag::Missing
-            {
+            // Of several jumps for one ID, the first with a tag is used, or the last if none has a
+            // tag.
+            if owners.get(id).is_some_and(|known| known.tag != JumpTag::Missing) {
                 continue;
             }
             let (host_veth, tag) = (iifname_of(&rule.exprs), JumpTag::of(rule));
@@ -359,15 +362,15 @@ impl SpoofCheck {
         Ok(owners.into_values().collect())
     }
 
-    /// Whether PREROUTING, the chain that all attachments share, exists with the hook that the
-    /// rules need.
+    /// Whether PREROUTING, the chain that all attachments share, exists with the type, hook and
+    /// priority that the rules need.
     fn has_shared_chain(&mut self) -> Result<bool> {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// Returns the ID's jumps and chains. Each rule or chain that jumps to a chain is before that
-    /// chain, because the kernel refuses to remove the target of a jump. `rules` are the rules of
-    /// PREROUTING.
+    /// Returns the ID's jumps and chains in the order of their removal: each chain after the rule or
+    /// chain that jumps to it, because the kernel refuses to remove the target of a jump. `rules`
+    /// are the rules of PREROUTING.
     fn find_objects(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();
@@ -387,9 +390,9 @@ impl SpoofCheck {
     }
 }
 
-/// Returns the first owner of the ID whose interface exists and is not `own_veth`, which belongs to
-/// the caller. `rules` are the rules of PREROUTING. An interface whose peer is gone does not count:
-/// the kernel is deleting the pair.
+/// Returns the first owner of the ID whose interface exists and is not `own_veth`, the caller's
+/// own. `rules` are the rules of PREROUTING. An interface without its peer does not count: the
+/// kernel is deleting the veth pair.
 fn find_owner_with_link(id: &Id, rules: &[Listed], own_veth: Option<&str>) -> Result<Option<SpoofOwner>> {
     for owner in id.owners(rules) {
         let Some(name) = owner.host_veth.as_deref() else { continue };

@@ -53,7 +53,7 @@ impl Id {
     }
 
     /// Whether a rule of PREROUTING belongs to this ID: it has the ID's comment, by which Go
-    /// searches, or it leads to the ID's chain, which the kernel does not remove before that rule.
+    /// searches, or it jumps to the ID's chain, which cannot be removed before the rule.
     pub(super) fn owns(&self, rule: &Rule) -> bool {
         if rule.comment.as_deref() == Some(&self.comment()) {
             return true;
@@ -74,9 +74,9 @@ impl Id {
         })
     }
 
-    /// Returns the first owner of this ID's jumps among the rules of PREROUTING that is certainly
-    /// not `attachment`: the tag of the jump names another attachment or network. The owner of a
-    /// jump without a tag is unknown, and not returned.
+    /// Returns the owner of the first of this ID's jumps whose tag names another attachment or
+    /// network than `attachment`. `rules` are the rules of PREROUTING. Skips jumps without a tag,
+    /// whose owner is unknown.
     pub(super) fn find_other_owner(&self, rules: &[Listed], attachment: &AttachmentId) -> Option<SpoofOwner> {
         self.owners(rules).find(|owner| match &owner.tag {
             JumpTag::Alias(alias) => *alias != attachment.alias(),
@@ -158,8 +158,8 @@ impl fmt::Display for SpoofOwner {
 }
 
 impl SpoofOwner {
-    /// Whether the attachment belongs to `network`; `None` if unknown, as the Go plugin made the
-    /// rules.
+    /// Whether the attachment belongs to `network`; `None` if that is unknown, because the Go
+    /// plugin made the rules.
     pub fn belongs_to(&self, network: &str) -> Option<bool> {
         match &self.tag {
             JumpTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
@@ -173,9 +173,9 @@ impl SpoofOwner {
         self.id_ifname == Id::new(container_id, ifname).0
     }
 
-    /// Whether GC of `network` removes the rules: they belong to none of the `valid` attachments
-    /// (container ID, interface name), and they name this network, or name none but guard an
-    /// interface for which `link_exists` is false.
+    /// Whether GC of `network` removes the rules: they have the ID of none of the `valid`
+    /// attachments (container ID, interface name), and name this network. Rules that name no
+    /// network are removed only if they guard an interface for which `link_exists` is false.
     pub fn is_garbage(&self, network: &str, valid: &[(&str, &str)], link_exists: impl Fn(&str) -> bool) -> bool {
         if valid.iter().any(|(container_id, ifname)| self.matches(container_id, ifname)) {
             return false;
@@ -183,7 +183,7 @@ impl SpoofOwner {
         match (self.belongs_to(network), &self.host_veth) {
             (Some(belongs), _) => belongs,
             (None, Some(host_veth)) => !link_exists(host_veth),
-            // Go creates the chains before the jump: its ADD may be running.
+            // There may be no jump yet: Go creates the chains first, and its ADD may be running.
             (None, None) => false,
         }
     }
