@@ -309,8 +309,7 @@ impl NftPortMap {
 
     /// Reads the state of one family: the missing shared chains and rules, this container's rules,
     /// and those of other containers that contain a claimed port or this container's address. Fails
-    /// if a base chain exists with another type, hook or priority. [`MASQUERADING`] is only
-    /// required with [`Snat::Hairpin`] and [`Snat::All`].
+    /// if a base chain exists with another type, hook or priority.
     fn read_state(
         &mut self,
         container: Cidr,
@@ -318,16 +317,34 @@ impl NftPortMap {
         identity: &Identity,
         claims: &[ClaimedPort],
     ) -> Result<State> {
-        let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
-        let table = shape::table(family);
-        let mut state = State::new(family);
+        let address = shape::octets(container.address());
+        let mut state = State::new(Family::of(container.address()));
+        self.find_missing(&mut state, wanted.snat)?;
+        for name in CONTAINER_CHAINS {
+            if state.missing_chains.contains(&name) {
+                continue;
+            }
+            let rules = self.nft.rules_where(shape::table(state.family), name, |rule| {
+                decode::comment(rule) == identity.comment.as_bytes()
+                    || shape::names_port(rule, claims)
+                    || mentions(rule, &address)
+            })?;
+            state.rules.push((name, rules));
+        }
+        Ok(state)
+    }
+
+    /// Finds the missing shared chains and rules. Requires [`MASQUERADING`] unless `snat` is
+    /// [`Snat::No`].
+    fn find_missing(&mut self, state: &mut State, snat: Snat) -> Result<()> {
+        let table = shape::table(state.family);
         for name in [HOSTPORTS, HOSTIP_HOSTPORTS, HOSTPORTS_ALL] {
             if self.nft.find_chain(table, name)?.is_none() {
                 state.missing_chains.push(name);
             }
         }
         let mut base_chains = ENTRY_CHAINS.to_vec();
-        if wanted.snat != Snat::No {
+        if snat != Snat::No {
             base_chains.push((MASQUERADING, shape::MASQUERADING_HOOK));
         }
         for (name, base) in base_chains {
@@ -341,34 +358,18 @@ impl NftPortMap {
                 return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
             }
         }
-        for (name, _) in ENTRY_CHAINS {
-            let entry = shape::entry_rule();
-            if state.missing_chains.contains(&name) || !contains_rule(&self.nft.rules(table, name)?, &entry) {
-                state.missing_rules.push((name, entry));
+        let [prerouting, output] = ENTRY_CHAINS.map(|(name, _)| (name, vec![shape::entry_rule()]));
+        let hostports_all = (HOSTPORTS_ALL, shape::hostports_all_rules().to_vec());
+        for (chain, wanted_rules) in [prerouting, output, hostports_all] {
+            let is_missing = state.missing_chains.contains(&chain);
+            let existing_rules = if is_missing { Vec::new() } else { self.nft.rules(table, chain)? };
+            for rule in wanted_rules {
+                if !contains_rule(&existing_rules, &rule) {
+                    state.missing_rules.push((chain, rule));
+                }
             }
         }
-        let existing_jumps = if state.missing_chains.contains(&HOSTPORTS_ALL) {
-            Vec::new()
-        } else {
-            self.nft.rules(table, HOSTPORTS_ALL)?
-        };
-        for jump in shape::hostports_all_rules() {
-            if !contains_rule(&existing_jumps, &jump) {
-                state.missing_rules.push((HOSTPORTS_ALL, jump));
-            }
-        }
-        for name in CONTAINER_CHAINS {
-            if state.missing_chains.contains(&name) {
-                continue;
-            }
-            let rules = self.nft.rules_where(table, name, |rule| {
-                decode::comment(rule) == identity.comment.as_bytes()
-                    || shape::names_port(rule, claims)
-                    || mentions(rule, &address)
-            })?;
-            state.rules.push((name, rules));
-        }
-        Ok(state)
+        Ok(())
     }
 }
 
