@@ -368,9 +368,9 @@ impl SpoofCheck {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// Returns the ID's jumps and chains in the order of their removal: each chain after the rule or
-    /// chain that jumps to it, because the kernel refuses to remove the target of a jump. `rules`
-    /// are the rules of PREROUTING.
+    /// Returns the ID's jumps and chains in the order of their removal: each chain after the rule
+    /// or chain that jumps to it, because the kernel refuses to remove the target of a jump.
+    /// `rules` are the rules of PREROUTING.
     fn find_objects(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
         let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();

@@ -125,10 +125,9 @@ impl Nft {
         for change in &changes {
             change.write(self.socket.next_sequence(), &mut bytes);
         }
-        match ending {
-            Ending::Commit => _ = self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes),
-            // The kernel checks a batch without an end message, answers, and rolls it back.
-            Ending::Abort => {}
+        // The kernel checks a batch without an end message, answers, and rolls it back.
+        if let Ending::Commit = ending {
+            self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
         }
         self.socket.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
 

@@ -183,7 +183,7 @@ impl SpoofOwner {
         match (self.belongs_to(network), &self.host_veth) {
             (Some(belongs), _) => belongs,
             (None, Some(host_veth)) => !link_exists(host_veth),
-            // There may be no jump yet: Go creates the chains first, and its ADD may be running.
+            // Go creates the chains before the jump: its ADD may still be running.
             (None, None) => false,
         }
     }
