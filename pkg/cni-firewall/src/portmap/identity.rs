@@ -4,10 +4,11 @@
 //! network and the interface are in a tag, a field beside the comment that `nft` does not print:
 //! the alias of the attachment, or two hashes if the alias does not fit beside a long ID.
 //!
-//! A rule without a tag was made by a Go plugin, or by the program `nft`, which cannot write tags:
-//! - These plugins ran `nft`. Then an *ownership rule*, which has tags but no effect, names the
-//!   handle of the rule and its attachment.
-//! - Another program restored a saved ruleset with `nft`. The tags are lost.
+//! A rule without a tag was made in one of these ways:
+//! - By a Go plugin.
+//! - By the program `nft`, which cannot write tags, on behalf of these plugins. Then an *ownership
+//!   rule*, which has tags but no effect, names the handle of the rule and its attachment.
+//! - By `nft` when it restored a saved ruleset, which has no tags.
 
 use std::net::IpAddr;
 

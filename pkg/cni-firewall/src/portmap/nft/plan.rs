@@ -61,9 +61,9 @@ impl NftPortMap {
         }
         let Stage::Whole(by_program) = stage else { return Ok(None) };
         if wanted.policy == Policy::RefuseIfAlive {
-            let mut older = state.mappings_to_other_addresses(identity, &wanted.addresses());
-            older.retain(|older| claims.iter().any(|claim| claim.overlaps(older)));
-            plan.remarks.extend(older.iter().map(older_mapping_remark));
+            let mut older_mappings = state.mappings_to_other_addresses(identity, &wanted.addresses());
+            older_mappings.retain(|older| claims.iter().any(|claim| claim.overlaps(older)));
+            plan.remarks.extend(older_mappings.iter().map(older_mapping_remark));
         }
         let by_program = by_program.iter().find(|mappings| mappings.family == family);
         plan.add_own_rules(request, &state, conditions.as_deref(), by_program);
