@@ -95,7 +95,7 @@ impl Chains<'_> {
         // Matches of xtables have ports in the machine's byte order, comparisons of nf_tables in
         // network byte order.
         let patterns: Vec<[u8; 2]> = ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
-        let is_candidate = |rule: &[u8]| nft::occurs(rule, &patterns) || nft::mentions(rule, target);
+        let is_candidate = |rule: &[u8]| nft::has_any_pair(rule, &patterns) || nft::mentions(rule, target);
         match nft.rules_at_once(self.table.in_nf_tables(self.family), name, is_candidate) {
             // A kernel without nf_tables has no rules of iptables-nft.
             Err(error) if error.is_unsupported() => Ok(Vec::new()),

@@ -1,11 +1,10 @@
-//! Collects the changes of one transaction, each with the text of the error if the kernel refuses
-//! it.
+//! Collects the changes of one transaction for [`Nft::commit`](super::Nft::commit), each with the
+//! error text for a refusal by the kernel.
 //!
-//! The kernel gets them with [`Nft::commit`](super::Nft::commit). An `ensure_` method leaves an
-//! existing object, also its flags, policy and comment, as it is, so two processes that create the
-//! same table at once both succeed; only a base chain with another hook is an error. With a
-//! `create_` method the commit fails if the object exists, so the second of two processes notices
-//! the first.
+//! An `ensure_` method leaves an existing object unchanged, including its flags, policy and
+//! comment, so two processes that create the same table at once both succeed; only a base chain
+//! that exists with another type, hook or priority is an error. With a `create_` method, the commit
+//! fails if the object exists, so the second of two processes notices the first.
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
@@ -117,8 +116,8 @@ pub(crate) enum RulePosition {
     Last,
 }
 
-/// Returns the attribute that names the protocol that a rule matches. The kernel reads it to check
-/// the rule's xtables matches: that of tcp ports, for example, requires protocol tcp.
+/// Returns the attribute with the protocol that a rule matches. The kernel needs it to check the
+/// rule's xtables matches: the match `tcp`, for example, requires protocol tcp.
 fn protocol_attribute(protocol: u8) -> RuleAttribute {
     const NFTA_RULE_COMPAT_PROTO: u16 = 1;
     const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
@@ -142,17 +141,17 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
     }
 }
 
-/// The meaning of the errno with which the kernel refuses a change. The error that a caller gets
-/// has the errno of the meaning, not always the kernel's.
+/// How the kernel's errno for a refused change is translated for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ErrnoMeaning {
-    /// The errno has its usual meaning.
-    Usual,
-    /// The change creates a base chain. ENOENT becomes EOPNOTSUPP: the kernel has no such type of
-    /// chain for the family (the table is not missing: the same batch creates it). EOPNOTSUPP
-    /// becomes EEXIST: the chain exists with another hook, type or priority; older kernels answer
-    /// EEXIST themselves.
-    OfBaseChain,
+pub(crate) enum ErrnoTranslation {
+    /// The errno stays.
+    Unchanged,
+    /// For the creation of a base chain:
+    /// - ENOENT becomes EOPNOTSUPP: the kernel has no such type of chain for the family. The table
+    ///   is not missing, because the same batch creates it.
+    /// - EOPNOTSUPP becomes EEXIST, as on older kernels: the chain exists with another hook, type
+    ///   or priority.
+    BaseChain,
 }
 
 /// A change of a batch.
@@ -160,7 +159,7 @@ pub(crate) enum ErrnoMeaning {
 pub(crate) struct Change {
     /// The beginning of the error's text if the kernel refuses the change: `failed to ...`.
     pub(crate) what: String,
-    pub(crate) meaning: ErrnoMeaning,
+    pub(crate) translation: ErrnoTranslation,
     /// `NLM_F_*`
     pub(crate) flags: u16,
     /// The type of the netlink message.
@@ -209,7 +208,7 @@ impl Batch {
         let mut attributes = vec![TableAttribute::Name(table.name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(TableAttribute::UserData));
         let message = NfTablesMessage::NewTable(wire::TableMessage { attributes });
-        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE, message);
     }
 
     /// Creates the base chain, with policy accept, unless it exists. On every kernel, the commit
@@ -228,7 +227,7 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, ErrnoMeaning::OfBaseChain, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoTranslation::BaseChain, table.family, NLM_F_CREATE, message);
     }
 
     /// Creates the chain unless it exists. An existing chain keeps its comment.
@@ -247,14 +246,20 @@ impl Batch {
         let mut attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, ErrnoMeaning::Usual, table.family, flags, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
     }
 
     /// Removes every rule of the chain. The commit fails with ENOENT if the chain does not exist.
     pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(name.into())];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
-        self.push(format!("failed to flush nft chain {table} {name}"), ErrnoMeaning::Usual, table.family, 0, message);
+        self.push(
+            format!("failed to flush nft chain {table} {name}"),
+            ErrnoTranslation::Unchanged,
+            table.family,
+            0,
+            message,
+        );
     }
 
     /// Adds the rule at the chain's end. The commit fails with ENOENT if the chain, a chain that
@@ -263,8 +268,8 @@ impl Batch {
         self.push_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
     }
 
-    /// As [`append_rule`](Batch::append_rule), at the chain's beginning: of several rules the one
-    /// inserted last becomes the first.
+    /// Adds the rule at the chain's beginning, otherwise like [`append_rule`](Batch::append_rule).
+    /// Of several inserted rules, the last one inserted becomes the first of the chain.
     pub fn insert_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
         self.push_rule(table, chain, rule, NLM_F_CREATE);
     }
@@ -280,12 +285,12 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        self.push(what, ErrnoMeaning::Usual, table.family, flags, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
     }
 
     /// Adds a rule in the form of iptables-nft at the chain's beginning or end. `protocol`
-    /// (`IPPROTO_*`, 0 for any) is the one that the rule matches, which the kernel needs to check
-    /// xtables matches.
+    /// (`IPPROTO_*`, 0 for any) is the protocol that the rule matches, which the kernel needs to
+    /// check xtables matches.
     pub(crate) fn add_xtables_rule(
         &mut self,
         (table, chain): (Table<'_>, &str),
@@ -305,7 +310,7 @@ impl Batch {
             RulePosition::First => NLM_F_CREATE,
             RulePosition::Last => NLM_F_CREATE | NLM_F_APPEND,
         };
-        self.push(what, ErrnoMeaning::Usual, table.family, flags, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
     }
 
     /// Creates a set of addresses unless it exists.
@@ -322,7 +327,7 @@ impl Batch {
         ];
         let message = NfTablesMessage::NewSet(wire::SetMessage { attributes });
         let what = format!("failed to add nft set {table} {name}");
-        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE, message);
     }
 
     /// Adds an address to a set unless the set contains it. The commit fails with ENOENT if the set
@@ -330,22 +335,24 @@ impl Batch {
     pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::NewSetElement(element(table, set, address));
         let what = format!("failed to add {address} to nft set {table} {set}");
-        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE, message);
     }
 
     /// Removes an address from a set. The commit fails with ENOENT if the set does not contain it.
     pub fn delete_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
         let what = format!("failed to delete {address} from nft set {table} {set}");
-        self.push(what, ErrnoMeaning::Usual, table.family, 0, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
     }
 
-    /// Adds, at the chain's end, a rule that was read earlier and has been removed. `protocol`
-    /// (`IPPROTO_*`), only for a rule of iptables, is the one that the rule matches: the kernel
-    /// needs it to check xtables matches, but does not return it when it lists rules. The commit
-    /// fails with ENOENT if the chain, a chain that the rule jumps to, or a set that it uses does
-    /// not exist. So a rule with a set without a name cannot be put back: the set was removed with
-    /// the rule.
+    /// Adds, at the chain's end, a rule that was read earlier and has been removed.
+    ///
+    /// `protocol` is `None`, except for a rule of iptables: then it is the protocol (`IPPROTO_*`)
+    /// that the rule matches, which the kernel needs to check xtables matches but does not list.
+    ///
+    /// The commit fails with ENOENT if the chain, a chain that the rule jumps to, or a set that it
+    /// uses does not exist. A rule with an anonymous set can therefore not be put back: the set was
+    /// removed with the rule.
     pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
         const NFTA_RULE_EXPRESSIONS: u16 = 4;
         const NLA_F_NESTED: u16 = 1 << 15;
@@ -362,10 +369,10 @@ impl Batch {
         }
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
         let what = format!("failed to put back a rule of nft chain {table} {chain}");
-        self.push(what, ErrnoMeaning::Usual, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
     }
 
-    /// Removes one rule. The commit fails with ENOENT if it does not exist any more.
+    /// Removes one rule. The commit fails with ENOENT if the rule no longer exists.
     pub fn delete_rule(&mut self, table: Table<'_>, chain: &str, handle: u64) {
         let attributes = vec![
             RuleAttribute::Table(table.name.into()),
@@ -374,12 +381,12 @@ impl Batch {
         ];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
         let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
-        self.push(what, ErrnoMeaning::Usual, table.family, 0, message);
+        self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
     }
 
     /// Removes the chain with its rules. The commit fails with EBUSY if a rule jumps to the chain,
-    /// and with ENOENT if no chain has this handle, even if another one has the name (before Linux
-    /// 4.16, if no chain has the name).
+    /// and with ENOENT if no chain has this handle, even if another chain has the name. Before
+    /// Linux 4.16 only the name counts.
     pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
         let attributes = vec![
             ChainAttribute::Table(table.name.into()),
@@ -388,7 +395,13 @@ impl Batch {
             ChainAttribute::Handle(handle),
         ];
         let message = NfTablesMessage::DeleteChain(wire::ChainMessage { attributes });
-        self.push(format!("failed to delete nft chain {table} {name}"), ErrnoMeaning::Usual, table.family, 0, message);
+        self.push(
+            format!("failed to delete nft chain {table} {name}"),
+            ErrnoTranslation::Unchanged,
+            table.family,
+            0,
+            message,
+        );
     }
 
     /// Removes the table with everything in it. The commit fails with ENOENT if it does not exist.
@@ -396,7 +409,7 @@ impl Batch {
     pub(crate) fn delete_table(&mut self, table: Table<'_>) {
         let attributes = vec![TableAttribute::Name(table.name.into())];
         let message = NfTablesMessage::DeleteTable(wire::TableMessage { attributes });
-        self.push(format!("failed to delete nft table {table}"), ErrnoMeaning::Usual, table.family, 0, message);
+        self.push(format!("failed to delete nft table {table}"), ErrnoTranslation::Unchanged, table.family, 0, message);
     }
 
     /// Whether there are no changes, not even one that could not be encoded.
@@ -412,8 +425,8 @@ impl Batch {
         }
     }
 
-    /// Encodes a comment and tags; `None` if there are none, or if they are too long. In the latter
-    /// case `fault` is set to an error that begins with `what`.
+    /// Encodes a comment and tags; `None` if there are none, or if they are too long. If they are
+    /// too long, sets `fault` to an error that begins with `what`.
     fn userdata(&mut self, what: &str, comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
         if comment.is_none() && tags.is_empty() {
             return None;
@@ -429,8 +442,15 @@ impl Batch {
     }
 
     /// Adds the change that `message` makes; see [`Change`] for the other parameters.
-    fn push(&mut self, what: String, meaning: ErrnoMeaning, family: Family, flags: u16, message: NfTablesMessage) {
+    fn push(
+        &mut self,
+        what: String,
+        translation: ErrnoTranslation,
+        family: Family,
+        flags: u16,
+        message: NfTablesMessage,
+    ) {
         let (kind, body) = family.message(&message);
-        self.changes.push(Change { what, meaning, flags: NLM_F_REQUEST | flags, kind, body });
+        self.changes.push(Change { what, translation, flags: NLM_F_REQUEST | flags, kind, body });
     }
 }

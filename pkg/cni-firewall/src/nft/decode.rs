@@ -107,8 +107,8 @@ pub fn rule(payload: &[u8]) -> Option<Listed> {
     Some(Listed { handle, rule: Rule { exprs, comment, tags }, raw })
 }
 
-/// Decodes one element of a rule's expression list; [`Expr::Other`] for expressions, or forms of
-/// them, that [`Expr`] does not have.
+/// Decodes one element of a rule's expression list. An expression, or a form of it, that [`Expr`]
+/// does not represent becomes [`Expr::Other`].
 fn expr(element: &[u8]) -> Expr {
     const NFTA_EXPR_NAME: u16 = 1;
     const NFTA_EXPR_DATA: u16 = 2;
@@ -230,15 +230,16 @@ fn nat(data: &[u8]) -> Option<Expr> {
     Some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
 }
 
-/// Whether a rule, as the kernel sends it, has one of these byte pairs, for example port numbers,
-/// at an even offset. Ports are at even offsets, in xtables structures too. Does not decode the
-/// rule: in a long chain, this search already takes most of the reading's time.
-pub fn occurs(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
+/// Whether a rule, as the kernel sends it, has one of these byte pairs at an even offset. Port
+/// numbers are at even offsets, also in xtables structures. Does not decode the rule: in a long
+/// chain, this search already takes most of the reading's time.
+pub fn has_any_pair(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
     rule.as_chunks::<2>().0.iter().any(|pair| pairs.contains(pair))
 }
 
-/// Whether a rule, as the kernel sends it, contains these bytes at an even offset, as the name of a
-/// chain and an address in network byte order are. True for less than two bytes.
+/// Whether a rule, as the kernel sends it, contains these bytes at an even offset, where names of
+/// chains and addresses always begin. Addresses are in network byte order. True for fewer than two
+/// bytes.
 pub fn mentions(rule: &[u8], bytes: impl AsRef<[u8]>) -> bool {
     let Some((first_pair, rest)) = bytes.as_ref().split_first_chunk::<2>() else { return true };
     for (index, pair) in rule.as_chunks::<2>().0.iter().enumerate() {

@@ -1,10 +1,12 @@
 //! Reads and changes nf_tables over one netlink socket, without running a program.
 //!
-//! [`Batch`] collects changes, [`Nft::commit`] makes them all or none; [`Nft::rules`],
-//! [`Nft::chains`] and [`Nft::find_chain`] read. A change that depends on what was read names
-//! handles, creates chains with [`Batch::create_chain`], or requires that no rule has changed
-//! ([`Batch::only_at`]), so that the kernel refuses the change if another process has changed the
-//! objects meanwhile; the caller then reads again ([`raced`]).
+//! [`Batch`] collects changes, and [`Nft::commit`] makes all of them or none. [`Nft::rules`],
+//! [`Nft::chains`] and [`Nft::find_chain`] read.
+//!
+//! A change can depend on objects that were read. For the kernel to refuse it if another process
+//! has changed these objects meanwhile, the change names handles, creates chains with
+//! [`Batch::create_chain`], or requires that no rule has changed ([`Batch::only_at`]). The caller
+//! then reads again ([`raced`]).
 //!
 //! Needs CAP_NET_ADMIN. The socket belongs to the network namespace that the thread was in when it
 //! opened the socket. On a kernel without nf_tables every call fails with
@@ -25,7 +27,7 @@ pub mod userdata;
 
 pub(crate) use batch::RulePosition;
 pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
-pub use decode::{mentions, occurs};
+pub use decode::{has_any_pair, mentions};
 pub use expr::{Expr, Verdict};
 pub(crate) use socket::Extension;
 pub use socket::{Generation, Nft, raced};
@@ -133,7 +135,7 @@ impl Rule {
 /// A rule in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Listed {
-    /// Its number, never used twice within a table.
+    /// The rule's number, never used twice within a table.
     pub handle: u64,
     /// The rule.
     pub rule: Rule,

@@ -10,7 +10,7 @@ use netlink_packet_netfilter::nftables::{
 };
 use nix::errno::Errno;
 
-use super::batch::{Batch, Change, ErrnoMeaning};
+use super::batch::{Batch, Change, ErrnoTranslation};
 use super::decode;
 use super::{BaseChain, Chain, Family, Listed, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
@@ -21,8 +21,8 @@ const NFNL_MSG_BATCH_BEGIN: u16 = 16;
 const NFNL_MSG_BATCH_END: u16 = 17;
 const NFNL_BATCH_GENID: u16 = 1;
 
-/// How often a list is read at most until two readings agree. A change of the rules invalidates at
-/// most two readings, so only a constant stream of changes reaches this bound.
+/// The most readings of one list until two successive ones agree. A change of the rules invalidates
+/// at most two readings, so only a constant stream of changes reaches this bound.
 const READS_MAX: usize = 512;
 /// The bound instead of [`READS_MAX`] within [`Nft::with_few_retries`].
 const FEW_READS_MAX: usize = 4;
@@ -34,17 +34,17 @@ const BATCH_FAILED: &str = "failed to change nftables";
 #[derive(Debug)]
 pub struct Nft {
     socket: Socket,
-    /// Whether one reading of a list is enough, without a second that confirms it. True within
-    /// [`Nft::has_rule`], and from [`Nft::wait_for_generation`] to the next commit, which fails if
-    /// the list has changed.
+    /// Whether a list is read only once, without a second reading that confirms the first. True
+    /// within [`Nft::has_rule`], and from [`Nft::wait_for_generation`] to the next commit, which
+    /// fails if the list has changed.
     one_reading_suffices: bool,
-    /// How often a list is read at most.
+    /// The most readings of one list.
     reads_max: usize,
 }
 
 /// Whether a change may have failed because another process changed the rules that it was based on.
-/// The caller then reads the rules again and repeats the change, a limited number of times, as the
-/// error can also have another cause.
+/// The caller then reads the rules again and repeats the change, but only a limited number of
+/// times, because the error can have another cause.
 pub fn raced(error: &Error) -> bool {
     error.is_not_found() || error.is_exists() || error.errno() == Some(libc::ERESTART)
 }
@@ -53,8 +53,8 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Returns an error that [`Error::is_unsupported`] recognises; the kernel's own, less specific
-/// `errno` is in its text.
+/// Returns an error that [`Error::is_unsupported`] recognises. Its text has `errno`, the kernel's
+/// own, less specific one.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
     Error::new(what, Cause::kernel(libc::EOPNOTSUPP, Some(format!("{why} ({errno})"))))
 }
@@ -80,8 +80,8 @@ impl Nft {
     }
 
     /// Makes the kernel check the batch and discard it: fails as [`commit`](Nft::commit) would, but
-    /// nothing changes and no notification is sent. Takes about 10 ms, as discarding waits for an
-    /// RCU grace period; so does a refused `commit`.
+    /// nothing changes and no notification is sent. Takes about 10 ms, because discarding waits for
+    /// an RCU grace period, as it does after a refused `commit`.
     pub fn rehearse(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Abort)
     }
@@ -125,15 +125,14 @@ impl Nft {
         for change in &changes {
             change.write(self.socket.next_sequence(), &mut bytes);
         }
-        match ending {
-            Ending::Commit => drop(self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes)),
-            // The kernel checks a batch without an end message, answers, and rolls it back.
-            Ending::Abort => {}
+        // The kernel checks a batch without an end message, answers, and rolls it back.
+        if let Ending::Commit = ending {
+            self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
         }
         self.socket.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
 
         let Some(refusal) = self.receive_refusal(first_sequence, changes.len())? else { return Ok(()) };
-        // A refusal at another position than a change's concerns the batch as a whole.
+        // A refusal of the begin or end message concerns the batch as a whole.
         let Some(change) = refusal.position.checked_sub(1).and_then(|index| changes.get(index)) else {
             return Err(Error::new(BATCH_FAILED, Cause::kernel(refusal.errno, refusal.text)));
         };
@@ -142,10 +141,9 @@ impl Nft {
         Err(refusal.into_error(change))
     }
 
-    /// Receives the answers to a batch of `change_count` changes, and returns the refusal; `None`
-    /// if the kernel acknowledged the batch. Of several refusals the one of the earliest change is
-    /// returned: the others are often consequences. `first_sequence` is the sequence number of the
-    /// begin message.
+    /// Receives the answers to a batch of `change_count` changes. Returns `None` if the kernel
+    /// acknowledged the batch, otherwise the refusal of the earliest message: later refusals
+    /// are often consequences. `first_sequence` is the sequence number of the begin message.
     ///
     /// # Errors
     /// The kernel neither acknowledged nor refused the batch.
@@ -186,8 +184,8 @@ impl Nft {
         self.rules_where(table, chain, |rule| decode::comment(rule).starts_with(beginning.as_bytes()))
     }
 
-    /// Returns the chain's rules, in order, for whose bytes, as the kernel sends them, `matches` is
-    /// true. The others are received but not decoded, which saves most of the time.
+    /// Returns the chain's rules for which `matches` is true, in order. `matches` gets a rule's
+    /// bytes as the kernel sends them: other rules are not decoded, which saves most of the time.
     pub fn rules_where(
         &mut self,
         table: Table<'_>,
@@ -203,16 +201,16 @@ impl Nft {
             if (place.table, place.chain) != (table.name.as_bytes(), chain.as_bytes()) {
                 return None;
             }
-            // A rule that does not match has a handle too, by which `dump` notices changes.
+            // Rules that do not match are returned by their handles only: `dump` compares them.
             let rule = if matches(payload) { decode::rule(payload) } else { None };
             Some((place.handle, rule))
         })?;
         Ok(rules.into_iter().flatten().collect())
     }
 
-    /// As [`rules_where`](Nft::rules_where), but reads the chain only once if the ruleset does not
-    /// change meanwhile. Not for chains into which other processes insert rules at the beginning,
-    /// for the reason given at [`wait_for_generation`](Nft::wait_for_generation).
+    /// Like [`rules_where`](Nft::rules_where), but reads the chain only once if the ruleset does
+    /// not change meanwhile. Not for chains at whose beginning other processes insert rules; see
+    /// [`wait_for_generation`](Nft::wait_for_generation) for the reason.
     pub fn rules_at_once(
         &mut self,
         table: Table<'_>,
@@ -223,9 +221,9 @@ impl Nft {
         for _ in 0..self.reads_max {
             let generation = self.wait_for_generation()?;
             let rules = self.rules_where(table, chain, &matches);
-            // The generation is compared below, because a caller need not commit anything.
             self.one_reading_suffices = false;
             let rules = rules?;
+            // Compared here, because the caller need not commit anything.
             if self.generation()? == generation {
                 return Ok(rules);
             }
@@ -233,10 +231,9 @@ impl Nft {
         Err(self.too_many_changes(&what))
     }
 
-    /// Whether the chain has a rule for whose bytes `matches` is true, by a single reading that
-    /// nothing confirms. If the chain is changed meanwhile, and is so long that the kernel sends it
-    /// in parts, a rule can be missed: only for a hint that is checked before anything depends on
-    /// it.
+    /// Whether the chain has a rule for whose bytes `matches` is true. Reads the chain only once: a
+    /// rule can be missed if the chain changes meanwhile and is so long that the kernel sends it in
+    /// parts. Callers must not depend on the result without another check.
     pub fn has_rule(&mut self, table: Table<'_>, chain: &str, matches: impl Fn(&[u8]) -> bool) -> Result<bool> {
         let previous = std::mem::replace(&mut self.one_reading_suffices, true);
         let rules = self.rules_where(table, chain, matches);
@@ -280,7 +277,7 @@ impl Nft {
     }
 
     /// Whether the chain exists and has this type, hook and priority. Callers check this before
-    /// [`Batch::ensure_base_chain`], which leaves an existing chain as it is but costs time: the
+    /// [`Batch::ensure_base_chain`], which leaves an existing chain unchanged but costs time: the
     /// kernel handles it as an update, frees memory after an RCU grace period, and closing the
     /// socket waits for that (12 ms on Linux 6.18).
     pub fn has_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain) -> Result<bool> {
@@ -351,14 +348,13 @@ impl Nft {
         }
     }
 
-    /// Returns the ruleset's generation for [`Batch::only_at`], after the transaction that is
-    /// running, if any, has ended. From here to the next commit, which must have that condition,
+    /// Returns the ruleset's generation, after waiting for a running transaction to end. The next
+    /// batch that is committed must require this generation with [`Batch::only_at`]. Until then,
     /// each list is read only once: a change that spoils a reading also increments the generation,
     /// so the commit fails.
     ///
-    /// Not for chains into which other processes insert rules at the beginning: a transaction that
-    /// does so and is aborted shifts the list while it is read, but leaves the generation as it
-    /// was.
+    /// Not for chains at whose beginning other processes insert rules: a transaction that does so
+    /// and is aborted shifts the list while it is read, but leaves the generation unchanged.
     pub fn wait_for_generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to wait for the end of a change of nftables";
         let generation = self.generation()?;
@@ -383,9 +379,10 @@ impl Nft {
         generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer has no generation")))
     }
 
-    /// Reads a list until two successive readings have the same handles, and returns it as it was
-    /// at one instant. `read_object` returns an object's handle and its value, or `None` to leave
-    /// the object out. Fails after `reads_max` readings.
+    /// Returns a list as it was at one instant: reads it until a reading is not interrupted and,
+    /// unless `one_reading_suffices`, has the same handles as the reading before. Fails after
+    /// `reads_max` readings. `read_object` returns an object's handle and its value, or `None`
+    /// to leave the object out.
     ///
     /// The kernel sends a long list in parts, and begins each part by counting objects from the
     /// start. If rules are added or removed meanwhile, the count is wrong. The kernel then sets a
@@ -420,8 +417,9 @@ impl Nft {
         Err(self.too_many_changes(what))
     }
 
-    /// Sends one request and calls `on_object` for each object of the answer. Returns `false` if
-    /// the kernel flags that a transaction interrupted the list. `what` begins an error's text.
+    /// Sends one request and calls `on_object` for each object of the answer. Returns whether the
+    /// answer is uninterrupted: `false` if the kernel flags that a transaction interrupted the
+    /// list. `what` begins an error's text.
     fn ask(
         &mut self,
         what: &str,
@@ -471,14 +469,14 @@ struct Refusal {
 }
 
 impl Refusal {
-    /// Returns the error for the refused `change`, with the errno replaced as [`ErrnoMeaning`]
+    /// Returns the error for the refused `change`, with the errno replaced as [`ErrnoTranslation`]
     /// describes, so that callers need not know the kernel's version.
     fn into_error(self, change: &Change) -> Error {
-        match (self.errno, change.meaning) {
-            (libc::ENOENT, ErrnoMeaning::OfBaseChain) => {
+        match (self.errno, change.translation) {
+            (libc::ENOENT, ErrnoTranslation::BaseChain) => {
                 unsupported(&change.what, "the kernel has no such type of chain", Errno::ENOENT)
             }
-            (libc::EOPNOTSUPP, ErrnoMeaning::OfBaseChain) => {
+            (libc::EOPNOTSUPP, ErrnoTranslation::BaseChain) => {
                 let text = "the chain exists with another hook, type or priority".to_owned();
                 Error::new(&change.what, Cause::kernel(libc::EEXIST, Some(text)))
             }

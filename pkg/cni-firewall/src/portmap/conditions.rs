@@ -1,17 +1,17 @@
 //! Compiles `conditionsV4` and `conditionsV6`: extra matches in the syntax of iptables or of nft.
 //!
-//! [`ConditionSyntax::of`] decides which syntax it is, as Go does. A subset of nft's is compiled
-//! here ([`compile`]); the rest needs the program `nft`. Conditions in the syntax of iptables are
-//! checked by [`iptables::check_conditions`](crate::iptables::check_conditions).
+//! [`ConditionSyntax::of`] decides which syntax it is, as Go does. [`compile`] compiles a subset
+//! of nft's; the rest needs the program `nft`. Conditions in the syntax of iptables are checked by
+//! [`iptables::check_conditions`](crate::iptables::check_conditions).
 //!
-//! The subset, each any number of times, in any order:
+//! The subset, each match any number of times, in any order:
 //! ```text
 //! [meta] iifname|oifname [==|!=] NAME         NAME may end in *
 //! ip|ip6 saddr|daddr     [==|!=] ADDRESS[/LENGTH]
 //! [meta] mark [& NUMBER] [==|!=] NUMBER
 //! tcp|udp|sctp sport     [==|!=] PORT
 //! ```
-//! One string of the list can have several tokens, because Go joins the strings with blanks.
+//! A string of the list can have several tokens: Go joins the strings with blanks.
 
 use std::net::IpAddr;
 
@@ -81,7 +81,8 @@ impl<'w> Reader<'w> {
         is_one
     }
 
-    /// Returns the next token as `parse` reads it. Fails with the token if `parse` returns `None`.
+    /// Takes the next token and returns its value by `parse`. Fails with the token if `parse`
+    /// returns `None`.
     fn parsed<T>(&mut self, parse: impl Fn(&str) -> Option<T>) -> Result<T, Unknown> {
         let token = self.next();
         parse(token).ok_or_else(|| Unknown { token: token.to_owned() })
@@ -90,18 +91,22 @@ impl<'w> Reader<'w> {
     /// Compiles the next condition.
     fn condition(&mut self, family: Family) -> Result<Vec<Expr>, Unknown> {
         let has_meta = self.skip_any(&["meta"]);
+        let ip_keyword = match family {
+            Family::V4 => "ip",
+            Family::V6 => "ip6",
+        };
         let token = self.next();
         match token {
             "iifname" => self.comparison(|reader| reader.interface(MetaKey::IIFNAME)),
             "oifname" => self.comparison(|reader| reader.interface(MetaKey::OIFNAME)),
             "mark" => self.mark(),
-            "ip" | "ip6" if !has_meta && (token == "ip") == (family == Family::V4) => {
-                let load = self.parsed(|token| match token {
+            _ if token == ip_keyword && !has_meta => {
+                let whole_address_match = self.parsed(|token| match token {
                     "saddr" => Some(expr::saddr as fn(IpAddr) -> Vec<Expr>),
                     "daddr" => Some(expr::daddr),
                     _ => None,
                 })?;
-                self.comparison(|reader| reader.address(load, family))
+                self.comparison(|reader| reader.address(whole_address_match, family))
             }
             _ => {
                 // `Protocol::by_name` ignores case, nft does not.
@@ -113,19 +118,22 @@ impl<'w> Reader<'w> {
         }
     }
 
-    /// Compiles an operator and the value after it, which `value` compiles as a comparison for
-    /// equality. Without an operator, nft means `==`.
-    fn comparison(&mut self, value: impl Fn(&mut Self) -> Result<Vec<Expr>, Unknown>) -> Result<Vec<Expr>, Unknown> {
+    /// Compiles an optional operator, by default `==`, and the value after it. `compile_equal`
+    /// reads the value and returns the match for `==`.
+    fn comparison(
+        &mut self,
+        compile_equal: impl Fn(&mut Self) -> Result<Vec<Expr>, Unknown>,
+    ) -> Result<Vec<Expr>, Unknown> {
         let is_negated = self.skip_any(&["!=", "ne"]);
         if !is_negated {
             self.skip_any(&["==", "eq"]);
         }
-        let exprs = value(self)?;
+        let exprs = compile_equal(self)?;
         Ok(if is_negated { expr::not(exprs) } else { exprs })
     }
 
-    /// Compiles an interface name, in quotes or not. `eth*` means all names that begin with `eth`.
-    /// Any other name is compared whole, with the NULs that fill it up in the kernel.
+    /// Compiles an interface name, with or without quotes. `eth*` matches all names that begin with
+    /// `eth`; any other name is compared with the NULs that pad it in the kernel.
     fn interface(&mut self, key: MetaKey) -> Result<Vec<Expr>, Unknown> {
         self.parsed(|token| {
             let name = token.strip_prefix('"').and_then(|token| token.strip_suffix('"')).unwrap_or(token);
@@ -145,8 +153,9 @@ impl<'w> Reader<'w> {
         })
     }
 
-    /// Compiles an address or a prefix. `load` returns the comparison with a whole address.
-    fn address(&mut self, load: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
+    /// Compiles an address or a prefix. `whole_address_match` is [`expr::saddr`] or
+    /// [`expr::daddr`].
+    fn address(&mut self, whole_address_match: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
         self.parsed(|token| {
             let (address, prefix) = match token.split_once('/') {
                 Some((address, prefix)) => (address, Some(prefix.parse::<u8>().ok()?)),
@@ -158,7 +167,7 @@ impl<'w> Reader<'w> {
             if Family::of(address) != family || prefix > bits {
                 return None;
             }
-            let exprs = load(address);
+            let exprs = whole_address_match(address);
             Some(if prefix < bits { expr::masked(exprs, prefix) } else { exprs })
         })
     }

@@ -1,22 +1,23 @@
-//! Decides whether another container still exists that has a rule for a host port which an ADD
-//! wants, or a rule that leads to the container of the ADD. Only rules of a container that no
-//! longer exists are removed.
+//! Decides whether the container of a conflicting rule still exists. Only rules of a container that
+//! no longer exists are removed.
 //!
-//! The rule may name the network and the alias of the attachment, and record that a link on the
-//! host had this alias when the rule was made. The first of these cases that applies decides:
+//! A rule of another container conflicts with an ADD if it maps a wanted host port, or if it leads
+//! to the address of the ADD's container. The rule may name the network and the alias of its
+//! attachment, and record that a link on the host had this alias when the rule was made. The first
+//! of these cases that applies decides:
 //! - The rule leads to the address of this ADD and names the network of this ADD: the container is
 //!   *dead*, because a network gives an address to one container at a time.
 //! - The rule leads to another address, and its conditions differ from those of the ADD: *unknown*.
 //!   Both containers may have the port.
-//! - A link had the alias, which the rule names in full: *dead* if no link has it now. Else
-//!   *alive*, but *unknown* if the conditions differ.
+//! - A link had the alias, and the rule has the whole alias: *dead* if no link has it now.
+//!   Otherwise *unknown* if the conditions differ, and *alive* if they do not.
 //! - The rule leads to the address of this ADD, and the host's routes to that address all lead to
 //!   this attachment: *dead*.
 //! - All other cases: *unknown*. The container may be one of another plugin or of a Go plugin.
 //!
 //! The routes are compared because two networks can have overlapping subnets. Then two containers
-//! have the same address, and a rule that names no network may lead to the other one, through
-//! another route or another routing table (VRF).
+//! can have the same address, and a rule that names no network may lead to the other container,
+//! through another route or another routing table (VRF).
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -35,7 +36,7 @@ pub enum Policy {
     /// If the other container is dead, its rules are removed. If it is alive, the ADD fails. If
     /// that is unknown, the rules of both stay, and the older ones usually take precedence.
     RefuseIfAlive,
-    /// The rules of both stay, as with Go's plugin, and the older ones usually take precedence.
+    /// As with Go's plugin, the rules of both stay, and the older ones usually take precedence.
     Ignore,
 }
 
@@ -73,8 +74,8 @@ impl std::fmt::Display for Holder {
 pub struct Conflicts {
     /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub held: Option<Holder>,
-    /// Whether rules of dead containers were found. With [`ConflictAction::Displace`] they have
-    /// been removed, unless `held` is set.
+    /// Whether rules of dead containers were found. [`ConflictAction::Displace`] has removed them,
+    /// unless `held` is set.
     pub found_dead: bool,
     /// Remarks for the operator, one sentence each.
     pub remarks: Vec<String>,
@@ -85,8 +86,8 @@ pub struct Conflicts {
 pub enum ConflictAction {
     /// They stay.
     Keep,
-    /// They are removed, unless a living container has a wanted port. With iptables, the tables
-    /// that were searched before that container was found are changed already.
+    /// They are removed, unless a living container has a wanted port. With iptables, tables that
+    /// were searched before that container was found have already been changed.
     Displace,
 }
 
@@ -118,14 +119,14 @@ impl LivenessProbe {
         if leads_here && holder.network.as_deref() == Some(&wanted.attachment.network) {
             return Ok(Liveness::Dead);
         }
-        // With different conditions and another address both containers may have the port, so it
-        // does not matter whether the link exists.
+        // With different conditions and another address, both containers may have the port whether
+        // or not the link exists.
         if holder.had_link
             && (leads_here || !holder.conditions_differ)
             && let Some(attachment) = holder.attachment()
         {
             return Ok(match self.find_host_link(&attachment)? {
-                // The container exists, but both may have the port.
+                // The container exists, but both containers may have the port.
                 Some(_) if holder.conditions_differ => Liveness::Unknown,
                 Some(_) => Liveness::Alive,
                 None => Liveness::Dead,
@@ -187,8 +188,8 @@ impl LivenessProbe {
 }
 
 impl Holder {
-    /// Returns the attachment that the rule names; `None` if the rule has no alias, or only the
-    /// hash of a long container ID.
+    /// Returns the attachment that the rule names; `None` if the rule has no alias, or if the alias
+    /// has only a hash of the container ID.
     fn attachment(&self) -> Option<AttachmentId> {
         let Marked { network, container_id, ifname } = self.alias.as_deref().and_then(AttachmentId::parse)?;
         Some(AttachmentId::new(network, container_id?, ifname))

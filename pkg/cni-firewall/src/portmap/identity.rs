@@ -1,12 +1,14 @@
-//! Names the attachment in a rule of nftables, and reads that name back.
+//! Writes the name of the attachment into a rule of nftables, and reads it back.
 //!
 //! Go's plugin finds a container's rules by their comment, which is only the container ID. The
 //! network and the interface are in a tag, a field beside the comment that `nft` does not print:
 //! the alias of the attachment, or two hashes if the alias does not fit beside a long ID.
 //!
-//! A rule without a tag was made by a Go plugin, or by the program `nft`, which cannot write tags.
-//! If `nft` wrote it for these plugins, an *ownership rule*, which has tags but no effect, names
-//! its attachment. Else `nft` loaded it from a listing, which has no tags.
+//! A rule without a tag was made in one of these ways:
+//! - By a Go plugin.
+//! - By the program `nft`, which cannot write tags, on behalf of these plugins. Then an *ownership
+//!   rule*, which has tags but no effect, names the handle of the rule and its attachment.
+//! - By `nft` when it restored a saved ruleset, which has no tags.
 
 use std::net::IpAddr;
 
@@ -21,8 +23,8 @@ const TAG_ALIAS: u8 = 0x80;
 /// The tag that replaces an alias that does not fit: 8 bytes of the SHA-512 of the network's name,
 /// then 16 of that of the alias.
 const TAG_HASHES: u8 = 0x81;
-/// An empty tag: when the rule was made, a link on the host had the alias. If no link has it any
-/// more, the container is dead.
+/// An empty tag: a link on the host had the alias when the rule was made. If no link has the alias
+/// now, the container is dead.
 const TAG_HAD_LINK: u8 = 0x82;
 /// The tag of an ownership rule, which has no expressions: the handles, 8 bytes each, of rules of
 /// the attachment that the program `nft` wrote without tags.
@@ -42,8 +44,8 @@ const HANDLE_LEN: usize = 8;
 const TAG_HEADER_LEN: usize = 2;
 /// The length of the smallest set of tags: [`TAG_HASHES`], and [`TAG_HAD_LINK`] without a value.
 const TAGS_MIN: usize = TAG_HEADER_LEN + NETWORK_LEN + ALIAS_LEN + TAG_HEADER_LEN;
-/// The longest container ID that fits whole into the comment beside these tags. `nft` itself
-/// accepts comments of 128 bytes.
+/// The longest container ID that fits whole into the comment beside these tags. `nft` accepts
+/// comments of at most 128 bytes.
 const PLAIN_ID_MAX: usize = userdata::MAX - comment_len("") - TAGS_MIN;
 
 /// The names of one attachment in rules.
@@ -103,9 +105,8 @@ impl Identity {
         }
     }
 
-    /// Returns ownership rules: rules without effect whose tags name the rules with these handles
-    /// as this attachment's, written by `nft` from `text`. There are several if one cannot hold all
-    /// handles.
+    /// Returns the ownership rules for the rules with these handles, which `nft` wrote for this
+    /// attachment from `text`. There are several if one cannot hold all handles.
     pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
         let tag_bytes = TAG_HEADER_LEN + self.hashes.len() + TAG_HEADER_LEN + TEXT_LEN + TAG_HEADER_LEN;
         let used_bytes = comment_len(&self.comment) + tag_bytes;
@@ -119,13 +120,13 @@ impl Identity {
         rules
     }
 
-    /// Whether the attachment's rules in this list are exactly those that `nft` wrote from `text`,
-    /// one for each line, and their ownership rules.
+    /// Whether the tagged rules of this attachment in the list are all ownership rules for `text`,
+    /// and name one listed rule for each of its lines: `nft` need not write the rules again.
     pub(super) fn has_rules_of_text(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
         let mut owned_handles = Vec::new();
         for listed in rules.iter().filter(|listed| self.ownership_of(&listed.rule) == Ownership::This) {
-            // A rule of another text, or one that was not written by `nft`.
+            // An ownership rule for another text, or a rule that portmap wrote itself.
             if listed.rule.tag(TAG_TEXT) != Some(&hash) {
                 return false;
             }
@@ -135,8 +136,8 @@ impl Identity {
         owned_handles.len() == text.lines().count() && owned_handles.iter().all(is_listed)
     }
 
-    /// Returns whether a rule belongs to this attachment, by the rule's comment and tags. Ownership
-    /// rules that name the rule are not considered.
+    /// Returns whether a rule belongs to this attachment, by the rule's own comment and tags only:
+    /// ownership rules that name the rule are not considered.
     pub(crate) fn ownership_of(&self, rule: &Rule) -> Ownership {
         if rule.comment.as_deref() != Some(&self.comment) {
             return Ownership::Other;
@@ -149,17 +150,18 @@ impl Identity {
         }
     }
 
-    /// Returns the rules of a list that are this attachment's. `leads_to` returns the container
-    /// address of a rule, and `addresses` are the attachment's known addresses. A rule that names
-    /// only the container is this attachment's in these cases:
-    /// - An ownership rule of this attachment names the rule.
-    /// - No ownership rule names the rule, and the rule leads to one of `addresses` or to none.
-    /// - No ownership rule names the rule, and `addresses` is empty, as for Go's plugin.
+    /// Returns the rules of a list that are this attachment's. `container_of` returns the container
+    /// address of a rule, and `addresses` are the attachment's known addresses.
+    ///
+    /// If a rule names only the container, an ownership rule that names it decides. Without an
+    /// ownership rule, it is this attachment's in these cases:
+    /// - `container_of` returns one of `addresses`, or `None`.
+    /// - `addresses` is empty. Go's plugin, too, compares only the container.
     pub(super) fn own_rules<'l>(
         &self,
         rules: &'l [Listed],
         addresses: &[IpAddr],
-        leads_to: impl Fn(&Rule) -> Option<IpAddr>,
+        container_of: impl Fn(&Rule) -> Option<IpAddr>,
     ) -> Vec<&'l Listed> {
         let (mut own_handles, mut handles_of_others) = (Vec::new(), Vec::new());
         for listed in rules {
@@ -178,7 +180,7 @@ impl Identity {
                 if handles_of_others.contains(&listed.handle) {
                     return false;
                 }
-                match leads_to(&listed.rule) {
+                match container_of(&listed.rule) {
                     Some(address) => addresses.is_empty() || addresses.contains(&address),
                     None => true,
                 }
@@ -187,17 +189,17 @@ impl Identity {
         rules.iter().filter(is_own).collect()
     }
 
-    /// Returns the rules that name only the container and are not this attachment's by
+    /// Returns the rules that name only the container and are not among
     /// [`own_rules`](Identity::own_rules): they lead to another address, or an ownership rule of
     /// another attachment names them.
     pub(super) fn rules_to_other_addresses<'l>(
         &self,
         rules: &'l [Listed],
         addresses: &[IpAddr],
-        leads_to: impl Fn(&Rule) -> Option<IpAddr>,
+        container_of: impl Fn(&Rule) -> Option<IpAddr>,
     ) -> Vec<&'l Listed> {
         let own_handles: Vec<u64> =
-            self.own_rules(rules, addresses, leads_to).iter().map(|listed| listed.handle).collect();
+            self.own_rules(rules, addresses, container_of).iter().map(|listed| listed.handle).collect();
         let is_other = |listed: &&Listed| {
             self.ownership_of(&listed.rule) == Ownership::Container && !own_handles.contains(&listed.handle)
         };
@@ -205,7 +207,7 @@ impl Identity {
     }
 }
 
-/// Whether a link on the host has the attachment's alias while the attachment's rules are made.
+/// Whether a link on the host has the attachment's alias when the attachment's rules are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkMark {
     Yes,
@@ -213,7 +215,7 @@ pub(super) enum LinkMark {
 }
 
 /// Returns the comment for a container ID: the ID, or its beginning and a hash if the ID is longer
-/// than [`PLAIN_ID_MAX`]. `nft` and Go's plugin refuse such an ID anyway.
+/// than [`PLAIN_ID_MAX`]. `nft` and Go's plugin refuse such a long ID.
 fn comment(container_id: &str) -> String {
     // Beginning, `-` and hash are together shorter than the 128 bytes that `nft` accepts.
     const BEGINNING_MAX: usize = 83;

@@ -1,12 +1,12 @@
 //! Maps host ports: connections to a port of the host go to a port of a container.
 //!
 //! A [`Forwarding`] has the port mappings of one attachment. The backends [`nft`] and [`iptables`]
-//! write them as the rules that the Go plugin would write. For both, [`conflict`] decides which
+//! write them as rules of the form that the Go plugin uses. For both, [`conflict`] decides which
 //! rules of other containers are removed. For nftables, `identity` names the attachment in rules,
 //! and [`conditions`] compiles extra matches.
 //!
-//! A *claim* ([`ClaimedPort`]) is what a mapping means in one family: a host port, and the address
-//! and port of the container to which its packets go.
+//! A *claim* ([`ClaimedPort`]) is a mapping in one family: a host port, and the address and port of
+//! the container to which its packets go.
 //!
 //! Everything works in the network namespace of the calling thread, which must be the host's. A
 //! mapping without a host address applies in both families, one with 0.0.0.0 only in IPv4.
@@ -72,8 +72,8 @@ impl Mapping {
     }
 }
 
-/// The connections to a host port whose source address is replaced by the host's, so that the
-/// container's answers come back through the host.
+/// Which connections to a host port get the host's address as their source, so that the container's
+/// answers come back through the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Snat {
     /// None. Then the container cannot reach its own host port, and the host cannot reach that port
@@ -160,8 +160,8 @@ impl Forwarding {
     }
 }
 
-/// Returns the remark about `older`, a mapping of the same container to another address, which Go's
-/// plugin has left.
+/// Returns the remark about `older`, a mapping to another address in an existing rule that names
+/// only this container.
 fn older_mapping_remark(older: &ClaimedPort) -> String {
     let address = older.container;
     format!(
@@ -173,11 +173,11 @@ fn older_mapping_remark(older: &ClaimedPort) -> String {
 /// The outcome of a removal, in all families and variants of a backend.
 #[derive(Debug)]
 pub struct Removal {
-    /// The claims of all rules that were found, also if a removal failed. The caller must use them
+    /// The claims of all rules that were found, even if a removal failed. The caller must use them
     /// now: a repeated removal does not find removed rules again.
     pub claims: Vec<ClaimedPort>,
-    /// A sentence for each rule that was not removed, and for each table that was not searched,
-    /// where that is not an error.
+    /// A sentence for each rule that was not removed and each table that was not searched for a
+    /// reason that is not an error.
     pub remarks: Vec<String>,
     /// Fails with the errors of all removals that failed.
     pub outcome: Result<()>,
@@ -193,7 +193,7 @@ pub enum EnsureOutcome<Previous> {
         /// Remarks for the operator, one sentence each.
         remarks: Vec<String>,
     },
-    /// The attachment's rules are as before, because this living container has one of the ports.
+    /// The attachment's rules are unchanged, because this living container has one of the ports.
     Held(Holder),
 }
 

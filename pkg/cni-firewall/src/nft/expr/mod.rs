@@ -3,8 +3,8 @@
 //! The kernel evaluates a rule's expressions in order: an expression loads a value into a register,
 //! changes it there, or compares it. [`Expr`] has those that the plugins' rules need, and
 //! [`decode`](super::decode) returns the same type, so rules are compared as lists. The functions
-//! below return the expressions, with the registers, that `nft` writes for the text quoted in a
-//! function's documentation.
+//! below return the expressions, with the same registers, that `nft` writes for the text quoted in
+//! their documentation.
 //!
 //! Attribute numbers are big-endian. A register's contents are as the kernel loads them: packet
 //! bytes as on the wire, marks and families in the host's byte order.
@@ -314,8 +314,8 @@ fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> wire::Expressi
     wire::Expressions::Other { expression_type: kind.to_owned(), attributes }
 }
 
-/// Returns the match of a value with `data`: `load`, which loads the value into register 1, and the
-/// comparison.
+/// Returns a match: `load`, which must load a value into register 1, and the comparison of this
+/// value with `data`.
 fn equal(load: Expr, data: Vec<u8>) -> Vec<Expr> {
     vec![load, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }]
 }
@@ -391,8 +391,8 @@ pub fn daddr(addr: IpAddr) -> Vec<Expr> {
     }
 }
 
-/// Returns the match `ip saddr @SET` and the like: turns the comparison with one address that ends
-/// `exprs` into a lookup in the set.
+/// Turns an address match, such as that of [`saddr`], into `ip saddr @SET`: replaces the comparison
+/// that ends `exprs` with a lookup in the set.
 pub fn in_set(mut exprs: Vec<Expr>, set: &str) -> Vec<Expr> {
     if let Some(last) = exprs.last_mut() {
         *last = Expr::Lookup { set: set.to_owned(), reg: Reg::R1 };
@@ -451,7 +451,7 @@ pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
     exprs
 }
 
-/// Returns the match with `!=` instead of `==`: inverts the comparison that ends `exprs`.
+/// Turns a match for `==` into one for `!=`: inverts the comparison that ends `exprs`.
 pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     if let Some(Expr::Cmp { op, .. }) = exprs.last_mut() {
         *op = CmpOp::NE;
@@ -459,8 +459,8 @@ pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     exprs
 }
 
-/// Returns the match `ip daddr NET/prefix`: turns an address match (`saddr`, `daddr`) into a match
-/// of its first `prefix` bits.
+/// Turns an address match (`saddr`, `daddr`) into a match of the first `prefix` bits, such as `ip
+/// daddr NET/prefix`.
 ///
 /// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load. Any other prefix,
 /// also 0, becomes a mask. Older releases of `nft` always write a mask.
@@ -476,7 +476,7 @@ pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
     for byte in data.iter_mut() {
         let bits = remaining_bits.min(8);
         remaining_bits -= bits;
-        // The upper `bits` bits; a shift by 8 is None.
+        // The upper `bits` bits. With 0 bits, the shift by 8 returns `None`.
         let byte_mask = 0xff_u8.checked_shl(8 - bits).unwrap_or(0);
         *byte &= byte_mask;
         mask.push(byte_mask);

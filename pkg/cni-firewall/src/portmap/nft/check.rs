@@ -3,20 +3,26 @@
 use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
-use super::shape::{self, ENTRY_CHAINS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
+use super::shape::{self, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
 use super::{Identity, NftPortMap, State, identity};
 use crate::nft::Expr;
 use cni_linux::error::Result;
-use cni_linux::route::Family;
 
 /// The existing rules of an attachment in one family.
 #[derive(Default)]
 struct OwnRules<'s> {
-    mappings: Vec<(ClaimedPort, &'s Vec<Expr>)>,
-    masquerades: Vec<&'s Vec<Expr>>,
-    /// Whether one of the rules names only the container, as those of Go's plugin do. The rules
-    /// that the program `nft` wrote do, too.
-    untagged: bool,
+    mappings: Vec<OwnMapping<'s>>,
+    /// The expressions of the rules in [`MASQUERADING`].
+    masquerades: Vec<&'s [Expr]>,
+    /// Whether a rule has no tag and so names only the container: Go's plugin or the program `nft`
+    /// wrote it.
+    has_untagged: bool,
+}
+
+/// An existing rule that maps a port.
+struct OwnMapping<'s> {
+    claim: ClaimedPort,
+    exprs: &'s [Expr],
 }
 
 impl<'s> OwnRules<'s> {
@@ -25,107 +31,126 @@ impl<'s> OwnRules<'s> {
         let mut own = OwnRules::default();
         for (chain, rules) in &state.rules {
             for listed in identity.own_rules(rules, addresses, shape::container) {
-                own.untagged |= identity.ownership_of(&listed.rule) == identity::Ownership::Container;
-                match shape::read_mapping(&listed.rule) {
-                    Some((claim, _)) if *chain != MASQUERADING => own.mappings.push((claim, &listed.rule.exprs)),
-                    _ => own.masquerades.push(&listed.rule.exprs),
+                if identity.ownership_of(&listed.rule) == identity::Ownership::Container {
+                    own.has_untagged = true;
+                }
+                let exprs = listed.rule.exprs.as_slice();
+                if *chain == MASQUERADING {
+                    own.masquerades.push(exprs);
+                } else if let Some((claim, _)) = shape::read_mapping(&listed.rule) {
+                    own.mappings.push(OwnMapping { claim, exprs });
                 }
             }
         }
         own
     }
 
+    /// Whether `found`, one of the existing mappings, is what the ADD writes for `claim`.
+    /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings.
+    fn is_mapping_of(&self, claim: &ClaimedPort, found: &OwnMapping<'_>, conditions: Option<&[Expr]>) -> bool {
+        match conditions {
+            // Go's mappings have no conditions: it puts them into the base chains.
+            Some(_) if self.has_untagged => found.claim == *claim,
+            Some(conditions) => *found.exprs == [conditions, &shape::mapping_rule(claim)].concat(),
+            // An address at the end of the conditions is read as the host address of the mapping.
+            None => found.claim == *claim || ClaimedPort { host_ip: None, ..found.claim } == *claim,
+        }
+    }
+
     /// Whether all masquerading rules for `snat` exist.
     fn has_masquerades(&self, container: IpAddr, snat: Snat) -> bool {
-        shape::masquerade_rules(container, snat).iter().all(|exprs| self.masquerades.contains(&exprs))
+        shape::masquerade_rules(container, snat).iter().all(|exprs| self.masquerades.contains(&exprs.as_slice()))
     }
 }
 
 impl NftPortMap {
     /// Returns a sentence for each rule that differs from what [`ensure`](NftPortMap::ensure)
-    /// writes; empty if there is no difference. Accepts the rules of Go's plugin, also if they are
-    /// there twice, and with its conditions in the base chains.
+    /// writes; empty if there is no difference. Accepts duplicates, and the rules of Go's plugin,
+    /// which has the conditions in the base chains.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let identity = Identity::new(&wanted.attachment);
-        let addresses = wanted.addresses();
         let mut differences = Vec::new();
         for (container, claims) in wanted.families() {
-            let family = Family::of(container.address());
-            let table = shape::table(family);
             // No claims are passed, so that rules of other containers for the ports are not read.
             let state = self.read_state(container, wanted, &identity, &[])?;
-            let own = OwnRules::new(&state, &identity, &addresses);
-            for chain in &state.missing_chains {
-                differences.push(format!("nft chain {table} {chain} is missing"));
-            }
-            // Go puts conditions before the jumps of the base chains, which then differ.
-            for chain in state.chains_without_jump(!own.untagged) {
-                differences.push(format!("nft chain {table} {chain} lacks a jump to the chains of the mappings"));
-            }
-            let conditions = conditions::compile(wanted.conditions(family), family).ok();
-            let is_mapping_of = |claim: &ClaimedPort, found: &ClaimedPort, exprs: &Vec<Expr>| match &conditions {
-                Some(conditions) if !own.untagged => {
-                    *exprs == [conditions.clone(), shape::mapping_rule(claim)].concat()
-                }
-                // Rules made by Go have no conditions: Go puts them into the base chains.
-                Some(_) => found == claim,
-                // The conditions cannot be compiled here, so the program `nft` wrote the rule. They
-                // may end with an address, which is then read as the host address.
-                None => found == claim || ClaimedPort { host_ip: None, ..*found } == *claim,
-            };
-            for claim in &claims {
-                if !own.mappings.iter().any(|(found, exprs)| is_mapping_of(claim, found, exprs)) {
-                    let address = claim.container;
-                    differences
-                        .push(format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to {address}"));
-                }
-            }
-            let to_other_addresses = state.mappings_to_other_addresses(&identity, &addresses);
-            for claim in &claims {
-                if let Some(first) = state.first_mapping(&identity, claim)
-                    && to_other_addresses.contains(&first)
-                {
-                    let address = first.container;
-                    differences.push(format!(
-                        "nft chain {table} {HOSTPORTS} maps {claim} to {address}, in a rule before the requested one"
-                    ));
-                }
-            }
-            for (found, exprs) in &own.mappings {
-                if !claims.contains(found) && !claims.iter().any(|claim| is_mapping_of(claim, found, exprs)) {
-                    differences.push(format!(
-                        "nft chain {table} {HOSTPORTS} also maps {found} to {}, which was not requested",
-                        found.container
-                    ));
-                }
-            }
+            let own = OwnRules::new(&state, &identity, &wanted.addresses());
+            differences.extend(shared_chain_differences(&state, &own));
+            differences.extend(mapping_differences(wanted, &claims, &state, &own));
+            let container = container.address();
             // Go's plugin ignores `masqAll` with nftables.
             let is_masqueraded_as_by_go =
-                own.untagged && wanted.snat == Snat::All && own.has_masquerades(container.address(), Snat::Hairpin);
-            if !own.has_masquerades(container.address(), wanted.snat) && !is_masqueraded_as_by_go {
-                differences.push(format!(
-                    "nft chain {table} {MASQUERADING} lacks a masquerade rule for {}",
-                    container.address()
-                ));
+                own.has_untagged && wanted.snat == Snat::All && own.has_masquerades(container, Snat::Hairpin);
+            if !own.has_masquerades(container, wanted.snat) && !is_masqueraded_as_by_go {
+                let table = shape::table(state.family);
+                differences.push(format!("nft chain {table} {MASQUERADING} lacks a masquerade rule for {container}"));
             }
         }
         Ok(differences)
     }
 }
 
-impl State {
-    /// Returns the shared chains that exist and lack a jump to the next chain. The base chains are
-    /// among them only with `compare_base_chains`.
-    fn chains_without_jump(&self, compare_base_chains: bool) -> Vec<&'static str> {
-        let mut chains = Vec::new();
-        if compare_base_chains {
-            chains.extend(ENTRY_CHAINS.map(|(name, _)| name));
+/// Returns a sentence for each shared chain that is missing or lacks a jump.
+fn shared_chain_differences(state: &State, own: &OwnRules<'_>) -> Vec<String> {
+    let table = shape::table(state.family);
+    let mut differences = Vec::new();
+    for chain in &state.missing_chains {
+        differences.push(format!("nft chain {table} {chain} is missing"));
+    }
+    for chain in state.chains_without_jump() {
+        // Go's jumps in the base chains have conditions, so they are not found.
+        if own.has_untagged && chain != HOSTPORTS_ALL {
+            continue;
         }
-        chains.push(HOSTPORTS_ALL);
-        chains.retain(|name| {
-            let lacks_rule = self.missing_rules.iter().any(|(chain, _)| chain == name);
-            lacks_rule && !self.missing_chains.contains(name)
-        });
+        differences.push(format!("nft chain {table} {chain} lacks a jump to the chains of the mappings"));
+    }
+    differences
+}
+
+/// Returns a sentence for each claim that is not mapped, for each claim for which a mapping to
+/// another address takes precedence, and for each mapping of the attachment that is not wanted.
+fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &State, own: &OwnRules<'_>) -> Vec<String> {
+    let table = shape::table(state.family);
+    let identity = Identity::new(&wanted.attachment);
+    let conditions = conditions::compile(wanted.conditions(state.family), state.family).ok();
+    let conditions = conditions.as_deref();
+    let mut differences = Vec::new();
+    for claim in claims {
+        if !own.mappings.iter().any(|found| own.is_mapping_of(claim, found, conditions)) {
+            let address = claim.container;
+            differences.push(format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to {address}"));
+        }
+    }
+    let to_other_addresses = state.mappings_to_other_addresses(&identity, &wanted.addresses());
+    for claim in claims {
+        if let Some(first) = state.first_mapping(&identity, claim)
+            && to_other_addresses.contains(&first)
+        {
+            let address = first.container;
+            differences.push(format!(
+                "nft chain {table} {HOSTPORTS} maps {claim} to {address}, in a rule before the requested one"
+            ));
+        }
+    }
+    for found in &own.mappings {
+        let OwnMapping { claim, .. } = found;
+        let is_wanted =
+            claims.contains(claim) || claims.iter().any(|wanted| own.is_mapping_of(wanted, found, conditions));
+        if !is_wanted {
+            let address = claim.container;
+            differences
+                .push(format!("nft chain {table} {HOSTPORTS} also maps {claim} to {address}, which was not requested"));
+        }
+    }
+    differences
+}
+
+impl State {
+    /// Returns the shared chains that exist and lack a jump to the next chain.
+    fn chains_without_jump(&self) -> Vec<&'static str> {
+        let mut chains: Vec<&'static str> = self.missing_rules.iter().map(|(chain, _)| *chain).collect();
+        // A chain can lack both of its jumps.
+        chains.dedup();
+        chains.retain(|chain| !self.missing_chains.contains(chain));
         chains
     }
 }

@@ -1,5 +1,5 @@
-//! Finds conflicting rules of other containers in nf_tables, for an ADD that does not use nftables
-//! itself: one with iptables, or one without mappings.
+//! Finds conflicting rules of other containers in nf_tables, for an ADD that writes its own rules
+//! with iptables or has no mappings.
 
 use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{Forwarding, Policy, conditions};
@@ -9,10 +9,10 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 impl NftPortMap {
-    /// Returns the living holder of a wanted port, if there is one, and whether there are rules of
-    /// dead containers for the ports or to the container's addresses, in both families. With
-    /// [`ConflictAction::Displace`] also removes the dead containers' rules. Finds nothing on a
-    /// kernel without nf_tables, and with [`Policy::Ignore`].
+    /// Finds, in both families, the rules of other containers for a wanted port or to the
+    /// container's addresses. With [`ConflictAction::Displace`], removes those of dead containers,
+    /// unless a living container has a wanted port. Finds nothing on a kernel without nf_tables,
+    /// and with [`Policy::Ignore`].
     pub fn conflicts(&mut self, wanted: &Forwarding, action: ConflictAction) -> Result<Conflicts> {
         if wanted.policy == Policy::Ignore {
             return Ok(Conflicts::default());
@@ -24,9 +24,8 @@ impl NftPortMap {
         }
     }
 
-    /// Finds the conflicts and, with [`ConflictAction::Displace`], removes the rules of dead
-    /// containers: one attempt of [`conflicts`](NftPortMap::conflicts). Fails if another process
-    /// changes a rule between the reading and the removal.
+    /// Makes one attempt of [`conflicts`](NftPortMap::conflicts). Fails if another process changes
+    /// a rule between the reading and the removal.
     fn find_conflicts(
         &mut self,
         wanted: &Forwarding,
@@ -39,8 +38,8 @@ impl NftPortMap {
         for (container, claims) in wanted.families_with_address() {
             let family = Family::of(container.address());
             let state = self.read_conflicting(container, &claims)?;
-            // Conditions in the syntax of iptables do not compile here. Then the conditions of
-            // every rule count as different.
+            // Conditions in the syntax of iptables do not compile here. The conditions of every
+            // rule then count as different.
             let conditions = conditions::compile(wanted.conditions(family), family).ok();
             let search =
                 ConflictSearch { identity: &identity, container, claims: &claims, conditions: conditions.as_deref() };
@@ -50,7 +49,9 @@ impl NftPortMap {
             }
             conflicts.found_dead |= !decision.dead_rules.is_empty();
             let table = shape::table(family);
-            decision.dead_rules.iter().for_each(|(chain, handle)| batch.delete_rule(table, chain, *handle));
+            for (chain, handle) in decision.dead_rules {
+                batch.delete_rule(table, chain, handle);
+            }
             conflicts.remarks.extend(decision.remarks.into_iter().map(|remark| format!("{remark} (nftables)")));
         }
         if action == ConflictAction::Displace {

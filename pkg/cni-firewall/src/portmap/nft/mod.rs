@@ -1,14 +1,15 @@
-//! Maps host ports with nf_tables: one transaction for each call and both families, no process.
-//! Exception: mappings with conditions that only the program `nft` understands (`program`).
+//! Maps host ports with nf_tables: each call makes one transaction for both families, and runs no
+//! program. Only mappings with conditions that [`conditions`] does not compile are written by the
+//! program `nft` (module `program`).
 //!
-//! The rules are those of `shape`. An ADD reads the existing rules, finds conflicts in them and
+//! Module `shape` shows the rules. An ADD reads the existing rules, finds conflicts in them and
 //! plans its transaction. The kernel accepts the transaction only if no rule has changed since
-//! ([`Batch::only_at`]); else the ADD reads and plans again. That needs no lock: of many racing
-//! ADDs one succeeds each time.
+//! ([`Batch::only_at`]); otherwise the ADD reads and plans again. No lock is needed: of several
+//! racing ADDs, one succeeds each time.
 //!
 //! After a transaction that deletes a rule, closing the socket waits for an RCU grace period of the
-//! kernel (some 10 ms), so an ADD deletes only rules that conflict with it. The shared chains are
-//! never emptied or removed, although Go's ADD refills some of them.
+//! kernel (some 10 ms), so an ADD deletes only rules that are outdated or conflict with it. The
+//! shared chains are never flushed or removed.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -41,13 +42,13 @@ pub use previous::PreviousRules;
 use program::ProgramMappings;
 use shape::{CONTAINER_CHAINS, ENTRY_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
 
-/// How often a change is planned if, each time, another process changes a rule before the change is
-/// applied. Of n racing changes each loses at most n - 1 times.
+/// The most attempts at a change while other processes change rules between planning and commit. Of
+/// n racing changes, each loses at most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
 const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
 
-/// Host ports in the tables `cni_hostport` of the namespace in which it was opened.
+/// A connection to nf_tables for the host ports of the network namespace it was opened in.
 #[derive(Debug)]
 pub struct NftPortMap {
     nft: Nft,
@@ -76,11 +77,11 @@ impl From<Error> for Refusal {
 /// What the transaction of an ADD does.
 #[derive(Clone, Copy)]
 enum Stage<'w> {
-    /// Creates the shared chains and removes the rules of dead containers. Only done if the program
-    /// `nft` writes mappings, before `nft` runs: it needs the chains.
+    /// Creates the shared chains and removes the rules of dead containers. Only needed before the
+    /// program `nft` runs, which adds its rules to the chains.
     Prepare,
-    /// Does the same, and writes the attachment's rules. The mappings given here have been written
-    /// by the program `nft` already.
+    /// Does the same, and writes the attachment's rules, except for these mappings, which the
+    /// program `nft` has written.
     Whole(&'w [ProgramMappings]),
 }
 
@@ -96,20 +97,22 @@ struct State {
 }
 
 impl NftPortMap {
-    /// Opens a connection in the calling thread's network namespace. On a kernel without
-    /// netfilter's netlink, which has no rules either, fails with an error that [is
-    /// unsupported](Error::is_unsupported).
+    /// Opens a connection in the calling thread's network namespace.
+    ///
+    /// # Errors
+    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink, which has no rules
+    /// either.
     pub fn open() -> Result<NftPortMap> {
         Ok(NftPortMap { nft: Nft::open()? })
     }
 
-    /// Writes the rules of `wanted` in one transaction, which also removes the attachment's
-    /// previous rules. If the rules of `wanted` are in place already, nothing is changed. On
-    /// failure, and if a living container has a wanted port, the attachment's rules are as before;
-    /// shared chains may have been added, and rules of dead containers removed.
+    /// Replaces the attachment's rules with those of `wanted` in one transaction. If these are in
+    /// place already, nothing is changed. On failure, and if a living container has a wanted port,
+    /// the attachment's rules are unchanged, but shared chains may have been added, and rules of
+    /// dead containers removed.
     ///
-    /// Rules whose conditions [`conditions`] does not compile are written before: a transaction
-    /// creates the chains that the program `nft` needs, then `nft` adds the rules.
+    /// Mappings whose conditions [`conditions`] does not compile are written first: a transaction
+    /// creates the chains, then the program `nft` adds the mappings.
     ///
     /// # Errors
     /// See [`Refusal`].
@@ -121,7 +124,7 @@ impl NftPortMap {
         let mut by_program = ProgramMappings::uncompiled(wanted)?;
         if !by_program.is_empty() {
             // The program needs the shared chains, and must not run if a living container has a
-            // port.
+            // wanted port.
             if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare)? {
                 return Ok(EnsureOutcome::Held(holder));
             }
@@ -136,8 +139,8 @@ impl NftPortMap {
         Ok(outcome?)
     }
 
-    /// Plans and commits the transaction of a stage, repeatedly until no other process changes a
-    /// rule in between.
+    /// Plans and commits the transaction of a stage, and repeats both if another process has
+    /// changed a rule in between.
     fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = match probe.find_host_link(&wanted.attachment)? {
@@ -159,8 +162,8 @@ impl NftPortMap {
         let identity = Identity::new(&wanted.attachment);
         let mut plan = Plan { batch: Batch::new(), previous: PreviousRules::default(), remarks: Vec::new() };
         plan.batch.only_at(self.nft.wait_for_generation()?);
-        // A family in which no port is mapped is planned too: the CHECK of Go's plugin looks for
-        // the chains and the masquerading in it.
+        // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
+        // looks for them.
         for (container, claims) in wanted.families_with_address() {
             let request = FamilyRequest { wanted, identity: &identity, container, claims: &claims, stage, host_link };
             if let Some(holder) = self.plan_family(&request, probe, &mut plan)? {
@@ -173,33 +176,36 @@ impl NftPortMap {
             Ok(()) => {}
             Err(error) if raced(&error) => return Err(error),
             Err(error) => {
-                // Either nothing has changed, or everything has and the kernel's answer was lost.
-                // Putting back reads the rules, so it is right in both cases.
                 let Stage::Whole(by_program) = stage else { return Err(error) };
-                let undone = [self.delete_added(by_program), self.put_back(wanted, &previous)];
-                let undo_errors = undone.into_iter().filter_map(Result::err);
-                // `join` of at least one error always fails.
-                Error::join([error].into_iter().chain(undo_errors))?;
+                // Either nothing has changed, or everything has and the kernel's answer was lost.
+                // `put_back` reads the rules first, so it is right in both cases.
+                let mut errors = vec![error];
+                errors.extend(self.delete_added(by_program).err());
+                errors.extend(self.put_back(wanted, &previous).err());
+                // Always fails, because there is an error.
+                Error::join(errors)?;
             }
         }
         Ok(EnsureOutcome::Done { previous: if has_changes { Some(previous) } else { None }, remarks })
     }
 
-    /// Removes all rules of the attachment in both families, in one transaction, also those made by
-    /// Go's plugin. A rule of Go names only the container: it is removed if it leads to one of
-    /// `addresses`, the attachment's known addresses, or if no address of the rule's family is
-    /// known and nothing shows that the container has another attachment. Succeeds if there is
-    /// nothing to remove, or no nf_tables in the kernel.
+    /// Removes all rules of the attachment in both families, in one transaction. Succeeds if there
+    /// is nothing to remove, or if the kernel has no nf_tables.
+    ///
+    /// A rule of Go's plugin names only the container. It is removed if it leads to one of
+    /// `addresses`, the attachment's known addresses. In a family without a known address it is
+    /// removed unless another rule shows that the container has another attachment.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(attachment);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
-        // In a family with a known address, a rule that leads to another address shows that the
-        // container has another attachment. Then the container's rules in a family without a known
-        // address stay: they may be the other attachment's. So the families with a known address
-        // are read first.
-        let (mut families, mut has_other_attachment) = (FAMILIES, false);
+        // The families with a known address come first: a rule in them that leads to another
+        // address shows that the container has another attachment.
+        let mut families = FAMILIES;
         families.sort_by_key(|family| !is_known(*family));
+        let mut has_other_attachment = false;
         self.purge_where(&identity.comment, families, |family, rules| {
+            // Without addresses, `own_rules` selects rules to any address. With addresses of the
+            // other family only, it selects none of Go's rules.
             let known = if is_known(family) || has_other_attachment { addresses } else { &[] };
             let others = identity.rules_to_other_addresses(rules, known, shape::container);
             has_other_attachment |= !others.is_empty();
@@ -207,33 +213,33 @@ impl NftPortMap {
         })
     }
 
-    /// Removes every rule that names `network` and none of the `valid` attachments, and the rules
-    /// that a removed ownership rule names (see the module `program`). Other rules that name no
-    /// network stay, such as those of Go's plugin; if such a rule is a mapping of a container
-    /// without a valid attachment, the result has a remark on it.
+    /// Removes every rule that names `network` but none of the `valid` attachments, and the rules
+    /// that a removed ownership rule names (module `program`).
+    ///
+    /// Other rules that name no network stay, such as those of Go's plugin. The result has a remark
+    /// on each of them that is a mapping of a container without a valid attachment.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
         let mut remarks = BTreeSet::new();
         let mut removal = self.purge_where("", FAMILIES, |_, rules| {
             let mut garbage_handles: Vec<u64> = Vec::new();
+            // The handles that ownership rules name, of any network.
             let mut owned_handles: Vec<u64> = Vec::new();
             for Listed { handle, rule, .. } in rules {
-                // Rules that an ownership rule names are removed or kept with it.
-                let handles = identity::handles(rule);
+                let named_handles = identity::handles(rule);
                 let is_valid = valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This);
                 if identity::names_network(rule, network) && !is_valid {
                     garbage_handles.push(*handle);
-                    garbage_handles.extend(&handles);
+                    garbage_handles.extend(&named_handles);
                 }
-                owned_handles.extend(handles);
+                owned_handles.extend(named_handles);
             }
             for Listed { handle, rule, .. } in rules {
                 let is_valid_container = valid.iter().any(|identity| Some(&identity.comment) == rule.comment.as_ref());
-                if !owned_handles.contains(handle)
-                    && identity::names_no_network(rule)
-                    && !is_valid_container
-                    && let Some((claim, _)) = shape::read_mapping(rule)
-                {
+                if is_valid_container || owned_handles.contains(handle) || !identity::names_no_network(rule) {
+                    continue;
+                }
+                if let Some((claim, _)) = shape::read_mapping(rule) {
                     let id = rule.comment.as_deref().unwrap_or("(unknown)");
                     remarks.insert(format!(
                         "{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was \
@@ -248,13 +254,13 @@ impl NftPortMap {
         removal
     }
 
-    /// Removes those rules of containers that `select` returns, in one transaction. `select` gets
-    /// the rules of one chain whose comments contain `comment_part`, in the order of `families`.
-    /// The result has the claims of the selected rules also if the removal fails: if the kernel's
-    /// answer was lost, the rules may be gone.
+    /// Removes the rules of containers that `select` returns, in one transaction. For each family,
+    /// in the order of `families`, and each chain, `select` gets the rules whose comments begin
+    /// with `comment_beginning`. The result has the claims of the selected rules even if the
+    /// removal fails: if the kernel's answer was lost, the rules may be gone.
     fn purge_where(
         &mut self,
-        comment_part: &str,
+        comment_beginning: &str,
         families: [Family; 2],
         mut select: impl FnMut(Family, &[Listed]) -> Vec<&Listed>,
     ) -> Removal {
@@ -266,7 +272,7 @@ impl NftPortMap {
             for family in families {
                 let table = shape::table(family);
                 for chain in CONTAINER_CHAINS {
-                    let rules = self.nft.rules_commented(table, chain, comment_part)?;
+                    let rules = self.nft.rules_commented(table, chain, comment_beginning)?;
                     for listed in select(family, &rules) {
                         batch.delete_rule(table, chain, listed.handle);
                         claims.extend(shape::read_mapping(&listed.rule).map(|(claim, _)| claim));
@@ -282,8 +288,9 @@ impl NftPortMap {
         Removal { claims, remarks: Vec::new(), outcome }
     }
 
-    /// Whether the attachment has any rule. A rule of Go names only the container: it counts if it
-    /// leads to one of `addresses`, the attachment's known addresses, or if `addresses` is empty.
+    /// Whether the attachment has any rule. A rule of Go's plugin names only the container: it
+    /// counts if it leads to one of `addresses`, the attachment's known addresses, or if
+    /// `addresses` is empty. `false` on a kernel without nf_tables.
     pub fn holds(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
         let identity = Identity::new(attachment);
         for family in FAMILIES {
@@ -300,9 +307,9 @@ impl NftPortMap {
         Ok(false)
     }
 
-    /// Reads the state of one family: which shared chains and rules are missing, and those rules of
-    /// containers that are this container's, compare with a claimed port, or contain this
-    /// container's address. Fails if a base chain exists with another type, hook or priority.
+    /// Reads the state of one family: the missing shared chains and rules, this container's rules,
+    /// and those of other containers that contain a claimed port or this container's address. Fails
+    /// if a base chain exists with another type, hook or priority.
     fn read_state(
         &mut self,
         container: Cidr,
@@ -310,16 +317,34 @@ impl NftPortMap {
         identity: &Identity,
         claims: &[ClaimedPort],
     ) -> Result<State> {
-        let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
-        let table = shape::table(family);
-        let mut state = State::new(family);
+        let address = shape::octets(container.address());
+        let mut state = State::new(Family::of(container.address()));
+        self.find_missing(&mut state, wanted.snat)?;
+        for name in CONTAINER_CHAINS {
+            if state.missing_chains.contains(&name) {
+                continue;
+            }
+            let rules = self.nft.rules_where(shape::table(state.family), name, |rule| {
+                decode::comment(rule) == identity.comment.as_bytes()
+                    || shape::names_port(rule, claims)
+                    || mentions(rule, &address)
+            })?;
+            state.rules.push((name, rules));
+        }
+        Ok(state)
+    }
+
+    /// Finds the missing shared chains and rules. Requires [`MASQUERADING`] unless `snat` is
+    /// [`Snat::No`].
+    fn find_missing(&mut self, state: &mut State, snat: Snat) -> Result<()> {
+        let table = shape::table(state.family);
         for name in [HOSTPORTS, HOSTIP_HOSTPORTS, HOSTPORTS_ALL] {
             if self.nft.find_chain(table, name)?.is_none() {
                 state.missing_chains.push(name);
             }
         }
         let mut base_chains = ENTRY_CHAINS.to_vec();
-        if wanted.snat != Snat::No {
+        if snat != Snat::No {
             base_chains.push((MASQUERADING, shape::MASQUERADING_HOOK));
         }
         for (name, base) in base_chains {
@@ -333,39 +358,23 @@ impl NftPortMap {
                 return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
             }
         }
-        for (name, _) in ENTRY_CHAINS {
-            let entry = shape::entry_rule();
-            if state.missing_chains.contains(&name) || !contains_rule(&self.nft.rules(table, name)?, &entry) {
-                state.missing_rules.push((name, entry));
+        let [prerouting, output] = ENTRY_CHAINS.map(|(name, _)| (name, vec![shape::entry_rule()]));
+        let hostports_all = (HOSTPORTS_ALL, shape::hostports_all_rules().to_vec());
+        for (chain, wanted_rules) in [prerouting, output, hostports_all] {
+            let is_missing = state.missing_chains.contains(&chain);
+            let existing_rules = if is_missing { Vec::new() } else { self.nft.rules(table, chain)? };
+            for rule in wanted_rules {
+                if !contains_rule(&existing_rules, &rule) {
+                    state.missing_rules.push((chain, rule));
+                }
             }
         }
-        let existing_rules = if state.missing_chains.contains(&HOSTPORTS_ALL) {
-            Vec::new()
-        } else {
-            self.nft.rules(table, HOSTPORTS_ALL)?
-        };
-        for rule in shape::hostports_all_rules() {
-            if !contains_rule(&existing_rules, &rule) {
-                state.missing_rules.push((HOSTPORTS_ALL, rule));
-            }
-        }
-        for name in CONTAINER_CHAINS {
-            if state.missing_chains.contains(&name) {
-                continue;
-            }
-            let rules = self.nft.rules_where(table, name, |rule| {
-                decode::comment(rule) == identity.comment.as_bytes()
-                    || shape::names_port(rule, claims)
-                    || mentions(rule, &address)
-            })?;
-            state.rules.push((name, rules));
-        }
-        Ok(state)
+        Ok(())
     }
 }
 
-/// Calls `attempt` again while it fails because another process has changed the rules that it read.
-/// Gives up after [`ATTEMPTS`].
+/// Calls `attempt`, and calls it again while it fails because another process has changed the rules
+/// that it read. Gives up after [`ATTEMPTS`] calls.
 fn retry_races<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 0..ATTEMPTS {
         match attempt() {

@@ -1,5 +1,5 @@
-//! Finds the rules of other containers for a wanted port or to this container's address, and
-//! decides which of them are removed.
+//! Finds the rules of other containers that map a wanted port or lead to the address of the ADD's
+//! container, and decides which of them are removed.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ use cni_linux::route::Family;
 pub(super) struct ConflictSearch<'o> {
     /// The identity of the attachment of the ADD.
     pub(super) identity: &'o Identity,
-    /// The address of its container: "this container" in what follows.
+    /// The address of the ADD's container, which the documentation below calls *this container*.
     pub(super) container: Cidr,
     /// The wanted ports.
     pub(super) claims: &'o [ClaimedPort],
@@ -30,15 +30,15 @@ pub(super) struct ConflictSearch<'o> {
 pub(super) struct HolderDecision {
     /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub(super) held: Option<Holder>,
-    /// The rules of dead containers, which are to be removed: chain and handle.
+    /// The rules of dead containers, which the caller removes: chain and handle.
     pub(super) dead_rules: Vec<(&'static str, u64)>,
     /// Remarks for the operator.
     pub(super) remarks: Vec<String>,
 }
 
 impl ConflictSearch<'_> {
-    /// Decides about each rule of another container in `state`. Fails if it cannot be found out
-    /// whether a container is alive.
+    /// Decides which rules of other containers in `state` are removed; stops at the first living
+    /// container that has a wanted port. Fails if the host's links cannot be read.
     pub(super) fn decide(
         &self,
         state: &State,
@@ -47,7 +47,7 @@ impl ConflictSearch<'_> {
     ) -> Result<HolderDecision> {
         let mut decision = HolderDecision::default();
         // The mappings of dead containers to this container's address.
-        let mut stale_rules = Vec::new();
+        let mut stale_mappings = Vec::new();
         for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain != MASQUERADING) {
             let Some(holder) = self.holder_of(&listed.rule) else { continue };
             let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
@@ -58,27 +58,29 @@ impl ConflictSearch<'_> {
                     decision.dead_rules.push((chain, listed.handle));
                     decision.remarks.push(holder.removal_remark(wanted));
                     if shape::container(&listed.rule) == Some(self.container.address()) {
-                        stale_rules.push(&listed.rule);
+                        stale_mappings.push(&listed.rule);
                     }
                 }
                 Liveness::Unknown if has_wanted_port => decision.remarks.push(holder.port_taken_remark()),
                 Liveness::Unknown => decision.remarks.push(holder.unknown_owner_remark()),
             }
         }
-        // The dead container's masquerading of this address is removed with its mappings.
+        // The masquerading rules that a dead container has for this address are removed with its
+        // mappings, and are found by the same comment and tags.
         for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain == MASQUERADING) {
             let Listed { handle, rule, .. } = listed;
-            let is_stale = stale_rules.iter().any(|stale| stale.comment == rule.comment && stale.tags == rule.tags);
-            if is_stale && shape::container(rule) == Some(self.container.address()) {
+            let is_of_dead =
+                stale_mappings.iter().any(|mapping| mapping.comment == rule.comment && mapping.tags == rule.tags);
+            if is_of_dead && shape::container(rule) == Some(self.container.address()) {
                 decision.dead_rules.push((chain, *handle));
             }
         }
         Ok(decision)
     }
 
-    /// Returns the other container that has this mapping, if the mapping claims a wanted port or
-    /// leads to this container's address. `None` if the mapping does neither, or if it is this
-    /// container's.
+    /// Returns the other container that a conflicting rule belongs to. `None` for a rule that does
+    /// not conflict: it is not a mapping, it has this container's ID, or it neither claims a wanted
+    /// port nor leads to this container's address.
     fn holder_of(&self, rule: &Rule) -> Option<Holder> {
         let (claim, condition_count) = shape::read_mapping(rule)?;
         let leads_here = claim.container.ip() == self.container.address();
@@ -104,9 +106,8 @@ impl ConflictSearch<'_> {
 }
 
 impl State {
-    /// Returns the mappings that may be those of another attachment of the same container: they
-    /// name only the container, and lead to other addresses than these or are named by an ownership
-    /// rule of the other attachment.
+    /// Returns the mappings that name only this container, and lead to none of `addresses` or are
+    /// named by an ownership rule of another attachment.
     pub(super) fn mappings_to_other_addresses(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<ClaimedPort> {
         let mut mappings = Vec::new();
         for (chain, rules) in &self.rules {
@@ -120,8 +121,8 @@ impl State {
         mappings
     }
 
-    /// Returns the first mapping of this container that a packet for `claim` matches. Packets pass
-    /// [`HOSTIP_HOSTPORTS`] before [`HOSTPORTS`].
+    /// Returns the first mapping of this container that a packet for `claim` can match. Packets
+    /// pass [`HOSTIP_HOSTPORTS`] before [`HOSTPORTS`].
     pub(super) fn first_mapping(&self, identity: &Identity, claim: &ClaimedPort) -> Option<ClaimedPort> {
         for searched_chain in [HOSTIP_HOSTPORTS, HOSTPORTS] {
             for (chain, listed) in self.all_rules() {
@@ -137,6 +138,14 @@ impl State {
         None
     }
 
+    /// Returns the rules that were read in one chain.
+    pub(super) fn rules_of(&self, chain: &str) -> &[Listed] {
+        match self.rules.iter().find(|(name, _)| *name == chain) {
+            Some((_, rules)) => rules,
+            None => &[],
+        }
+    }
+
     /// Returns all rules of containers that were read, each with its chain.
     fn all_rules(&self) -> impl Iterator<Item = (&'static str, &Listed)> {
         self.rules.iter().flat_map(|(chain, rules)| rules.iter().map(move |listed| (*chain, listed)))
@@ -144,9 +153,8 @@ impl State {
 }
 
 impl NftPortMap {
-    /// Reads the rules of one family that can conflict: those of containers that compare with a
-    /// claimed port or contain this container's address. For a caller that adds no rules: whether
-    /// shared chains and rules are missing is not read.
+    /// Reads the rules of one family that may conflict: those of containers that contain a claimed
+    /// port or the address of `container`. Does not look for missing shared chains and rules.
     pub(super) fn read_conflicting(&mut self, container: Cidr, claims: &[ClaimedPort]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);
@@ -155,7 +163,7 @@ impl NftPortMap {
             let can_conflict = |rule: &[u8]| shape::names_port(rule, claims) || mentions(rule, &address);
             state.rules.push((chain, self.nft.rules_where(table, chain, can_conflict)?));
         }
-        // Masquerading is of interest only beside a mapping to the same address.
+        // Masquerading rules are removed only together with a mapping to the same address.
         if state.all_rules().any(|(_, listed)| shape::container(&listed.rule) == Some(container.address())) {
             let rules = self.nft.rules_where(table, MASQUERADING, |rule| mentions(rule, &address))?;
             state.rules.push((MASQUERADING, rules));

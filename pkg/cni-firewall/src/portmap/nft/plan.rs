@@ -5,7 +5,7 @@ use cni::Cidr;
 use super::super::conflict::LivenessProbe;
 use super::super::identity::LinkMark;
 use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
-use super::shape::{self, HOSTPORTS, MASQUERADING};
+use super::shape::{self, CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
 use super::{ConflictSearch, Identity, NftPortMap, PreviousRules, ProgramMappings, Stage, State};
 use crate::nft::{Batch, Expr, Rule};
 use cni_linux::error::Result;
@@ -54,16 +54,16 @@ impl NftPortMap {
             if decision.held.is_some() {
                 return Ok(decision.held);
             }
-            decision.dead_rules.iter().for_each(|(chain, handle)| plan.batch.delete_rule(table, chain, *handle));
+            for (chain, handle) in decision.dead_rules {
+                plan.batch.delete_rule(table, chain, handle);
+            }
             plan.remarks.extend(decision.remarks);
         }
         let Stage::Whole(by_program) = stage else { return Ok(None) };
         if wanted.policy == Policy::RefuseIfAlive {
-            for older in state.mappings_to_other_addresses(identity, &wanted.addresses()) {
-                if claims.iter().any(|claim| claim.overlaps(&older)) {
-                    plan.remarks.push(older_mapping_remark(&older));
-                }
-            }
+            let mut older_mappings = state.mappings_to_other_addresses(identity, &wanted.addresses());
+            older_mappings.retain(|older| claims.iter().any(|claim| claim.overlaps(older)));
+            plan.remarks.extend(older_mappings.iter().map(older_mapping_remark));
         }
         let by_program = by_program.iter().find(|mappings| mappings.family == family);
         plan.add_own_rules(request, &state, conditions.as_deref(), by_program);
@@ -72,15 +72,12 @@ impl NftPortMap {
 }
 
 impl Plan {
-    /// Adds the attachment's own rules of one family, chain by chain: if the existing ones differ,
-    /// they are deleted and the new ones appended.
+    /// Adds the attachment's own rules of one family: in each chain whose existing rules differ
+    /// from the wanted ones, deletes the existing and appends the wanted ones.
     ///
-    /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings,
-    /// as `by_program` describes. Then, in the chain of the mappings, the rules from before the
-    /// program ran are deleted and ownership rules are appended; or nothing changes, because the
-    /// program did not need to run.
-    ///
-    /// A chain that does not exist is not in `state`; its new rules are appended.
+    /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings.
+    /// Then `by_program` describes the mappings, which are in the kernel already: only older
+    /// mappings are deleted, and ownership rules appended.
     fn add_own_rules(
         &mut self,
         request: &FamilyRequest<'_>,
@@ -90,43 +87,36 @@ impl Plan {
     ) {
         let FamilyRequest { wanted, identity, container, claims, host_link, .. } = *request;
         let table = shape::table(state.family);
-        let mut mapping_rules = Vec::new();
-        if let Some(conditions) = conditions {
-            mapping_rules.extend(claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()));
-        }
-        // The rules to append, by chain.
-        let mut new_rules: Vec<(&str, Vec<Vec<Expr>>)> =
-            vec![(HOSTPORTS, mapping_rules), (MASQUERADING, shape::masquerade_rules(container.address(), wanted.snat))];
-        for (chain, rules) in &state.rules {
-            let mut own = identity.own_rules(rules, &wanted.addresses(), shape::container);
-            // The program writes to this chain only.
-            let added_here = if *chain == HOSTPORTS { by_program } else { None };
-            if let Some(mappings) = added_here {
+        for chain in CONTAINER_CHAINS {
+            // The program writes to one chain only.
+            let by_program = if chain == HOSTPORTS { by_program } else { None };
+            let mut own = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
+            if let Some(mappings) = by_program {
                 own.retain(|listed| !mappings.has_added(listed));
             }
             self.previous.record(state.family, chain, &own);
-            if added_here.is_some_and(ProgramMappings::is_in_place) {
-                continue;
-            }
-            let chain_rules = new_rules.iter().find(|(name, _)| name == chain);
-            let wanted_exprs = chain_rules.map_or(&[][..], |(_, exprs)| exprs);
-            if own.iter().map(|listed| &listed.rule.exprs).eq(wanted_exprs) {
-                // All rules of the chain are in place.
-                new_rules.retain(|(name, _)| name != chain);
+            let new_rules = match (chain, conditions) {
+                (HOSTPORTS, Some(conditions)) => {
+                    claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()).collect()
+                }
+                (MASQUERADING, _) => shape::masquerade_rules(container.address(), wanted.snat),
+                _ => Vec::new(),
+            };
+            let is_in_place = match by_program {
+                Some(mappings) => mappings.is_in_place(),
+                None => own.iter().map(|listed| &listed.rule.exprs).eq(&new_rules),
+            };
+            if is_in_place {
                 continue;
             }
             for listed in own {
                 self.batch.delete_rule(table, chain, listed.handle);
             }
-        }
-        for (chain, rules) in new_rules {
-            for exprs in rules {
+            for exprs in new_rules {
                 self.batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), host_link));
             }
-        }
-        if let Some(mappings) = by_program {
-            for rule in mappings.ownership_rules(identity) {
-                self.batch.append_rule(table, HOSTPORTS, &rule);
+            for rule in by_program.map(|mappings| mappings.ownership_rules(identity)).unwrap_or_default() {
+                self.batch.append_rule(table, chain, &rule);
             }
         }
     }

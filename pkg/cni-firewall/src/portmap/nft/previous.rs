@@ -30,7 +30,7 @@ impl PreviousRules {
     }
 }
 
-/// Whether the rule uses an anonymous set or map, which the kernel has removed with the rule.
+/// Whether the rule uses an anonymous set or map, which the kernel removes with the rule.
 fn uses_anonymous_set(rule: &Listed) -> bool {
     mentions(&rule.raw.exprs, "__set") || mentions(&rule.raw.exprs, "__map")
 }
@@ -41,7 +41,7 @@ impl NftPortMap {
     ///
     /// # Errors
     /// - The rules cannot be read or written.
-    /// - A removed rule used an anonymous set. Only the program `nft` can write such a rule. All
+    /// - A removed rule used an anonymous set or map, which only the program `nft` can write. All
     ///   other rules have been put back.
     pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         let identity = Identity::new(&wanted.attachment);
@@ -50,30 +50,11 @@ impl NftPortMap {
             batch.only_at(self.nft.wait_for_generation()?);
             for (container, _) in wanted.families_with_address() {
                 let family = Family::of(container.address());
-                let table = shape::table(family);
                 for chain in CONTAINER_CHAINS {
                     let recorded = previous.rules_of(family, chain);
-                    let rules = self.nft.rules_commented(table, chain, &identity.comment)?;
+                    let rules = self.nft.rules_commented(shape::table(family), chain, &identity.comment)?;
                     let own = identity.own_rules(&rules, &wanted.addresses(), shape::container);
-                    // The kernel never uses a handle again, so the same handles are the same rules.
-                    let own_handles = own.iter().map(|listed| listed.handle);
-                    if own_handles.eq(recorded.iter().map(|listed| listed.handle)) {
-                        continue;
-                    }
-                    for listed in own {
-                        batch.delete_rule(table, chain, listed.handle);
-                    }
-                    // A chain that another program has removed is not created again.
-                    if recorded.is_empty() || self.nft.find_chain(table, chain)?.is_none() {
-                        continue;
-                    }
-                    for listed in recorded {
-                        if uses_anonymous_set(listed) {
-                            lost_count += 1;
-                        } else {
-                            batch.put_back(table, chain, &listed.raw, None);
-                        }
-                    }
+                    lost_count += self.put_back_chain(&mut batch, family, chain, recorded, &own)?;
                 }
             }
             self.nft.commit(batch)?;
@@ -87,5 +68,39 @@ impl NftPortMap {
             return Err(Error::new("failed to put back all previous host port rules of the attachment", cause));
         }
         Ok(())
+    }
+
+    /// Adds to `batch` the replacement of the attachment's `own` rules of one chain by those
+    /// recorded before. Returns how many of them cannot be put back, because they used an anonymous
+    /// set.
+    fn put_back_chain(
+        &mut self,
+        batch: &mut Batch,
+        family: Family,
+        chain: &'static str,
+        recorded: &[Listed],
+        own: &[&Listed],
+    ) -> Result<usize> {
+        let table = shape::table(family);
+        // The kernel never uses a handle again, so the same handles are the same rules.
+        if own.iter().map(|listed| listed.handle).eq(recorded.iter().map(|listed| listed.handle)) {
+            return Ok(0);
+        }
+        for listed in own {
+            batch.delete_rule(table, chain, listed.handle);
+        }
+        // A chain that another program has removed is not created again.
+        if recorded.is_empty() || self.nft.find_chain(table, chain)?.is_none() {
+            return Ok(0);
+        }
+        let mut lost_count = 0;
+        for listed in recorded {
+            if uses_anonymous_set(listed) {
+                lost_count += 1;
+            } else {
+                batch.put_back(table, chain, &listed.raw, None);
+            }
+        }
+        Ok(lost_count)
     }
 }

@@ -1,11 +1,11 @@
 //! Writes mappings with the program `nft`, in each family whose conditions [`conditions`] does not
 //! compile: sets, connection states, and the rest of nft's language.
 //!
-//! `nft -f -` adds the new rules after those that the attachment has; a transaction then removes
+//! `nft -f -` adds the new rules beside the old ones of the attachment; a transaction then removes
 //! the old ones. `nft` cannot write tags, so until that transaction the new rules look like Go's.
-//! The transaction adds *ownership rules*, which have no effect: their tags have the handles of the
-//! new rules and a hash of the text that `nft` got. By the hash the next ADD finds out whether it
-//! would write the same rules again.
+//! The transaction adds *ownership rules*, which have no effect: their tags have the handles of
+//! the new rules and a hash of the text that `nft` got. By this hash, the next ADD recognizes that
+//! the rules it would write are in place.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use cni_linux::error::Result;
 use cni_linux::program;
 use cni_linux::route::Family;
 
-/// How long the program can run.
+/// How long the program may run.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Returns the path of the program, in PATH or the system's folders; `None` if it is not installed.
@@ -55,8 +55,8 @@ pub(super) struct ProgramMappings {
     /// The first token that [`conditions`] does not compile, for errors.
     token: String,
     program: PathBuf,
-    /// The handles of the rules that the program has added; empty before it runs. `None` if the
-    /// program need not run, because an earlier ADD had the same text and all its rules exist.
+    /// The handles of the rules that the program has added; empty before it runs. `None` if it need
+    /// not run, because an earlier ADD had the same text and all its rules exist.
     added_handles: Option<Vec<u64>>,
 }
 
@@ -88,8 +88,7 @@ impl ProgramMappings {
         self.added_handles.as_ref().is_some_and(|added| added.contains(&listed.handle))
     }
 
-    /// Whether the program did not need to run: the rules of an earlier ADD stay, because it had
-    /// the same text.
+    /// Whether the program did not need to run, because an earlier ADD wrote the same rules.
     pub(super) fn is_in_place(&self) -> bool {
         self.added_handles.is_none()
     }
@@ -102,9 +101,10 @@ impl ProgramMappings {
         }
     }
 
-    /// Runs `nft` with the text. Fails with its first line of stderr if it refuses the text.
+    /// Runs `nft` with the text. If `nft` refuses the text, the error has the first line of its
+    /// stderr.
     fn run(&self, machine: &dyn Machine) -> Result<(), Refusal> {
-        let refused = |why: String| Refusal::Condition { token: self.token.clone(), why };
+        let refusal = |why: String| Refusal::Condition { token: self.token.clone(), why };
         let child = Child {
             program: self.program.clone(),
             args: vec!["-f".into(), "-".into()],
@@ -114,20 +114,20 @@ impl ProgramMappings {
             on_sigterm: OnSigterm::Kill,
         };
         let program = self.program.display();
-        let output = machine.run(&child).map_err(|error| refused(format!("{program}: {error}")))?;
+        let output = machine.run(&child).map_err(|error| refusal(format!("{program}: {error}")))?;
         if output.status == Exit::Status(0) {
             return Ok(());
         }
         let stderr = String::from_utf8_lossy(&output.stderr);
         let first_line = stderr.lines().next().unwrap_or_default();
-        Err(refused(format!("{program} -f -: {}: {first_line}", output.status)))
+        Err(refusal(format!("{program} -f -: {}: {first_line}", output.status)))
     }
 }
 
 impl NftPortMap {
-    /// Runs the program for each family in `by_program`. The rules that the attachment had stay
-    /// beside the new ones. On failure no rule is added, unless the program has run and its rules
-    /// cannot be read.
+    /// Runs the program for each family in `by_program`. The attachment's old rules stay. On
+    /// failure, the added rules are deleted again, except those of a run after which the rules
+    /// could not be read.
     pub(super) fn add_by_program(
         &mut self,
         machine: &dyn Machine,
@@ -151,22 +151,23 @@ impl NftPortMap {
         mappings: &mut ProgramMappings,
     ) -> Result<(), Refusal> {
         let table = shape::table(mappings.family);
-        let before = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
-        if identity.has_rules_of_text(&before, &mappings.text) {
+        let old_rules = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
+        if identity.has_rules_of_text(&old_rules, &mappings.text) {
             mappings.added_handles = None;
             return Ok(());
         }
         mappings.run(machine)?;
-        let after = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
         let mut added_handles = Vec::new();
-        for listed in &after {
-            let is_new = !before.iter().any(|old| old.handle == listed.handle);
-            // Another attachment of the container may have added rules meanwhile.
+        for listed in self.nft.rules_commented(table, HOSTPORTS, &identity.comment)? {
+            let is_new = !old_rules.iter().any(|old| old.handle == listed.handle);
+            let is_untagged = identity.ownership_of(&listed.rule) == identity::Ownership::Container;
+            // Another attachment of the container may have added rules meanwhile, to its own
+            // address. A rule whose address cannot be read is taken for one of this ADD.
             let leads_here = match shape::container(&listed.rule) {
                 Some(address) => mappings.claims.iter().any(|claim| claim.container.ip() == address),
                 None => true,
             };
-            if is_new && leads_here && identity.ownership_of(&listed.rule) == identity::Ownership::Container {
+            if is_new && is_untagged && leads_here {
                 added_handles.push(listed.handle);
             }
         }
@@ -174,7 +175,7 @@ impl NftPortMap {
         Ok(())
     }
 
-    /// Deletes the rules that the program has added. A rule that is gone already is not an error.
+    /// Deletes the rules that the program has added. A rule that no longer exists is not an error.
     pub(super) fn delete_added(&mut self, by_program: &[ProgramMappings]) -> Result<()> {
         for mappings in by_program {
             for handle in mappings.added_handles.iter().flatten() {

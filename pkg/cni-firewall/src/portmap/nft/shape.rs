@@ -1,8 +1,8 @@
-//! Builds and reads the rules of the nft backend, which are those of Go's plugin, except for the
-//! place of conditions.
+//! Builds and reads the rules of the nft backend. They are those of Go's plugin, except that the
+//! conditions are in another place.
 //!
-//! The table in family ip, and alike in ip6, with H and P for the host's address and port, A and C
-//! for those of the container, and ID for the container ID:
+//! The table in family ip (ip6 is alike), with H and P for the host's address and port, A and C for
+//! those of the container, and ID for the container ID:
 //! ```text
 //! table cni_hostport { comment "CNI portmap plugin"
 //!     chain hostip_hostports { }              # older releases of Go put rules here
@@ -14,8 +14,8 @@
 //!         ip saddr A ip daddr A masquerade comment "ID"
 //!         ip saddr 127.0.0.1 ip daddr A masquerade comment "ID" } }    # not in ip6
 //! ```
-//! Go puts the conditions before the `fib` of the two base chains instead, where those of the last
-//! ADD replace all others.
+//! Go puts the conditions before the `fib` of the chains prerouting and output instead, where those
+//! of the last ADD replace all others.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -29,7 +29,7 @@ pub(super) const TABLE_COMMENT: &str = "CNI portmap plugin";
 pub(super) const HOSTPORTS: &str = "hostports";
 /// The chain in which older releases of Go put mappings with a host address.
 pub(super) const HOSTIP_HOSTPORTS: &str = "hostip_hostports";
-/// The chain to which the base chains jump, and which jumps to the other two.
+/// The chain that the base chains jump to. It jumps to [`HOSTIP_HOSTPORTS`] and [`HOSTPORTS`].
 pub(super) const HOSTPORTS_ALL: &str = "hostports_all";
 pub(super) const MASQUERADING: &str = "masquerading";
 
@@ -92,6 +92,7 @@ pub(super) fn masquerade_rules(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> 
     };
     match snat {
         Snat::No => Vec::new(),
+        // From 0.0.0.0/0 or ::/0.
         Snat::All => vec![masquerade_from(expr::masked(expr::saddr(any), 0))],
         Snat::Hairpin => {
             let mut rules = vec![masquerade_from(expr::saddr(container))];
@@ -104,8 +105,8 @@ pub(super) fn masquerade_rules(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> 
     }
 }
 
-/// Reads the rule of a mapping: its claim, and how many of its expressions, from the first, are
-/// conditions. `None` for any other rule.
+/// Reads the rule of a mapping: returns its claim, and the number of expressions at its beginning
+/// that are conditions. `None` for any other rule.
 pub(crate) fn read_mapping(rule: &Rule) -> Option<(ClaimedPort, usize)> {
     // A mapping ends with: [destination address,] protocol, destination port, two loads, DNAT. The
     // parts are read from the end: each `_at` is the position of a part's first expression.
@@ -119,8 +120,8 @@ pub(crate) fn read_mapping(rule: &Rule) -> Option<(ClaimedPort, usize)> {
     let host_port = u16::from_be_bytes(port_bytes.try_into().ok()?);
     let (protocol_bytes, protocol_at) = compared_before(exprs, port_at)?;
     let protocol = match (exprs.get(protocol_at)?, protocol_bytes) {
-        // `tcp dport`, and `ip protocol tcp` (offset 9) or `ip6 nexthdr tcp` (6) of older releases
-        // of Go.
+        // `tcp dport`; older releases of Go write `ip protocol tcp` (offset 9) or `ip6 nexthdr tcp`
+        // (offset 6).
         (Expr::Meta { key: MetaKey::L4PROTO, .. }, [number])
         | (Expr::Payload { base: Base::NETWORK, offset: 9 | 6, len: 1, .. }, [number]) => Protocol::by_number(*number)?,
         _ => return None,
@@ -136,8 +137,8 @@ pub(crate) fn read_mapping(rule: &Rule) -> Option<(ClaimedPort, usize)> {
 }
 
 /// Whether a rule, in the bytes that the kernel sends, may compare something with one of the
-/// claimed host ports. Every rule that does has an attribute `NFTA_DATA_VALUE` (number 1) with two
-/// bytes, and attributes begin at multiples of four.
+/// claimed host ports: it has an attribute `NFTA_DATA_VALUE` (number 1) with these two bytes.
+/// Attributes begin at multiples of four.
 pub(super) fn names_port(rule: &[u8], claims: &[ClaimedPort]) -> bool {
     // The header of the attribute: its length of 4 + 2, and its number.
     let [length, number] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
@@ -161,8 +162,8 @@ pub(super) fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Returns the destination of the DNAT at position `dnat_at`, whose address and port earlier
-/// expressions load into registers. `None` if it has no port, or if a register is not loaded.
+/// Returns the destination of the DNAT at position `dnat_at`: the address and port that earlier
+/// expressions load into its registers. `None` if it has no port, or if a register is not loaded.
 fn dnat_destination(exprs: &[Expr], dnat_at: usize) -> Option<SocketAddr> {
     let Expr::Dnat { addr, port: Some(port), .. } = exprs.get(dnat_at)? else { return None };
     let last_load = |register| {
@@ -184,8 +185,8 @@ fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Returns the compared bytes of the comparison for equality that is right before position `end`,
-/// and the position of the expression before it, which loads what is compared.
+/// Reads the test for equality right before position `end`, a load and a comparison: returns the
+/// bytes that the loaded value is compared with, and the position of the load.
 fn compared_before(exprs: &[Expr], end: usize) -> Option<(&[u8], usize)> {
     match exprs.get(end.checked_sub(1)?)? {
         Expr::Cmp { op: CmpOp::EQ, data, .. } => Some((data, end.checked_sub(2)?)),
@@ -193,8 +194,8 @@ fn compared_before(exprs: &[Expr], end: usize) -> Option<(&[u8], usize)> {
     }
 }
 
-/// Returns the address of the container that a rule is about: where a mapping leads, or which
-/// destination a masquerade rule compares. `None` for any other rule.
+/// Returns the address of the container that a rule is for: the destination of a mapping, or the
+/// destination address that a masquerade rule matches. `None` for any other rule.
 pub(super) fn container(rule: &Rule) -> Option<IpAddr> {
     if let Some((claim, _)) = read_mapping(rule) {
         return Some(claim.container.ip());
