@@ -15,7 +15,7 @@ impl IptablesPortMap<'_> {
     /// plugin, and duplicates. Does not compare conditions, because the kernel can return them in
     /// another form than the configuration has.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
-        let chain = shape::chain(&wanted.attachment);
+        let chain = shape::chain_name(&wanted.attachment);
         let mut differences = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
@@ -47,7 +47,7 @@ fn differences_in(
     claims: &[ClaimedPort],
 ) -> Result<Vec<String>> {
     let mut differences = Vec::new();
-    let chain = shape::chain(&wanted.attachment);
+    let chain = shape::chain_name(&wanted.attachment);
     for (shared_chain, words) in shared_rules(wanted) {
         if !nat.rules(shared_chain)?.iter().any(|rule| rule.matches(&words)) {
             differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));

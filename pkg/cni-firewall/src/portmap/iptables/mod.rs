@@ -279,12 +279,10 @@ fn plan_own_rules(
     host_link: Option<&str>,
     plan: &mut Plan,
 ) -> Result<()> {
-    let chain = shape::chain(&wanted.attachment);
+    let chain = shape::chain_name(&wanted.attachment);
     let mut new_rules = vec![shape::marker_rule(&wanted.attachment, host_link)];
     new_rules.extend(claims.iter().flat_map(|claim| shape::mapping_rules(wanted, container, claim)));
-    let mut sections = shape::sections(nat.rules(&chain)?);
-    // An empty chain has one empty section.
-    sections.retain(|section| section.rules().next().is_some());
+    let sections = shape::sections(nat.rules(&chain)?);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
     let claims_of_others: Vec<ClaimedPort> = others.iter().flat_map(|section| section.claims()).collect();
     let own_rules: Vec<&Rule> = own.iter().flat_map(|section| section.rules()).collect();
@@ -326,7 +324,7 @@ fn plan_jumps(
     claims_of_others: &[ClaimedPort],
     edit: &mut Edit,
 ) {
-    // By existing jump: whether it is one of the wanted jumps. Duplicates of a wanted jump are not.
+    // Whether each existing jump is a wanted one. A duplicate of a wanted jump is not.
     let mut is_kept = vec![false; existing.len()];
     for words in shape::jump_rules(wanted, conditions) {
         // The kernel can return conditions in another form than the configuration has, so they
@@ -352,5 +350,5 @@ fn plan_jumps(
 /// The result can contain some other rules too.
 fn candidate_jumps(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedPort]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-    nat.rules_mentioning(DNAT, &ports, &shape::chain(&wanted.attachment))
+    nat.rules_mentioning(DNAT, &ports, &shape::chain_name(&wanted.attachment))
 }

@@ -28,7 +28,7 @@ pub(super) fn plan_displacement(
     plan: &mut Plan,
 ) -> Result<()> {
     // Chains with another prefix, to which an administrator may jump from DNAT, are not touched.
-    let own_chain = shape::chain(&wanted.attachment);
+    let own_chain = shape::chain_name(&wanted.attachment);
     let is_of_other_container = |chain: &str| chain.starts_with(shape::PREFIX) && chain != own_chain;
     let mut port_chains = BTreeSet::new();
     for jump in candidate_jumps.iter().filter_map(Jump::read) {
@@ -82,7 +82,7 @@ fn plan_displacement_in_chain(
     let (mut removed, mut kept): (Vec<&Rule>, Vec<&MappingRules>) = (Vec::new(), Vec::new());
     let mut remarks = Vec::new();
     for section in &sections {
-        // `ensure_empty_chains` writes a marker without a mapping, so such a section is kept.
+        // `ensure_empty_chains` writes a marker without a mapping: it is not removed alone.
         let mut keeps_marker = section.mappings.is_empty();
         for mapping in &section.mappings {
             if let Some(holder) = other.holder_of(section, mapping, claims) {

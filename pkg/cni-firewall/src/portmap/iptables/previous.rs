@@ -37,7 +37,7 @@ impl PreviousRules {
         if self.families.iter().any(|recorded| recorded.family == family) {
             return Ok(());
         }
-        let chain = shape::chain(&wanted.attachment);
+        let chain = shape::chain_name(&wanted.attachment);
         let sections = shape::sections(nat.rules(&chain)?);
         let own = sections.iter().filter(|section| is_own(section, wanted));
         let rules: Vec<Rule> = own.flat_map(Section::rules).cloned().collect();
@@ -107,7 +107,7 @@ impl FamilyRules {
     /// Adds to `edit` the changes that restore the recorded rules: those in the container's chain
     /// and the jumps to it. Rules and jumps that other attachments in the chain need stay.
     fn plan_put_back(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
-        let chain = shape::chain(&wanted.attachment);
+        let chain = shape::chain_name(&wanted.attachment);
         if self.rules.is_empty() {
             // The claims of the removed rules are not needed here.
             let _claims = plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;

@@ -23,7 +23,7 @@ impl IptablesPortMap<'_> {
     /// the container are removed in this family. Starts no process where netlink finds nothing and
     /// there is no legacy table.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
-        let (chain, snat_chain) = (shape::chain(attachment), shape::snat_chain(attachment));
+        let (chain, snat_chain) = (shape::chain_name(attachment), shape::snat_chain_name(attachment));
         self.remove_everywhere(&[&chain, &snat_chain], |nat, edit| {
             let family = nat.family();
             let known: Vec<IpAddr> =
@@ -73,7 +73,7 @@ impl IptablesPortMap<'_> {
 
     /// Whether the container of the attachment has a chain in any family and variant.
     pub fn holds(&mut self, attachment: &AttachmentId) -> Result<bool> {
-        let chain = shape::chain(attachment);
+        let chain = shape::chain_name(attachment);
         for family in FAMILIES {
             for variant in self.iptables.variants_to_search(family, &[&chain])? {
                 // iptables-nft is among the variants only if it has the chain.

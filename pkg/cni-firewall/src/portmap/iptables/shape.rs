@@ -37,7 +37,8 @@ pub(crate) const DNAT: &str = "CNI-HOSTPORT-DNAT";
 pub(super) const SETMARK: &str = "CNI-HOSTPORT-SETMARK";
 /// The chain that masquerades marked connections.
 pub(super) const MASQ: &str = "CNI-HOSTPORT-MASQ";
-/// The chain in which very old releases of Go's plugin jump to each container's [`snat_chain`].
+/// The chain that jumps to each container's second chain ([`snat_chain_name`]) in very old releases
+/// of Go's plugin.
 pub(super) const SNAT: &str = "CNI-HOSTPORT-SNAT";
 /// How the names of containers' chains begin.
 pub(super) const PREFIX: &str = "CNI-DN-";
@@ -64,12 +65,12 @@ fn hashed_name(prefix: &str, attachment: &AttachmentId) -> String {
 }
 
 /// Returns the name of the container's own chain.
-pub(super) fn chain(attachment: &AttachmentId) -> String {
+pub(super) fn chain_name(attachment: &AttachmentId) -> String {
     hashed_name(PREFIX, attachment)
 }
 
 /// Returns the name of the second chain that very old releases of Go's plugin made for a container.
-pub(super) fn snat_chain(attachment: &AttachmentId) -> String {
+pub(super) fn snat_chain_name(attachment: &AttachmentId) -> String {
     hashed_name("CNI-SN-", attachment)
 }
 
@@ -134,7 +135,7 @@ pub(super) fn jump_rules(wanted: &Forwarding, conditions: &[String]) -> Vec<Rule
     for Mapping { protocol, host_port, .. } in &wanted.mappings {
         ports_by_protocol.entry(*protocol).or_default().push(*host_port);
     }
-    let (comment, chain) = (comment(&wanted.attachment), chain(&wanted.attachment));
+    let (comment, chain) = (comment(&wanted.attachment), chain_name(&wanted.attachment));
     let mut jumps = Vec::new();
     for (protocol, all_ports) in ports_by_protocol {
         for ports in all_ports.chunks(PORTS_MAX) {
@@ -382,8 +383,8 @@ mod tests {
 
     #[test]
     fn names_are_go_s() {
-        assert_eq!(chain(&AttachmentId::new("pmnet", "p1", "eth0")), "CNI-DN-810dc0762a76503af332b");
-        assert_eq!(snat_chain(&AttachmentId::new("pmnet", "p1", "eth1")), "CNI-SN-810dc0762a76503af332b");
+        assert_eq!(chain_name(&AttachmentId::new("pmnet", "p1", "eth0")), "CNI-DN-810dc0762a76503af332b");
+        assert_eq!(snat_chain_name(&AttachmentId::new("pmnet", "p1", "eth1")), "CNI-SN-810dc0762a76503af332b");
     }
 
     #[test]
