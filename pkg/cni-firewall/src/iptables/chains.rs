@@ -84,9 +84,9 @@ impl Chains<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
 
-    /// Returns the chain's rules, in order, that contain one of these port numbers or the name
-    /// `target` of another chain. The result can contain some other rules too. An index in the
-    /// result is not a position in the chain.
+    /// Returns the chain's rules, in order, that contain one of these port numbers or the name of
+    /// the chain `target`. The result can contain some other rules too. An index in the result is
+    /// not a position in the chain.
     pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
@@ -104,10 +104,10 @@ impl Chains<'_> {
         }
     }
 
-    /// Returns the chains that have a rule with this address, among those to which the chain `name`
-    /// jumps and whose names begin with `prefix`. The result can contain some chains without the
-    /// address too. With iptables-nft no rule is decoded, but each name with the prefix costs one
-    /// request.
+    /// Of the chains to which rules of the chain `name` jump, returns those whose names begin with
+    /// `prefix` and whose rules contain this address. The result can contain some chains without
+    /// the address too. With iptables-nft no rule is decoded, but each name with the prefix costs
+    /// one request.
     ///
     /// # Errors
     /// If the chains cannot be read, or if other processes keep changing rules: the reading is
@@ -185,8 +185,8 @@ impl Chains<'_> {
     }
 }
 
-/// Returns every word in the bytes of a rule that begins with `prefix` and continues with printable
-/// ASCII: the name of the chain that the rule jumps to, and perhaps parts of the rule's comment.
+/// Searches the bytes of a rule for `prefix`, and returns each occurrence with the printable ASCII
+/// after it: the name of the chain that the rule jumps to, and perhaps parts of the rule's comment.
 fn names_with_prefix(bytes: &[u8], prefix: &str) -> Vec<String> {
     let mut names = Vec::new();
     for start in 0..bytes.len() {

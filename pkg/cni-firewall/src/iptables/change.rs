@@ -57,12 +57,7 @@ impl Iptables<'_> {
         let mut remaining = families;
         let mut last_failure: Option<FailedEdit> = None;
         for attempt in 0..ATTEMPTS {
-            let mut planned = Vec::new();
-            for (family, variant) in remaining {
-                let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(()) };
-                let text = edit.restore_text(self.table)?;
-                planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
-            }
+            let Some(planned) = self.plan_edits(remaining, &mut plan)? else { return Ok(()) };
             for PlannedEdit { family, variant, edit, text } in planned {
                 let writer = self.choose_writer(family, variant, attempt);
                 // The last failure is that of the first remaining family. `take` clears it, so the
@@ -99,6 +94,21 @@ impl Iptables<'_> {
             // Never reached: an attempt after which families remain has stored its failure.
             None => Error::new("failed to change iptables", Cause::text("other processes kept changing its rules")),
         })
+    }
+
+    /// Calls `plan` with the table of each family. `None` if one of the calls returns `None`.
+    fn plan_edits(
+        &mut self,
+        families: &[(Family, Variant)],
+        plan: &mut impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
+    ) -> Result<Option<Vec<PlannedEdit>>> {
+        let mut planned = Vec::new();
+        for (family, variant) in families {
+            let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(None) };
+            let text = edit.restore_text(self.table)?;
+            planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
+        }
+        Ok(Some(planned))
     }
 
     /// Locks iptables of the network namespace. Logs the remark of the lock, if it has one, once

@@ -2,8 +2,8 @@
 //!
 //! Only the parts that CNI plugins write are known, in every form that iptables has written since
 //! 1.8.2: matches of xtables or expressions of nf_tables, and for a prefix a mask or a load of its
-//! first bytes. A rule with other parts is not [whole](super::Rule::is_whole). Nothing here fails
-//! or panics, because any program may have written the rules.
+//! first bytes. A rule with other parts is not [whole](super::Rule::is_whole). Nothing here must
+//! fail or panic, because any program may have written the rules.
 
 use super::fields;
 use super::rule::Rule;
@@ -115,8 +115,8 @@ impl RuleWords {
         words
     }
 
-    /// Adds the words of a comparison: of `loaded`, after `mask` if it is given, with `data`. A
-    /// comparison that plugins do not write clears `whole`.
+    /// Adds the words of a comparison of `loaded` with `data`. With a `mask` only its bits are
+    /// compared. A comparison that plugins do not write clears `whole`.
     fn read_comparison(&mut self, family: Family, loaded: Loaded, mask: Option<&[u8]>, op: CmpOp, data: &[u8]) {
         let is_negated = match op {
             CmpOp::EQ => false,

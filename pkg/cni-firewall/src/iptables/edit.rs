@@ -56,8 +56,8 @@ impl Edit {
     }
 
     /// Creates a chain that did not exist when the table was read. If another process has created
-    /// the chain since, the edit fails and is planned again. For chains that containers share,
-    /// because the rules of the other process stay.
+    /// the chain since, the edit fails and is planned again, so the rules of the other process
+    /// stay. For chains that containers share.
     pub fn create_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), IfExists::Fail));
     }

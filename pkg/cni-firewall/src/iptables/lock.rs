@@ -110,8 +110,8 @@ fn preparation_error(error: io::Error) -> Error {
     Error::new("failed to prepare the lock of iptables for the network namespace /proc/thread-self/ns/net", error)
 }
 
-/// Returns the error of a wait for the lock. Names the process that holds the lock, if the wait
-/// ended before the lock was free.
+/// Returns the error of a wait for the lock. After a deadline or SIGTERM it names the process that
+/// holds the lock, if that is known.
 fn refused_error(display_name: &str, Refused { cause, holder }: Refused) -> Error {
     let mut what = format!("failed to lock {display_name} for a change of iptables");
     if cause.is_deadline() || cause.is_terminated() {

@@ -344,8 +344,8 @@ impl<'m> Iptables<'m> {
     }
 }
 
-/// Returns the error that the programs of this variant, or with `None` of both variants, are not
-/// installed.
+/// Returns the error for programs that are not installed: those of `variant`, or those of both
+/// variants if it is `None`.
 fn programs_not_found(family: Family, variant: Option<Variant>) -> Error {
     let mut name = tool::program_prefix(family).to_owned();
     if let Some(variant) = variant {

@@ -19,8 +19,8 @@ const fn extension<T>(name: &'static str, revision: u32) -> Extension {
     Extension { name, revision, size: size_of::<T>() }
 }
 
-/// The number of bytes to a multiple of which the kernel and iptables round up the size of a
-/// structure, except on 32-bit x86.
+/// The alignment of structures: the kernel and iptables round the size of each up to a multiple of
+/// this, except on 32-bit x86.
 pub(super) const ALIGN: usize = 8;
 /// The maximum number of ports in a multiport match.
 pub(super) const PORTS_MAX: usize = 15;

@@ -11,9 +11,9 @@ use cni_linux::route::Family;
 impl IptablesPortMap<'_> {
     /// Returns a sentence for each difference from the rules that
     /// [`ensure`](IptablesPortMap::ensure) writes; empty if there is none. If both variants have
-    /// the container's chain, the one with fewer differences is compared. Accepts the rules of Go's
-    /// plugin, and duplicates. Does not compare conditions, because the kernel can return them in
-    /// another form than the configuration has.
+    /// the container's chain, only the differences of the variant with fewer are returned. Accepts
+    /// the rules of Go's plugin, and duplicates. Does not compare conditions, because the kernel
+    /// can return them in another form than the configuration has.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let chain = shape::chain_name(&wanted.attachment);
         let mut differences = Vec::new();

@@ -15,8 +15,8 @@ use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// Adds to `plan` the removal of dead containers' rules for the wanted ports, and of those to this
-/// container's address. If a living container has a wanted port, stops and sets
+/// Adds to `plan` the removal of dead containers' rules: those for the wanted ports, and those that
+/// lead to this container's address. If a living container has a wanted port, stops and sets
 /// `plan.living_holder`. `candidate_jumps` are the rules of [`DNAT`] that may be for the ports. If
 /// the search for rules to the address fails, adds a remark to the plan instead of failing.
 pub(super) fn plan_displacement(

@@ -1,8 +1,7 @@
 //! Records the rules of an attachment before an ADD, and puts them back if the ADD fails.
 //!
 //! A recorded rule that another process removed meanwhile is put back too. Rules of other
-//! attachments in the same chain are not changed, and the ADD's rules that all containers share
-//! stay.
+//! attachments in the same chain are not changed. The ADD's shared rules stay.
 
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
@@ -14,7 +13,7 @@ use cni_linux::route::Family;
 /// The rules that an attachment had before an ADD.
 #[derive(Clone, Debug, Default)]
 pub struct PreviousRules {
-    /// The families that the ADD has read, in this order.
+    /// The families that the ADD has read, in the order of reading.
     families: Vec<FamilyRules>,
 }
 

@@ -128,8 +128,7 @@ pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
 }
 
 /// Returns a container's jumps in [`DNAT`]: for each protocol, one for every 15 ports. As with Go's
-/// plugin, the jumps of both families are the same: they also match ports that are mapped only in
-/// the other family.
+/// plugin, they also match ports that are mapped only in the other family.
 pub(super) fn jump_rules(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords> {
     let mut ports_by_protocol: BTreeMap<Protocol, Vec<u16>> = BTreeMap::new();
     for Mapping { protocol, host_port, .. } in &wanted.mappings {
