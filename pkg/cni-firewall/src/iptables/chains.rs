@@ -1,5 +1,5 @@
-//! Reads the chains of a table: each over netlink when it is first requested, or all at once from
-//! the output of a save program.
+//! Reads the chains of a table: with iptables-nft each over netlink, when it is first requested;
+//! with iptables-legacy all at once, from the output of the save program.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,9 +60,9 @@ impl Chains<'_> {
         self.find_rules(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
     }
 
-    /// Returns the chain's rules, in order, for which `is_wanted` is true. Every such rule must
-    /// contain one of the `needles`, each a text or an address in network byte order: over netlink,
-    /// rules without a needle are not decoded, which makes the search cheap in a long chain.
+    /// Returns the chain's rules, in order, for which `is_wanted` is true. Every wanted rule must
+    /// contain one of the `needles`, which are texts, or addresses in network byte order: over
+    /// netlink only rules with a needle are decoded, so the search is cheap in a long chain.
     pub fn find_rules(
         &mut self,
         name: &str,
@@ -84,9 +84,9 @@ impl Chains<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
 
-    /// Returns, in order, all rules of the chain that contain one of these port numbers or the name
-    /// of the chain `target`, and perhaps some more. An index in the result is not a position in
-    /// the chain.
+    /// Returns the chain's rules, in order, that contain one of these port numbers or the name of
+    /// the chain `target`. The result can contain some other rules too. An index in the result is
+    /// not a position in the chain.
     pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
@@ -104,14 +104,14 @@ impl Chains<'_> {
         }
     }
 
-    /// Returns the chains to which rules of the chain `name` jump, whose own rules contain this
-    /// address, and whose names begin with `prefix`. Perhaps also returns some chains without the
-    /// address. With iptables-nft no rule is decoded, and each name with the prefix costs one
-    /// request.
+    /// Of the chains to which rules of the chain `name` jump, returns those whose names begin with
+    /// `prefix` and whose rules contain this address. The result can contain some chains without
+    /// the address too. With iptables-nft no rule is decoded, but each name with the prefix costs
+    /// one request.
     ///
     /// # Errors
-    /// If the chains cannot be read; also if other processes keep changing rules meanwhile, because
-    /// the reading is repeated a few times only.
+    /// If the chains cannot be read, or if other processes keep changing rules: the reading is
+    /// repeated only a few times.
     pub fn list_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         match self.nft {
             Some(_) => self.list_nft_chains_for_address(name, prefix, address),
@@ -147,8 +147,8 @@ impl Chains<'_> {
         };
         let table = self.table.in_nf_tables(self.family);
         let found = nft.with_few_retries(|nft| {
-            // `rules_at_once` calls the closure to select rules. The closure selects none; it only
-            // collects names.
+            // The closure of `rules_at_once` sees the bytes of every rule. It collects names, and
+            // returns `false` because no rule has to be decoded.
             let targets = RefCell::new(BTreeSet::new());
             nft.rules_at_once(table, name, |rule| {
                 targets.borrow_mut().extend(names_with_prefix(rule, prefix));
@@ -185,8 +185,8 @@ impl Chains<'_> {
     }
 }
 
-/// Returns every word of printable ASCII in the bytes of a rule that begins with `prefix`: the name
-/// of the chain that the rule jumps to, and perhaps parts of the rule's comment.
+/// Searches the bytes of a rule for `prefix`, and returns each occurrence with the printable ASCII
+/// after it: the name of the chain that the rule jumps to, and perhaps parts of the rule's comment.
 fn names_with_prefix(bytes: &[u8], prefix: &str) -> Vec<String> {
     let mut names = Vec::new();
     for start in 0..bytes.len() {
@@ -208,7 +208,7 @@ fn read_chain(nft: &mut Nft, table: Table, family: Family, name: &str) -> Result
     Ok(Some(Chain { rules, handle: Some(chain.handle) }))
 }
 
-/// Returns a chain of nf_tables; `None` if it does not exist, or if the kernel has no nf_tables.
+/// Finds a chain of nf_tables. `None` if it does not exist, or if the kernel has no nf_tables.
 pub(super) fn find_chain(nft: &mut Nft, table: nft::Table<'_>, name: &str) -> Result<Option<nft::Chain>> {
     match nft.find_chain(table, name) {
         Err(error) if error.is_unsupported() => Ok(None),

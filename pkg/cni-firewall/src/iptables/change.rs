@@ -1,4 +1,4 @@
-//! Applies planned changes, and plans again after a concurrent change by another program.
+//! Plans and applies changes, and does both again if another program changed the table in between.
 
 use super::edit::Edit;
 use super::tool::{self, ProgramKind, Runner};
@@ -7,7 +7,7 @@ use crate::nft::Batch;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
-/// How often a change is planned at most.
+/// How many times a change is planned at most.
 const ATTEMPTS: usize = 8;
 
 /// How additions to iptables-nft are written.
@@ -24,11 +24,11 @@ struct PlannedEdit {
     family: Family,
     variant: Variant,
     edit: Edit,
-    /// The edit as the input of `iptables-restore`. Edits with equal texts are the same edit.
+    /// The edit as the input of `iptables-restore`. Edits of one family are compared by this text.
     text: String,
 }
 
-/// An edit that could not be applied.
+/// An edit that could not be applied in the last attempt.
 struct FailedEdit {
     text: String,
     writer: Writer,
@@ -37,16 +37,15 @@ struct FailedEdit {
 
 impl Iptables<'_> {
     /// Plans the edits of all `families`, then applies them in order. If an edit cannot be applied,
-    /// usually because another process changed the table in between, the families that are not
-    /// applied yet are planned again. Ends with success if `plan` returns `None`. Sets `changed` to
-    /// the number of families, from the first, that may have been changed.
+    /// usually because another process changed the table in between, the remaining families are
+    /// planned again. If `plan` returns `None`, changes nothing more and returns `Ok`. Sets
+    /// `changed` to how many of the `families`, counted from the first, may have been changed.
     ///
     /// # Errors
-    /// - An error of `plan`, or of reading.
-    /// - A deadline or SIGTERM, at once.
-    /// - The error of an edit, after [`ATTEMPTS`] attempts. Also earlier, if the next attempt would
-    ///   repeat the same edit and the error does not [report a concurrent
-    ///   change](is_concurrent_change).
+    /// - The lock, `plan` or reading fails.
+    /// - Applying an edit reaches a deadline, or is ended by SIGTERM.
+    /// - Applying an edit fails [`ATTEMPTS`] times, or once if the next attempt would be the same
+    ///   and the error does not [report a concurrent change](is_concurrent_change).
     pub(super) fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],
@@ -58,26 +57,23 @@ impl Iptables<'_> {
         let mut remaining = families;
         let mut last_failure: Option<FailedEdit> = None;
         for attempt in 0..ATTEMPTS {
-            let mut planned = Vec::new();
-            for (family, variant) in remaining {
-                let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(()) };
-                let text = edit.restore_text(self.table)?;
-                planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
-            }
+            let Some(planned) = self.plan_edits(remaining, &mut plan)? else { return Ok(()) };
             for PlannedEdit { family, variant, edit, text } in planned {
                 let writer = self.choose_writer(family, variant, attempt);
-                // The previous attempt failed at the first remaining family. Only that family
-                // reaches this line with a failure, because `take` clears it.
-                if let Some(failure) = last_failure.take() {
-                    let is_repeated = failure.text == text && failure.writer == writer;
-                    if is_repeated && !is_concurrent_change(&failure.error) {
-                        return Err(failure.error);
-                    }
+                // The last failure is that of the first remaining family. `take` clears it, so the
+                // next families are not compared with it.
+                if let Some(failure) = last_failure.take()
+                    && failure.text == text
+                    && failure.writer == writer
+                    && !is_concurrent_change(&failure.error)
+                {
+                    return Err(failure.error);
                 }
                 let applied = if edit.is_empty() { Ok(()) } else { self.apply(family, variant, &edit, writer, &text) };
                 // A legacy program that fails has changed nothing. With iptables-nft the additions
                 // may have been made before the error.
-                if !edit.is_empty() && (applied.is_ok() || variant == Variant::Nft) {
+                let may_have_changed = !edit.is_empty() && (applied.is_ok() || variant == Variant::Nft);
+                if may_have_changed {
                     *changed = families.len() - remaining.len() + 1;
                 }
                 match applied {
@@ -93,14 +89,30 @@ impl Iptables<'_> {
                 return Ok(());
             }
         }
-        // `last_failure` is `Some`: every attempt that leaves families stores its failure.
         Err(match last_failure {
             Some(failure) => failure.error,
+            // Never reached: an attempt after which families remain has stored its failure.
             None => Error::new("failed to change iptables", Cause::text("other processes kept changing its rules")),
         })
     }
 
-    /// Locks iptables of the network namespace. The first lock with a remark logs the remark.
+    /// Calls `plan` with the table of each family. `None` if one of the calls returns `None`.
+    fn plan_edits(
+        &mut self,
+        families: &[(Family, Variant)],
+        plan: &mut impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
+    ) -> Result<Option<Vec<PlannedEdit>>> {
+        let mut planned = Vec::new();
+        for (family, variant) in families {
+            let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(None) };
+            let text = edit.restore_text(self.table)?;
+            planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
+        }
+        Ok(Some(planned))
+    }
+
+    /// Locks iptables of the network namespace. Logs the remark of the lock, if it has one, once
+    /// for this object.
     fn lock(&mut self) -> Result<NetnsLock> {
         let Runner { machine, on_sigterm } = self.runner;
         let lock = NetnsLock::acquire(machine, on_sigterm, self.folders.lock_folder(), LOCK_LIMIT)?;
@@ -112,9 +124,9 @@ impl Iptables<'_> {
         Ok(lock)
     }
 
-    /// Returns the writer for an attempt, of which the first is 0. After a failed attempt the
-    /// program writes the rules, if it is installed: it may know the form that this kernel accepts,
-    /// or have the better error message.
+    /// Returns the writer for an attempt; `attempt` counts from 0. With iptables-nft the first
+    /// attempt is made over netlink, the next ones by the program, if it is installed: it may know
+    /// the form that this kernel accepts, or have the better error message.
     fn choose_writer(&self, family: Family, variant: Variant, attempt: usize) -> Writer {
         let has_program = || self.tool(family, variant, ProgramKind::Restore).is_ok();
         if variant == Variant::Nft && (attempt == 0 || !has_program()) { Writer::Netlink } else { Writer::Program }
@@ -128,22 +140,8 @@ impl Iptables<'_> {
             let program = self.tool(family, variant, ProgramKind::Restore)?;
             return tool::restore(self.runner, &program, text);
         }
-        // `None`: the program has to write the additions.
-        let additions = match (writer, &mut self.nft) {
-            (Writer::Netlink, Some(nft)) => transaction::additions(nft, self.table, family, edit)?,
-            _ => None,
-        };
+        let mut batch = self.batch_with_additions(family, edit, writer)?;
         let table = self.table.in_nf_tables(family);
-        let mut batch = match additions {
-            Some(batch) => batch,
-            None => {
-                if edit.has_additions() {
-                    let program = self.tool(family, variant, ProgramKind::Restore)?;
-                    tool::restore(self.runner, &program, &(edit.additions_text(self.table)? + "COMMIT\n"))?;
-                }
-                Batch::new()
-            }
-        };
         // Rules and chains of iptables-nft were read over netlink, so all have bytes and a handle.
         for (chain, rule) in &edit.put_back {
             if let Some(raw) = &rule.raw {
@@ -166,11 +164,26 @@ impl Iptables<'_> {
             None => Ok(()),
         }
     }
+
+    /// Returns a transaction of iptables-nft with the additions of the edit. If the program has to
+    /// write the additions, runs the program and returns an empty transaction.
+    fn batch_with_additions(&mut self, family: Family, edit: &Edit, writer: Writer) -> Result<Batch> {
+        if writer == Writer::Netlink
+            && let Some(nft) = &mut self.nft
+            && let Some(batch) = transaction::additions(nft, self.table, family, edit)?
+        {
+            return Ok(batch);
+        }
+        if edit.has_additions() {
+            let program = self.tool(family, Variant::Nft, ProgramKind::Restore)?;
+            tool::restore(self.runner, &program, &edit.additions_text(self.table)?)?;
+        }
+        Ok(Batch::new())
+    }
 }
 
 /// Whether the program failed because the table changed between the program's own reading and
-/// writing. The kernel reports that to the program as EAGAIN; stderr has only the text of this
-/// errno.
+/// writing. The kernel returns EAGAIN to the program, whose stderr has only the text of the errno.
 fn is_concurrent_change(error: &Error) -> bool {
     error.to_string().contains("Resource temporarily unavailable")
 }

@@ -1,9 +1,9 @@
-//! Puts rules of iptables-nft, read over netlink, into the words that `iptables -S` would print.
+//! Translates rules of iptables-nft, read over netlink, to the words that `iptables -S` prints.
 //!
-//! Only the parts that CNI plugins write are known, in every form in which iptables from 1.8.2 on
-//! writes them: as a match of xtables or as expressions of nf_tables, a prefix as a shorter load or
-//! as a mask. A rule with other parts is not [whole](super::Rule::is_whole). Nothing here fails or
-//! panics: any program may have written the bytes that the kernel sends.
+//! Only the parts that CNI plugins write are known, in every form that iptables has written since
+//! 1.8.2: matches of xtables or expressions of nf_tables, and for a prefix a mask or a load of its
+//! first bytes. A rule with other parts is not [whole](super::Rule::is_whole). Nothing here must
+//! fail or panic, because any program may have written the rules.
 
 use super::fields;
 use super::rule::Rule;
@@ -11,15 +11,15 @@ use crate::nft::expr::{Base, CmpOp, Expr, MetaKey, Verdict};
 use crate::nft::{self, Listed};
 use cni_linux::route::Family;
 
-/// The words of a rule while its expressions are read: a field for each part of the line, because
-/// iptables prints the parts in the same order whatever the order of the expressions.
+/// The words of a rule while its expressions are read. There is a field for each part of the line,
+/// because iptables prints the parts in a fixed order, which the expressions need not have.
 #[derive(Default)]
 struct RuleWords {
     source: Vec<String>,
     destination: Vec<String>,
     interfaces: Vec<String>,
     protocol: Option<String>,
-    /// The words `! -p P`. Not in `protocol`, after which a match of a port is named: `-m tcp`.
+    /// The words `! -p P`. They are not in `protocol`, which names the port match: `-m tcp`.
     negated_protocol: Vec<String>,
     matches: Vec<String>,
     target: Vec<String>,
@@ -41,22 +41,22 @@ enum Loaded {
     Unknown,
 }
 
-/// Returns a rule of nf_tables in the words of iptables. Unknown parts are left out, and a rule
-/// with an unknown part is not [whole](Rule::is_whole).
+/// Returns a rule of nf_tables in the words of iptables. Unknown parts are left out; the rule is
+/// then not [whole](Rule::is_whole).
 pub(crate) fn rule_in_words(family: Family, listed: Listed) -> Rule {
     let Listed { handle, rule: nft::Rule { exprs, comment, .. }, raw } = listed;
     let mut words = RuleWords::read(family, &exprs);
-    // Some releases of iptables write the comment as nft does: beside the expressions.
+    // Some releases of iptables store the comment as nft does: not in an expression.
     if let Some(comment) = comment {
         words.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
     }
     Rule { raw: Some(raw), ..words.into_rule(handle) }
 }
 
-/// Returns these expressions in the words of iptables; unknown expressions are left out. Two
-/// spellings of the same rule (a mask or a shorter load) give the same words.
+/// Returns these expressions in the words of iptables; unknown expressions are left out. Two forms
+/// of the same rule (a mask or a shorter load) give the same words.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
-    // The handle is not among the words, so it can be any.
+    // The words do not contain the handle, so its value does not matter.
     RuleWords::read(family, exprs).into_rule(0).words
 }
 
@@ -72,8 +72,7 @@ fn loaded_by_meta(key: MetaKey) -> Loaded {
 }
 
 /// Returns the header field that a `payload` expression loads: `len` bytes at `offset` of the IP or
-/// the transport header. An address can have any length, because a shorter load stands for a
-/// prefix.
+/// the transport header. For an address any `len` is accepted: a short load compares a prefix.
 fn loaded_by_payload(family: Family, base: Base, offset: u32, len: u32) -> Loaded {
     // The IP header has the source, the destination and the protocol at 12, 16 and 9 in IPv4, at 8,
     // 24 and 6 in IPv6. TCP, UDP and SCTP begin with the source port, then the destination port.
@@ -88,7 +87,7 @@ fn loaded_by_payload(family: Family, base: Base, offset: u32, len: u32) -> Loade
 }
 
 impl RuleWords {
-    /// Reads the expressions of one rule. An expression that has no words here clears `whole`.
+    /// Reads the expressions of one rule. An unknown expression clears `whole`.
     fn read(family: Family, exprs: &[Expr]) -> RuleWords {
         let mut words = RuleWords { whole: true, ..RuleWords::default() };
         let mut loaded = Loaded::Unknown;
@@ -116,8 +115,8 @@ impl RuleWords {
         words
     }
 
-    /// Adds the words of a comparison of `loaded`, masked with `mask` if there is one, with `data`.
-    /// A comparison that plugins do not write clears `whole`.
+    /// Adds the words of a comparison of `loaded` with `data`. With a `mask` only its bits are
+    /// compared. A comparison that plugins do not write clears `whole`.
     fn read_comparison(&mut self, family: Family, loaded: Loaded, mask: Option<&[u8]>, op: CmpOp, data: &[u8]) {
         let is_negated = match op {
             CmpOp::EQ => false,
@@ -127,7 +126,7 @@ impl RuleWords {
                 return;
             }
         };
-        let option = |name: &str, value: String| {
+        let option_words = |name: &str, value: String| {
             let mut words = vec![name.to_owned(), value];
             if is_negated {
                 words.insert(0, "!".to_owned());
@@ -136,19 +135,19 @@ impl RuleWords {
         };
         match (loaded, mask) {
             (Loaded::Source, mask) => match fields::prefix(family, mask, data) {
-                Some(prefix) => self.source = option("-s", prefix),
+                Some(prefix) => self.source = option_words("-s", prefix),
                 None => self.whole = false,
             },
             (Loaded::Destination, mask) => match fields::prefix(family, mask, data) {
-                Some(prefix) => self.destination = option("-d", prefix),
+                Some(prefix) => self.destination = option_words("-d", prefix),
                 None => self.whole = false,
             },
-            (Loaded::InputInterface, None) => self.interfaces.extend(option("-i", fields::interface(data))),
-            (Loaded::OutputInterface, None) => self.interfaces.extend(option("-o", fields::interface(data))),
+            (Loaded::InputInterface, None) => self.interfaces.extend(option_words("-i", fields::interface(data))),
+            (Loaded::OutputInterface, None) => self.interfaces.extend(option_words("-o", fields::interface(data))),
             (Loaded::Protocol, None) => {
                 let name = fields::protocol_name(data.first().copied().unwrap_or(0));
                 if is_negated {
-                    self.negated_protocol = option("-p", name);
+                    self.negated_protocol = option_words("-p", name);
                 } else {
                     self.protocol = Some(name);
                 }
@@ -156,7 +155,10 @@ impl RuleWords {
             (Loaded::SourcePort, None) if !is_negated => self.push_port("--sport", data),
             (Loaded::DestinationPort, None) if !is_negated => self.push_port("--dport", data),
             (Loaded::Mark, mask) if !is_negated => {
-                let mask = mask.map_or(Some(u32::MAX), fields::number);
+                let mask = match mask {
+                    Some(mask) => fields::number(mask),
+                    None => Some(u32::MAX),
+                };
                 match (fields::number(data), mask) {
                     (Some(value), Some(mask)) => self.push_mark(value, mask),
                     _ => self.whole = false,
@@ -171,9 +173,9 @@ impl RuleWords {
         self.matches.extend(words.iter().map(|word| (*word).to_owned()));
     }
 
-    /// Adds a match of one port, which iptables names after the protocol that an earlier expression
-    /// compares: `-m tcp --dport 80`. `data` is the port in network byte order; another length than
-    /// two bytes clears `whole`.
+    /// Adds a match of one port, which has the name of the protocol that an earlier expression
+    /// compares: `-m tcp --dport 80`. `data` is the port in network byte order. If `data` does not
+    /// have two bytes, clears `whole`.
     fn push_port(&mut self, option: &str, data: &[u8]) {
         let Ok(bytes) = <[u8; 2]>::try_from(data) else {
             self.whole = false;
@@ -188,7 +190,7 @@ impl RuleWords {
         self.push(&["-m", "mark", "--mark", &fields::masked(value, mask)]);
     }
 
-    /// Adds the words of a match of xtables, whose structure is `info`. A name, revision or option
+    /// Adds the words of a match of xtables with the structure `info`. A name, revision or option
     /// that plugins do not write clears `whole`.
     fn read_match(&mut self, name: &str, revision: u32, info: &[u8]) {
         match (name, revision) {
@@ -225,7 +227,7 @@ impl RuleWords {
         self.target.extend(["-j".to_owned(), target.to_owned()]);
     }
 
-    /// Adds the words of a target of xtables, whose structure is `info`: always the name, and the
+    /// Adds the words of a target of xtables with the structure `info`: always the name, and the
     /// options if they are known. An unknown name or option clears `whole`.
     fn read_target(&mut self, family: Family, name: &str, revision: u32, info: &[u8]) {
         self.jump(name);
@@ -245,7 +247,7 @@ impl RuleWords {
         }
     }
 
-    /// Adds the words of a verdict of nf_tables. A verdict without words in iptables clears
+    /// Adds the words of a verdict of nf_tables. A verdict that iptables does not have clears
     /// `whole`.
     fn read_verdict(&mut self, verdict: &Verdict) {
         match verdict {

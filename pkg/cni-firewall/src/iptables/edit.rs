@@ -1,8 +1,8 @@
 //! Collects the changes of a table, and writes them as a text for `iptables-restore`.
 //!
-//! Every word is quoted or refused here, so that no value can end its line and become a command.
-//! Words that users write themselves, as conditions of a rule, must be matches
-//! ([`check_conditions`]): anything else could change other rules of the host.
+//! Every word is quoted or refused, so that no value can end its line and become a command. The
+//! conditions that users configure must be matches ([`check_conditions`]): other options could
+//! change other rules of the host.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use super::rule::{Rule, quote};
 use super::{Chain, Table};
 use cni_linux::error::{Cause, Error, Result};
 
-/// Changes of one table, which are made in one transaction. The exception: if `iptables-restore` of
+/// Changes of one table, which are made in one transaction. Exception: if `iptables-restore` of
 /// iptables-nft has to write the additions, the other changes are a second transaction.
 #[derive(Clone, Debug, Default)]
 pub struct Edit {
@@ -19,12 +19,13 @@ pub struct Edit {
     pub(crate) chains: Vec<(String, IfExists)>,
     /// The rules that are added to the beginning or the end of a chain.
     pub(crate) rules: Vec<AddedRule>,
-    /// The rules that are removed because `rules` adds the same rule at the beginning of the chain.
-    /// Each is with its chain's name, as in the next two fields.
+    /// Chain name and rule: the rules that are removed because `rules` adds the same rule at the
+    /// beginning of the chain.
     pub(crate) old_copies: Vec<(String, Rule)>,
-    /// The rules that were removed earlier and are added again at the end of their chains.
+    /// Chain name and rule: the rules that were removed earlier and are added again at the end of
+    /// their chains.
     pub(crate) put_back: Vec<(String, Rule)>,
-    /// The rules that are removed.
+    /// Chain name and rule: all other rules that are removed.
     pub(crate) deleted: Vec<(String, Rule)>,
     /// The chains that are removed: the name of each and, if the chain was read over netlink, its
     /// number in nf_tables.
@@ -54,9 +55,9 @@ impl Edit {
         Edit::default()
     }
 
-    /// Creates a chain that did not exist when the table was read. For chains that containers
-    /// share: if another process has created the chain since, the edit fails and is planned again,
-    /// so the other process's rules stay.
+    /// Creates a chain that did not exist when the table was read. If another process has created
+    /// the chain since, the edit fails and is planned again, so the rules of the other process
+    /// stay. For chains that containers share.
     pub fn create_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), IfExists::Fail));
     }
@@ -76,8 +77,8 @@ impl Edit {
         self.add_rule(chain, words, RulePosition::First);
     }
 
-    /// Adds a rule at the chain's beginning and removes `copies`, the existing rules with the same
-    /// words, which were read from this chain. The chain has the rule at every moment.
+    /// Adds a rule at the chain's beginning and removes `copies`, the rules with the same words
+    /// that were read from this chain. The chain has the rule at every moment.
     pub fn put_first<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, copies: &[Rule]) {
         self.insert(chain, words);
         self.old_copies.extend(copies.iter().map(|rule| (chain.to_owned(), rule.clone())));
@@ -95,7 +96,7 @@ impl Edit {
     }
 
     /// Adds, at the chain's end, a rule that was read earlier and has been removed since. Over
-    /// netlink the whole rule is restored, also the parts that its words leave out.
+    /// netlink the whole rule is restored, even the parts that its words leave out.
     pub fn put_back(&mut self, chain: &str, rule: &Rule) {
         self.put_back.push((chain.to_owned(), rule.clone()));
     }
@@ -130,15 +131,15 @@ impl Edit {
         !self.chains.is_empty() || !self.rules.is_empty()
     }
 
-    /// Returns the created chains and added rules as `iptables-restore` reads them, without the
-    /// `COMMIT` at the end. Fails for a word that cannot be quoted.
+    /// Returns the created chains and added rules as the input of `iptables-restore`. Fails for a
+    /// word that cannot be quoted.
     pub(crate) fn additions_text(&self, table: Table) -> Result<String> {
         let mut text = format!("*{}\n", table.name());
         self.push_additions(&mut text)?;
-        Ok(text)
+        Ok(text + "COMMIT\n")
     }
 
-    /// Appends the lines that create chains and add rules.
+    /// Appends the lines that create chains and add rules to `text`.
     fn push_additions(&self, text: &mut String) -> Result<()> {
         for (name, if_exists) in &self.chains {
             let name = quoted(name)?;
@@ -159,9 +160,9 @@ impl Edit {
         Ok(())
     }
 
-    /// Returns all changes as `iptables-restore` reads them: additions, then removals. Only the old
-    /// copies are removed before the additions: `-D` removes the first rule with the given words,
-    /// which would be the new copy. Fails for a word that cannot be quoted.
+    /// Returns all changes as the input of `iptables-restore`: additions, then removals. Only the
+    /// old copies are removed before the additions, because `-D` removes the first rule with the
+    /// given words, which would be the new copy. Fails for a word that cannot be quoted.
     pub(crate) fn restore_text(&self, table: Table) -> Result<String> {
         let mut text = format!("*{}\n", table.name());
         for (chain, rule) in &self.old_copies {
@@ -185,8 +186,8 @@ impl Edit {
     }
 }
 
-/// Appends a line: the command, `-A` for example, with the quoted chain and the quoted words of a
-/// rule. Fails for a word that cannot be quoted, and if the line gets too long.
+/// Appends a line to `text`: the command, for example `-A`, then the quoted chain and the quoted
+/// words of a rule. Fails for a word that cannot be quoted, and if the line is too long.
 fn push_rule(text: &mut String, command: &str, chain: &str, words: &[String]) -> Result<()> {
     // iptables-restore reads lines of at most 10,239 bytes; LINE_MAX stays below that.
     const LINE_MAX: usize = 10_000;
@@ -210,13 +211,12 @@ fn quoted(word: &str) -> Result<String> {
     quote(word).ok_or_else(|| refused(&format!("{word:?} contains a control character or is longer than 1023 bytes")))
 }
 
-/// Returns the error for a rule that cannot be written, with the reason.
+/// Returns the error for a rule that cannot be written for the reason `why`.
 fn refused(why: &str) -> Error {
     Error::new("failed to write a rule for iptables", Cause::text(why))
 }
 
-/// The long options of `iptables` that are not conditions of a rule. getopt also accepts them
-/// abbreviated: `--del`.
+/// The long options of `iptables` that are not matches. getopt also accepts abbreviations: `--del`.
 const FORBIDDEN_OPTIONS: [&str; 29] = [
     "append",
     "check",
@@ -252,9 +252,9 @@ const FORBIDDEN_OPTIONS: [&str; 29] = [
 /// Checks that these words, which a user has configured as conditions, are only matches.
 ///
 /// # Errors
-/// The first word that is not: one with a control character or more than 1023 bytes, `COMMIT`, or
-/// an option of iptables itself other than `-s`, `-d`, `-p`, `-i`, `-o`, `-f` and `-m` and their
-/// long forms.
+/// The first word that is refused: a word with a control character or more than 1023 bytes,
+/// `COMMIT`, or an option of iptables itself, except `-s`, `-d`, `-p`, `-i`, `-o`, `-f`, `-m` and
+/// their long forms.
 pub fn check_conditions<W: AsRef<str>>(words: &[W]) -> Result<(), String> {
     for word in words.iter().map(AsRef::as_ref) {
         if !is_match_or_value(word) {
@@ -290,7 +290,7 @@ fn is_match_or_value(word: &str) -> bool {
     if short_option == "f" {
         return true;
     }
-    // iptables-restore takes every word that begins with a single `-` and contains a `t` for the
+    // iptables-restore reads every word that begins with a single `-` and contains a `t` as the
     // option `-t`, the table.
     short_option.starts_with(['s', 'd', 'p', 'i', 'o', 'm']) && !short_option.contains('t')
 }
@@ -330,7 +330,7 @@ mod tests {
         edit.put_first("FORWARD", words, &[rule]);
         let all = "*filter\n-D FORWARD -j CNI-A\n-I FORWARD -j CNI-A\nCOMMIT\n";
         assert_eq!(edit.restore_text(Table::Filter).unwrap(), all);
-        assert_eq!(edit.additions_text(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\n");
+        assert_eq!(edit.additions_text(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\nCOMMIT\n");
     }
 
     #[test]

@@ -1,10 +1,11 @@
-//! Puts rules in the words of `iptables -S` into the expressions of nf_tables that iptables-nft
-//! itself writes: the other direction of [`compat`](super::compat).
+//! Encodes rules, given in the words of `iptables -S`, as the expressions of nf_tables that
+//! iptables-nft writes. [`compat`](super::compat) does the reverse.
 //!
-//! The expressions are those that every release of iptables from 1.8.4 on can print. Protocol,
-//! interfaces and addresses are expressions of nf_tables, an address loaded whole, with a mask for
-//! a prefix; all else is a match or target of xtables. Newer releases write shorter loads, and
-//! ports and marks as expressions of nf_tables, which 1.8.4 and 1.8.7 misread.
+//! Every release of iptables from 1.8.4 on can print these expressions. Protocol, interfaces,
+//! addresses and verdicts are expressions of nf_tables; all other matches and targets are those of
+//! xtables. An address is loaded whole, and a prefix is compared with a mask. Newer releases of
+//! iptables load only the bytes of the prefix, and write ports and marks as expressions of
+//! nf_tables: 1.8.4 and 1.8.7 misread these.
 
 use std::collections::BTreeSet;
 use std::mem::offset_of;
@@ -27,8 +28,8 @@ pub(super) struct Encoded {
     pub(super) protocol: u8,
 }
 
-/// Encodes the rule with these words. `None` if one of the words is not known here, because plugins
-/// do not write it: then `iptables-restore` has to write the rule.
+/// Encodes the rule with these words. `None` if a word is unknown, because plugins do not write it:
+/// then `iptables-restore` has to write the rule.
 pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
     let mut encoder =
         Encoder { family, comparisons: Vec::new(), matches: Vec::new(), protocol: 0, options: BTreeSet::new() };
@@ -37,14 +38,14 @@ pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
     while let Some(word) = words.next() {
         match word {
             "-j" | "-g" => {
-                target = encoder.target(word, &mut words)?;
+                target = encoder.encode_target(word, &mut words)?;
                 // Plugins write no words after the target and its options.
                 if words.next().is_some() {
                     return None;
                 }
             }
-            "!" => encoder.option(words.next()?, &mut words, CmpOp::NE)?,
-            option => encoder.option(option, &mut words, CmpOp::EQ)?,
+            "!" => encoder.add_option(words.next()?, &mut words, CmpOp::NE)?,
+            option => encoder.add_option(option, &mut words, CmpOp::EQ)?,
         }
     }
     let counter = Expr::Other("counter".to_owned());
@@ -64,9 +65,9 @@ struct Encoder {
 }
 
 impl Encoder {
-    /// Adds the expressions of `option`, whose values are the next `words`. `op` is `NE` for a
+    /// Adds the expressions of `option`, and takes its values from `words`. `op` is `NE` for a
     /// negated option. `None` if plugins do not write this option and value.
-    fn option<'w>(&mut self, option: &str, words: &mut impl Iterator<Item = &'w str>, op: CmpOp) -> Option<()> {
+    fn add_option<'w>(&mut self, option: &str, words: &mut impl Iterator<Item = &'w str>, op: CmpOp) -> Option<()> {
         // A repeated option other than `-m` is left to iptables, which refuses it and prints why.
         if option != "-m" && !self.options.insert(option.to_owned()) {
             return None;
@@ -96,9 +97,9 @@ impl Encoder {
     }
 
     /// Returns the expressions of the target after `option`, which is `-j` or `-g`: a verdict, or a
-    /// target of xtables. Any other target is taken for the name of a chain. `None` if plugins do
-    /// not write the target's options.
-    fn target<'w>(&self, option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<Vec<Expr>> {
+    /// target of xtables. An unknown target is the name of a chain. `None` if plugins do not write
+    /// the target's options.
+    fn encode_target<'w>(&self, option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<Vec<Expr>> {
         let target = words.next()?;
         if option == "-g" {
             return Some(vec![Expr::Verdict(Verdict::Goto(target.to_owned()))]);
@@ -134,7 +135,8 @@ impl Encoder {
     }
 }
 
-/// Returns the word after `option`; `None` if the next word is not this option.
+/// Takes `option` and its value from `words`, and returns the value. `None` if the next word is not
+/// this option.
 fn value_after<'w>(option: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<&'w str> {
     if words.next()? == option { words.next() } else { None }
 }
@@ -151,8 +153,8 @@ impl Info {
         Info { extension, bytes: vec![0; extension.size.next_multiple_of(xt::ALIGN)] }
     }
 
-    /// Writes `bytes` at `offset`. Callers pass a field's offset and as many bytes as the field
-    /// has. Bytes outside the structure would be ignored.
+    /// Writes the bytes of a field at the field's offset. Does nothing if they do not fit into the
+    /// structure.
     fn put(&mut self, offset: usize, bytes: &[u8]) {
         if let Some(field) = self.bytes.get_mut(offset..offset + bytes.len()) {
             field.copy_from_slice(bytes);
@@ -165,13 +167,13 @@ impl Info {
     }
 }
 
-/// Encodes the xtables match of this name with the one option and value that follow in `words`.
-/// `None` if plugins do not write this match, option or value.
+/// Encodes the xtables match of this name, with one option and its value from `words`. `None` if
+/// plugins do not write this match, option or value.
 fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Option<(Extension, Vec<u8>)> {
     let (option, value) = (words.next()?, words.next()?);
     let mut info;
     match (name, option) {
-        // A longer comment is left to iptables, which cuts it. The last byte has to be NUL.
+        // The last byte of the field must be NUL. iptables cuts a longer comment.
         ("comment", "--comment") if value.len() < xt::COMMENT.size && !value.contains('\0') => {
             info = Info::new(xt::COMMENT);
             info.put(0, value.as_bytes());
@@ -208,8 +210,7 @@ fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Op
             info.put(offset_of!(Conntrack, matched), &CONNTRACK_STATE.to_ne_bytes());
             info.put(offset_of!(Conntrack, states), &states.to_ne_bytes());
         }
-        // Each port is a range: the first and the last port. The structure of udp begins like the
-        // structure of tcp.
+        // A port is a range: first and last port. The structure of udp begins like that of tcp.
         ("tcp" | "udp", "--dport") => {
             let port: u16 = decimal(value)?;
             info = Info::new(if name == "tcp" { xt::TCP } else { xt::UDP });
@@ -220,8 +221,8 @@ fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Op
             let port: u16 = decimal(value)?;
             info = Info::new(xt::SCTP);
             info.put(offset_of!(xt::Sctp, destination_ports), &[port, port].map(u16::to_ne_bytes).concat());
-            // Chunk type 255 marks each of the four entries as unused, as iptables writes them:
-            // iptables compares the entries when it looks for a rule to delete.
+            // Chunk type 255 means that an entry is unused. The four entries must be like those
+            // that iptables writes, which compares them when it looks for a rule to delete.
             let unused_chunk_flags = [[u8::MAX, 0, 0]; 4].concat();
             info.put(offset_of!(xt::Sctp, chunk_flags), &unused_chunk_flags);
             info.put(offset_of!(xt::Sctp, matched), &SCTP_DESTINATION_PORTS.to_ne_bytes());
@@ -231,7 +232,7 @@ fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Op
     Some(info.into_parts())
 }
 
-/// Encodes the target DNAT to `address`, and to `port` if there is one.
+/// Encodes the target DNAT to `address`, and to `port` if it is given.
 fn dnat(address: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
     let octets = match address {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -248,7 +249,8 @@ fn dnat(address: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
     info.into_parts()
 }
 
-/// Reads `10.0.0.2:80`, `[fd00::2]:80`, or an address without a port. `None` for any other text.
+/// Reads an address with or without a port: `10.0.0.2:80`, `[fd00::2]:80`, `fd00::2`. `None` for
+/// any other text.
 fn socket_address(text: &str) -> Option<(IpAddr, Option<u16>)> {
     if let Ok(address) = text.parse() {
         return Some((address, None));
@@ -264,8 +266,8 @@ fn decimal<T: std::str::FromStr>(text: &str) -> Option<T> {
     if is_plain { text.parse().ok() } else { None }
 }
 
-/// Reads the value and the mask of a packet mark, `0x2000/0x3000` or decimal. Without a mask in the
-/// text, all bits of the mask are set.
+/// Reads the value and the mask of a packet mark: `0x2000/0x3000`, or decimal. Without a mask in
+/// the text, the mask has all bits.
 fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     let number = |text: &str| match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
@@ -277,40 +279,48 @@ fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     }
 }
 
-/// Returns the comparison of an address with `cidr`: the comparison with the whole address, which
-/// `compare_whole` returns, and a mask if `cidr` is a shorter prefix. `None` if `cidr` is invalid
-/// or of the other family.
+/// Returns the comparison of the source or destination with `cidr`. `compare_whole` returns the
+/// comparison with a whole address. `None` if `cidr` is invalid or of the other family.
 fn compare_address(family: Family, cidr: &str, compare_whole: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
-    let (address, prefix) = match cidr.split_once('/') {
-        Some((address, prefix)) => (address, Some(decimal::<u32>(prefix)?)),
-        None => (cidr, None),
+    let address_bits = if family == Family::V4 { 32 } else { 128 };
+    let (address, prefix_len) = match cidr.split_once('/') {
+        Some((address, prefix_len)) => (address, decimal::<u32>(prefix_len)?),
+        None => (cidr, address_bits),
     };
     let address: IpAddr = address.parse().ok()?;
-    let bits = if family == Family::V4 { 32 } else { 128 };
-    let prefix = prefix.unwrap_or(bits);
-    if address.is_ipv4() != (family == Family::V4) || prefix > bits {
+    if address.is_ipv4() != (family == Family::V4) || prefix_len > address_bits {
         return None;
     }
     let mut exprs = compare_whole(address);
-    if prefix < bits {
-        let mask = match family {
-            Family::V4 => u32::MAX.checked_shl(32 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
-            Family::V6 => u128::MAX.checked_shl(128 - prefix).unwrap_or(0).to_be_bytes().to_vec(),
-        };
-        // The comparison is the last expression. The mask goes before it, and the compared address
-        // must not have bits outside the mask.
-        let Some(Expr::Cmp { data, .. }) = exprs.last_mut() else { return None };
-        data.iter_mut().zip(&mask).for_each(|(byte, mask)| *byte &= mask);
-        let bitwise = Expr::Bitwise { reg: Reg::R1, xor: vec![0; mask.len()], mask };
-        exprs.insert(exprs.len() - 1, bitwise);
+    if prefix_len < address_bits {
+        insert_mask(&mut exprs, &mask(family, prefix_len));
     }
     set_operator(&mut exprs, op);
     Some(exprs)
 }
 
-/// Returns the comparison with an interface name. `eth+` means all names that begin with `eth`: the
-/// comparison then leaves out the NUL at the end. `None` for `+` alone and for a name that is too
-/// long.
+/// Returns the bytes of the network mask with this prefix length.
+fn mask(family: Family, prefix_len: u32) -> Vec<u8> {
+    match family {
+        Family::V4 => u32::MAX.checked_shl(32 - prefix_len).unwrap_or(0).to_be_bytes().to_vec(),
+        Family::V6 => u128::MAX.checked_shl(128 - prefix_len).unwrap_or(0).to_be_bytes().to_vec(),
+    }
+}
+
+/// Makes the comparison at the end of the expressions compare only the bits of `mask`: inserts the
+/// mask before the comparison, and clears all other bits of the compared address.
+fn insert_mask(exprs: &mut Vec<Expr>, mask: &[u8]) {
+    let Some(Expr::Cmp { data, .. }) = exprs.last_mut() else { return };
+    for (byte, mask_byte) in data.iter_mut().zip(mask) {
+        *byte &= mask_byte;
+    }
+    let bitwise = Expr::Bitwise { reg: Reg::R1, mask: mask.to_vec(), xor: vec![0; mask.len()] };
+    exprs.insert(exprs.len() - 1, bitwise);
+}
+
+/// Returns the comparison of an interface with `name`. `eth+` means all names that begin with
+/// `eth`, so the compared bytes have no NUL at the end. `None` for `+` alone and for a name that is
+/// too long.
 fn compare_interface(key: MetaKey, name: &str, op: CmpOp) -> Option<Vec<Expr>> {
     let data = match name.strip_suffix('+') {
         Some(beginning) => beginning.as_bytes().to_vec(),

@@ -1,7 +1,8 @@
-//! Reads single fields of rules: structures of xtables matches and targets, and compared bytes.
+//! Reads single parts of rules: the structures of xtables matches and targets, and the bytes with
+//! which nf_tables compares.
 //!
-//! A function that returns an `Option` returns `None` for bytes that are too short or that contain
-//! an option which CNI plugins do not write.
+//! Functions that return an `Option` return `None` for too few bytes, and for an option that CNI
+//! plugins do not write.
 
 use std::mem::offset_of;
 use std::net::IpAddr;
@@ -9,14 +10,13 @@ use std::net::IpAddr;
 use super::xt::{self, Addrtype, Conntrack, Mark, Multiport, NatV4, Range, Sctp, SetMark, Tcp, Udp};
 use cni_linux::route::Family;
 
-/// RTN_LOCAL as a bit of the sets of route types in an addrtype match.
+/// The bit of RTN_LOCAL in an addrtype match, which has a set of route types.
 pub(super) const LOCAL_ROUTE_TYPE: u16 = 1 << libc::RTN_LOCAL;
 /// The flag of an sctp match that compares the destination port.
 pub(super) const SCTP_DESTINATION_PORTS: u32 = 2;
 /// The flag of a conntrack match that compares the state.
 pub(super) const CONNTRACK_STATE: u16 = 1;
-/// The known states of connections, each as its bit and its name, in the order in which iptables
-/// prints them.
+/// The bits and names of the known connection states, in the order in which iptables prints them.
 pub(super) const CONNTRACK_STATES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
 /// The flag of a NAT range that has addresses.
 pub(super) const MAP_IPS: u32 = 1;
@@ -53,10 +53,10 @@ pub(super) fn masked(value: u32, mask: u32) -> String {
     if mask == u32::MAX { format!("{value:#x}") } else { format!("{value:#x}/{mask:#x}") }
 }
 
-/// Returns the prefix (`10.1.0.0/16`) that a comparison of an address with `data` stands for.
-/// Without a mask, the prefix is as long as `data`: nf_tables can compare only the first bytes of
-/// an address. `None` for a mask with holes or of another length than `data`, and for `data` that
-/// is empty or longer than an address.
+/// Returns the prefix (`10.1.0.0/16`) of the addresses that a comparison with `data` accepts.
+/// Without a mask, the prefix has as many bytes as `data`, because nf_tables can compare only the
+/// first bytes of an address. `None` for a mask with holes or of another length than `data`, and
+/// for `data` that is empty or longer than an address.
 pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
     let address_len = if family == Family::V4 { 4 } else { 16 };
     if data.is_empty() || data.len() > address_len {
@@ -89,8 +89,8 @@ fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Returns the interface name that a comparison with `data` stands for. Without a NUL at its end,
-/// `data` is the beginning of all names that match, which iptables prints as `eth+`.
+/// Returns the interface name of a comparison with `data`, as iptables prints it. Without a NUL,
+/// `data` is only the beginning of the matching names: `eth+`.
 pub(super) fn interface(data: &[u8]) -> String {
     let end = data.iter().position(|byte| *byte == 0);
     let name = String::from_utf8_lossy(&data[..end.unwrap_or(data.len())]).into_owned();
@@ -110,14 +110,14 @@ pub(super) fn protocol_name(number: u8) -> String {
     }
 }
 
-/// Returns the number of the protocol that [`protocol_name`] prints as `name`, a number included.
-/// `None` for any other name.
+/// Returns the number of the protocol that [`protocol_name`] prints as `name`, which can itself be
+/// a number. `None` for any other name.
 pub(super) fn protocol_number(name: &str) -> Option<u8> {
     name.parse().ok().or_else(|| (1..=u8::MAX).find(|number| protocol_name(*number) == name))
 }
 
-/// Reads a multiport match: its option and the ports, `("--dports", "80,8000:8010")`. `None` if the
-/// match is negated, or if its kind or number of ports is invalid.
+/// Reads the option and the ports of a multiport match: `("--dports", "80,8000:8010")`. `None` if
+/// the match is negated, or if its kind or number of ports is invalid.
 pub(super) fn multiport(info: &[u8]) -> Option<(&'static str, String)> {
     const RANGE_FLAGS: usize = offset_of!(Multiport, begins_range);
     let option = match info.get(offset_of!(Multiport, kind))? {
@@ -148,7 +148,7 @@ pub(super) fn is_local_destination(info: &[u8]) -> bool {
         && u32_at(info, offset_of!(Addrtype, flags)) == Some(0)
 }
 
-/// Reads a mark match: value and mask. `None` if the match is negated.
+/// Reads the value and the mask of a mark match. `None` if the match is negated.
 pub(super) fn mark(info: &[u8]) -> Option<(u32, u32)> {
     if *info.get(offset_of!(Mark, invert))? != 0 {
         return None;
@@ -156,46 +156,58 @@ pub(super) fn mark(info: &[u8]) -> Option<(u32, u32)> {
     Some((u32_at(info, offset_of!(Mark, value))?, u32_at(info, offset_of!(Mark, mask))?))
 }
 
-/// Reads the states of a conntrack match, `RELATED,ESTABLISHED`. `None` if the match compares
-/// anything else, is negated, or has a state that is not in [`CONNTRACK_STATES`].
+/// Reads the states of a conntrack match: `RELATED,ESTABLISHED`. `None` if the match is negated,
+/// compares anything else, or has a state that is not in [`CONNTRACK_STATES`].
 pub(super) fn conntrack_states(info: &[u8]) -> Option<String> {
     let matched = u16_at(info, offset_of!(Conntrack, matched))?;
     let inverted = u16_at(info, offset_of!(Conntrack, inverted))?;
     let states = u16_at(info, offset_of!(Conntrack, states))?;
-    let known_states = CONNTRACK_STATES.iter().fold(0, |all, (bit, _)| all | bit);
-    if matched != CONNTRACK_STATE || inverted != 0 || states & !known_states != 0 {
+    if matched != CONNTRACK_STATE || inverted != 0 {
         return None;
     }
-    let names: Vec<&str> =
-        CONNTRACK_STATES.iter().filter(|(bit, _)| states & bit != 0).map(|(_, name)| *name).collect();
-    Some(names.join(","))
+    let (mut names, mut unknown_states) = (Vec::new(), states);
+    for (bit, name) in CONNTRACK_STATES {
+        if states & bit != 0 {
+            names.push(name);
+            unknown_states &= !bit;
+        }
+    }
+    if unknown_states == 0 { Some(names.join(",")) } else { None }
 }
 
 /// Reads the destination port of a match of `tcp`, `udp` or `sctp`. `None` for a range of ports,
 /// and for a match that is negated or compares anything else.
 pub(super) fn destination_port(protocol: &str, info: &[u8]) -> Option<u16> {
-    let (first, last) = if protocol == "sctp" {
-        if u32_at(info, offset_of!(Sctp, matched))? != SCTP_DESTINATION_PORTS
-            || u32_at(info, offset_of!(Sctp, invert))? != 0
-        {
-            return None;
-        }
-        port_range_at(info, offset_of!(Sctp, destination_ports))?
-    } else {
-        // The structures of tcp and udp have the ports at the same offsets. The bytes after the
-        // ports are 0 if the match compares nothing else and is not negated.
-        let other_options = if protocol == "tcp" {
-            info.get(offset_of!(Tcp, option)..=offset_of!(Tcp, invert))?
-        } else {
-            info.get(offset_of!(Udp, invert)..=offset_of!(Udp, invert))?
-        };
-        let source_ports = port_range_at(info, offset_of!(Tcp, source_ports))?;
-        if source_ports != (0, u16::MAX) || other_options.iter().any(|byte| *byte != 0) {
-            return None;
-        }
-        port_range_at(info, offset_of!(Tcp, destination_ports))?
+    let (first, last) = match protocol {
+        "sctp" => sctp_destination_ports(info)?,
+        _ => tcp_or_udp_destination_ports(protocol, info)?,
     };
     if first == last { Some(first) } else { None }
+}
+
+/// Reads the range of destination ports of an sctp match that compares nothing else.
+fn sctp_destination_ports(info: &[u8]) -> Option<(u16, u16)> {
+    let matched = u32_at(info, offset_of!(Sctp, matched))?;
+    let inverted = u32_at(info, offset_of!(Sctp, invert))?;
+    if matched != SCTP_DESTINATION_PORTS || inverted != 0 {
+        return None;
+    }
+    port_range_at(info, offset_of!(Sctp, destination_ports))
+}
+
+/// Reads the range of destination ports of a tcp or udp match that compares nothing else.
+fn tcp_or_udp_destination_ports(protocol: &str, info: &[u8]) -> Option<(u16, u16)> {
+    // Both structures have the ports at the same offsets. The bytes after the ports are 0 if the
+    // match compares nothing else and is not negated.
+    let other_options = match protocol {
+        "tcp" => info.get(offset_of!(Tcp, option)..=offset_of!(Tcp, invert))?,
+        _ => info.get(offset_of!(Udp, invert)..=offset_of!(Udp, invert))?,
+    };
+    let source_ports = port_range_at(info, offset_of!(Tcp, source_ports))?;
+    if source_ports != (0, u16::MAX) || other_options.iter().any(|byte| *byte != 0) {
+        return None;
+    }
+    port_range_at(info, offset_of!(Tcp, destination_ports))
 }
 
 /// Whether a MASQUERADE target has options: ports, or `--random` for example. False for a structure
@@ -205,7 +217,7 @@ pub(super) fn has_masquerade_options(family: Family, info: &[u8]) -> bool {
     u32_at(info, offset).is_some_and(|flags| flags != 0)
 }
 
-/// Reads a MARK target: value and mask.
+/// Reads the value and the mask of a MARK target.
 pub(super) fn set_mark(info: &[u8]) -> Option<(u32, u32)> {
     Some((u32_at(info, offset_of!(SetMark, value))?, u32_at(info, offset_of!(SetMark, mask))?))
 }
@@ -214,7 +226,7 @@ pub(super) fn set_mark(info: &[u8]) -> Option<(u32, u32)> {
 /// target has no address, several addresses or ports, or another option.
 pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Option<String> {
     let address_len = if family == Family::V4 { 4 } else { 16 };
-    // Only revision 0 in IPv4 has the structure `NatV4`; the others are, or begin with, a `Range`.
+    // Revision 0 in IPv4 has the structure `NatV4`; all others have or begin with a `Range`.
     let (flags_at, first_at, last_at, first_port_at) = if revision == 0 && family == Family::V4 {
         if u32_at(info, offset_of!(NatV4, count))? != 1 {
             return None;
@@ -228,8 +240,9 @@ pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Op
     let last_address = info.get(last_at..last_at + address_len)?;
     // The last port is the two bytes after the first.
     let (first_port, last_port) = (be16_at(info, first_port_at)?, be16_at(info, first_port_at + 2)?);
+    let has_address = flags & MAP_IPS != 0;
     let has_other_flags = flags & !(MAP_IPS | PROTO_SPECIFIED) != 0;
-    if has_other_flags || flags & MAP_IPS == 0 || first_address != last_address {
+    if !has_address || has_other_flags || first_address != last_address {
         return None;
     }
     let address = ip_address(first_address)?;

@@ -1,8 +1,7 @@
-//! Locks iptables of a network namespace, so that one process of these plugins changes it at a
-//! time.
+//! Locks iptables of a network namespace: only one process of these plugins at a time changes it.
 //!
-//! Reading and then writing iptables is not one transaction, so a process that does that holds this
-//! lock: an `flock` of a file that only root can open, named after the namespace
+//! Reading and then writing iptables is not one transaction, so a process holds this lock during
+//! both: an `flock` of a file that only root can open, named after the namespace
 //! (`/run/cni/iptables-<device>-<inode>.lock`). The namespace's own file
 //! (`/proc/thread-self/ns/net`) is locked only if the file in `/run/cni` cannot be used, because
 //! every process in the namespace, of any user, can open the namespace's file and hold its lock
@@ -11,9 +10,9 @@
 //! The lock excludes only processes of these plugins that see the same folder. Go's plugins do not
 //! take it, and iptables-legacy has a lock of its own, which each process holds while it runs.
 //!
-//! The empty file is not removed: removing it would make all waiting processes start over and lose
-//! their place in the queue. There is one for each namespace in which iptables was ever changed,
-//! usually one, until the next boot empties /run.
+//! The empty lock file is not removed, because all waiting processes would start over and lose
+//! their place in the queue. One file remains for each namespace in which iptables was changed,
+//! usually one in all, until the next boot empties /run.
 //!
 //! A thread must not take the lock twice: the second call would wait for the first until its limit.
 
@@ -33,14 +32,14 @@ use cni_linux::flock::{self, Refused};
 
 /// The file of the calling thread's network namespace.
 const NETNS: &str = "/proc/thread-self/ns/net";
-/// How often the folder is created if another process keeps removing it.
+/// How many times the folder is created at most, if another process keeps removing it.
 const FOLDER_ATTEMPTS: usize = 8;
 /// The mode bits with which other users can replace a folder's files.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
-/// The mode bits with which other users can open a file or change it.
+/// The mode bits with which other users can open or change a file.
 const USABLE_BY_OTHERS: u32 = 0o077;
 
-/// The lock. Dropping it releases it.
+/// The lock, which is released when this is dropped.
 #[derive(Debug)]
 pub struct NetnsLock {
     _file: File,
@@ -58,15 +57,9 @@ impl NetnsLock {
     /// end the wait. Both name the process that holds the lock, if it is known.
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
-        let failed = |error: io::Error| {
-            Error::new(
-                "failed to prepare the lock of iptables for the network namespace /proc/thread-self/ns/net",
-                error,
-            )
-        };
-        let netns = File::open(NETNS).map_err(failed)?;
-        let netns_metadata = netns.metadata().map_err(failed)?;
-        let name = format!("iptables-{}-{}.lock", netns_metadata.dev(), netns_metadata.ino());
+        let netns = File::open(NETNS).map_err(preparation_error)?;
+        let netns_id = file_id(&netns.metadata().map_err(preparation_error)?);
+        let name = format!("iptables-{}-{}.lock", netns_id.0, netns_id.1);
         let path = folder.join(&name);
         loop {
             let (file, display_name, remark) = match open(folder, &name) {
@@ -77,25 +70,19 @@ impl NetnsLock {
                          Any process in the namespace can hold that lock",
                         path.display()
                     );
-                    (netns.try_clone().map_err(failed)?, format!("the network namespace ({remark})"), Some(remark))
+                    let file = netns.try_clone().map_err(preparation_error)?;
+                    (file, format!("the network namespace ({remark})"), Some(remark))
                 }
             };
-            let locked_metadata = file.metadata().map_err(failed)?;
+            let locked_id = file_id(&file.metadata().map_err(preparation_error)?);
             let wait_limit = flock::Limit { deadline, length: limit };
-            let file = flock::lock(file, machine, on_sigterm, wait_limit).map_err(|Refused { cause, holder }| {
-                let mut what = format!("failed to lock {display_name} for a change of iptables");
-                if cause.is_deadline() || cause.is_terminated() {
-                    what += ", held by ";
-                    what += holder.as_deref().unwrap_or("a process that is not visible from here");
-                }
-                Error::new(what, cause)
-            })?;
-            // If the file was removed and created again during the wait, the lock is on the removed
-            // file, which does not exclude the processes that open the path now. The namespace's
+            let file = flock::lock(file, machine, on_sigterm, wait_limit)
+                .map_err(|refused| refused_error(&display_name, refused))?;
+            // If the lock file was removed and created again during the wait, the lock is on the
+            // removed file, and does not exclude processes that open the path now. The namespace's
             // own file cannot be replaced.
-            let is_locked_file =
-                |found: Metadata| (found.dev(), found.ino()) == (locked_metadata.dev(), locked_metadata.ino());
-            if remark.is_some() || path.symlink_metadata().is_ok_and(is_locked_file) {
+            let is_at_path = path.symlink_metadata().is_ok_and(|found| file_id(&found) == locked_id);
+            if remark.is_some() || is_at_path {
                 return Ok(NetnsLock { _file: file, remark });
             }
             if machine.now() >= deadline {
@@ -113,8 +100,29 @@ impl NetnsLock {
     }
 }
 
+/// Returns the device and the inode of a file.
+fn file_id(metadata: &Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
+}
+
+/// Returns the error of a step before the wait for the lock.
+fn preparation_error(error: io::Error) -> Error {
+    Error::new("failed to prepare the lock of iptables for the network namespace /proc/thread-self/ns/net", error)
+}
+
+/// Returns the error of a wait for the lock. After a deadline or SIGTERM it names the process that
+/// holds the lock, if that is known.
+fn refused_error(display_name: &str, Refused { cause, holder }: Refused) -> Error {
+    let mut what = format!("failed to lock {display_name} for a change of iptables");
+    if cause.is_deadline() || cause.is_terminated() {
+        what += ", held by ";
+        what += holder.as_deref().unwrap_or("a process that is not visible from here");
+    }
+    Error::new(what, cause)
+}
+
 /// Opens the file `name` in `folder`, and creates both if necessary. Fails if one of them is a
-/// symbolic link, and if another user could open or replace the file.
+/// symbolic link, or if another user could open or replace the file.
 fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     let mut attempt = 1;
     loop {

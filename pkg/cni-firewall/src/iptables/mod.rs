@@ -1,11 +1,11 @@
 //! Reads and changes a table of iptables, without starting a process where that is possible.
 //!
-//! There are two variants of iptables. The tables of **iptables-nft** are tables of nf_tables, `ip
-//! nat` and `ip6 nat` for example: they are read and changed over netlink, in one transaction.
-//! Exception: `iptables-restore` adds rules that this crate cannot write over netlink, mostly
-//! because of words that plugins do not write themselves (docs/decisions/rules.md).
+//! There are two variants of iptables. The tables of **iptables-nft** are tables of nf_tables, for
+//! example `ip nat` and `ip6 nat`: they are read and changed over netlink, in one transaction.
+//! Exception: `iptables-restore` adds the rules that this crate cannot write over netlink, mostly
+//! rules with conditions that users configure (docs/decisions/rules.md).
 //!
-//! The tables of **iptables-legacy** are visible to its own programs alone. The save program runs
+//! The tables of **iptables-legacy** are visible only to its own programs. The save program runs
 //! only where `/proc/net/ip{,6}_tables_names` lists the table, because the kernel creates a table
 //! when it is read. The processes of one [`change`](Iptables::change), for each family and attempt:
 //!
@@ -17,9 +17,9 @@
 //! | rules removed | none | 1 save, 1 restore |
 //!
 //! Reading and then writing is not a transaction. [`Iptables::change`] therefore holds the
-//! [`NetnsLock`], and plans again if a program that does not take this lock changed the table in
-//! between. So a plan must depend on nothing but the [`Chains`] that it is given, and must not call
-//! `change`, which would wait for the lock that its own process holds.
+//! [`NetnsLock`], and calls its closure `plan` again if a program that does not take this lock
+//! changed the table in between. So `plan` must depend only on the [`Chains`] that it is given, and
+//! must not call `change`, which would wait for the lock that its own process holds.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -58,7 +58,7 @@ use legacy::legacy_table_exists;
 pub(crate) use legacy::parse;
 use tool::{ProgramKind, Runner, Tool};
 
-/// How long a change waits for the lock of the network namespace.
+/// How long a change waits for the lock of the network namespace at most.
 pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// Both families, in the order in which they are processed.
 pub const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
@@ -118,13 +118,13 @@ pub struct Chain {
     pub(crate) handle: Option<u64>,
 }
 
-/// The outcome of a removal in all families and variants.
+/// The outcome of a removal in both families and variants.
 #[derive(Debug)]
 pub struct Cleaned {
     /// The families and variants that may have rules to remove, but whose programs are not
     /// installed.
     pub unreached: Vec<(Family, Variant)>,
-    /// The errors of all families and variants, joined; `Ok` if there was none.
+    /// The errors of all families and variants as one error; `Ok` if there was none.
     pub outcome: Result<()>,
 }
 
@@ -135,7 +135,7 @@ pub struct Iptables<'m> {
     folders: Folders,
     /// The netlink connection; `None` if the kernel has no nf_tables.
     nft: Option<Nft>,
-    /// Where a remark about the lock is logged; `None` once one was logged.
+    /// Where a remark about the lock is logged; `None` after the first remark.
     notes: Option<Notes>,
 }
 
@@ -153,12 +153,12 @@ impl<'m> Iptables<'m> {
     /// Opens a connection in the calling thread's network namespace. Programs are searched in PATH,
     /// then in the system's folders. `on_sigterm` decides whether SIGTERM ends the wait for the
     /// lock: [`OnSigterm::Kill`] for ADD and CHECK, [`OnSigterm::Finish`] for calls that clean up.
-    /// A program that runs is always finished. Remarks for the operator go to `notes`.
+    /// SIGTERM never ends a program that runs. Remarks for the operator go to `notes`.
     pub fn open(table: Table, machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
         Iptables::open_with(table, machine, notes, on_sigterm, Folders::new(std::env::var_os("PATH")))
     }
 
-    /// Opens a connection as [`open`](Iptables::open) does, with other folders.
+    /// Does the same as [`open`](Iptables::open), but with these folders.
     pub fn open_with(
         table: Table,
         machine: &'m dyn Machine,
@@ -180,30 +180,31 @@ impl<'m> Iptables<'m> {
         self.runner.on_sigterm = OnSigterm::Finish;
     }
 
-    /// Returns the variant that the administrator has chosen: that of `iptables-restore` or,
-    /// without a program of this name, iptables-nft before iptables-legacy. `None` if none is
-    /// installed. Runs the program, with `--version`, only if the name of its file does not contain
-    /// the variant.
+    /// Returns the variant that the administrator has chosen: the variant of `iptables-restore`. If
+    /// no program has this name, returns iptables-nft if that is installed, else iptables-legacy;
+    /// `None` if neither is. Runs the program, with `--version`, only if the name of its file does
+    /// not contain the variant.
     pub fn chosen_variant(&self, family: Family) -> Result<Option<Variant>> {
         Ok(tool::chosen_program(&self.folders, self.runner, family)?.map(|program| program.variant))
     }
 
-    /// Returns the variant in which new rules are made: the chosen one or, if none is installed,
-    /// iptables-nft over netlink. `None` if none is installed and rules cannot be written over
-    /// netlink, because of the kernel or in a 32-bit plugin.
+    /// Returns the variant in which new rules are made: the chosen one or, if no variant is
+    /// installed, iptables-nft over netlink. `None` if rules cannot be written over netlink either,
+    /// because of the kernel or in a 32-bit plugin.
     pub fn variant_for_new_rules(&mut self, family: Family) -> Result<Option<Variant>> {
         if let Some(chosen) = self.chosen_variant(family)? {
             return Ok(Some(chosen));
         }
         let Some(nft) = &mut self.nft else { return Ok(None) };
-        Ok(if transaction::is_possible(nft, self.table, family)? { Some(Variant::Nft) } else { None })
+        Ok(if transaction::can_write_rules(nft, self.table, family)? { Some(Variant::Nft) } else { None })
     }
 
-    /// Checks that rules can be written: runs the chosen `iptables-restore` on a text that changes
-    /// nothing. If none is installed, checks that the kernel has what rules over netlink need.
+    /// Checks that rules can be written: runs the chosen `iptables-restore` with input that changes
+    /// nothing. If no such program is installed, checks that rules can be written over netlink.
     ///
     /// # Errors
-    /// The program's error, or that there is neither a program nor the kernel's support.
+    /// The program's error, or that no program is installed and rules cannot be written over
+    /// netlink.
     pub fn probe(&mut self, family: Family) -> Result<()> {
         match tool::chosen_program(&self.folders, self.runner, family)? {
             Some(tool) => tool::restore(self.runner, &tool, &format!("*{}\nCOMMIT\n", self.table.name())),
@@ -212,14 +213,15 @@ impl<'m> Iptables<'m> {
         }
     }
 
-    /// Returns the variants that may have one of these chains: iptables-nft if it has one of them,
-    /// iptables-legacy if it has the table at all, because only a program could read its chains.
-    /// Starts no process.
+    /// Returns the variants that may have one of these chains, without starting a process:
+    /// iptables-nft if it has one of the chains, and iptables-legacy if it has the table, because
+    /// only a program could read its chains.
     pub fn variants_to_search(&mut self, family: Family, chains: &[&str]) -> Result<Vec<Variant>> {
         let mut variants = Vec::new();
         for chain in chains {
-            if variants.is_empty() && self.find_chain(family, chain)?.is_some() {
+            if self.find_chain(family, chain)?.is_some() {
                 variants.push(Variant::Nft);
+                break;
             }
         }
         // On an error the table is assumed to exist; `read` checks again and returns the error.
@@ -229,8 +231,8 @@ impl<'m> Iptables<'m> {
         Ok(variants)
     }
 
-    /// Whether rules of this variant can be found and removed: those of iptables-nft always, over
-    /// netlink, those of iptables-legacy if both of its programs are installed.
+    /// Whether rules of this variant can be found and removed: always with iptables-nft, over
+    /// netlink; with iptables-legacy only if its save and its restore program are installed.
     pub fn can_remove(&self, family: Family, variant: Variant) -> Result<bool> {
         if variant == Variant::Nft {
             return Ok(true);
@@ -261,12 +263,12 @@ impl<'m> Iptables<'m> {
     }
 
     /// Makes the changes that `plan` returns, under the namespace's lock. `plan` is called again if
-    /// a program that does not take the lock changed the table meanwhile, so `plan` must depend on
-    /// nothing but its argument. An empty edit ends the change with success.
+    /// a program that does not take the lock changed the table meanwhile, so `plan` must depend
+    /// only on its argument. It can return an empty edit, which changes nothing.
     ///
     /// # Errors
-    /// Those of `plan`, of the lock and of the program, with the program's stderr. On an error
-    /// iptables-legacy is unchanged; iptables-nft may have the edit's additions without its
+    /// If `plan`, the lock, netlink or the program fails; a program's error has its stderr. On an
+    /// error iptables-legacy is unchanged; iptables-nft may have the edit's additions without its
     /// removals.
     pub fn change(
         &mut self,
@@ -278,14 +280,14 @@ impl<'m> Iptables<'m> {
     }
 
     /// Makes the changes of several families under one lock. All families are planned before any is
-    /// changed. If `plan` returns `None`, the call ends with success and changes nothing more. If
-    /// one family has to be planned again, all families that are not changed yet are planned again.
+    /// changed. If `plan` returns `None`, the call returns `Ok` and changes nothing more. If one
+    /// family has to be planned again, all families that are not changed yet are planned again.
     ///
-    /// Returns how many of the `families`, from the first, may have been changed, also with an
-    /// error.
+    /// Returns how many of the `families`, counted from the first, may have been changed. An error
+    /// comes with the same count.
     ///
     /// # Errors
-    /// As [`change`](Iptables::change).
+    /// The same as [`change`](Iptables::change).
     pub fn change_all(
         &mut self,
         families: &[(Family, Variant)],
@@ -319,9 +321,9 @@ impl<'m> Iptables<'m> {
         Cleaned { unreached, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
     }
 
-    /// Returns the program of this variant. A restore program is the chosen one if that has this
-    /// variant, because the administrator may have replaced it with a wrapper. Fails if no such
-    /// program is installed.
+    /// Returns the program of this variant. Prefers the chosen restore program, if that has this
+    /// variant: the administrator may have replaced it with a wrapper. Fails if no program of this
+    /// variant is installed.
     fn tool(&self, family: Family, variant: Variant, kind: ProgramKind) -> Result<Tool> {
         if kind == ProgramKind::Restore
             && let Some(tool) = tool::chosen_program(&self.folders, self.runner, family)?
@@ -342,7 +344,8 @@ impl<'m> Iptables<'m> {
     }
 }
 
-/// Returns the error that no program of `variant` is installed, or with `None` of any variant.
+/// Returns the error for programs that are not installed: those of `variant`, or those of both
+/// variants if it is `None`.
 fn programs_not_found(family: Family, variant: Option<Variant>) -> Error {
     let mut name = tool::program_prefix(family).to_owned();
     if let Some(variant) = variant {

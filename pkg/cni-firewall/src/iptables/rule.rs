@@ -1,8 +1,8 @@
-//! A rule as the words that `iptables -S` prints after `-A CHAIN`, and how such words are quoted.
+//! Represents a rule as the words that `iptables -S` prints after `-A CHAIN`, and quotes words.
 //!
-//! Rules read over netlink and rules printed by a program have the same form here. Of a rule read
-//! over netlink only the parts that plugins write are put into words. If the rule has other parts,
-//! [`Rule::is_whole`] is false, but the target and the comment are always among the words.
+//! A rule read over netlink has the same words as one that a program printed, but only for the
+//! parts that plugins write. If the rule has other parts, [`Rule::is_whole`] is false. The comment,
+//! and any target that is a chain, are among the words even then.
 
 use crate::nft::Raw;
 
@@ -40,7 +40,7 @@ impl Rule {
         self.words.get(position + 1).map(String::as_str)
     }
 
-    /// Returns where matching packets go, a chain or a target; `None` if the rule has neither.
+    /// Returns the chain or target of `-j` or `-g`; `None` if the rule has neither option.
     pub fn target(&self) -> Option<&str> {
         self.value("-j").or_else(|| self.value("-g"))
     }
@@ -56,9 +56,10 @@ impl Rule {
     }
 }
 
-/// Splits one line that `iptables-save` or `iptables -S` wrote into words, without the quotes.
+/// Splits a line that `iptables-save` or `iptables -S` printed into words, and removes the quotes.
 pub fn split(line: &str) -> Vec<String> {
     let mut words = Vec::new();
+    // The word that has begun; empty text for a word that is only quotes so far.
     let mut word: Option<String> = None;
     let (mut quoted, mut chars) = (false, line.chars());
     while let Some(char) = chars.next() {
@@ -76,8 +77,8 @@ pub fn split(line: &str) -> Vec<String> {
     words
 }
 
-/// Quotes a word so that `iptables-restore` reads it as one word. `None` if the word has control
-/// characters, or more than 1023 bytes, which the program does not read as one word.
+/// Quotes a word so that `iptables-restore` reads it as one word. `None` if that is impossible: the
+/// word has control characters, or more than 1023 bytes.
 pub fn quote(word: &str) -> Option<String> {
     const WORD_MAX: usize = 1023;
     if word.len() > WORD_MAX || word.chars().any(char::is_control) {

@@ -1,12 +1,11 @@
 //! Finds and runs the programs of iptables.
 //!
-//! The variant of a program is taken from the name of the file that its path links to. If that name
-//! shows no variant, the program is run with `--version`. Programs run through [`Machine::run`],
-//! without a shell, with a deadline; an error has the program's arguments, its status and its
-//! stderr.
+//! The variant of a program is taken from the name of its file, after following links. If that name
+//! contains no variant, the program is run with `--version`. Programs run without a shell and with
+//! a time limit; an error has the program's arguments, its status and its stderr.
 //!
-//! Callers run a program of iptables-legacy only where the legacy table exists or is to be created:
-//! reading the table makes the kernel create it.
+//! Callers must not run a save program of iptables-legacy if the table does not exist: reading the
+//! table makes the kernel create it.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -20,9 +19,9 @@ use cni_linux::error::{Cause, Error, Result};
 use cni_linux::program;
 use cni_linux::route::Family;
 
-/// How long iptables-legacy waits for its own lock, in seconds.
+/// How long iptables-legacy waits for its own lock at most, in seconds.
 const XTABLES_WAIT: &str = "10";
-/// How long a program can run, its wait for that lock included.
+/// How long a program can run, including its wait for that lock.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// What a program of iptables does.
@@ -48,7 +47,7 @@ impl ProgramKind {
 #[derive(Clone, Copy)]
 pub(crate) struct Runner<'m> {
     pub(crate) machine: &'m dyn Machine,
-    /// Whether SIGTERM ends the wait for the lock. A program that runs is always finished.
+    /// Whether SIGTERM ends the wait for the lock. SIGTERM never ends a program that runs.
     pub(crate) on_sigterm: OnSigterm,
 }
 
@@ -107,9 +106,9 @@ pub(super) fn program_prefix(family: Family) -> &'static str {
     }
 }
 
-/// Returns the restore program that the administrator has chosen: the one without a variant in its
-/// name (`iptables-restore`, usually a link), else the one of iptables-nft, else the one of
-/// iptables-legacy. `None` if none is installed.
+/// Returns the restore program that the administrator has chosen: `iptables-restore`, usually a
+/// link; if it is not installed, `iptables-nft-restore`, else `iptables-legacy-restore`. `None` if
+/// none is installed.
 pub(crate) fn chosen_program(folders: &Folders, runner: Runner<'_>, family: Family) -> Result<Option<Tool>> {
     let plain_name = format!("{}-{}", program_prefix(family), ProgramKind::Restore.suffix());
     if let Some(program) = folders.find(&plain_name) {
@@ -124,8 +123,8 @@ pub(crate) fn chosen_program(folders: &Folders, runner: Runner<'_>, family: Fami
     Ok(None)
 }
 
-/// Returns the program of one variant: the program with the variant in its name, else the program
-/// without, if that is of this variant. `None` if no program of this variant is installed.
+/// Returns the program of one variant: `iptables-nft-save`, for example, or else `iptables-save` if
+/// that has the variant. `None` if no program of the variant is installed.
 pub(crate) fn find_program(
     folders: &Folders,
     runner: Runner<'_>,
@@ -149,11 +148,11 @@ fn program_name(family: Family, variant: Variant, kind: ProgramKind) -> String {
     format!("{}-{variant}-{}", program_prefix(family), kind.suffix())
 }
 
-/// Returns the variant of a program, which the name of the file that its path links to usually
-/// contains: `xtables-nft-multi` or `xtables-legacy-multi`. A program with another name, for
+/// Returns the variant of a program. Follows links, usually to `xtables-nft-multi` or
+/// `xtables-legacy-multi`, whose names contain the variant. A program with another name, for
 /// example a script, is run with `--version`; fails if that fails.
 fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
-    // If a link cannot be followed, its own name decides; running the program then reports why.
+    // If a link cannot be followed, its own name is used; running the program then reports why.
     let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     if name.contains("nft") {
@@ -163,23 +162,22 @@ fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
         return Ok(Variant::Legacy);
     }
     let version = run(runner, program, &["--version"], b"")?;
-    // Releases before iptables-nft existed print no variant; they are what is now called legacy.
+    // Releases from before iptables-nft print no variant; they are what is now called legacy.
     Ok(if String::from_utf8_lossy(&version).contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
 }
 
-/// Runs a restore program with `text` as its input. The program makes all changes of the text or,
-/// if it fails, none.
+/// Runs a restore program with `text` as its input. If the program fails, it has changed nothing.
 pub(crate) fn restore(runner: Runner<'_>, tool: &Tool, text: &str) -> Result<()> {
     run(runner, &tool.program, &["--noflush", "-w", XTABLES_WAIT], text.as_bytes()).map(drop)
 }
 
-/// Runs a save program and returns the table as it prints it.
+/// Runs a save program and returns its output.
 pub(crate) fn save(runner: Runner<'_>, tool: &Tool, table: Table) -> Result<String> {
     run(runner, &tool.program, &["-t", table.name()], b"").map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Runs a program and returns its stdout. Fails if it cannot be started, does not end within
-/// [`LIMIT`], or exits with another status than 0.
+/// [`LIMIT`], or does not exit with status 0.
 fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Result<Vec<u8>> {
     let command = CommandContext { program, args };
     let args = args.iter().map(OsString::from).collect();

@@ -19,10 +19,10 @@ const fn extension<T>(name: &'static str, revision: u32) -> Extension {
     Extension { name, revision, size: size_of::<T>() }
 }
 
-/// The kernel and iptables round the size of a structure up to a multiple of this, except on 32-bit
-/// x86.
+/// The alignment of structures: the kernel and iptables round the size of each up to a multiple of
+/// this, except on 32-bit x86.
 pub(super) const ALIGN: usize = 8;
-/// The most ports of a multiport match.
+/// The maximum number of ports in a multiport match.
 pub(super) const PORTS_MAX: usize = 15;
 
 /// The `kind` of a [`Multiport`] match of destination ports.

@@ -9,13 +9,13 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 impl IptablesPortMap<'_> {
-    /// Returns a sentence for each rule that differs from what [`ensure`](IptablesPortMap::ensure)
-    /// writes; empty if there is no difference. If both variants have the container's chain, the
-    /// one with fewer differences counts. Accepts the rules of Go's plugin, and duplicates. Does
-    /// not compare conditions, because the kernel can return them in another form than the
-    /// configuration has.
+    /// Returns a sentence for each difference from the rules that
+    /// [`ensure`](IptablesPortMap::ensure) writes; empty if there is none. If both variants have
+    /// the container's chain, only the differences of the variant with fewer are returned. Accepts
+    /// the rules of Go's plugin, and duplicates. Does not compare conditions, because the kernel
+    /// can return them in another form than the configuration has.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
-        let chain = shape::chain(&wanted.attachment);
+        let chain = shape::chain_name(&wanted.attachment);
         let mut differences = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
@@ -26,9 +26,8 @@ impl IptablesPortMap<'_> {
                     continue;
                 }
                 let found = differences_in(&mut nat, wanted, container, &claims)?;
-                match &fewest {
-                    Some(fewest) if fewest.len() <= found.len() => {}
-                    _ => fewest = Some(found),
+                if fewest.as_ref().is_none_or(|fewest| found.len() < fewest.len()) {
+                    fewest = Some(found);
                 }
             }
             let found = fewest.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
@@ -48,7 +47,7 @@ fn differences_in(
     claims: &[ClaimedPort],
 ) -> Result<Vec<String>> {
     let mut differences = Vec::new();
-    let chain = shape::chain(&wanted.attachment);
+    let chain = shape::chain_name(&wanted.attachment);
     for (shared_chain, words) in shared_rules(wanted) {
         if !nat.rules(shared_chain)?.iter().any(|rule| rule.matches(&words)) {
             differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));
@@ -60,8 +59,8 @@ fn differences_in(
     let (own, mut unmarked): (Vec<&Section>, Vec<&Section>) =
         sections.iter().partition(|section| is_own(section, wanted));
     unmarked.retain(|section| section.marker.is_none());
-    // Unmarked sections, of Go, are accepted although they lead to another address: Go makes the
-    // rule that marks connections to a port only once, with the first address.
+    // An unmarked section for another address counts too: it can have the rule that marks
+    // connections to a port, because Go makes that rule only once, with the first address.
     let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
     for claim in claims {
         for words in shape::mapping_rules(wanted, container, claim) {
@@ -69,13 +68,13 @@ fn differences_in(
                 differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
             }
         }
-        if !jumps.iter().filter_map(Jump::read).any(|jump| jump.serves(claim)) {
+        if !jumps.iter().filter_map(Jump::read).any(|jump| jump.can_match(claim)) {
             differences.push(format!("chain {DNAT} lacks a rule that jumps to {chain} for {claim}"));
         }
-        let is_unmarked = |found: &ClaimedPort| {
-            unmarked.iter().any(|section| section.claims().any(|unmarked_claim| unmarked_claim == *found))
-        };
-        if let Some(first) = shape::first_claim(chain_rules, claim).filter(is_unmarked) {
+        // The first overlapping rule takes precedence.
+        if let Some(first) = shape::first_overlapping_claim(chain_rules, claim)
+            && unmarked.iter().any(|section| section.claims().any(|unmarked_claim| unmarked_claim == first))
+        {
             differences
                 .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));
         }

@@ -1,4 +1,4 @@
-//! Finds conflicting rules of other containers in tables that an ADD does not read itself.
+//! Searches tables that an ADD does not read itself for conflicting rules of other containers.
 
 use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{ClaimedPort, Forwarding, Policy};
@@ -18,12 +18,21 @@ pub enum UnreadTables {
     OtherVariant,
 }
 
+/// The outcome of a search for conflicts in one table.
+enum SearchOutcome {
+    /// The table was searched. The plan has the removals of dead containers' rules and, if there is
+    /// one, the living holder of a wanted port.
+    Searched(Plan),
+    /// The table was not searched, for this reason. The ADD can continue without the search.
+    Skipped(String),
+}
+
 impl IptablesPortMap<'_> {
-    /// Returns the living holder of a wanted port, if there is one, and whether there are rules of
-    /// dead containers for the ports or to the container's addresses, in the tables of `unread`.
-    /// With [`ConflictAction::Displace`] also removes the dead containers' rules. Finds nothing
-    /// with [`Policy::Ignore`]. In a family without a mapping, iptables-legacy is not read, because
-    /// that would cost a process.
+    /// Searches the tables of `unread` for a living container that has a wanted port, and for rules
+    /// of dead containers that are for a wanted port or lead to the container's addresses. With
+    /// [`ConflictAction::Displace`] also removes the dead containers' rules. Finds nothing with
+    /// [`Policy::Ignore`]. In a family without a mapping, iptables-legacy is not read, because that
+    /// would cost a process.
     ///
     /// # Errors
     /// If tables cannot be read or changed. With [`ConflictAction::Keep`] a failing program of
@@ -40,7 +49,7 @@ impl IptablesPortMap<'_> {
         }
         for (container, claims) in wanted.families_with_address() {
             let family = Family::of(container.address());
-            // The variant that the ADD reads itself; none in a family without a mapping.
+            // The variant that the ADD searches itself; none is skipped if no port is mapped.
             let skipped_variant = match unread {
                 UnreadTables::OtherVariant if !claims.is_empty() => self.iptables.chosen_variant(family)?,
                 UnreadTables::OtherVariant | UnreadTables::Both => None,
@@ -52,8 +61,8 @@ impl IptablesPortMap<'_> {
                 }
                 let name = format!("{}-{variant}", program_name(family));
                 let plan = match self.search_table(wanted, (container, &claims), variant, action, &mut probe)? {
-                    Ok(plan) => plan,
-                    Err(why) => {
+                    SearchOutcome::Searched(plan) => plan,
+                    SearchOutcome::Skipped(why) => {
                         conflicts.remarks.push(format!(
                             "{name} has a table nat, but it was not searched for other containers' host ports: {why}"
                         ));
@@ -62,18 +71,17 @@ impl IptablesPortMap<'_> {
                 };
                 conflicts.found_dead |= !plan.edit.is_empty();
                 conflicts.remarks.extend(plan.remarks.into_iter().map(|remark| format!("{remark} ({name})")));
-                if plan.held.is_some() {
-                    return Ok(Conflicts { held: plan.held, ..conflicts });
+                if plan.living_holder.is_some() {
+                    return Ok(Conflicts { held: plan.living_holder, ..conflicts });
                 }
             }
         }
         Ok(conflicts)
     }
 
-    /// Finds the conflicts in the table of one family and variant, and with
-    /// [`ConflictAction::Displace`] removes the rules of dead containers. Returns the plan of the
-    /// removal, which names the living holder of a wanted port, if there is one. An inner `Err` is
-    /// the reason why the table was not searched, where the ADD can go on without that.
+    /// Searches the table of one family and variant for conflicts. With
+    /// [`ConflictAction::Displace`] also removes the rules of dead containers, unless a living
+    /// container has a wanted port.
     fn search_table(
         &mut self,
         wanted: &Forwarding,
@@ -81,37 +89,41 @@ impl IptablesPortMap<'_> {
         variant: Variant,
         action: ConflictAction,
         probe: &mut LivenessProbe,
-    ) -> Result<Result<Plan, String>> {
+    ) -> Result<SearchOutcome> {
         let family = Family::of(container.address());
         let is_optional = variant == Variant::Legacy && action == ConflictAction::Keep;
-        let not_searched = |error: Error| {
-            if is_optional && !error.is_terminated() { Ok(Err(error.to_string())) } else { Err(error) }
+        let skip_if_optional = |error: Error| {
+            if is_optional && !error.is_terminated() {
+                Ok(SearchOutcome::Skipped(error.to_string()))
+            } else {
+                Err(error)
+            }
         };
         match self.iptables.can_remove(family, variant) {
             Ok(true) => {}
-            Ok(false) => return Ok(Err("its programs are not installed".to_owned())),
-            Err(error) => return not_searched(error),
+            Ok(false) => return Ok(SearchOutcome::Skipped("its programs are not installed".to_owned())),
+            Err(error) => return skip_if_optional(error),
         }
         let mut plan_for_table = |nat: &mut Chains<'_>| {
             // Jumps are found by port numbers, so without a port there are none to find.
             let jumps = if claims.is_empty() { Vec::new() } else { candidate_jumps(nat, wanted, claims)? };
             let mut plan = Plan::default();
-            plan_displacement(nat, wanted, (container, claims), &jumps, (&mut *probe, &mut plan))?;
+            plan_displacement(nat, wanted, (container, claims), &jumps, probe, &mut plan)?;
             Ok(plan)
         };
         match action {
             ConflictAction::Keep => match self.iptables.read(family, variant) {
-                Ok(mut nat) => plan_for_table(&mut nat).map(Ok),
-                Err(error) => not_searched(error),
+                Ok(mut nat) => Ok(SearchOutcome::Searched(plan_for_table(&mut nat)?)),
+                Err(error) => skip_if_optional(error),
             },
             ConflictAction::Displace => {
                 // `change` can plan several times; the last plan is the applied one.
                 let mut last_plan = Plan::default();
                 self.iptables.change(family, variant, |nat| {
                     last_plan = plan_for_table(nat)?;
-                    Ok(if last_plan.held.is_some() { Edit::new() } else { last_plan.edit.clone() })
+                    Ok(if last_plan.living_holder.is_some() { Edit::new() } else { last_plan.edit.clone() })
                 })?;
-                Ok(Ok(last_plan))
+                Ok(SearchOutcome::Searched(last_plan))
             }
         }
     }

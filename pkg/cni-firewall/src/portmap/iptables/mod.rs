@@ -3,11 +3,12 @@
 //!
 //! The rules are those of `shape`; [`crate::iptables`] locks, reads and writes, and repeats
 //! attempts. Rules of an attachment are replaced only where they differ, so an ADD that finds
-//! everything in place writes nothing. Exception: jumps with conditions are always replaced.
+//! everything in place writes nothing. Exception: jumps to the container's chain that have
+//! conditions are always replaced.
 //!
-//! The container's chain is emptied only if all rules in it are the attachment's: another interface
-//! of the container may have rules there, written by these plugins or by Go's. The shared chains
-//! are never removed; only duplicate rules in them are.
+//! The container's chain is emptied only if all rules in it belong to the attachment: another
+//! interface of the container may have rules there, written by these plugins or by Go's. The chains
+//! and rules that all containers share are never removed, except duplicates of these rules.
 
 use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
@@ -32,7 +33,7 @@ pub use conflicts::UnreadTables;
 use others::plan_displacement;
 pub use previous::PreviousRules;
 use previous::is_own;
-use removal::{delete_section, plan_removal, serves_any};
+use removal::{can_match_any, delete_section, plan_removal};
 use shape::{DNAT, MASQ, SETMARK, Section};
 
 /// Host ports in the tables `nat` of the calling thread's network namespace.
@@ -47,8 +48,21 @@ struct Plan {
     edit: Edit,
     /// Remarks for the operator.
     remarks: Vec<String>,
-    /// A living container that has a wanted port. If there is one, nothing must be changed.
-    held: Option<Holder>,
+    /// A living container that has a wanted port. If there is one, the edit must not be applied.
+    living_holder: Option<Holder>,
+}
+
+/// A family in which an ADD maps ports.
+struct Target {
+    family: Family,
+    /// The variant in which the rules are made.
+    variant: Variant,
+    /// The container's address.
+    container: Cidr,
+    /// The claims of this address.
+    claims: Vec<ClaimedPort>,
+    /// The remarks of the last plan: a family can be planned several times.
+    remarks: Vec<String>,
 }
 
 impl<'m> IptablesPortMap<'m> {
@@ -58,7 +72,7 @@ impl<'m> IptablesPortMap<'m> {
         Ok(IptablesPortMap { iptables: Iptables::open(Table::Nat, machine, notes, on_sigterm)? })
     }
 
-    /// Uses an iptables that is open already.
+    /// Maps ports with `iptables`, which must be the table `nat`.
     pub fn new(iptables: Iptables<'m>) -> IptablesPortMap<'m> {
         IptablesPortMap { iptables }
     }
@@ -68,51 +82,49 @@ impl<'m> IptablesPortMap<'m> {
     /// back.
     ///
     /// # Errors
-    /// That iptables is not installed, or the error of a change. If putting back fails too, the
-    /// error has both causes.
+    /// If rules cannot be written over netlink and iptables is not installed, or if a change fails.
+    /// If putting back fails too, the error has both causes.
     pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = probe.find_host_link(&wanted.attachment)?;
-        let mut families = Vec::new();
-        for (container, _) in wanted.families() {
+        let mut targets = Vec::new();
+        for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
-            families.push((family, self.variant_for_new_rules(family)?));
+            let variant = self.variant_for_new_rules(family)?;
+            targets.push(Target { family, variant, container, claims, remarks: Vec::new() });
         }
-        let (mut previous, mut held) = (PreviousRules::default(), None);
-        // A family can be planned several times. Only the remarks of its last plan count.
-        let mut remarks_by_family: Vec<(Family, Vec<String>)> = Vec::new();
+        let families: Vec<(Family, Variant)> = targets.iter().map(|target| (target.family, target.variant)).collect();
+        let (mut previous, mut living_holder) = (PreviousRules::default(), None);
         let result = self.iptables.change_all(&families, |nat| {
-            // `families` was made from `wanted.families()`, so both searches find the family.
             let family = nat.family();
-            let target = wanted.families().find(|(container, _)| Family::of(container.address()) == family);
-            let Some((container, claims)) = target else { return Ok(Some(Edit::new())) };
-            let found = families.iter().find(|(planned, _)| *planned == family);
-            let variant = found.map_or(Variant::Nft, |(_, variant)| *variant);
-            previous.remember(nat, variant, wanted)?;
-            let plan = plan_family(nat, wanted, container, &claims, host_link.as_deref(), &mut probe)?;
-            if plan.held.is_some() {
-                held = plan.held;
+            // Never `None`: `families` was made from `targets`.
+            let target = targets.iter_mut().find(|target| target.family == family);
+            let Some(target) = target else { return Ok(Some(Edit::new())) };
+            previous.remember(nat, target.variant, wanted)?;
+            let own_ports = (target.container, target.claims.as_slice());
+            let plan = plan_family(nat, wanted, own_ports, host_link.as_deref(), &mut probe)?;
+            if plan.living_holder.is_some() {
+                living_holder = plan.living_holder;
                 return Ok(None);
             }
-            remarks_by_family.retain(|(planned, _)| *planned != family);
-            remarks_by_family.push((family, plan.remarks));
+            target.remarks = plan.remarks;
             Ok(Some(plan.edit))
         });
         let (changed, error) = match result {
             Ok(changed) => (changed, None),
             Err((changed, error)) => (changed, Some(error)),
         };
-        previous.truncate(changed);
+        previous.keep_first(changed);
         // Families may have been changed before the error, or before another attachment took one of
         // the ports: the previous rules of these families are put back.
         if let Some(error) = error {
             return Err(self.put_back_after(error, wanted, &previous));
         }
-        if let Some(holder) = held {
+        if let Some(holder) = living_holder {
             self.put_back(wanted, &previous)?;
             return Ok(EnsureOutcome::Held(holder));
         }
-        let mut remarks: Vec<String> = remarks_by_family.into_iter().flat_map(|(_, remarks)| remarks).collect();
+        let mut remarks: Vec<String> = targets.into_iter().flat_map(|target| target.remarks).collect();
         if let Err(error) = self.ensure_empty_chains(wanted, host_link.as_deref(), &mut previous, &mut remarks) {
             return Err(self.put_back_after(error, wanted, &previous));
         }
@@ -120,8 +132,8 @@ impl<'m> IptablesPortMap<'m> {
         Ok(EnsureOutcome::Done { previous, remarks })
     }
 
-    /// Puts the previous rules back after `error`. Returns `error`; if putting back fails too, the
-    /// error of that precedes `error` in the message.
+    /// Puts the previous rules back after `error`, and returns `error`. If putting back fails too,
+    /// the message has both errors, that of putting back first.
     fn put_back_after(&mut self, error: Error, wanted: &Forwarding, previous: &PreviousRules) -> Error {
         match self.put_back(wanted, previous) {
             Ok(()) => error,
@@ -130,9 +142,9 @@ impl<'m> IptablesPortMap<'m> {
     }
 
     /// Creates the container's chain, without a mapping, and the rules that jump to the chain, in
-    /// each family in which the container has an address and no port is mapped. Only the CHECK of
-    /// Go's plugin needs these rules, so a failure to write them is only added to `remarks`, and a
-    /// family without iptables is skipped.
+    /// each family in which the container has an address but no port is mapped. Only the CHECK of
+    /// Go's plugin needs these rules, so a failure to write them only adds a remark, and a family
+    /// in which rules cannot be written is skipped.
     ///
     /// # Errors
     /// SIGTERM, a deadline, or a failure to find the variant of iptables.
@@ -153,8 +165,8 @@ impl<'m> IptablesPortMap<'m> {
             let (mut last_remarks, mut has_changes) = (Vec::new(), false);
             let result = self.iptables.change(family, variant, |nat| {
                 previous.remember(nat, variant, wanted)?;
-                // Without a claim no port can be held, so the plan is complete.
-                let plan = plan_family(nat, wanted, container, &[], host_link, &mut probe)?;
+                // Without a claim there is no living holder, so the plan is complete.
+                let plan = plan_family(nat, wanted, (container, &[]), host_link, &mut probe)?;
                 last_remarks = plan.remarks;
                 has_changes |= !plan.edit.is_empty();
                 Ok(plan.edit)
@@ -175,7 +187,7 @@ impl<'m> IptablesPortMap<'m> {
         Ok(())
     }
 
-    /// Returns the variant in which new rules are made. Fails if there is none.
+    /// Returns the variant in which new rules are made. Fails if no variant can be used.
     fn variant_for_new_rules(&mut self, family: Family) -> Result<Variant> {
         self.iptables.variant_for_new_rules(family)?.ok_or_else(|| {
             let cause = Cause::text("it is neither in PATH nor in /usr/sbin");
@@ -184,7 +196,7 @@ impl<'m> IptablesPortMap<'m> {
     }
 }
 
-/// Returns the name of iptables in this family, for messages.
+/// Returns the name of this family's iptables, for messages.
 fn program_name(family: Family) -> &'static str {
     match family {
         Family::V4 => "iptables",
@@ -193,22 +205,20 @@ fn program_name(family: Family) -> &'static str {
 }
 
 /// Plans all changes for one family: the removal of dead containers' rules, the shared rules, and
-/// the container's own. `host_link` is the host's end of the attachment's link, if the host's end
-/// has the attachment's alias. If a living container has a wanted port, the plan is not complete
-/// and must not be applied.
+/// the container's own. `host_link` is the host end of the attachment's veth, if there is one. If a
+/// living container has a wanted port, the plan is incomplete and must not be applied.
 fn plan_family(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
-    container: Cidr,
-    claims: &[ClaimedPort],
+    (container, claims): (Cidr, &[ClaimedPort]),
     host_link: Option<&str>,
     probe: &mut LivenessProbe,
 ) -> Result<Plan> {
     let mut plan = Plan::default();
     let candidate_jumps = candidate_jumps(nat, wanted, claims)?;
     if wanted.policy == Policy::RefuseIfAlive {
-        plan_displacement(nat, wanted, (container, claims), &candidate_jumps, (probe, &mut plan))?;
-        if plan.held.is_some() {
+        plan_displacement(nat, wanted, (container, claims), &candidate_jumps, probe, &mut plan)?;
+        if plan.living_holder.is_some() {
             return Ok(plan);
         }
     }
@@ -217,7 +227,7 @@ fn plan_family(
     Ok(plan)
 }
 
-/// Returns the rules that all containers share, each with its chain.
+/// Returns the rules that all containers share, each after the name of its chain.
 fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::RuleWords)> {
     let mut rules = Vec::new();
     if let SetMark::Bit(bit) = &wanted.set_mark
@@ -259,8 +269,8 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
 }
 
 /// Plans the rules in the container's own chain and the jumps to it, where they differ from the
-/// existing ones; jumps with conditions always. `candidate_jumps` are the rules of [`DNAT`] that
-/// may be such jumps.
+/// existing ones. Jumps with conditions are always replaced. `candidate_jumps` contains all rules
+/// of [`DNAT`] that jump to the container's chain.
 fn plan_own_rules(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -269,13 +279,10 @@ fn plan_own_rules(
     host_link: Option<&str>,
     plan: &mut Plan,
 ) -> Result<()> {
-    let edit = &mut plan.edit;
-    let chain = shape::chain(&wanted.attachment);
+    let chain = shape::chain_name(&wanted.attachment);
     let mut new_rules = vec![shape::marker_rule(&wanted.attachment, host_link)];
     new_rules.extend(claims.iter().flat_map(|claim| shape::mapping_rules(wanted, container, claim)));
-    let mut sections = shape::sections(nat.rules(&chain)?);
-    // An empty chain has one empty section.
-    sections.retain(|section| section.rules().next().is_some());
+    let sections = shape::sections(nat.rules(&chain)?);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
     let claims_of_others: Vec<ClaimedPort> = others.iter().flat_map(|section| section.claims()).collect();
     let own_rules: Vec<&Rule> = own.iter().flat_map(|section| section.rules()).collect();
@@ -283,46 +290,65 @@ fn plan_own_rules(
         own_rules.len() == new_rules.len() && own_rules.iter().zip(&new_rules).all(|(rule, words)| rule.matches(words));
     if !is_in_place {
         if others.is_empty() {
-            edit.replace_chain(&chain);
+            plan.edit.replace_chain(&chain);
         } else {
-            own.iter().for_each(|section| delete_section(edit, &chain, section, &claims_of_others));
+            for section in own {
+                delete_section(&mut plan.edit, &chain, section, &claims_of_others);
+            }
         }
         for words in new_rules {
-            edit.append(&chain, words);
+            plan.edit.append(&chain, words);
         }
     }
-    // Rules by Go's plugin for another address of the container precede the new ones.
+    // The chain can still have rules of Go's plugin for another address of the container. They
+    // precede the new rules.
     if wanted.policy == Policy::RefuseIfAlive {
         for section in others.iter().filter(|section| section.marker.is_none()) {
             let older = section.claims().filter(|older| claims.iter().any(|claim| claim.overlaps(older)));
             plan.remarks.extend(older.map(|older| older_mapping_remark(&older)));
         }
     }
-    let conditions = wanted.conditions(Family::of(container.address()));
     let jumps: Vec<&Rule> = candidate_jumps.iter().filter(|rule| rule.target() == Some(&chain)).collect();
-    // The jumps that stay, as indices in `jumps`.
-    let mut kept_indices: Vec<usize> = Vec::new();
-    for words in shape::jump_rules(wanted, conditions) {
-        let is_unused_match = |(index, jump): (usize, &&Rule)| jump.matches(&words) && !kept_indices.contains(&index);
-        // The kernel can return conditions in another form than the configuration has, so they
-        // cannot be compared: a jump with conditions is always replaced.
-        let existing = if conditions.is_empty() { jumps.iter().enumerate().position(is_unused_match) } else { None };
-        match existing {
-            Some(index) => kept_indices.push(index),
-            None => edit.append(DNAT, words),
-        }
-    }
-    for (index, jump) in jumps.iter().enumerate() {
-        if !kept_indices.contains(&index) && !serves_any(jump, &claims_of_others) {
-            edit.delete(DNAT, jump);
-        }
-    }
+    let conditions = wanted.conditions(Family::of(container.address()));
+    plan_jumps(wanted, conditions, &jumps, &claims_of_others, &mut plan.edit);
     Ok(())
 }
 
-/// Returns the rules of [`DNAT`] that may be for a claimed port or jump to the container's chain,
-/// and perhaps others.
+/// Plans the jumps to the container's chain: adds those that are not among `existing`, and removes
+/// those that are neither wanted nor needed by `claims_of_others`, the claims of other attachments
+/// in the chain.
+fn plan_jumps(
+    wanted: &Forwarding,
+    conditions: &[String],
+    existing: &[&Rule],
+    claims_of_others: &[ClaimedPort],
+    edit: &mut Edit,
+) {
+    // Whether each existing jump is a wanted one. A duplicate of a wanted jump is not.
+    let mut is_kept = vec![false; existing.len()];
+    for words in shape::jump_rules(wanted, conditions) {
+        // The kernel can return conditions in another form than the configuration has, so they
+        // cannot be compared: a jump with conditions is always replaced.
+        let kept_index = if conditions.is_empty() {
+            (0..existing.len()).find(|index| !is_kept[*index] && existing[*index].matches(&words))
+        } else {
+            None
+        };
+        match kept_index {
+            Some(index) => is_kept[index] = true,
+            None => edit.append(DNAT, words),
+        }
+    }
+    for (jump, is_kept) in existing.iter().zip(is_kept) {
+        if !is_kept && !can_match_any(jump, claims_of_others) {
+            edit.delete(DNAT, jump);
+        }
+    }
+}
+
+/// Returns the rules of [`DNAT`] for a claimed port and those that jump to the container's chain.
+/// The result can contain some other rules too.
 fn candidate_jumps(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedPort]) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-    nat.rules_mentioning(DNAT, &ports, &shape::chain(&wanted.attachment))
+    nat.rules_mentioning(DNAT, &ports, &shape::chain_name(&wanted.attachment))
 }

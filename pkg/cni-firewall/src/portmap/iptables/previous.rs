@@ -1,19 +1,19 @@
 //! Records the rules of an attachment before an ADD, and puts them back if the ADD fails.
 //!
-//! The recorded rules are compared with the present ones, so a recorded rule that another process
-//! removed meanwhile is put back too. Rules of other attachments in the same chain are not changed,
-//! and the shared chains keep the rules that the ADD wrote.
+//! A recorded rule that another process removed meanwhile is put back too. Rules of other
+//! attachments in the same chain are not changed. The ADD's shared rules stay.
 
 use super::super::Forwarding;
 use super::shape::{self, DNAT, Section};
-use super::{IptablesPortMap, delete_section, plan_removal, serves_any};
+use super::{IptablesPortMap, can_match_any, delete_section, plan_removal};
 use crate::iptables::{Chains, Edit, Rule, Variant};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The rules that an attachment had in each family that an ADD has read.
+/// The rules that an attachment had before an ADD.
 #[derive(Clone, Debug, Default)]
 pub struct PreviousRules {
+    /// The families that the ADD has read, in the order of reading.
     families: Vec<FamilyRules>,
 }
 
@@ -29,14 +29,14 @@ struct FamilyRules {
 }
 
 impl PreviousRules {
-    /// Records the attachment's rules in this table, unless those of its family are recorded
-    /// already.
+    /// Records the attachment's rules in this table, unless rules of the table's family are
+    /// recorded already: a family is read again after a failed attempt, which may have changed it.
     pub(super) fn remember(&mut self, nat: &mut Chains<'_>, variant: Variant, wanted: &Forwarding) -> Result<()> {
         let family = nat.family();
         if self.families.iter().any(|recorded| recorded.family == family) {
             return Ok(());
         }
-        let chain = shape::chain(&wanted.attachment);
+        let chain = shape::chain_name(&wanted.attachment);
         let sections = shape::sections(nat.rules(&chain)?);
         let own = sections.iter().filter(|section| is_own(section, wanted));
         let rules: Vec<Rule> = own.flat_map(Section::rules).cloned().collect();
@@ -56,19 +56,19 @@ impl PreviousRules {
         self.families.is_empty()
     }
 
-    /// Drops the record of all families but the first `count`, which were changed.
-    pub(super) fn truncate(&mut self, count: usize) {
+    /// Keeps only the records of the first `count` families: those that were changed.
+    pub(super) fn keep_first(&mut self, count: usize) {
         self.families.truncate(count);
     }
 }
 
-/// Whether a section of the container's chain is this attachment's: its marker names the
-/// attachment, or it has no marker and all its mappings lead to the container's addresses, like the
-/// mappings of an earlier ADD by Go's plugin. True for the empty section of an empty chain.
+/// Whether a section of the container's chain belongs to this attachment: its marker names the
+/// attachment, or it has no marker (Go's plugin made it) and all its mappings lead to the
+/// container's addresses. True for the empty section of an empty chain.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
         Some(alias) => alias == wanted.attachment.alias(),
-        None => section.groups.iter().all(|group| match group.claim {
+        None => section.mappings.iter().all(|mapping| match mapping.claim {
             Some(claim) => wanted.is_container(claim.container.ip()),
             None => false,
         }),
@@ -77,11 +77,11 @@ pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
 
 impl IptablesPortMap<'_> {
     /// Puts back the rules that the attachment had before an [`ensure`](IptablesPortMap::ensure),
-    /// and removes the rules that `ensure` added. SIGTERM does not interrupt this call, nor later
-    /// calls on this object, because SIGTERM may have made the ADD fail.
+    /// and removes the attachment's rules that `ensure` added. SIGTERM, which may have made the ADD
+    /// fail, does not interrupt this call or later calls on this object.
     ///
     /// # Errors
-    /// The first error. The other family is restored anyway.
+    /// The first error. An error in one family does not stop the other.
     pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         self.iptables.finish_on_sigterm();
         let mut first_error = None;
@@ -103,11 +103,10 @@ impl IptablesPortMap<'_> {
 }
 
 impl FamilyRules {
-    /// Adds to `edit` the changes from the present rules back to the recorded ones: in the
-    /// container's chain, and in the jumps to it. Rules and jumps that other attachments in the
-    /// chain need stay.
+    /// Adds to `edit` the changes that restore the recorded rules: those in the container's chain
+    /// and the jumps to it. Rules and jumps that other attachments in the chain need stay.
     fn plan_put_back(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
-        let chain = shape::chain(&wanted.attachment);
+        let chain = shape::chain_name(&wanted.attachment);
         if self.rules.is_empty() {
             // The claims of the removed rules are not needed here.
             let _claims = plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;
@@ -120,13 +119,18 @@ impl FamilyRules {
         if !nat.has_chain(&chain)? {
             edit.create_chain(&chain);
         }
-        if !own.iter().flat_map(|section| section.rules()).eq(&self.rules) {
-            own.iter().for_each(|section| delete_section(edit, &chain, section, &claims_of_others));
-            self.rules.iter().for_each(|rule| edit.put_back(&chain, rule));
+        let is_unchanged = own.iter().flat_map(|section| section.rules()).eq(&self.rules);
+        if !is_unchanged {
+            for section in own {
+                delete_section(edit, &chain, section, &claims_of_others);
+            }
+            for rule in &self.rules {
+                edit.put_back(&chain, rule);
+            }
         }
         let present_jumps = nat.rules_leading_to(DNAT, &chain)?;
         for jump in &present_jumps {
-            if !self.jumps.contains(jump) && !serves_any(jump, &claims_of_others) {
+            if !self.jumps.contains(jump) && !can_match_any(jump, &claims_of_others) {
                 edit.delete(DNAT, jump);
             }
         }

@@ -1,4 +1,4 @@
-//! Removes the rules of an attachment or of a network, and decides which rules to keep for others.
+//! Removes the rules of an attachment or of a network, and keeps those that other attachments need.
 
 use std::net::IpAddr;
 
@@ -10,34 +10,30 @@ use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
-/// The network and the container ID that the comment of a jump names.
+/// The network and the container ID from the comment of a jump.
 pub(super) struct JumpOwner {
     network: String,
     container_id: String,
 }
 
 impl IptablesPortMap<'_> {
-    /// Removes all rules of the attachment, in both families and variants, also those made by Go's
-    /// plugin. Go's rules name only the container, not the interface. They are removed if they lead
-    /// to one of `addresses`, the known addresses of the attachment, or if no address of the family
-    /// is known. Starts no process where netlink finds nothing and there is no legacy table.
+    /// Removes all rules of the attachment, in both families and variants. The rules of Go's plugin
+    /// name only the container: they stay if they lead to an address that is not among `addresses`,
+    /// the known addresses of the attachment. If no address of a family is known, all Go rules of
+    /// the container are removed in this family. Starts no process where netlink finds nothing and
+    /// there is no legacy table.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
-        let (chain, snat_chain) = (shape::chain(attachment), shape::snat_chain(attachment));
+        let (chain, snat_chain) = (shape::chain_name(attachment), shape::snat_chain_name(attachment));
         self.remove_everywhere(&[&chain, &snat_chain], |nat, edit| {
             let family = nat.family();
-            let known: Vec<&IpAddr> = addresses.iter().filter(|address| Family::of(**address) == family).collect();
+            let known: Vec<IpAddr> =
+                addresses.iter().copied().filter(|address| Family::of(*address) == family).collect();
             let claims = plan_removal(nat, edit, &chain, |section, owners| {
-                if !may_belong(section, owners, attachment) {
-                    return false;
-                }
-                if section.alias().is_some() || known.is_empty() {
-                    return true;
-                }
-                // Go's plugin made this section, which does not name the interface.
-                match section.address() {
-                    Some(address) => known.contains(&&address),
-                    None => true,
-                }
+                // Go's plugin made the sections without an alias.
+                let leads_elsewhere = section.alias().is_none()
+                    && !known.is_empty()
+                    && section.address().is_some_and(|address| !known.contains(&address));
+                may_belong(section, owners, attachment) && !leads_elsewhere
             })?;
             // Very old releases of Go's plugin made this second chain.
             if let Some(snat_content) = nat.chain(&snat_chain)?.cloned() {
@@ -50,9 +46,10 @@ impl IptablesPortMap<'_> {
         })
     }
 
-    /// Removes the rules that name `network` and none of the `valid` attachments. Rules made by
-    /// these plugins name their attachment in a marker. For those of Go's plugin, the comment of
-    /// the jump names network and container.
+    /// Removes the rules of `network` that belong to none of the `valid` attachments. Rules made by
+    /// these plugins name their attachment in a marker. Rules of Go's plugin have only the network
+    /// and the container ID, in the comments of the jumps to their chain: they are removed if such
+    /// comments exist, and all name `network` and a container without a valid attachment.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid_aliases: Vec<String> = valid.iter().map(AttachmentId::alias).collect();
         let alias_prefix = AttachmentId::network_prefix(network);
@@ -62,20 +59,21 @@ impl IptablesPortMap<'_> {
         self.remove_everywhere(&[DNAT], |nat, edit| {
             let mut claims = Vec::new();
             for chain in nat.chain_names(shape::PREFIX)? {
-                claims.extend(plan_removal(nat, edit, &chain, |section, owners| match section.alias() {
+                let removed_claims = plan_removal(nat, edit, &chain, |section, owners| match section.alias() {
                     Some(alias) => {
                         alias.starts_with(&alias_prefix) && !valid_aliases.iter().any(|valid| valid == alias)
                     }
                     None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
-                })?);
+                })?;
+                claims.extend(removed_claims);
             }
             Ok(claims)
         })
     }
 
-    /// Whether the chain of the attachment's container exists in any family and variant.
+    /// Whether the container of the attachment has a chain in any family and variant.
     pub fn holds(&mut self, attachment: &AttachmentId) -> Result<bool> {
-        let chain = shape::chain(attachment);
+        let chain = shape::chain_name(attachment);
         for family in FAMILIES {
             for variant in self.iptables.variants_to_search(family, &[&chain])? {
                 // iptables-nft is among the variants only if it has the chain.
@@ -87,9 +85,9 @@ impl IptablesPortMap<'_> {
         Ok(false)
     }
 
-    /// Makes the removals that `plan` adds to an edit, in every family and variant that may have
-    /// one of the `chains`. `plan` returns the claims of the rules that it removes. An error in one
-    /// family or variant does not stop the others.
+    /// Makes removals in every family and variant that may have one of the `chains`. `plan` adds
+    /// the removals in one table to the edit, and returns the claims of the removed rules. An error
+    /// in one family or variant does not stop the others.
     fn remove_everywhere(
         &mut self,
         chains: &[&str],
@@ -128,10 +126,10 @@ impl IptablesPortMap<'_> {
     }
 }
 
-/// Whether a section is the attachment's, or may be. `owners` are the containers that the jumps to
-/// the section's chain name. Two containers can share a chain, because the chain's name is a hash
-/// of network and container ID without a separator; so a section without a marker is not the
-/// attachment's if the jumps name only other containers.
+/// Whether a section of the container's chain belongs, or may belong, to the attachment. `owners`
+/// are from the comments of the jumps to the chain. A section without a marker does not belong to
+/// the attachment if all `owners` are other containers: two containers can share a chain, because
+/// its name is a hash of network and container ID without a separator.
 fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId) -> bool {
     if let Some(alias) = section.alias() {
         return alias == attachment.alias();
@@ -142,8 +140,9 @@ fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId
 }
 
 /// Adds to `edit` the removal of the sections of `chain` for which `is_removed` is true, of the
-/// jumps that no kept section needs, and of the chain if no section is kept. `is_removed` also gets
-/// the owners that the jumps to the chain name. Returns the claims of the removed sections.
+/// jumps that no kept section needs, and of the chain if no section is kept. `is_removed` is called
+/// with a section and the owners from the comments of the jumps to the chain. Returns the claims of
+/// the removed sections.
 pub(super) fn plan_removal(
     nat: &mut Chains<'_>,
     edit: &mut Edit,
@@ -159,10 +158,8 @@ pub(super) fn plan_removal(
         }
     }
     let sections = shape::sections(&content.rules);
-    let (removed, mut kept): (Vec<&Section>, Vec<&Section>) =
+    let (removed, kept): (Vec<&Section>, Vec<&Section>) =
         sections.iter().partition(|section| is_removed(section, &owners));
-    // An empty chain has one empty section, which does not keep the chain.
-    kept.retain(|section| section.rules().next().is_some());
     if removed.is_empty() {
         return Ok(Vec::new());
     }
@@ -179,31 +176,32 @@ pub(super) fn plan_removal(
     for section in removed.iter().filter(|section| section.shows_owner()) {
         delete_section(edit, chain, section, &kept_claims);
     }
-    for jump in jumps.iter().filter(|jump| !serves_any(jump, &kept_claims)) {
+    for jump in jumps.iter().filter(|jump| !can_match_any(jump, &kept_claims)) {
         edit.delete(DNAT, jump);
     }
     Ok(claims)
 }
 
 /// Adds to `edit` the removal of a section, except the rules that mark connections to a port in
-/// `kept_claims`. Go makes such a rule once for all addresses of a container. And iptables-legacy,
-/// which does not number rules, would remove the first rule with the same words, even if that rule
-/// is in a kept section.
+/// `kept_claims`: Go makes such a rule only once for all addresses of a container, and
+/// iptables-legacy, which does not number rules, would remove the first rule with the same words,
+/// perhaps one of a kept section.
 pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, kept_claims: &[ClaimedPort]) {
     for rule in section.rules() {
         let (protocol, port) = (rule.value("-p"), rule.value("--dport"));
-        let has_kept_port = kept_claims
-            .iter()
-            .any(|claim| protocol == Some(claim.protocol.name()) && port == Some(claim.host_port.to_string().as_str()));
+        let is_kept_port = |claim: &ClaimedPort| {
+            protocol == Some(claim.protocol.name()) && port == Some(claim.host_port.to_string().as_str())
+        };
+        let has_kept_port = kept_claims.iter().any(is_kept_port);
         if rule.target() == Some("DNAT") || !has_kept_port {
             edit.delete(chain, rule);
         }
     }
 }
 
-/// Whether this rule of [`DNAT`] can lead packets for one of the claims to a chain. False for a
-/// rule without a target.
-pub(super) fn serves_any(jump: &Rule, claims: &[ClaimedPort]) -> bool {
+/// Whether this rule of [`DNAT`] can match packets to the host port of one of the claims. False for
+/// a rule without a target.
+pub(super) fn can_match_any(jump: &Rule, claims: &[ClaimedPort]) -> bool {
     let Some(jump) = Jump::read(jump) else { return false };
-    claims.iter().any(|claim| jump.serves(claim))
+    claims.iter().any(|claim| jump.can_match(claim))
 }

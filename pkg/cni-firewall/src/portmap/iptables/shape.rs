@@ -1,11 +1,9 @@
 //! Builds and reads the rules of the iptables backend, which are those of Go's plugin, in the words
 //! of `iptables -S`.
 //!
-//! In table `nat`, where D is the container's chain, named `CNI-DN-` and 21 hex digits of the
-//! SHA-512 of network and container ID; N is the network, P the protocol, H the host's address, A
-//! and B ports of the host, and C:Q the address and port of the container:
+//! The rules in the table `nat`:
 //! ```text
-//! -A PREROUTING            -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT          and the same from OUTPUT
+//! -A PREROUTING            -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT                             also in OUTPUT
 //! -I POSTROUTING           -m comment --comment "CNI portfwd requiring masquerade" -j CNI-HOSTPORT-MASQ
 //! -A CNI-HOSTPORT-MASQ     -m mark --mark 0x2000/0x2000 -j MASQUERADE
 //! -A CNI-HOSTPORT-SETMARK  -m comment --comment "CNI portfwd masquerade mark" -j MARK --set-xmark 0x2000/0x2000
@@ -15,9 +13,13 @@
 //! -A D                     -s 127.0.0.1/32 [-d H] -p P -m P --dport A -j CNI-HOSTPORT-SETMARK            not in IPv6
 //! -A D                     [-d H] -p P -m P --dport A -j DNAT --to-destination C:Q
 //! ```
-//! All interfaces of a container share D. The rule without a target is a *marker*: its comment is
-//! the alias of the attachment that has the rules after it, and LINK is the host's end of the
-//! container's link, if the host's end had the alias when the rule was written.
+//! - D is the container's chain, which all interfaces of the container share: `CNI-DN-` and 21 hex
+//!   digits of the SHA-512 of network and container ID.
+//! - N is the network, P the protocol, A and B are ports of the host, H is an address of the host,
+//!   and C:Q is the address and port of the container.
+//! - The rule without a target is a *marker*: the rules after it belong to the attachment whose
+//!   alias is its comment. LINK is the host end of the attachment's veth, if there was one when the
+//!   rule was written.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -29,13 +31,14 @@ use crate::iptables::Rule;
 use cni::AttachmentId;
 use cni::Cidr;
 
-/// The chain of the jumps to the containers' chains.
+/// The chain whose rules jump to the chains of the containers.
 pub(crate) const DNAT: &str = "CNI-HOSTPORT-DNAT";
 /// The chain that marks connections for [`MASQ`].
 pub(super) const SETMARK: &str = "CNI-HOSTPORT-SETMARK";
 /// The chain that masquerades marked connections.
 pub(super) const MASQ: &str = "CNI-HOSTPORT-MASQ";
-/// The chain in which very old releases of Go's plugin jump to those of [`snat_chain`].
+/// The chain that jumps to each container's second chain ([`snat_chain_name`]) in very old releases
+/// of Go's plugin.
 pub(super) const SNAT: &str = "CNI-HOSTPORT-SNAT";
 /// How the names of containers' chains begin.
 pub(super) const PREFIX: &str = "CNI-DN-";
@@ -53,8 +56,8 @@ fn words<const N: usize>(words: [&str; N]) -> RuleWords {
     words.map(str::to_owned).to_vec()
 }
 
-/// Returns a chain name: the prefix, filled up to iptables' limit of 28 characters with hex digits
-/// of the hash of network and container ID.
+/// Returns the name of a container's chain: the prefix and hex digits of the SHA-512 of network and
+/// container ID, 28 characters in all, which is the limit of iptables.
 fn hashed_name(prefix: &str, attachment: &AttachmentId) -> String {
     const NAME_LEN: usize = 28;
     let digits = NAME_LEN.saturating_sub(prefix.len());
@@ -62,12 +65,12 @@ fn hashed_name(prefix: &str, attachment: &AttachmentId) -> String {
 }
 
 /// Returns the name of the container's own chain.
-pub(super) fn chain(attachment: &AttachmentId) -> String {
+pub(super) fn chain_name(attachment: &AttachmentId) -> String {
     hashed_name(PREFIX, attachment)
 }
 
 /// Returns the name of the second chain that very old releases of Go's plugin made for a container.
-pub(super) fn snat_chain(attachment: &AttachmentId) -> String {
+pub(super) fn snat_chain_name(attachment: &AttachmentId) -> String {
     hashed_name("CNI-SN-", attachment)
 }
 
@@ -81,19 +84,19 @@ pub(super) fn masquerade_entry_rule() -> RuleWords {
     words(["-m", "comment", "--comment", "CNI portfwd requiring masquerade", "-j", MASQ])
 }
 
-/// Returns the packet mark with this one bit, and the mask of the same bit: `0x2000/0x2000`. A bit
-/// above 31, which the configuration refuses, gives 0.
+/// Returns the packet mark with only this bit, and the same bit as its mask: `0x2000/0x2000`. Both
+/// are 0 for a bit above 31, which the configuration refuses.
 fn one_bit_mark(mark_bit: u8) -> String {
     let mark = 1_u32.checked_shl(mark_bit.into()).unwrap_or(0);
     format!("{mark:#x}/{mark:#x}")
 }
 
-/// Returns the rule of [`MASQ`]: packets with the mark are masqueraded.
+/// Returns the rule in [`MASQ`] that masquerades packets with the mark.
 pub(super) fn masquerade_rule(mark_bit: u8) -> RuleWords {
     words(["-m", "mark", "--mark", &one_bit_mark(mark_bit), "-j", "MASQUERADE"])
 }
 
-/// Returns the rule of [`SETMARK`]: packets get the mark.
+/// Returns the rule in [`SETMARK`] that sets the mark.
 pub(super) fn set_mark_rule(mark_bit: u8) -> RuleWords {
     words([
         "-m",
@@ -124,14 +127,14 @@ pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
     comment.strip_prefix("dnat name: \"")?.strip_suffix('"')?.split_once("\" id: \"")
 }
 
-/// Returns a container's jumps in [`DNAT`]: for each protocol, one for every 15 ports. Like Go's,
-/// they name every mapped port, also those that are mapped in the other family only.
+/// Returns a container's jumps in [`DNAT`]: for each protocol, one for every 15 ports. As with Go's
+/// plugin, they also match ports that are mapped only in the other family.
 pub(super) fn jump_rules(wanted: &Forwarding, conditions: &[String]) -> Vec<RuleWords> {
     let mut ports_by_protocol: BTreeMap<Protocol, Vec<u16>> = BTreeMap::new();
     for Mapping { protocol, host_port, .. } in &wanted.mappings {
         ports_by_protocol.entry(*protocol).or_default().push(*host_port);
     }
-    let (comment, chain) = (comment(&wanted.attachment), chain(&wanted.attachment));
+    let (comment, chain) = (comment(&wanted.attachment), chain_name(&wanted.attachment));
     let mut jumps = Vec::new();
     for (protocol, all_ports) in ports_by_protocol {
         for ports in all_ports.chunks(PORTS_MAX) {
@@ -153,11 +156,11 @@ pub(super) struct Jump {
     pub(super) chain: String,
     /// The protocol; `None` if the rule names none or an unknown one.
     pub(super) protocol: Option<Protocol>,
-    /// The ports; empty if the rule names none, or names them in an unknown form. Then the rule may
-    /// be for any port.
+    /// The ports. Empty if the rule names none, or names them in an unknown form: such a rule can
+    /// match any port.
     pub(super) ports: Vec<u16>,
-    /// Whether the rule has no conditions.
-    pub(super) is_plain: bool,
+    /// Whether the rule has conditions. Also true for a rule with unknown parts.
+    pub(super) has_conditions: bool,
 }
 
 impl Jump {
@@ -168,11 +171,11 @@ impl Jump {
         // The 12 words: -p P -m comment --comment C -m multiport --dports A -j D
         let is_plain = rule.is_whole() && rule.words().len() == 12 && rule.comment().is_some();
         let protocol = rule.value("-p").and_then(Protocol::by_name);
-        Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, is_plain })
+        Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, has_conditions: !is_plain })
     }
 
-    /// Whether the jump can lead packets for this claim to its chain.
-    pub(super) fn serves(&self, claim: &ClaimedPort) -> bool {
+    /// Whether the rule can match packets to the host port of this claim. Conditions are ignored.
+    pub(super) fn can_match(&self, claim: &ClaimedPort) -> bool {
         let has_protocol = match self.protocol {
             Some(protocol) => protocol == claim.protocol,
             None => true,
@@ -182,7 +185,7 @@ impl Jump {
 }
 
 /// Returns the marker: the rule that names the attachment of the rules after it. `host_link` is the
-/// host's end of the container's link, if it has the attachment's alias.
+/// host end of the attachment's veth, if there is one.
 pub(super) fn marker_rule(attachment: &AttachmentId, host_link: Option<&str>) -> RuleWords {
     let mut marker = host_link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &attachment.alias()]));
@@ -192,35 +195,47 @@ pub(super) fn marker_rule(attachment: &AttachmentId, host_link: Option<&str>) ->
 /// Returns the rules of one mapping: those that mark connections for masquerading, then the one
 /// that translates the destination.
 pub(super) fn mapping_rules(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort) -> Vec<RuleWords> {
-    let mut rules = Vec::new();
-    let matches_from = |source: Option<String>| {
-        let mut rule = source.map(|source| words(["-s", &source])).unwrap_or_default();
-        rule.extend(claim.host_ip.iter().flat_map(|host_ip| words(["-d", &full_prefix(*host_ip)])));
-        let port = claim.host_port.to_string();
-        rule.extend(words(["-p", claim.protocol.name(), "-m", claim.protocol.name(), "--dport", &port]));
-        rule
-    };
+    // The sources whose connections are masqueraded, as prefixes; `None` for any source.
+    let mut masqueraded: Vec<Option<String>> = Vec::new();
+    match wanted.snat {
+        Snat::No => {}
+        Snat::All => masqueraded.push(None),
+        Snat::Hairpin => {
+            // A prefix of length 0 is left out, because iptables does not print it.
+            masqueraded.push(if container.prefix() > 0 { Some(container.network().to_string()) } else { None });
+            if container.is_ipv4() {
+                masqueraded.push(Some(full_prefix(Ipv4Addr::LOCALHOST.into())));
+            }
+        }
+    }
     let mark_chain = match &wanted.set_mark {
         SetMark::Bit(_) => SETMARK,
         SetMark::Chain(chain) => chain,
     };
-    let mut push_mark_rule =
-        |source: Option<String>| rules.push([matches_from(source), words(["-j", mark_chain])].concat());
-    match wanted.snat {
-        Snat::No => {}
-        Snat::All => push_mark_rule(None),
-        Snat::Hairpin => {
-            // A prefix of length 0 is left out, because iptables does not print it.
-            let subnet = if container.prefix() > 0 { Some(container.network().to_string()) } else { None };
-            push_mark_rule(subnet);
-            if container.is_ipv4() {
-                push_mark_rule(Some(full_prefix(Ipv4Addr::LOCALHOST.into())));
-            }
-        }
+    let mut rules = Vec::new();
+    for source in &masqueraded {
+        let mut rule = match_words(source.as_deref(), claim);
+        rule.extend(words(["-j", mark_chain]));
+        rules.push(rule);
     }
-    let destination = claim.container.to_string();
-    rules.push([matches_from(None), words(["-j", "DNAT", "--to-destination", &destination])].concat());
+    let mut dnat_rule = match_words(None, claim);
+    dnat_rule.extend(words(["-j", "DNAT", "--to-destination", &claim.container.to_string()]));
+    rules.push(dnat_rule);
     rules
+}
+
+/// Returns the matches for packets to the host port of this claim, from `source` if it is given.
+fn match_words(source: Option<&str>, claim: &ClaimedPort) -> RuleWords {
+    let mut rule = RuleWords::new();
+    if let Some(source) = source {
+        rule.extend(words(["-s", source]));
+    }
+    if let Some(host_ip) = claim.host_ip {
+        rule.extend(words(["-d", &full_prefix(host_ip)]));
+    }
+    let protocol = claim.protocol.name();
+    rule.extend(words(["-p", protocol, "-m", protocol, "--dport", &claim.host_port.to_string()]));
+    rule
 }
 
 /// Returns the prefix that has only this address: `192.0.2.1/32`.
@@ -228,7 +243,7 @@ fn full_prefix(address: IpAddr) -> String {
     format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
 }
 
-/// Reads the claim of a rule that translates a port. `None` for any other rule, and for a rule
+/// Reads the claim of a rule with the target DNAT. `None` for any other rule, and for a rule
 /// without a known protocol, port or destination.
 pub(super) fn read_claim(rule: &Rule) -> Option<ClaimedPort> {
     if rule.target() != Some("DNAT") {
@@ -247,23 +262,25 @@ pub(super) fn read_claim(rule: &Rule) -> Option<ClaimedPort> {
     })
 }
 
-/// The rules of one mapping in a container's chain: those that mark, then the one that translates.
+/// The rules of one mapping in a container's chain: those that mark connections, then the DNAT
+/// rule. The last rules before a marker or the chain's end can lack the DNAT rule.
 #[derive(Clone, Debug)]
-pub(super) struct Group {
-    /// The claim of the last rule; `None` if [`read_claim`] returns `None` for that rule.
+pub(super) struct MappingRules {
+    /// The claim of the DNAT rule; `None` if there is no such rule, or [`read_claim`] cannot read
+    /// it.
     pub(super) claim: Option<ClaimedPort>,
-    /// All rules of the group.
+    /// All rules of the mapping.
     pub(super) rules: Vec<Rule>,
 }
 
-/// The rules of one attachment in a container's chain, after its marker; or the rules without a
-/// marker that lead to one address.
+/// The rules in a container's chain that belong together: those of one attachment, after its
+/// marker, or those without a marker that lead to one address.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Section {
     /// The rule that names the attachment; `None` for rules of Go's plugin.
     pub(super) marker: Option<Rule>,
     /// The mappings.
-    pub(super) groups: Vec<Group>,
+    pub(super) mappings: Vec<MappingRules>,
 }
 
 impl Section {
@@ -272,7 +289,7 @@ impl Section {
         self.marker.as_ref().and_then(Rule::comment)
     }
 
-    /// Whether a link on the host had the attachment's alias when the section was written.
+    /// Whether the attachment had a veth with a host end when the section was written.
     pub(super) fn had_link(&self) -> bool {
         self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
     }
@@ -284,76 +301,53 @@ impl Section {
 
     /// Returns every rule, the marker first.
     pub(super) fn rules(&self) -> impl Iterator<Item = &Rule> {
-        self.marker.iter().chain(self.groups.iter().flat_map(|group| &group.rules))
+        self.marker.iter().chain(self.mappings.iter().flat_map(|mapping| &mapping.rules))
     }
 
     /// Returns the claims of the mappings.
     pub(super) fn claims(&self) -> impl Iterator<Item = ClaimedPort> {
-        self.groups.iter().filter_map(|group| group.claim)
+        self.mappings.iter().filter_map(|mapping| mapping.claim)
     }
 
-    /// Returns the address that the first mapping leads to.
+    /// Returns the container address of the first claim; `None` without a claim.
     pub(super) fn address(&self) -> Option<IpAddr> {
         self.claims().next().map(|claim| claim.container.ip())
     }
 }
 
 /// Returns the first claim in these rules that overlaps `claim`.
-pub(super) fn first_claim(rules: &[Rule], claim: &ClaimedPort) -> Option<ClaimedPort> {
+pub(super) fn first_overlapping_claim(rules: &[Rule], claim: &ClaimedPort) -> Option<ClaimedPort> {
     rules.iter().filter_map(read_claim).find(|found| found.overlaps(claim))
 }
 
-/// Splits a container's chain into sections. First come the rules without a marker: a section for
-/// each address, and one for each group without an address. Then comes a section for each marker.
-/// If a group follows a marker, but leads to another address than the first mapping after the
-/// marker, the group counts as without a marker: Go's plugin appended it. An empty chain gives one
-/// empty section.
+/// Splits a container's chain into sections: those without a marker, one for each address, then
+/// those with a marker. A mapping without a readable claim, before the first marker, is a section
+/// of its own. An empty chain gives one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
-    let mut unmarked: Vec<Group> = Vec::new();
+    let mut unmarked: Vec<MappingRules> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();
-    // The rules since the end of the last group.
+    // The rules of the mapping whose DNAT rule has not been reached yet.
     let mut pending: Vec<Rule> = Vec::new();
     for rule in rules {
-        let is_marker =
-            rule.target().is_none() && rule.comment().is_some_and(|text| AttachmentId::parse(text).is_some());
-        if !is_marker {
-            pending.push(rule.clone());
-            if rule.target() != Some("DNAT") {
-                continue;
-            }
+        if is_marker(rule) {
+            let mapping = MappingRules { claim: None, rules: std::mem::take(&mut pending) };
+            add_mapping(mapping, &mut marked, &mut unmarked);
+            marked.push(Section { marker: Some(rule.clone()), mappings: Vec::new() });
+            continue;
         }
-        // A group ends with its DNAT rule, or before a marker.
-        let claim = read_claim(rule);
-        // If the section or the group has no address, the group belongs to the section.
-        let has_same_address = |section: &&mut Section| match (section.address(), claim) {
-            (Some(address), Some(claim)) => address == claim.container.ip(),
-            _ => true,
-        };
-        let groups = match marked.last_mut().filter(has_same_address) {
-            Some(section) => &mut section.groups,
-            None => &mut unmarked,
-        };
-        if !pending.is_empty() {
-            groups.push(Group { claim, rules: std::mem::take(&mut pending) });
-        }
-        if is_marker {
-            marked.push(Section { marker: Some(rule.clone()), groups: Vec::new() });
+        pending.push(rule.clone());
+        if rule.target() == Some("DNAT") {
+            let mapping = MappingRules { claim: read_claim(rule), rules: std::mem::take(&mut pending) };
+            add_mapping(mapping, &mut marked, &mut unmarked);
         }
     }
-    // The rules after the last DNAT rule belong to the last marker, if there is one.
-    if !pending.is_empty() {
-        let groups = match marked.last_mut() {
-            Some(section) => &mut section.groups,
-            None => &mut unmarked,
-        };
-        groups.push(Group { claim: None, rules: pending });
-    }
+    add_mapping(MappingRules { claim: None, rules: pending }, &mut marked, &mut unmarked);
     let mut sections: Vec<Section> = Vec::new();
-    for group in unmarked {
-        let address = group.claim.map(|claim| claim.container.ip());
+    for mapping in unmarked {
+        let address = mapping.claim.map(|claim| claim.container.ip());
         match sections.iter_mut().find(|section| address.is_some() && section.address() == address) {
-            Some(section) => section.groups.push(group),
-            None => sections.push(Section { marker: None, groups: vec![group] }),
+            Some(section) => section.mappings.push(mapping),
+            None => sections.push(Section { marker: None, mappings: vec![mapping] }),
         }
     }
     sections.append(&mut marked);
@@ -363,14 +357,33 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     sections
 }
 
+/// Whether the rule is a marker: one without a target whose comment is the alias of an attachment.
+fn is_marker(rule: &Rule) -> bool {
+    rule.target().is_none() && rule.comment().is_some_and(|text| AttachmentId::parse(text).is_some())
+}
+
+/// Adds a mapping to the last section in `marked`, or to `unmarked` if there is no section or the
+/// mapping leads to another address than the section: Go's plugin appends its rules after those of
+/// these plugins. A mapping without rules is not added.
+fn add_mapping(mapping: MappingRules, marked: &mut [Section], unmarked: &mut Vec<MappingRules>) {
+    if mapping.rules.is_empty() {
+        return;
+    }
+    let Some(section) = marked.last_mut() else { return unmarked.push(mapping) };
+    match (section.address(), mapping.claim) {
+        (Some(address), Some(claim)) if address != claim.container.ip() => unmarked.push(mapping),
+        _ => section.mappings.push(mapping),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn names_are_go_s() {
-        assert_eq!(chain(&AttachmentId::new("pmnet", "p1", "eth0")), "CNI-DN-810dc0762a76503af332b");
-        assert_eq!(snat_chain(&AttachmentId::new("pmnet", "p1", "eth1")), "CNI-SN-810dc0762a76503af332b");
+        assert_eq!(chain_name(&AttachmentId::new("pmnet", "p1", "eth0")), "CNI-DN-810dc0762a76503af332b");
+        assert_eq!(snat_chain_name(&AttachmentId::new("pmnet", "p1", "eth1")), "CNI-SN-810dc0762a76503af332b");
     }
 
     #[test]
