@@ -270,7 +270,7 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     Err(Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_PATH"))
 }
 
-/// The error of a failed plugin. The variant tells whether the plugin may have left changes.
+/// The error of a failed plugin. The variant shows whether the plugin may have left changes.
 #[derive(Debug)]
 pub enum Failure {
     /// The plugin printed an error, so it has undone its changes.

@@ -43,7 +43,8 @@ pub struct Child<'a> {
     pub stdin: &'a [u8],
     /// How long the program may run before it is killed and reaped.
     pub timeout: Duration,
-    /// What happens to the program if this process receives a signal to end before or while it runs.
+    /// What happens to the program if this process receives a signal to end before or while it
+    /// runs.
     pub on_sigterm: OnSigterm,
 }
 
@@ -52,7 +53,8 @@ pub struct Child<'a> {
 pub enum OnSigterm {
     /// The child is killed, or not started.
     Kill,
-    /// The child is started all the same and runs to its end, because it undoes an interrupted call.
+    /// The child runs to its end, and is started even after the signal, because it undoes an
+    /// interrupted call.
     Finish,
 }
 

@@ -78,8 +78,8 @@ impl Environment {
         Environment::new(std::env::vars_os())
     }
 
-    /// Returns an environment of these variables. If a name occurs more than once, its last value is
-    /// used.
+    /// Returns an environment of these variables. If a name occurs more than once, its last value
+    /// is used.
     pub fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
         let all: Vec<(OsString, OsString)> = variables.into_iter().collect();
         let mut not_utf8 = Vec::new();
@@ -130,8 +130,8 @@ impl Environment {
     /// is reported before missing variables.
     ///
     /// # Errors
-    /// Code 4 if a value is invalid, if any `CNI_*` value is not UTF-8, or if variables are missing,
-    /// which the error lists.
+    /// Code 4 if a value is invalid, if any `CNI_*` value is not UTF-8, or if variables are
+    /// missing, which the error lists.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
         if let Some(name) = self.not_utf8.first() {
             return Err(invalid_utf8(name));

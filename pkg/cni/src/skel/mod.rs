@@ -311,7 +311,7 @@ fn handle(
         notes: streams.notes.clone(),
     };
     // An ADD into the plugin's own namespace would change the host's network. A path that cannot be
-    // opened is not an error here: some plugins do not use the namespace, the others report it.
+    // opened is not an error here: some plugins do not use the namespace, and the others report it.
     let is_own_netns = !environment.netns_override
         && call.netns.as_deref().is_some_and(|path| machine.is_own_netns(path).unwrap_or(false));
     let own_netns_error = || {
