@@ -97,17 +97,16 @@ impl<'a> Delegate<'a> {
 
     /// Runs the delegate's ADD, pushes its DEL on `rollback` and returns its result.
     ///
-    /// If the attachment had its addresses before this call, DEL is neither pushed nor run after a
-    /// failed ADD: it would release addresses that a running container may use.
+    /// If ADD fails and may have left changes, runs DEL. But if the attachment had its addresses
+    /// before this call, DEL is neither pushed nor run: it would release addresses that a running
+    /// container may use.
     ///
     /// # Errors
-    /// Those of [`interpret`], and code 6 if the answer to ADD is not a result. If the delegate may
-    /// have left changes, its DEL has been run.
+    /// Those of [`interpret`], and code 6 if the answer to ADD is not a result.
     pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
         let had_addresses = self.has_reusable_addresses()?;
-        let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout).map_err(Failure::Unanswered));
-        match added {
+        match self.add() {
             Ok(result) => {
                 if !had_addresses {
                     rollback.push(format!("run DEL of {program}"), move || self.del());
@@ -124,11 +123,18 @@ impl<'a> Delegate<'a> {
         }
     }
 
+    /// Runs the delegate's ADD and decodes its result. A result that cannot be used is a
+    /// [`Failure::Unanswered`].
+    fn add(&self) -> Result<AddResult, Failure> {
+        let stdout = self.run(Verb::Add)?;
+        self.decode_result(&stdout).map_err(Failure::Unanswered)
+    }
+
     /// Whether the attachment already has addresses, which ADD will return again: `ipam` has
     /// `"reuse": true`, and the delegate's CHECK succeeds.
     ///
     /// # Errors
-    /// Those of [`interpret`] if CHECK could not find out.
+    /// Those of [`interpret`] if CHECK gives no answer, or answers with code 11.
     fn has_reusable_addresses(&self) -> Result<bool> {
         let reuse = self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse"));
         if reuse != Some(&Json::Bool(true)) {

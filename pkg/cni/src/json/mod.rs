@@ -59,8 +59,8 @@ impl Json {
     }
 
     /// Returns the value of an object's key `name`, which matches in any case. Of duplicate keys,
-    /// the last one that is not `null` is used. Returns `None` if all are `null` or there is none,
-    /// or if this is not an object.
+    /// the last one that is not `null` is used. Returns `None` if the key is missing or has only
+    /// `null` values, or if this is not an object.
     pub fn get(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
         let (_, value) =
@@ -68,8 +68,8 @@ impl Json {
         Some(value)
     }
 
-    /// Returns the same as [`get`](Json::get), except `Some(Json::Null)` for a key that exists with
-    /// no other value than `null`.
+    /// Returns the same as [`get`](Json::get), except `Some(Json::Null)` for a key that has only
+    /// `null` values.
     pub fn get_or_null(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
         let exists = members.iter().any(|(key, _)| key.eq_ignore_ascii_case(name));
@@ -202,7 +202,8 @@ impl<'de> Deserialize<'de> for Json {
 }
 
 impl JsonError {
-    /// Returns an error about the document as a whole.
+    /// Returns an error with an empty path, to which [`under`](JsonError::under) adds keys and
+    /// indexes.
     fn new(reason: impl fmt::Display) -> JsonError {
         JsonError { path: String::new(), reason: reason.to_string() }
     }

@@ -240,14 +240,13 @@ pub fn dispatch(
     let mut facts = CallFacts { version: Version::NEWEST, network: String::new() };
     let outcome = catch_panic(plugin, || handle(plugin, machine, environment, &mut streams, &mut facts));
     timer.end(plugin.name(), environment, &facts.network, &outcome);
-    outcome.map_err(|error| {
-        let bytes = encode_error(&error, facts.version);
-        let written = streams.stdout.write_all(&bytes).and_then(|()| streams.stdout.flush());
-        if let Err(why) = written {
-            streams.notes.note(format_args!("{error} (this error could not be written to stdout: {why})"));
-        }
-        Failed
-    })
+    let Err(error) = outcome else { return Ok(()) };
+    let bytes = encode_error(&error, facts.version);
+    let written = streams.stdout.write_all(&bytes).and_then(|()| streams.stdout.flush());
+    if let Err(why) = written {
+        streams.notes.note(format_args!("{error} (this error could not be written to stdout: {why})"));
+    }
+    Err(Failed)
 }
 
 /// An error as the specification's JSON.
@@ -301,7 +300,7 @@ fn handle(
     // GC and STATUS ignore the variables that name an attachment, as if they were not set.
     let value_for_verb = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
     let netns = value_for_verb(&environment.netns);
-    let mut call = Call {
+    let call = Call {
         container_id: value_for_verb(&environment.container_id),
         netns: if netns.is_empty() { None } else { Some(PathBuf::from(netns)) },
         ifname: value_for_verb(&environment.ifname),
@@ -310,33 +309,42 @@ fn handle(
         machine,
         notes: streams.notes.clone(),
     };
-    // An ADD into the plugin's own namespace would change the host's network. A path that cannot be
-    // opened is not an error here: some plugins do not use the namespace, and the others report it.
-    let is_own_netns = !environment.netns_override
-        && call.netns.as_deref().is_some_and(|path| machine.is_own_netns(path).unwrap_or(false));
-    let own_netns_error = || {
-        Error::new(Code::INVALID_NETNS, "plugin's netns and netns from CNI_NETNS should not be the same")
-            .with_details(format!("CNI_NETNS={}", environment.netns))
-    };
-    if is_own_netns && verb != Verb::Del {
-        return Err(own_netns_error());
+    if has_forbidden_netns(&call) {
+        return Err(refuse_own_netns(plugin, verb, call));
     }
     match verb {
         Verb::Add => add(plugin, &call, streams.stdout),
         Verb::Check => plugin.check(&call),
-        Verb::Del if is_own_netns => {
-            // Without a namespace, DEL removes only what is outside the container. The call still
-            // fails, even if DEL panics; an error of DEL is appended.
-            call.netns = None;
-            let outcome = catch_panic(plugin, || plugin.del(&call));
-            Err(own_netns_error().and(outcome.err()))
-        }
         Verb::Del => plugin.del(&call),
         Verb::Gc => plugin.gc(&call, &ValidAttachments::from_config(call.conf.json())?),
         Verb::Status => status(plugin, &call),
         // Handled above.
         Verb::Version => Ok(()),
     }
+}
+
+/// Whether CNI_NETNS is the plugin's own namespace, which only CNI_NETNS_OVERRIDE allows. Returns
+/// `false` if the path cannot be opened: some plugins do not use it, and the others report the
+/// error.
+fn has_forbidden_netns(call: &Call<'_>) -> bool {
+    match &call.netns {
+        Some(path) if !call.environment.netns_override => call.machine.is_own_netns(path).unwrap_or(false),
+        _ => false,
+    }
+}
+
+/// Returns the error of a call in the plugin's own namespace, where ADD would change the host's
+/// network. For DEL, first removes what is outside the container, and appends the error of that DEL
+/// if it fails or panics.
+fn refuse_own_netns(plugin: &dyn Plugin, verb: Verb, mut call: Call<'_>) -> Error {
+    let error = Error::new(Code::INVALID_NETNS, "plugin's netns and netns from CNI_NETNS should not be the same")
+        .with_details(format!("CNI_NETNS={}", call.environment.netns));
+    if verb != Verb::Del {
+        return error;
+    }
+    call.netns = None;
+    let outcome = catch_panic(plugin, || plugin.del(&call));
+    error.and(outcome.err())
 }
 
 /// Reads the configuration from stdin, and checks its name, its version and its standard keys.
@@ -443,19 +451,21 @@ fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
     Version::find(cni_version).ok_or_else(|| config::incompatible("incompatible CNI versions", cni_version))
 }
 
-/// Returns the answer to VERSION, in the `cniVersion` of the JSON on stdin. If that cannot be read
-/// or is not supported, the answer is in the newest version.
+/// Returns the answer to VERSION, in the version that the JSON on stdin requests, or in the newest.
 fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
-    // VERSION always succeeds, so errors of stdin are ignored.
-    let requested = read_stdin(stdin).ok().and_then(|bytes| {
-        let json = Json::parse(&bytes).ok()?;
-        // `find` would take an empty version for 0.1.0, as in a configuration.
-        let text = json.get("cniVersion")?.as_str().filter(|text| !text.is_empty())?;
-        Version::find(text)
-    });
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
-    let version = requested.unwrap_or(Version::NEWEST);
+    let version = requested_version(stdin).unwrap_or(Version::NEWEST);
     format!("{{\"cniVersion\":\"{version}\",\"supportedVersions\":[{}]}}\n", supported.join(",")).into_bytes()
+}
+
+/// Returns the `cniVersion` of the JSON on stdin. Returns `None` if that cannot be read or is not a
+/// supported version, because VERSION always succeeds.
+fn requested_version(stdin: &mut Option<&mut dyn Read>) -> Option<Version> {
+    let bytes = read_stdin(stdin).ok()?;
+    let json = Json::parse(&bytes).ok()?;
+    let text = json.get("cniVersion")?.as_str()?;
+    // `find` would take an empty version for 0.1.0, as in a configuration.
+    if text.is_empty() { None } else { Version::find(text) }
 }
 
 /// Returns the text for a person who runs the plugin by hand: its release and the supported
