@@ -1,8 +1,8 @@
 //! Parses `CNI_ARGS`, a list `K=V;K=V` of values for one container. The specification deprecates
-//! it.
+//! this variable.
 //!
 //! Unlike in Go, a value may contain `=`, an empty pair (a trailing `;`) is skipped, and all keys
-//! that begin with `K8S_` are known. Keys are case-sensitive; of duplicates the last one counts.
+//! that begin with `K8S_` are known. Keys are case-sensitive; of duplicates the last one is used.
 
 use crate::{Code, Error, Result};
 
@@ -14,7 +14,7 @@ impl CniArgs {
     /// Parses the variable's value.
     ///
     /// # Errors
-    /// Code 4 with Go's text if a pair has no `=` or no key, even with `IgnoreUnknown`.
+    /// Code 4 with Go's text if a pair has no `=` or no key.
     pub fn parse(text: &str) -> Result<CniArgs> {
         let mut pairs = Vec::new();
         for pair in text.split(';').filter(|pair| !pair.is_empty()) {
@@ -29,7 +29,7 @@ impl CniArgs {
         Ok(CniArgs(pairs))
     }
 
-    /// Returns the value of a key, which may be empty. Returns `None` if the key is absent.
+    /// Returns the value of a key, or `None` if the key is absent. The value may be empty.
     pub fn get(&self, key: &str) -> Option<&str> {
         self.0.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
     }
@@ -39,7 +39,8 @@ impl CniArgs {
         self.0.iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
-    /// Checks that all keys are in `known`, unless `IgnoreUnknown` is true.
+    /// Checks that all keys except `IgnoreUnknown` and `K8S_*` are in `known`. If `IgnoreUnknown`
+    /// is true, accepts all keys.
     ///
     /// # Errors
     /// Code 4 with Go's text if a key is unknown, or if `IgnoreUnknown` is not a boolean.
@@ -56,12 +57,9 @@ impl CniArgs {
                 .with_details("CNI_ARGS"));
             }
         };
-        let unknown: Vec<String> = self
-            .0
-            .iter()
-            .filter(|(key, _)| !known.contains(&key.as_str()) && key != "IgnoreUnknown" && !key.starts_with("K8S_"))
-            .map(|(key, value)| format!("\"{key}={value}\""))
-            .collect();
+        let is_known = |key: &str| known.contains(&key) || key == "IgnoreUnknown" || key.starts_with("K8S_");
+        let unknown_pairs = self.iter().filter(|(key, _)| !is_known(key));
+        let unknown: Vec<String> = unknown_pairs.map(|(key, value)| format!("\"{key}={value}\"")).collect();
         if ignores_unknown || unknown.is_empty() {
             return Ok(());
         }

@@ -1,11 +1,12 @@
 //! The identity of an attachment, and the names and aliases that are derived from it.
 //!
 //! A link that these plugins create on the host has an alias that names the attachment, and a name
-//! that is derived from it. The alias identifies the link. The name allows finding it without
-//! listing all links, and before the alias is set: the kernel (6.18) ignores `IFLA_IFALIAS` in the
-//! request that creates a link, so a second request sets it. `IFLA_GROUP` is accepted in the first
-//! request. A link whose ADD was killed between the two requests has no alias yet, but its
-//! network's [group](AttachmentId::group), by which GC finds it.
+//! that is derived from the attachment. The alias identifies the link. The name allows finding the
+//! link without listing all links, and before its alias is set.
+//!
+//! The kernel (6.18) ignores `IFLA_IFALIAS` in the request that creates a link, so a second request
+//! sets the alias. If ADD is killed between the two requests, GC finds the link by its
+//! [group](AttachmentId::group), which the first request sets.
 
 use crate::hash::{sha512, sha512_hex};
 
@@ -29,18 +30,18 @@ const IFB_DIGITS: usize = 12;
 pub struct AttachmentId {
     /// The network's name.
     pub network: String,
-    /// CNI_CONTAINERID, which never contains a slash.
+    /// CNI_CONTAINERID.
     pub container_id: String,
     /// CNI_IFNAME.
     pub ifname: String,
 }
 
-/// The attachment that an alias names.
+/// The attachment that a link's alias names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marked {
     /// The network's name.
     pub network: String,
-    /// The container's ID, or `None` if it was too long and the alias has its hash instead.
+    /// CNI_CONTAINERID, or `None` if the alias has its hash instead, see [`AttachmentId::alias`].
     pub container_id: Option<String>,
     /// CNI_IFNAME.
     pub ifname: String,
@@ -53,16 +54,16 @@ impl AttachmentId {
     }
 
     /// Returns the alias of this attachment's links: `cni:<network>/<containerID>/<ifname>`. If
-    /// that is longer than 255 bytes, `#` and the first 32 hex digits of the SHA-512 of the
-    /// container's ID replace the ID. That fits for every network name that ADD accepts (up to 200
-    /// bytes).
+    /// that is longer than 255 bytes, the alias has `#` and the first 32 hex digits of the SHA-512
+    /// of the container ID instead of the ID. This is short enough for every network name that ADD
+    /// accepts (up to 200 bytes).
     pub fn alias(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         let full = format!("cni:{network}/{container_id}/{ifname}");
         if full.len() <= ALIAS_MAX {
             return full;
         }
-        // No ID begins with `#`: it must begin with a letter or a digit.
+        // A container ID begins with a letter or a digit, so no alias with an ID looks like this.
         format!("cni:{network}/#{}/{ifname}", sha512_hex(&[container_id.as_bytes()], 32))
     }
 
@@ -78,17 +79,18 @@ impl AttachmentId {
     }
 
     /// Returns the link group (`IFLA_GROUP`) that each link of `network` has from its creation
-    /// until its alias is set. It is derived from the network's name.
+    /// until its alias is set. The group is derived from the network's name.
     ///
-    /// It has 31 bits, because iproute2 refuses more, and is above 255, because administrators use
-    /// small numbers.
+    /// The group has 31 bits, because iproute2 refuses more, and is above 255, because
+    /// administrators use small numbers.
     pub fn group(network: &str) -> u32 {
         let [first, second, third, fourth, ..] = sha512(&[network.as_bytes()]);
         let group = u32::from_be_bytes([first, second, third, fourth]) & 0x7fff_ffff;
         if group > 255 { group } else { group | 0x100 }
     }
 
-    /// Parses a link's alias. Returns `None` if it does not name an attachment.
+    /// Parses a link's alias. Returns `None` if it is not in the format of
+    /// [`alias`](AttachmentId::alias).
     pub fn parse(alias: &str) -> Option<Marked> {
         let mut parts = alias.strip_prefix("cni:")?.split('/');
         let (network, container, ifname) = (parts.next()?, parts.next()?, parts.next()?);
@@ -99,12 +101,12 @@ impl AttachmentId {
         Some(Marked { network: network.to_owned(), container_id, ifname: ifname.to_owned() })
     }
 
-    /// Returns the name of the attachment's link on the host: `veth` and 8 hex digits. The Go
-    /// plugins choose these digits at random, here they are derived from the attachment. `attempt`
-    /// begins at 0, and is one higher after each name that another link already has.
+    /// Returns the name of the attachment's link on the host: `veth` and 8 hex digits. The digits
+    /// are derived from the attachment and `attempt`; the Go plugins choose them at random. The
+    /// caller begins with attempt 0 and increments it if another link already has the name.
     pub fn host_name(&self, attempt: u32) -> String {
         let AttachmentId { network, container_id, ifname } = self;
-        // None of the names contains a slash, so different attachments have different texts.
+        // None of the three contains a slash, so different attachments have different texts.
         let text = format!("{network}/{container_id}/{ifname}/");
         format!("{HOST_PREFIX}{}", sha512_hex(&[text.as_bytes(), &attempt.to_be_bytes()], HOST_DIGITS))
     }
@@ -114,31 +116,31 @@ impl AttachmentId {
         is_derived_name(name, HOST_PREFIX, HOST_DIGITS)
     }
 
-    /// Returns the name of the ifb device on which the plugin bandwidth limits what the container
-    /// sends. As in the Go plugin, the name does not depend on CNI_IFNAME.
+    /// Returns the name of the ifb device on which the plugin bandwidth limits the container's
+    /// egress. As in the Go plugin, the name does not depend on CNI_IFNAME.
     pub fn ifb_name(&self) -> String {
         format!("{IFB_PREFIX}{}", sha512_hex(&[self.network.as_bytes(), self.container_id.as_bytes()], IFB_DIGITS))
     }
 
-    /// Returns the name of the ifb device if another interface of the container already uses
-    /// [`ifb_name`](AttachmentId::ifb_name).
+    /// Returns the name of the ifb device for the case that another interface of the container
+    /// already uses [`ifb_name`](AttachmentId::ifb_name).
     pub fn own_ifb_name(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         let text = format!("{network}/{container_id}/{ifname}");
         format!("{IFB_PREFIX}{}", sha512_hex(&[text.as_bytes()], IFB_DIGITS))
     }
 
-    /// Whether a name has the form of [`ifb_name`](AttachmentId::ifb_name) and
-    /// [`own_ifb_name`](AttachmentId::own_ifb_name).
+    /// Whether a name has the form that [`ifb_name`](AttachmentId::ifb_name) and
+    /// [`own_ifb_name`](AttachmentId::own_ifb_name) share.
     pub fn is_ifb_name(name: &str) -> bool {
         is_derived_name(name, IFB_PREFIX, IFB_DIGITS)
     }
 }
 
-/// Whether a name consists of `prefix` and as many lower-case hex digits as `digits` says.
+/// Whether a name consists of `prefix` and exactly `digits` lower-case hex digits.
 fn is_derived_name(name: &str, prefix: &str, digits: usize) -> bool {
-    name.strip_prefix(prefix)
-        .is_some_and(|hash| hash.len() == digits && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')))
+    let Some(hash) = name.strip_prefix(prefix) else { return false };
+    hash.len() == digits && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 #[cfg(test)]

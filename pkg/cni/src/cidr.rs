@@ -26,7 +26,7 @@ impl Cidr {
         IpNetwork::new(address, prefix).ok().map(Cidr)
     }
 
-    /// Returns the network that consists of this address: `address/32` or `address/128`.
+    /// Returns the network of only this address: `address/32` or `address/128`.
     pub fn host(address: IpAddr) -> Cidr {
         Cidr(IpNetwork::from(address))
     }
@@ -37,7 +37,7 @@ impl Cidr {
             IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
             IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
         };
-        // No prefix is shorter than 0, so the prefix length is always valid.
+        // `new` does not return `None`: every address may have the prefix length 0.
         Cidr::new(unspecified, 0).unwrap_or(Cidr::host(unspecified))
     }
 
@@ -81,9 +81,10 @@ impl Cidr {
         self.0.contains(address)
     }
 
-    /// Returns the first address after the network's own, with the network's prefix length. IPAM
-    /// plugins use it as the gateway if the configuration has none. Returns `None` if the network's
-    /// address is the highest one of its address family.
+    /// Returns the address after the network's own address, with the same prefix length. IPAM
+    /// plugins use it as the gateway if the configuration has none. The network of a `/32` or
+    /// `/128` does not contain it. Returns `None` if the network's address is the highest of its
+    /// address family.
     pub fn first(&self) -> Option<Cidr> {
         let first = match self.network().address() {
             IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),
@@ -104,7 +105,7 @@ impl FromStr for Cidr {
     fn from_str(text: &str) -> Result<Cidr, ParseCidrError> {
         let error = || ParseCidrError(text.to_owned());
         let (address, prefix) = text.split_once('/').ok_or_else(error)?;
-        // `parse` accepts a sign.
+        // `u8::from_str` would accept a sign.
         if !prefix.bytes().all(|byte| byte.is_ascii_digit()) {
             return Err(error());
         }

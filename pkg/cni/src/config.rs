@@ -1,8 +1,8 @@
 //! The network configuration that a plugin reads from its standard input.
 //!
-//! The skeleton parses it once and checks the standard keys. A plugin decodes its own keys from the
-//! same tree with [`NetConf::decode`]. A delegate gets exactly the bytes that were read
-//! ([`NetConf::raw`]).
+//! The skeleton parses the configuration once and checks the standard keys. A plugin decodes its
+//! own keys from the same tree with [`NetConf::decode`]. A delegate gets exactly the bytes that
+//! were read ([`NetConf::raw`]).
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -26,8 +26,8 @@ pub struct NetConf {
     ipam_type: String,
 }
 
-/// The standard keys that every plugin has, without `name` and `cniVersion`, which
-/// [`network_name`] and [`version_text`] read.
+/// The standard keys of every plugin, except `name` and `cniVersion`, which [`network_name`] and
+/// [`version_text`] read.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Standard {
@@ -37,7 +37,7 @@ struct Standard {
     ipam: Option<Ipam>,
 }
 
-/// The standard key of `ipam`.
+/// The standard key in `ipam`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Ipam {
@@ -46,8 +46,8 @@ struct Ipam {
 }
 
 impl NetConf {
-    /// Checks the standard keys of a configuration whose version the caller has checked. `json` is
-    /// the parsed `raw`.
+    /// Checks the standard keys and returns the configuration. `json` is the parsed `raw`, and
+    /// `version` the version that the caller has read from it.
     ///
     /// # Errors
     /// - Code 6 if a value has a wrong type.
@@ -122,8 +122,8 @@ impl NetConf {
 }
 
 /// `runtimeConfig.dns`, the name resolution that a runtime wants for a container. The
-/// specification's conventions name its keys `servers` and `searches`, but `dns` of a configuration
-/// has `nameservers` and `search`. Both are accepted; those of the conventions come first.
+/// specification's conventions name its keys `servers` and `searches`. The keys `nameservers` and
+/// `search` of a configuration's `dns` are accepted too, and used if those are missing or empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct RuntimeDns {
@@ -137,23 +137,23 @@ pub struct RuntimeDns {
 
 impl From<RuntimeDns> for Dns {
     fn from(dns: RuntimeDns) -> Dns {
-        let first_non_empty = |one: Vec<String>, other| if one.is_empty() { other } else { one };
+        let RuntimeDns { servers, nameservers, searches, search, domain, options } = dns;
         Dns {
-            nameservers: first_non_empty(dns.servers, dns.nameservers),
-            domain: dns.domain,
-            search: first_non_empty(dns.searches, dns.search),
-            options: dns.options,
+            nameservers: if servers.is_empty() { nameservers } else { servers },
+            domain,
+            search: if searches.is_empty() { search } else { searches },
+            options,
         }
     }
 }
 
-/// Returns the name resolution that an interface plugin reports in its result instead of IPAM's, or
-/// `None` if the result keeps IPAM's. `runtime_dns` is the value of `runtimeConfig.dns`. It is used
-/// if it exists, even if it is an empty object. Otherwise `conf_dns`, the value of `dns` in the
-/// configuration, is used unless it is empty.
+/// Returns the name resolution that replaces IPAM's in the result of an interface plugin, or `None`
+/// if the result keeps IPAM's. `runtime_dns`, the value of `runtimeConfig.dns`, is used if it
+/// exists, even if it is an empty object. Otherwise `conf_dns`, the configuration's `dns`, is used
+/// unless it is empty.
 ///
-/// A `runtime_dns` of a wrong type is noted and counts as absent: with the Go plugins, which ignore
-/// `runtimeConfig.dns`, any value works.
+/// A `runtime_dns` of a wrong type is noted and ignored, because it works with the Go plugins,
+/// which do not read `runtimeConfig.dns`.
 pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
     if let Some(json) = runtime_dns {
         match json.decode::<RuntimeDns>() {
@@ -198,14 +198,13 @@ pub(crate) fn network_name(json: &Json) -> Result<&str> {
 /// Code 6 if `cniVersion` is not a string.
 pub(crate) fn version_text(json: &Json) -> Result<String> {
     match json.get("cniVersion") {
-        None => Ok("0.1.0".to_owned()),
-        Some(Json::String(text)) => Ok(if text.is_empty() { "0.1.0" } else { text }.to_owned()),
+        Some(Json::String(text)) if !text.is_empty() => Ok(text.clone()),
+        Some(Json::String(_)) | None => Ok("0.1.0".to_owned()),
         Some(_) => Err(Error::new(Code::DECODE, "decoding version from network config: cniVersion: expected a string")),
     }
 }
 
-/// Returns the error, code 1, about a configuration whose `cniVersion` is `cni_version`, with Go's
-/// details.
+/// Returns an error of code 1 about a configuration's `cniVersion`, with Go's details.
 pub fn incompatible(msg: &str, cni_version: &str) -> Error {
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
     Error::new(Code::INCOMPATIBLE_VERSION, msg)
@@ -226,15 +225,16 @@ struct WireAttachment {
 }
 
 impl ValidAttachments {
-    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments` if that is missing. `null`
-    /// counts as an empty list, because Go's libcni sends it for one.
+    /// Reads `cni.dev/valid-attachments`, or `cni.dev/attachments` if that key is missing. `null`
+    /// counts as an empty list, because Go's libcni sends `null` for an empty list.
     ///
     /// # Errors
     /// Code 7 if both keys are missing, the value is not a list, or an element has no container ID
     /// or no interface name.
     pub(crate) fn from_config(json: &Json) -> Result<ValidAttachments> {
         const KEYS: [&str; 2] = ["cni.dev/valid-attachments", "cni.dev/attachments"];
-        let Some((key, list)) = KEYS.into_iter().find_map(|key| Some((key, json.get_or_null(key)?))) else {
+        let first_present = KEYS.into_iter().find_map(|key| json.get_or_null(key).map(|list| (key, list)));
+        let Some((key, list)) = first_present else {
             return Err(Error::config(format!("GC needs the key {}: without it nothing is removed", KEYS[0])));
         };
         let items = match list {
@@ -274,7 +274,7 @@ impl<I: Into<String>, N: Into<String>> FromIterator<(I, N)> for ValidAttachments
 }
 
 /// Parses an address that a runtime requests in `ips` or in `IP` of CNI_ARGS: `address` or
-/// `address/prefix`. Returns it without the prefix length. As in Go, an IPv4-mapped address is an
+/// `address/prefix`, whose prefix length is ignored. As in Go, an IPv4-mapped address becomes an
 /// IPv4 address.
 ///
 /// # Errors

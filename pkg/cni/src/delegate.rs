@@ -1,14 +1,13 @@
 //! Runs another plugin, the delegate: the IPAM plugin of an interface plugin.
 //!
-//! The delegate gets this plugin's environment, with another CNI_COMMAND, and exactly the bytes of
-//! its stdin. Its stderr is passed on, and its errors keep their code. If it is missing, dies, does
-//! not end in time or does not print JSON, the error names its file.
+//! The delegate gets the environment of this plugin, apart from CNI_COMMAND, and exactly the bytes
+//! of this plugin's stdin. Its stderr goes to the notes, and its errors keep their code.
 //!
-//! A delegate that ends during ADD without a usable answer may have done part of its work, so this
-//! module runs its DEL. A delegate that answered ADD with an error has undone its work and gets no
+//! If the delegate ends without a usable answer to ADD, it may have left changes, so this module
+//! runs its DEL. If the delegate answers ADD with an error, it has undone its changes and gets no
 //! DEL: the refused call may have been a second ADD of a running container, whose address a DEL
-//! would release. For the same reason there is no DEL if the attachment already had the addresses
-//! that ADD returns again (`"reuse": true` in `ipam`).
+//! would release. For the same reason there is no DEL if the attachment had its addresses before
+//! this ADD (`"reuse": true` in `ipam`).
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -26,8 +25,8 @@ use crate::rollback::Rollback;
 use crate::skel::{Call, Environment, Verb};
 use crate::{Code, Error, Result};
 
-/// How long a delegate may take without `delegateTimeout`. It is longer than host-local waits for
-/// its lock.
+/// How long a delegate may take if the configuration has no `delegateTimeout`. This is longer than
+/// host-local's wait for its lock.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(55);
 
 /// The longest part of a program's output in an error message, in characters.
@@ -72,17 +71,19 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// - Code 4 with Go's text if CNI_PATH has no such plugin.
     /// - Code 7 with Go's text if `kind` is not a file name.
-    /// - Those of [`timeout`] if the verb is neither DEL nor GC. Those two must clean up even with
-    ///   an invalid `delegateTimeout`, which they only note.
+    /// - Those of [`timeout`], except for DEL and GC: these must clean up even if `delegateTimeout`
+    ///   is invalid, so they note the error and use [`DEFAULT_TIMEOUT`].
     pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
         let program = find_plugin(kind, &call.environment.plugin_folders())?;
         let verb = call.environment.command.as_str();
+        let is_cleanup = verb == Verb::Del.as_str() || verb == Verb::Gc.as_str();
         let timeout = match timeout(&call.conf) {
-            Err(error) if verb == Verb::Del.as_str() || verb == Verb::Gc.as_str() => {
-                call.notes.note(format_args!("{error}; {} s are used", DEFAULT_TIMEOUT.as_secs()));
+            Ok(timeout) => timeout,
+            Err(error) if is_cleanup => {
+                call.notes.note(format_args!("{error}; using {} seconds instead", DEFAULT_TIMEOUT.as_secs()));
                 DEFAULT_TIMEOUT
             }
-            other => other?,
+            Err(error) => return Err(error),
         };
         Ok(Delegate {
             program,
@@ -94,21 +95,22 @@ impl<'a> Delegate<'a> {
         })
     }
 
-    /// Runs the delegate's ADD and returns its result. Registers the delegate's DEL on `rollback`,
-    /// unless the attachment had its addresses before this call: DEL would release addresses that a
-    /// running container may use.
+    /// Runs the delegate's ADD, pushes its DEL on `rollback` and returns its result.
+    ///
+    /// If ADD fails and may have left changes, runs DEL. But if the attachment had its addresses
+    /// before this call, DEL is neither pushed nor run: it would release addresses that a running
+    /// container may use.
     ///
     /// # Errors
-    /// Those of [`interpret`], and code 6 if the answer of ADD is not a result. If the delegate may
-    /// have left changes, its DEL has been run, unless the attachment had its addresses before.
+    /// Those of [`interpret`], and code 6 if the answer to ADD is not a result.
     pub fn lease(self, rollback: &mut Rollback<'a>) -> Result<AddResult> {
         let program = self.program.display().to_string();
         let had_addresses = self.has_reusable_addresses()?;
-        let added = self.run(Verb::Add).and_then(|stdout| self.decode_result(&stdout).map_err(Failure::Unanswered));
-        match added {
-            Ok(result) if had_addresses => Ok(result),
+        match self.add() {
             Ok(result) => {
-                rollback.push(format!("run DEL of {program}"), move || self.del());
+                if !had_addresses {
+                    rollback.push(format!("run DEL of {program}"), move || self.del());
+                }
                 Ok(result)
             }
             Err(Failure::Unanswered(error)) if !had_addresses => {
@@ -121,20 +123,28 @@ impl<'a> Delegate<'a> {
         }
     }
 
-    /// Whether the attachment has addresses that ADD will return again: `ipam` has `"reuse": true`,
-    /// and the delegate's CHECK succeeds.
+    /// Runs the delegate's ADD and decodes its result. A result that cannot be used is a
+    /// [`Failure::Unanswered`].
+    fn add(&self) -> Result<AddResult, Failure> {
+        let stdout = self.run(Verb::Add)?;
+        self.decode_result(&stdout).map_err(Failure::Unanswered)
+    }
+
+    /// Whether the attachment already has addresses, which ADD will return again: `ipam` has
+    /// `"reuse": true`, and the delegate's CHECK succeeds.
     ///
     /// # Errors
-    /// Those of [`interpret`] if it stays unknown whether the attachment has addresses.
+    /// Those of [`interpret`] if CHECK gives no answer, or answers with code 11.
     fn has_reusable_addresses(&self) -> Result<bool> {
-        if self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse")) != Some(&Json::Bool(true)) {
+        let reuse = self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse"));
+        if reuse != Some(&Json::Bool(true)) {
             return Ok(false);
         }
         match self.run(Verb::Check) {
             Ok(_) => Ok(true),
-            // Code 11: CHECK could not be completed, so there may be addresses.
+            // CHECK could not be completed, so the attachment may have addresses.
             Err(Failure::Answered(error)) if error.code() == Code::TRY_AGAIN => Err(error),
-            // The attachment has no address, or the configuration's version has no CHECK.
+            // The attachment has no addresses, or the configuration's version has no CHECK.
             Err(Failure::Answered(_)) => Ok(false),
             Err(failure) => Err(failure.into()),
         }
@@ -145,7 +155,8 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// Those of [`interpret`].
     pub fn check(&self) -> Result<()> {
-        Ok(self.run(Verb::Check).map(drop)?)
+        self.run(Verb::Check)?;
+        Ok(())
     }
 
     /// Runs the delegate's DEL.
@@ -153,7 +164,8 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// Those of [`interpret`].
     pub fn del(&self) -> Result<()> {
-        Ok(self.run(Verb::Del).map(drop)?)
+        self.run(Verb::Del)?;
+        Ok(())
     }
 
     /// Runs the delegate's GC.
@@ -161,7 +173,8 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// Those of [`interpret`].
     pub fn gc(&self) -> Result<()> {
-        Ok(self.run(Verb::Gc).map(drop)?)
+        self.run(Verb::Gc)?;
+        Ok(())
     }
 
     /// Runs the delegate's STATUS.
@@ -169,7 +182,8 @@ impl<'a> Delegate<'a> {
     /// # Errors
     /// Those of [`interpret`].
     pub fn status(&self) -> Result<()> {
-        Ok(self.run(Verb::Status).map(drop)?)
+        self.run(Verb::Status)?;
+        Ok(())
     }
 
     /// Runs the delegate, writes its stderr to the notes and returns its stdout.
@@ -183,7 +197,7 @@ impl<'a> Delegate<'a> {
             env: Some(self.environment.for_delegate(verb)),
             stdin: self.conf.raw(),
             timeout: self.timeout,
-            // DEL must release the addresses even after the SIGTERM that has ended the ADD.
+            // DEL must release the addresses even after a SIGTERM that has interrupted the ADD.
             on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
@@ -196,7 +210,7 @@ impl<'a> Delegate<'a> {
     }
 
     /// Decodes the output of the delegate's ADD. As in Go, `null` is an empty result. A result
-    /// without `cniVersion` is in the configuration's version.
+    /// without `cniVersion` is decoded in the configuration's version.
     ///
     /// # Errors
     /// Code 6 if the output is not a result.
@@ -230,8 +244,7 @@ pub fn check_plugin_name(kind: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns the path of the plugin with the type `kind`: the first executable regular file of that
-/// name in `folders`.
+/// Returns the path of the first executable regular file named `kind` in `folders`.
 ///
 /// # Errors
 /// With Go's texts, which other programs search for:
@@ -263,15 +276,15 @@ pub fn find_plugin(kind: &str, folders: &[PathBuf]) -> Result<PathBuf> {
     Err(Error::new(Code::INVALID_ENVIRONMENT, msg).with_details("CNI_PATH"))
 }
 
-/// The error of a plugin that failed, by whether the plugin may have left changes.
+/// The error of a failed plugin. The variant shows whether the plugin may have left changes.
 #[derive(Debug)]
 pub enum Failure {
     /// The plugin printed an error, so it has undone its changes.
     Answered(Error),
     /// The plugin could not be started, so it has changed nothing.
     NotStarted(Error),
-    /// The plugin was killed, ended without printing an error, or printed no usable result, so it
-    /// may have left changes.
+    /// The plugin was killed, ended without printing an error, or printed a result that cannot be
+    /// used, so it may have left changes.
     Unanswered(Error),
 }
 
@@ -283,13 +296,14 @@ impl From<Failure> for Error {
     }
 }
 
-/// Returns the stdout of a plugin that succeeded. `output` is the outcome of running `program`.
+/// Turns `output`, the outcome of running the plugin `program`, into the plugin's stdout or its
+/// error.
 ///
 /// # Errors
 /// The error that the plugin printed, with its code. If the plugin printed none:
 /// - Code 5 if the plugin could not be started, or its input or output failed.
 /// - Code 11 if the plugin exceeded its time, or this process received a signal to end.
-/// - Code 999 if the plugin ended with another status than 0, or by a signal.
+/// - Code 999 if the plugin exited with a nonzero status, or was killed by a signal.
 pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -> Result<Vec<u8>, Failure> {
     let name = program.display();
     let doing = format!("{name}: {}", verb.as_str());
@@ -307,14 +321,14 @@ pub fn interpret(program: &Path, verb: Verb, output: Result<Output, RunError>) -
         return Err(Failure::Answered(error));
     }
     let stderr = excerpt(&stderr);
-    let what = if !stdout.is_empty() {
+    let reason = if !stdout.is_empty() {
         format!("netplugin failed but error parsing its diagnostic message {:?}", excerpt(&stdout))
     } else if !stderr.is_empty() {
         format!("netplugin failed: {stderr:?}")
     } else {
         "netplugin failed with no error message".to_owned()
     };
-    Err(Failure::Unanswered(Error::new(Code::INTERNAL, format!("{what}: {doing}: {status}"))))
+    Err(Failure::Unanswered(Error::new(Code::INTERNAL, format!("{reason}: {doing}: {status}"))))
 }
 
 /// The JSON of an error that a plugin prints.
@@ -326,8 +340,8 @@ struct PrintedError {
     details: String,
 }
 
-/// Decodes the error that a plugin printed. Returns `None` if its stdout is not the JSON of an
-/// error.
+/// Decodes the error that a plugin printed. Returns `None` if its stdout is not a JSON object with
+/// a `code` or a `msg`.
 fn printed_error(stdout: &[u8]) -> Option<Error> {
     let json = Json::parse(stdout).ok()?;
     if !matches!(json, Json::Object(_)) {
@@ -340,7 +354,8 @@ fn printed_error(stdout: &[u8]) -> Option<Error> {
     Some(Error::new(Code(printed.code), printed.msg).with_details(printed.details))
 }
 
-/// Returns a program's output for an error message, cut after [`MAX_EXCERPT`] characters.
+/// Returns a program's output for an error message, without surrounding whitespace and cut after
+/// [`MAX_EXCERPT`] characters.
 fn excerpt(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let text = text.trim();

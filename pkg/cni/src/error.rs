@@ -1,7 +1,7 @@
 //! The errors that a CNI plugin reports: a code, a message and details.
 //!
-//! The function that knows the meaning of an error chooses its code. The cause, with its errno,
-//! stays a typed [`std::error::Error`]. A message says what failed, on what, and why.
+//! The function that knows the meaning of an error chooses its code. The cause is kept as a
+//! [`std::error::Error`], so that callers can find its errno.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -9,8 +9,7 @@ use std::fmt;
 /// The crate's result, with [`Error`] as the error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A CNI error code. It is a number, not an enum, because a delegate may return any code, which is
-/// passed on.
+/// A CNI error code. This is not an enum, because any code of a delegate is passed on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Code(pub u32);
 
@@ -111,13 +110,16 @@ impl Error {
         self
     }
 
-    /// Joins the errors of work that continues after errors. Returns `Ok` if there are none.
+    /// Joins all errors of an operation that went on after errors. Returns `Ok` if there are none.
     ///
     /// # Errors
     /// The first error, with the messages and details of the others appended.
     pub fn join(errors: impl IntoIterator<Item = Error>) -> Result<()> {
         let mut errors = errors.into_iter();
-        errors.next().map_or(Ok(()), |first| Err(first.and(errors)))
+        match errors.next() {
+            Some(first) => Err(first.and(errors)),
+            None => Ok(()),
+        }
     }
 
     /// Appends the messages and details of other errors to this one, separated by `; `. The code
@@ -149,26 +151,24 @@ impl Error {
         &self.details
     }
 
-    /// Returns the errno of the first operating system error in the chain of causes, if there is
-    /// one.
+    /// Returns the errno of the first I/O error in the chain of causes, if there is one.
     pub fn errno(&self) -> Option<i32> {
         self.io_cause().and_then(std::io::Error::raw_os_error)
     }
 
-    /// Whether the cause is a shortage of disk space, inodes, memory, processes or file
-    /// descriptors, which may pass without a repair.
+    /// Whether the cause is a shortage of disk space, inodes, memory, processes, file descriptors
+    /// or socket buffers, which may pass without a repair.
     pub fn is_shortage(&self) -> bool {
         use std::io::ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull, WouldBlock};
-        // `WouldBlock` is EAGAIN, with which the kernel refuses to create another process.
-        // ENFILE, EMFILE, ENOBUFS, for which std has no error kind.
+        // ENFILE, EMFILE and ENOBUFS, for which std has no error kind.
         const WITHOUT_A_KIND: [i32; 3] = [23, 24, 105];
-        self.io_cause().is_some_and(|error| {
-            matches!(error.kind(), OutOfMemory | QuotaExceeded | StorageFull | WouldBlock)
-                || error.raw_os_error().is_some_and(|errno| WITHOUT_A_KIND.contains(&errno))
-        })
+        let Some(cause) = self.io_cause() else { return false };
+        // `WouldBlock` is EAGAIN, with which the kernel refuses to create another process.
+        matches!(cause.kind(), OutOfMemory | QuotaExceeded | StorageFull | WouldBlock)
+            || cause.raw_os_error().is_some_and(|errno| WITHOUT_A_KIND.contains(&errno))
     }
 
-    /// Returns the first operating system error in the chain of causes.
+    /// Returns the first I/O error in the chain of causes.
     fn io_cause(&self) -> Option<&std::io::Error> {
         let mut cause: Option<&(dyn StdError + 'static)> = self.source();
         while let Some(error) = cause {

@@ -15,12 +15,12 @@ const MAX_LENGTH: u64 = MAX_STDIN as u64;
 /// # Errors
 /// The file cannot be read, is not a regular file, or is larger than 16 MiB.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    // Checked before opening, because opening a FIFO would wait for its other end.
+    // Checked before opening, because opening a FIFO would wait for a writer.
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
     let mut bytes = Vec::new();
-    // One byte more shows that the file is too long.
+    // Reads one byte more than allowed, to notice a file that is too long.
     File::open(path)?.take(MAX_LENGTH + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_LENGTH {
         return Err(io::Error::other("it is longer than 16 MiB"));
@@ -28,10 +28,11 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Simplifies a path: removes `.`, superfluous slashes, each folder that `..` follows together with
-/// that `..`, and each `..` after the root. It does so lexically like Go's `filepath.Clean`, which
-/// the Go plugins use. So `link/..` becomes `.`, although the kernel would go to the parent of the
-/// folder that `link` points to.
+/// Simplifies a path lexically, like Go's `filepath.Clean`, which the Go plugins use: removes `.`
+/// and superfluous slashes, and resolves `..`. The empty path becomes `.`.
+///
+/// `link/..` becomes `.` too, although for the kernel it is the parent of the folder that `link`
+/// points to.
 pub fn clean(path: &str) -> PathBuf {
     let mut clean = PathBuf::new();
     for component in Path::new(path).components() {

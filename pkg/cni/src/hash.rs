@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use sha2::{Digest as _, Sha512};
 
-/// Returns the SHA-512 of `parts`, one after the other.
+/// Returns the SHA-512 of the concatenated `parts`.
 pub fn sha512(parts: &[&[u8]]) -> [u8; 64] {
     let mut hash = Sha512::new();
     for part in parts {
@@ -13,8 +13,7 @@ pub fn sha512(parts: &[&[u8]]) -> [u8; 64] {
     hash.finalize().into()
 }
 
-/// Returns the first `digits` hex digits, at most all 128, of the SHA-512 of `parts`, one after the
-/// other.
+/// Returns the first `digits` hex digits (at most 128) of the SHA-512 of the concatenated `parts`.
 pub fn sha512_hex(parts: &[&[u8]], digits: usize) -> String {
     let hash = sha512(parts);
     let needed_bytes = digits.div_ceil(2).min(hash.len());
@@ -23,7 +22,7 @@ pub fn sha512_hex(parts: &[&[u8]], digits: usize) -> String {
         // Writing to a String cannot fail.
         let _ = write!(hex, "{byte:02x}");
     }
-    // The last byte has one digit too many if `digits` is odd.
+    // If `digits` is odd, the last byte has added one digit too many.
     hex.truncate(digits);
     hex
 }

@@ -13,7 +13,8 @@ pub const MAX_NETWORK_NAME: usize = 200;
 /// zero.
 const MAX_INTERFACE_NAME: usize = 15;
 
-/// Whether a text is a letter or a digit, followed by letters, digits, `_`, `.` and `-`.
+/// Whether a text begins with an ASCII letter or digit and has only ASCII letters, digits, `_`, `.`
+/// and `-`.
 fn is_identifier(text: &str) -> bool {
     text.bytes().next().is_some_and(|first| first.is_ascii_alphanumeric())
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
@@ -45,49 +46,49 @@ pub fn check_network_name(name: &str) -> Result<()> {
     Err(Error::config("invalid characters found in network name").with_details(name))
 }
 
-/// Checks CNI_IFNAME of an ADD: a [valid link name](check_interface_name) that every kernel accepts
-/// for a new link, and does not change.
+/// Checks CNI_IFNAME of an ADD. Besides names that [`check_interface_name`] refuses, this refuses
+/// names that the kernel changes, or that some kernels refuse, when a link is created.
 ///
-/// DEL and CHECK use [`check_interface_name`] instead, because an earlier release may have created
-/// an attachment with a name that this check refuses.
+/// DEL and CHECK only use [`check_interface_name`], because an earlier release may have created an
+/// attachment with a name that ADD now refuses.
 ///
 /// # Errors
-/// Code 4 if the name is not valid.
+/// Code 4 if the name is refused.
 pub fn check_new_interface_name(name: &str) -> Result<()> {
     check_interface_name(name)?;
-    match unfit_for_new_link(name) {
+    match reason_against_new_link(name) {
         Some(why) => Err(Error::new(Code::INVALID_ENVIRONMENT, format!("interface name {name:?} {why} (CNI_IFNAME)"))),
         None => Ok(()),
     }
 }
 
-/// Checks the name of a link on the host, such as a bridge, in a configuration. `key` is the key of
-/// the configuration that has the name.
+/// Checks the name of a link on the host, such as a bridge, that a configuration has under `key`.
 ///
 /// # Errors
-/// Code 7 if the name is not valid for a new link or is that of the loopback interface.
+/// Code 7 if the name is not valid for a new link or is `lo`.
 pub fn check_host_link_name(key: &str, name: &str) -> Result<()> {
     let refuse = |why: &str| Err(Error::config(format!("{key} {name:?}: {why}")));
     if let Some(invalid) = invalid_link_name(name) {
         return refuse(invalid.msg);
     }
-    match unfit_for_new_link(name) {
+    match reason_against_new_link(name) {
         Some(why) => refuse(&format!("the name {why}")),
         None if name == "lo" => refuse("the name is that of the loopback interface"),
         None => Ok(()),
     }
 }
 
-/// Returns why a new link must not get this name, or `None` if it may. The caller has checked that
-/// the name is a valid link name.
-fn unfit_for_new_link(name: &str) -> Option<&'static str> {
-    match name {
-        // The kernel replaces `%d` in the name of a new link by a number.
-        _ if name.contains('%') => Some("contains %, which the kernel takes for a template"),
-        // Some kernels refuse these names for a new link.
-        "all" | "default" => Some("is reserved: net/ipv4/conf has a folder of this name for more than one interface"),
-        _ => None,
+/// Returns why a new link must not get a name that is otherwise valid, or `None` if it may.
+fn reason_against_new_link(name: &str) -> Option<&'static str> {
+    if name.contains('%') {
+        // The kernel replaces `%d` in the name of a new link with a number.
+        return Some("contains %, which the kernel treats as a template");
     }
+    if name == "all" || name == "default" {
+        // Some kernels refuse these names.
+        return Some("is reserved: /proc/sys/net/ipv4/conf has settings for several interfaces under this name");
+    }
+    None
 }
 
 /// Checks that the kernel accepts CNI_IFNAME as the name of a link.
@@ -121,8 +122,8 @@ fn invalid_link_name(name: &str) -> Option<InvalidName<'_>> {
     if name == "." || name == ".." {
         return invalid("interface name is . or ..", name);
     }
-    // An environment variable cannot contain a NUL byte, but a string in JSON can, and for the
-    // kernel the name would end there.
+    // An environment variable cannot contain a NUL byte, but a JSON string can, and the kernel
+    // would cut the name there.
     if name.contains('\0') {
         return invalid("interface name contains a NUL", name);
     }

@@ -1,6 +1,6 @@
 //! The operations of the operating system that the protocol needs, as a trait.
 //!
-//! `cni-linux` implements the trait. Tests of the protocol implement it with values of their own.
+//! `cni-linux` implements the trait, and tests of the protocol replace it.
 
 use std::ffi::OsString;
 use std::io;
@@ -26,14 +26,14 @@ pub trait Machine {
     /// has an empty signal mask, and the kernel kills it if this process dies.
     ///
     /// # Errors
-    /// See [`RunError`]. Even after an error the program does not run any more.
+    /// See [`RunError`]. The program no longer runs then, either.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError>;
 }
 
 /// A program to run.
 #[derive(Clone, Debug)]
 pub struct Child<'a> {
-    /// The path of the file to execute.
+    /// The path of the executable file.
     pub program: PathBuf,
     /// The arguments, without the program's name.
     pub args: Vec<OsString>,
@@ -41,19 +41,20 @@ pub struct Child<'a> {
     pub env: Option<Vec<(OsString, OsString)>>,
     /// The content of its standard input.
     pub stdin: &'a [u8],
-    /// How long it may run before it is killed and reaped.
+    /// How long the program may run before it is killed and reaped.
     pub timeout: Duration,
-    /// What happens to it if this process receives a signal to end, before or while it runs.
+    /// What happens to the program if this process receives a signal to end before or while it
+    /// runs.
     pub on_sigterm: OnSigterm,
 }
 
 /// What happens to a child if this process receives a signal to end: SIGTERM, SIGINT or SIGHUP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnSigterm {
-    /// It is killed, or not started.
+    /// The child is killed, or not started.
     Kill,
-    /// It runs to its end, and is started even after the signal, because it undoes an interrupted
-    /// call.
+    /// The child runs to its end, and is started even after the signal, because it undoes an
+    /// interrupted call.
     Finish,
 }
 
@@ -89,16 +90,16 @@ impl std::fmt::Display for Exit {
 /// Why a program could not be run to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// It could not be started.
+    /// The program could not be started.
     #[error("it could not be started: {0}")]
     Start(#[source] io::Error),
-    /// It exceeded its time and was killed.
+    /// The program exceeded its time and was killed.
     #[error("it was killed after {} s without an answer", .0.as_secs_f32())]
     Timeout(Duration),
-    /// This process received SIGTERM, SIGINT or SIGHUP, and the child was killed or not started.
-    #[error("it was killed because this process received a signal to end")]
+    /// This process received SIGTERM, SIGINT or SIGHUP, so the program was killed or not started.
+    #[error("it was killed or not started because this process received a signal to end")]
     Terminated,
-    /// Writing its input or reading its output failed, and it was killed.
+    /// Writing the program's input or reading its output failed, so the program was killed.
     #[error("its input could not be written or its output could not be read: {0}")]
     Io(#[source] io::Error),
 }

@@ -1,4 +1,4 @@
-//! The release of this project that a program belongs to, as every plugin and tool prints it.
+//! The release of this project, as every plugin and tool prints it.
 //!
 //! The version is the workspace's. The commit is the value of `CNI_BUILD_COMMIT` during the build,
 //! which `scripts/build` sets. A build by cargo alone has no commit.

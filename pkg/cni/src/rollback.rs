@@ -1,15 +1,14 @@
 //! A stack of undos, one for each change that an ADD has made.
 //!
-//! The undo of a change is pushed before the change if its outcome may stay unknown (the kernel's
-//! answer may be lost), else after it. The skeleton gets the stack in [`Added`](crate::skel::Added)
-//! and commits it after the whole result has been written. Dropping it without that, on an error or
-//! a panic, runs the undos, newest first.
+//! A plugin pushes an undo after the change, or before the change if the kernel's answer may be
+//! lost, so that the plugin would not know its outcome. The skeleton gets the stack in
+//! [`Added`](crate::skel::Added) and commits it after the whole result has been written. Dropping
+//! an uncommitted stack, on an error or a panic, runs the undos, newest first.
 //!
 //! An undo removes only objects that this attachment alone uses: never a bridge, never a shared
 //! chain.
 //!
-//! [`Notes`], here because the stack reports failing undos to it, receives remarks for the operator
-//! from all parts of a plugin.
+//! [`Notes`] receives remarks for the operator, from failing undos and from all parts of a plugin.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -60,8 +59,8 @@ impl Drop for Rollback<'_> {
     fn drop(&mut self) {
         while let Some((what, undo)) = self.undos.pop() {
             log::debug!("rollback={}", Quoted(&what));
-            // A panic in an undo must neither skip the remaining ones nor, while unwinding, abort
-            // the process.
+            // A panic in an undo must not skip the remaining undos. If the stack is dropped during
+            // a panic, a second panic would abort the process.
             match catch_unwind(AssertUnwindSafe(undo)) {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => self.notes.note(format_args!("rollback: failed to {what}: {error}")),

@@ -1,8 +1,8 @@
 //! Log lines with durations: one for each call at the level `info`, one for each step at `debug`.
 //!
-//! They go to the logger of the crate `log`, which `cni-plugin` installs if CNI_LOG is set. Without
-//! a logger a step costs one comparison: no clock is read and no text is formatted. [`fields`]
-//! reads such a line.
+//! The lines go to the logger of the crate `log`, which `cni-plugin` installs if CNI_LOG is set.
+//! Without a logger a step costs one comparison: no clock is read and no text is formatted.
+//! [`fields`] parses a line.
 
 use std::fmt;
 use std::time::Instant;
@@ -11,7 +11,7 @@ use crate::Result;
 use crate::machine::{Exit, Output};
 use crate::skel::Environment;
 
-/// A step that has begun, with the time of its begin, or `None` if steps are not logged.
+/// A step that has begun, with its start time, or `None` if steps are not logged.
 #[derive(Debug)]
 pub struct Step(Option<Instant>);
 
@@ -22,7 +22,8 @@ impl Step {
         Step(log::log_enabled!(log::Level::Debug).then(Instant::now))
     }
 
-    /// Whether the step is logged, so that it is worth preparing what [`end`](Step::end) reports.
+    /// Whether the step is logged. If not, the caller need not format a text for
+    /// [`end`](Step::end).
     #[inline]
     pub fn is_logged(&self) -> bool {
         self.0.is_some()
@@ -38,7 +39,7 @@ impl Step {
         }
     }
 
-    /// Logs the step as [`end`](Step::end) does, and if it failed also the request that was sent.
+    /// Logs the step as [`end`](Step::end) does. If it failed, also logs the request.
     pub fn end_request<T, E: fmt::Display>(
         self,
         what: impl fmt::Display,
@@ -82,7 +83,7 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A call that has begun, with the time of its begin, or `None` if calls are not logged.
+/// A call that has begun, with its start time, or `None` if calls are not logged.
 #[derive(Debug)]
 pub(crate) struct CallTimer(Option<Instant>);
 
@@ -92,7 +93,7 @@ impl CallTimer {
         CallTimer(log::log_enabled!(log::Level::Info).then(Instant::now))
     }
 
-    /// Logs the call: plugin, verb, attachment, outcome, and its duration in milliseconds.
+    /// Logs the call: plugin, verb, attachment, outcome and duration.
     pub(crate) fn end(self, plugin: &str, environment: &Environment, network: &str, outcome: &Result<()>) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -108,8 +109,8 @@ impl CallTimer {
     }
 }
 
-/// Formats a value of a log line of `key=value` pairs: in quotes and escaped if it is empty or has
-/// spaces, quotes, `=`, backslashes or characters that are not ASCII, so that it stays on one line.
+/// Formats a value for a log line of `key=value` pairs. An empty value, and a value with `"`, `=`,
+/// `\` or anything but visible ASCII characters, is quoted and escaped.
 pub struct Quoted<T>(pub T);
 
 impl<T: fmt::Debug> fmt::Debug for Quoted<T> {
@@ -143,9 +144,9 @@ pub fn fields(line: &str) -> Vec<(String, String)> {
     fields
 }
 
-/// Returns the unquoted value at the beginning of a text, and the rest of the text after the space
-/// that follows the value. Replaces the escapes of Rust's `Debug`, by which [`Quoted`] quotes.
-/// Leaves out an escape that a cut line makes invalid.
+/// Splits the value off the beginning of a text. Returns the value, without quotes and escapes, and
+/// the text after the following space. The escapes are those of Rust's `Debug`, which [`Quoted`]
+/// uses. An escape that is incomplete because the line was cut is left out.
 fn split_value(text: &str) -> (String, &str) {
     let Some(quoted) = text.strip_prefix('"') else {
         let (bare, rest) = text.split_once(' ').unwrap_or((text, ""));
@@ -163,7 +164,8 @@ fn split_value(text: &str) -> (String, &str) {
                 Some('u') => {
                     // The digits are in braces: `\u{1b}`.
                     let digits: String = chars.by_ref().skip(1).take_while(|digit| *digit != '}').collect();
-                    value.extend(u32::from_str_radix(&digits, 16).ok().and_then(char::from_u32));
+                    let code_point = u32::from_str_radix(&digits, 16).ok();
+                    value.extend(code_point.and_then(char::from_u32));
                 }
                 Some(escaped) => value.push(escaped),
                 None => break,

@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-/// Formats a time, given as the duration since the beginning of 1970 in UTC, as
-/// `2026-11-21T01:02:03.456Z`.
+/// Formats a time, the duration since the Unix epoch, as `2026-11-21T01:02:03.456Z`.
 pub fn rfc3339(since_epoch: Duration) -> String {
     let (seconds, ms) = (since_epoch.as_secs(), since_epoch.subsec_millis());
     let (days, second_of_day) = (seconds / 86_400, seconds % 86_400);
@@ -14,7 +13,7 @@ pub fn rfc3339(since_epoch: Duration) -> String {
 
 /// Returns the year, month and day of the date `days` after 1970-01-01, in the Gregorian calendar.
 fn civil_date(days: u64) -> (u64, u64, u64) {
-    // Any 400 years in a row have this number of days, so a far date does not need a long loop.
+    // Any 400 years in a row have this number of days. They are skipped to keep the loop short.
     const DAYS_OF_400_YEARS: u64 = 146_097;
     let mut year = 1970 + days / DAYS_OF_400_YEARS * 400;
     let mut month = 1;
@@ -26,7 +25,7 @@ fn civil_date(days: u64) -> (u64, u64, u64) {
     (year, month, days + 1)
 }
 
-/// Returns the number of days of a month, which is counted from 1.
+/// Returns the number of days of a month from 1 to 12.
 fn days_of_month(year: u64, month: u64) -> u64 {
     let is_leap_year = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     match month {

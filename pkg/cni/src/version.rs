@@ -1,9 +1,9 @@
 //! The versions of the CNI specification.
 //!
-//! A configuration's `cniVersion` must be exactly the text of one of [`Version::ALL`]. CHECK exists
-//! since 0.4.0, GC and STATUS since 1.1.0. The skeleton checks, as Go does, first whether the
-//! version has the verb, and then whether the version is supported. So [`parse_triple`] also reads
-//! versions that are not supported.
+//! A configuration's `cniVersion` must be exactly the text of one of [`Version::ALL`], or empty,
+//! which means 0.1.0. As in Go, the skeleton checks whether the version has the verb before it
+//! checks whether the version is supported. So [`parse_triple`] also reads versions that are not
+//! supported.
 
 use std::fmt;
 
@@ -14,7 +14,8 @@ pub enum Version {
     V0_1_0,
     /// 0.2.0 added VERSION.
     V0_2_0,
-    /// 0.3.0 added lists of plugins. Results have `interfaces` and `ips` instead.
+    /// 0.3.0 added lists of plugins. Results have `interfaces` and `ips` instead of `ip4` and
+    /// `ip6`.
     V0_3_0,
     /// 0.3.1 changed nothing that these plugins read or write.
     V0_3_1,
@@ -97,8 +98,8 @@ impl Shape {
     }
 }
 
-/// Parses a version `a.b.c` into its numbers. As in Go, one to three numbers are accepted, missing
-/// ones are 0, and an empty text is 0.1.0.
+/// Parses a version `a.b.c` into its numbers. As in Go, missing second and third numbers are 0, and
+/// an empty text is 0.1.0.
 ///
 /// # Errors
 /// Go's text for an invalid version.

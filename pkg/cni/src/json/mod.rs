@@ -1,11 +1,13 @@
 //! Parses JSON by the rules of Go's `encoding/json`.
 //!
-//! Existing configurations rely on these rules: keys of structures match in any case, `null` means
-//! the default, and of duplicate keys the last one that is not `null` counts. serde_json refuses
-//! all three. So a document is first parsed into a [`Json`] tree, which keeps order and duplicates,
-//! and structures with a plain `#[derive(Deserialize)]` are then decoded from the tree.
+//! Existing configurations rely on three rules that serde_json does not follow:
 //!
-//! Keys of *structures* ignore case, keys of *maps* (`sysctl`, `capabilities`) never do.
+//! - `null` means the default.
+//! - Keys of structures match in any case; keys of maps (`sysctl`) are case-sensitive.
+//! - Of duplicate keys of a structure, the last one that is not `null` is used.
+//!
+//! So a document is first parsed into a [`Json`] tree, which keeps order and duplicates, and
+//! structures with a plain `#[derive(Deserialize)]` are then decoded from the tree.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -13,7 +15,7 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
-/// The greatest depth of nested objects and arrays.
+/// The greatest allowed depth of nested objects and arrays.
 pub const MAX_DEPTH: usize = 128;
 
 /// A JSON value. Objects keep the order of their keys, and duplicates.
@@ -56,9 +58,9 @@ impl Json {
         Ok(json)
     }
 
-    /// Returns the value of an object's key that is `name` in any case. Of duplicates, the last one
-    /// that is not `null` counts. Returns `None` if the key is absent or always `null`, or if this
-    /// is not an object.
+    /// Returns the value of an object's key `name`, which matches in any case. Of duplicate keys,
+    /// the last one that is not `null` is used. Returns `None` if the key is missing or has only
+    /// `null` values, or if this is not an object.
     pub fn get(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
         let (_, value) =
@@ -66,15 +68,15 @@ impl Json {
         Some(value)
     }
 
-    /// Returns the same as [`get`](Json::get), but `Some(Json::Null)` if the key exists and is
-    /// always `null`.
+    /// Returns the same as [`get`](Json::get), except `Some(Json::Null)` for a key that has only
+    /// `null` values.
     pub fn get_or_null(&self, name: &str) -> Option<&Json> {
         let Json::Object(members) = self else { return None };
         let exists = members.iter().any(|(key, _)| key.eq_ignore_ascii_case(name));
-        if exists { Some(self.get(name).unwrap_or(&Json::Null)) } else { None }
+        if exists { self.get(name).or(Some(&Json::Null)) } else { None }
     }
 
-    /// Returns the text of a string, or `None` for another value.
+    /// Returns the text of a string, or `None` if the value is not a string.
     pub fn as_str(&self) -> Option<&str> {
         if let Json::String(text) = self { Some(text) } else { None }
     }
@@ -88,7 +90,7 @@ impl Json {
     }
 
     /// Returns the keys that [`decode`](Json::decode) ignores, because `T` and the structures in it
-    /// do not have them. A value of a wrong type ends the search.
+    /// do not have them. The search ends at a value of a wrong type, so later keys are missing.
     pub fn unknown_keys<T: DeserializeOwned>(&self) -> Vec<UnknownKey> {
         let recorder = UnknownKeyRecorder::default();
         // Only the recorded keys matter. `decode` reports a value of a wrong type.
@@ -109,9 +111,8 @@ impl Json {
     }
 }
 
-/// Checks the depth of nesting by counting the brackets outside of strings, because
-/// [`Json::parse`] switches serde_json's own limit off. Does not check whether the brackets match:
-/// serde_json reports that.
+/// Checks the depth of nesting by counting the brackets outside of strings. serde_json checks later
+/// whether the brackets match.
 ///
 /// # Errors
 /// The document is nested deeper than [`MAX_DEPTH`].
@@ -201,19 +202,20 @@ impl<'de> Deserialize<'de> for Json {
 }
 
 impl JsonError {
-    /// Returns an error about the document as a whole.
+    /// Returns an error with an empty path, to which [`under`](JsonError::under) adds keys and
+    /// indexes.
     fn new(reason: impl fmt::Display) -> JsonError {
         JsonError { path: String::new(), reason: reason.to_string() }
     }
 
-    /// Puts `parent`, a key or an index such as `[0]`, before the path.
+    /// Adds `parent`, a key or an index such as `[0]`, at the beginning of the path.
     fn under(mut self, parent: &str) -> JsonError {
         self.path = join(parent, &self.path);
         self
     }
 
-    /// Returns the place in the document, such as `ipam.ranges[0]`, or the empty string for the
-    /// whole document.
+    /// Returns the path of the value that the error is about, such as `ipam.ranges[0]`, or the
+    /// empty string for the whole document.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -243,10 +245,10 @@ pub struct UnknownKey {
     pub known: &'static [&'static str],
 }
 
-/// Records the unknown keys while a tree is decoded. All readers of the tree share it.
+/// Records the unknown keys while a tree is decoded. All [`Reader`]s of the tree share it.
 #[derive(Default)]
 struct UnknownKeyRecorder {
-    /// The keys and indexes from the document to the value that is being decoded.
+    /// The keys and indexes that lead to the value that is being decoded.
     path: RefCell<Vec<String>>,
     /// The unknown keys so far.
     unknown: RefCell<Vec<UnknownKey>>,
@@ -254,15 +256,14 @@ struct UnknownKeyRecorder {
 
 impl UnknownKeyRecorder {
     /// Records the keys of the object `json` that are not in `known`, the keys of the structure
-    /// that is decoded from it.
+    /// that is decoded from the object.
     fn record_unknown(&self, json: &Json, known: &'static [&'static str]) {
         let Json::Object(members) = json else { return };
+        let object_path = self.path.borrow().iter().fold(String::new(), |path, segment| join(&path, segment));
         for (key, _) in members {
-            if known.iter().any(|name| name.eq_ignore_ascii_case(key)) {
-                continue;
+            if !known.iter().any(|name| name.eq_ignore_ascii_case(key)) {
+                self.unknown.borrow_mut().push(UnknownKey { path: join(&object_path, key), known });
             }
-            let path = self.path.borrow().iter().fold(String::new(), |path, segment| join(&path, segment));
-            self.unknown.borrow_mut().push(UnknownKey { path: join(&path, key), known });
         }
     }
 }
@@ -283,8 +284,8 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Decodes the value as `seed` asks. `segment` is the value's key, or its index such as `[0]`:
-    /// the paths of unknown keys and of an error contain it.
+    /// Decodes the value with `seed`. `segment` is the value's key, or its index such as `[0]`, for
+    /// the paths of unknown keys and of an error.
     fn decode_at<'de, S: DeserializeSeed<'de>>(self, segment: &str, seed: S) -> Result<S::Value, JsonError> {
         if let Some(recorder) = self.recorder {
             recorder.path.borrow_mut().push(segment.to_owned());
@@ -382,8 +383,8 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         self.deserialize_seq(visitor)
     }
 
-    /// Passes all members in the document's order. Which of duplicates counts is up to the type
-    /// that collects them.
+    /// Passes all members in the document's order, duplicates included: the type that collects them
+    /// decides which duplicate it keeps.
     fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
         let members: Vec<(&str, &Json)> = match self.json {
             Json::Null => Vec::new(),
@@ -393,8 +394,8 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         visitor.visit_map(Members { unread: members.into_iter(), key_read: None, recorder: self.recorder })
     }
 
-    /// Passes each field that the object has and that is not `null`, once and in the structure's
-    /// spelling. `null` counts as an object without fields.
+    /// Passes each field for which [`Json::get`] finds a value, under the structure's spelling of
+    /// the key. A `null` instead of the object counts as an object without members.
     fn deserialize_struct<V: Visitor<'de>>(
         self,
         _: &'static str,
@@ -470,7 +471,7 @@ impl<'de> MapAccess<'de> for Members<'_> {
 
     fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, JsonError> {
         let Some((key, value)) = self.key_read.take() else {
-            return Err(JsonError::new("a value was asked for before its key"));
+            return Err(JsonError::new("a value was requested before its key"));
         };
         Reader { json: value, recorder: self.recorder }.decode_at(key, seed)
     }

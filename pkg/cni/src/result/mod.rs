@@ -3,11 +3,8 @@
 //! All code uses [`AddResult`], which has the fields of the newest version. Only `wire` knows the
 //! older forms of the JSON. A result of a delegate or in `prevResult` is decoded by its own
 //! version. The answer to the runtime is encoded in the configuration's version, without the parts
-//! that this version does not have, such as the MTU before 1.1.0. Only a result without an address
-//! cannot be encoded in 0.1.0 and 0.2.0: ADD fails and is rolled back.
-//!
-//! Where 0 is a valid number, it differs from an absent one: a route's table 0 and an address's
-//! interface 0 are kept.
+//! that this version does not have, such as an interface's MTU before 1.1.0. Only a result without
+//! an address cannot be encoded in 0.1.0 and 0.2.0: ADD fails and is rolled back.
 
 use std::net::IpAddr;
 
@@ -73,9 +70,9 @@ pub struct IpConfig {
     pub gateway: Option<IpAddr>,
 }
 
-/// A route of a result. Every version from 0.3.0 on encodes all these keys, even those that 1.1.0
-/// added, because an IPAM plugin passes them to its caller. As in Go, only `table` and `scope`
-/// distinguish 0 from an absent value.
+/// A route of a result. In every version from 0.3.0 on, all these keys are encoded, even those that
+/// 1.1.0 added, because interface plugins need them from their IPAM plugin. As in Go, only `table`
+/// and `scope` distinguish 0 from an absent value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
     /// The destination, with the host bits that were given.
@@ -139,8 +136,8 @@ pub enum ResultError {
     /// The JSON does not have the form of its version.
     #[error("{0}")]
     Json(JsonError),
-    /// The result's version is unknown, or its results have another form than those of the
-    /// configuration's version.
+    /// The result's version is unknown, or has a different form of results than the configuration's
+    /// version.
     #[error(
         "result type supports [{}] but unmarshalled CNIVersion is \"{found}\"",
         .expected.versions().map(Version::as_str).collect::<Vec<_>>().join(" ")
@@ -160,7 +157,7 @@ pub enum ResultError {
 }
 
 impl AddResult {
-    /// Decodes a result in the version that its `cniVersion` names, or in `default` if it has none.
+    /// Decodes a result in the version of its `cniVersion`, or in `default` if it has none.
     ///
     /// # Errors
     /// The version is unknown, or the JSON does not have its form.
@@ -176,8 +173,8 @@ impl AddResult {
     /// `cniVersion`, that version must use the same form.
     ///
     /// # Errors
-    /// The result's `cniVersion` is unknown or a version of another form, or the JSON does not have
-    /// this form.
+    /// The result's `cniVersion` is unknown or has a different form, or the JSON does not have the
+    /// form of `version`.
     pub fn decode_as(json: &Json, version: Version) -> Result<AddResult, ResultError> {
         let found = version_text(json)?;
         let expected = version.shape();
@@ -242,8 +239,8 @@ fn unless_zero<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Opti
     Ok(Option::deserialize(deserializer)?.filter(|number| *number != 0))
 }
 
-/// Encodes a value as JSON in the way the Go plugins print it: indented by four spaces, without a
-/// newline at the end.
+/// Encodes a value as JSON as the Go plugins print it: indented by four spaces, without a newline
+/// at the end.
 pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1024);
     let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");

@@ -1,5 +1,5 @@
-//! The keys of a result that this crate does not know. A plugin that passes `prevResult` on passes
-//! them on too.
+//! The keys of a result that this crate does not know. A plugin that passes `prevResult` on keeps
+//! these keys.
 
 use serde_json::{Map, Value};
 
@@ -7,8 +7,8 @@ use crate::json::Json;
 use crate::version::Shape;
 
 /// The unknown keys of a result with their values, as a copy of the result without the known keys.
-/// An array with unknown keys in an element keeps all elements, so that each keeps its position. A
-/// part without unknown keys is `null` or missing.
+/// If one element of an array has unknown keys, the copy has all elements, so that their positions
+/// stay the same. A part without unknown keys is `null` or missing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unknown(Value);
 
@@ -67,15 +67,15 @@ const IPS_KEYS: [Known; 7] = [
 
 impl Unknown {
     /// Returns the unknown keys of a result that has the given form.
-    pub(super) fn of(json: &Json, shape: Shape) -> Unknown {
+    pub(super) fn find_in(json: &Json, shape: Shape) -> Unknown {
         Unknown(match shape {
             Shape::Ip4Ip6 => without_known(json, &IP4_IP6_KEYS),
             Shape::VersionedIps | Shape::Ips => without_known(json, &IPS_KEYS),
         })
     }
 
-    /// Returns the unknown keys without those in elements of the arrays `interfaces`, `ips` and
-    /// `routes`, which results of 0.1.0 and 0.2.0 do not have.
+    /// Returns the unknown keys for a result of 0.1.0 or 0.2.0: without those in the elements of
+    /// `interfaces`, `ips` and `routes`, which these versions do not have.
     #[must_use]
     pub fn without_elements(&self) -> Unknown {
         let Value::Object(members) = &self.0 else { return self.clone() };
@@ -95,7 +95,7 @@ impl Unknown {
     }
 }
 
-/// Returns a part of a result without the keys in `known`, or `null` if it has no other key.
+/// Returns a part of a result without the keys in `known`, or `null` if it has no other keys.
 fn without_known(json: &Json, known: &[Known]) -> Value {
     match json {
         Json::Array(items) => {
@@ -107,8 +107,8 @@ fn without_known(json: &Json, known: &[Known]) -> Value {
     }
 }
 
-/// Returns the members of an object whose keys are not in `known`. Of a member whose key is known,
-/// returns the unknown keys in its value, if there are any.
+/// Returns the members of an object without the known keys. A known key whose value has unknown
+/// keys stays, with only the unknown keys in its value.
 fn unknown_members(members: &[(String, Json)], known: &[Known]) -> Map<String, Value> {
     let mut unknown = Map::new();
     for (key, value) in members {
@@ -119,8 +119,8 @@ fn unknown_members(members: &[(String, Json)], known: &[Known]) -> Map<String, V
         if known_inside.is_empty() || *value == Json::Null {
             continue;
         }
-        // Of duplicate keys, the last one that is not null counts, so its unknown keys replace
-        // those of an earlier one.
+        // Of duplicate keys, the last one that is not null is used, so its unknown keys replace
+        // those of an earlier duplicate.
         unknown.remove(*name);
         let inside = without_known(value, known_inside);
         if !inside.is_null() {

@@ -1,9 +1,8 @@
-//! Encodes and decodes the three forms that the JSON of a result has in the specification's
-//! versions.
+//! Encodes and decodes the three forms of a result's JSON, see [`Shape`].
 //!
-//! As the Go plugins do, versions up to 0.4.0 print the keys in declared order and always `dns`;
-//! versions from 1.0.0 on print the keys sorted and leave an empty `dns` out. Some programs compare
-//! the texts. A result with keys that this crate does not know is sorted in every version.
+//! The text is that of the Go plugins, because some programs compare it. Up to 0.4.0 the keys are
+//! in declared order, and `dns` is always present. From 1.0.0 on the keys are sorted, and an empty
+//! `dns` is left out. A result with keys that this crate does not know is sorted in every version.
 
 use std::collections::BTreeMap;
 
@@ -27,29 +26,30 @@ pub(super) fn decode(json: &Json, shape: Shape) -> Result<AddResult, ResultError
         Shape::VersionedIps | Shape::Ips => json.decode::<ReadIps>().map(AddResult::from),
     };
     let decoded = decoded.map_err(ResultError::Json)?;
-    Ok(AddResult { unknown: Unknown::of(json, shape), ..decoded })
+    Ok(AddResult { unknown: Unknown::find_in(json, shape), ..decoded })
 }
 
-/// Converts a result to the form that `version` has.
+/// Converts a result, including its unknown keys, to the form that `version` has.
 ///
 /// # Errors
 /// [`ResultError::NoAddress`] if `version` is 0.1.0 or 0.2.0 and the result has no address.
 pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>, ResultError> {
-    let known = match version.shape() {
+    let shape = version.shape();
+    let known = match shape {
         Shape::Ip4Ip6 => Wire::Ip4Ip6(WriteIp4Ip6::new(result, version)?),
         Shape::VersionedIps => Wire::VersionedIps(WriteVersionedIps::new(result, version)),
         Shape::Ips => Wire::Sorted(sorted(&WriteIps::new(result, version))),
     };
-    let unknown = match version.shape() {
+    let unknown = match shape {
         Shape::Ip4Ip6 => result.unknown.without_elements(),
         Shape::VersionedIps | Shape::Ips => result.unknown.clone(),
     };
     if unknown.is_empty() {
         return Ok(Encoded(known));
     }
-    let mut all = Value::Object(sorted(&known).into_iter().collect());
-    unknown.add_to(&mut all);
-    Ok(Encoded(Wire::Sorted(sorted(&all))))
+    let mut with_unknown = Value::Object(sorted(&known).into_iter().collect());
+    unknown.add_to(&mut with_unknown);
+    Ok(Encoded(Wire::Sorted(sorted(&with_unknown))))
 }
 
 /// A result in one of the forms, for serialization.
@@ -150,9 +150,9 @@ struct WriteFamily {
 }
 
 impl WriteFamily {
-    /// Returns the first address of a family with the routes of this family, or `None` if the
-    /// result has no address of this family. `is_of_family` decides which addresses and
-    /// destinations belong to the family.
+    /// Returns the first address of a family and all routes of this family, or `None` if the result
+    /// has no such address. `is_of_family` decides whether an address or a destination is of the
+    /// family.
     fn find(result: &AddResult, is_of_family: impl Fn(&Cidr) -> bool) -> Option<WriteFamily> {
         let ip = result.ips.iter().find(|ip| is_of_family(&ip.address))?;
         let routes = result.routes.iter().filter(|route| is_of_family(&route.dst));
@@ -166,7 +166,7 @@ impl WriteFamily {
 }
 
 impl<'a> WriteIp4Ip6<'a> {
-    /// Returns the first address of each family, each with the routes of its family.
+    /// Returns the result in this form: the first address of each family, with the family's routes.
     ///
     /// # Errors
     /// [`ResultError::NoAddress`] if the result has no address.

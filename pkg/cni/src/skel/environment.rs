@@ -78,17 +78,20 @@ impl Environment {
         Environment::new(std::env::vars_os())
     }
 
-    /// Returns the environment that consists of these pairs. The last one of several with the same
-    /// name counts.
+    /// Returns an environment of these variables. If a name occurs more than once, its last value
+    /// is used.
     pub fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
         let all: Vec<(OsString, OsString)> = variables.into_iter().collect();
         let mut not_utf8 = Vec::new();
         let mut value_of = |name: &str| {
             let Some((_, value)) = all.iter().rev().find(|(key, _)| key == name) else { return String::new() };
-            value.to_str().map(str::to_owned).unwrap_or_else(|| {
-                not_utf8.push(name.to_owned());
-                String::new()
-            })
+            match value.to_str() {
+                Some(text) => text.to_owned(),
+                None => {
+                    not_utf8.push(name.to_owned());
+                    String::new()
+                }
+            }
         };
         let netns_override = value_of("CNI_NETNS_OVERRIDE");
         Environment {
@@ -104,12 +107,11 @@ impl Environment {
         }
     }
 
-    /// Returns the verb in CNI_COMMAND, or `None` if that is empty, as when a person starts the
-    /// plugin.
+    /// Returns the verb in CNI_COMMAND, or `None` if CNI_COMMAND is empty or not set, as when a
+    /// person starts the plugin. `plugin` is the plugin's name, for the error.
     ///
     /// # Errors
-    /// Code 4 if CNI_COMMAND is not a verb, or is not UTF-8. `plugin` is the plugin's name for the
-    /// error.
+    /// Code 4 if CNI_COMMAND is not a verb, or is not UTF-8.
     pub(super) fn verb(&self, plugin: &str) -> Result<Option<Verb>> {
         if self.not_utf8.iter().any(|name| name == "CNI_COMMAND") {
             return Err(invalid_utf8("CNI_COMMAND"));
@@ -124,12 +126,12 @@ impl Environment {
         }
     }
 
-    /// Checks that the variables that the verb needs exist and are valid. As in Go, an invalid
-    /// value is reported before missing variables.
+    /// Checks that the variables that the verb needs are set and valid. As in Go, an invalid value
+    /// is reported before missing variables.
     ///
     /// # Errors
-    /// Code 4 if a value is invalid or not UTF-8, or if variables are missing. The error names all
-    /// missing ones.
+    /// Code 4 if a value is invalid, if any `CNI_*` value is not UTF-8, or if variables are
+    /// missing, which the error lists.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
         if let Some(name) = self.not_utf8.first() {
             return Err(invalid_utf8(name));
@@ -140,30 +142,32 @@ impl Environment {
             ("CNI_IFNAME", &self.ifname, verb.has_attachment()),
             ("CNI_PATH", &self.path, verb != Verb::Version),
         ];
-        let mut absent = Vec::new();
+        let mut missing_names = Vec::new();
         for (name, value, is_needed) in variables {
+            if !is_needed {
+                continue;
+            }
             match name {
-                _ if !is_needed => {}
-                _ if value.is_empty() => absent.push(name),
+                _ if value.is_empty() => missing_names.push(name),
                 "CNI_CONTAINERID" => ident::check_container_id(value)?,
-                // ADD has stricter rules for names, because DEL must also remove an interface that
-                // an earlier release or a Go plugin has created.
                 "CNI_IFNAME" if verb == Verb::Add => ident::check_new_interface_name(value)?,
+                // Less strict than for ADD: an earlier release or a Go plugin may have created the
+                // interface.
                 "CNI_IFNAME" => ident::check_interface_name(value)?,
                 _ => {}
             }
         }
-        if absent.is_empty() { Ok(()) } else { Err(missing(&absent)) }
+        if missing_names.is_empty() { Ok(()) } else { Err(missing(&missing_names)) }
     }
 
     /// Returns the environment of a delegate: all variables of this call, with `verb` as
     /// CNI_COMMAND.
     pub fn for_delegate(&self, verb: Verb) -> Vec<(OsString, OsString)> {
-        let kept = self.all.iter().filter(|(key, _)| key != OsStr::new("CNI_COMMAND")).cloned();
-        kept.chain([(OsString::from("CNI_COMMAND"), OsString::from(verb.as_str()))]).collect()
+        let others = self.all.iter().filter(|(key, _)| key != OsStr::new("CNI_COMMAND")).cloned();
+        others.chain([(OsString::from("CNI_COMMAND"), OsString::from(verb.as_str()))]).collect()
     }
 
-    /// Returns the folders of CNI_PATH, in which plugins are searched.
+    /// Returns the folders of CNI_PATH, which are searched for plugins.
     pub fn plugin_folders(&self) -> Vec<PathBuf> {
         std::env::split_paths(&self.path).filter(|folder| !folder.as_os_str().is_empty()).collect()
     }

@@ -4,8 +4,8 @@
 //! and calls a verb of the plugin with a [`Call`]. It converts, encodes and writes the result, and
 //! only then commits the ADD. The plugin's verbs never see streams, variables or exit codes.
 //!
-//! Dropping an [`Added`] that is not committed undoes the ADD. So nothing here ends the process
-//! while one exists.
+//! Dropping an uncommitted [`Added`] undoes the ADD. `std::process::exit` would skip the drop, so
+//! nothing here calls it.
 
 use std::io::{IsTerminal, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -55,12 +55,12 @@ pub trait Plugin {
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey>;
 
     /// Checks possible answers of the IPAM plugin as ADD would. Returns for each answer the error
-    /// of an ADD that gets it, or `None` if that ADD would succeed. `earlier` has the addresses
-    /// that earlier plugins of the list gave to the container. The default suits a plugin that runs
-    /// no IPAM plugin.
+    /// with which ADD would reject it, or `None` if ADD would accept it. `_earlier` has the
+    /// addresses that earlier plugins of the list gave to the container. The default accepts every
+    /// answer: it is for plugins that run no IPAM plugin.
     ///
     /// # Errors
-    /// The error of an ADD about the configuration itself.
+    /// The configuration itself is invalid.
     fn examine_answers(&self, _: &NetConf, answers: &[AddResult], _earlier: &[Cidr]) -> Result<Vec<Option<Error>>> {
         Ok(answers.iter().map(|_| None).collect())
     }
@@ -94,9 +94,8 @@ pub trait Plugin {
     ///
     /// # Errors
     /// A defect that makes every ADD fail until it is repaired. The skeleton replaces codes about
-    /// configurations, files and unsupported keys (2, 5, 6, 7) by 50. If the error
-    /// [is a shortage](Error::is_shortage), which may pass by itself, STATUS succeeds, and the
-    /// skeleton writes a note.
+    /// configurations, files and unsupported keys (2, 5, 6, 7) with 50. It only notes an error that
+    /// [is a shortage](Error::is_shortage), which may pass by itself.
     fn status(&self, call: &Call<'_>) -> Result<()>;
 
     /// Finds the packet filter rules of the attachment that another program has removed and, with
@@ -129,8 +128,8 @@ pub enum Role {
 pub struct Added<'a> {
     /// The answer to the runtime.
     pub result: AddResult,
-    /// The undos. The skeleton drops them unused once the result has been written, and runs them if
-    /// that fails.
+    /// The undos. The skeleton commits them once the result has been written, and runs them if the
+    /// result cannot be written.
     pub rollback: Rollback<'a>,
 }
 
@@ -139,8 +138,8 @@ pub struct Added<'a> {
 pub struct Call<'m> {
     /// CNI_CONTAINERID; empty for GC and STATUS.
     pub container_id: String,
-    /// CNI_NETNS. `None` if it is not set, for GC and STATUS, and for a DEL with the plugin's own
-    /// namespace, which DEL must not change.
+    /// CNI_NETNS. `None` if it is not set, for GC and STATUS, and for a DEL whose CNI_NETNS is the
+    /// plugin's own namespace, in which DEL must not change anything.
     pub netns: Option<PathBuf>,
     /// CNI_IFNAME; empty for GC and STATUS.
     pub ifname: String,
@@ -177,7 +176,7 @@ impl Call<'_> {
     /// Returns CNI_NETNS, for verbs that need it.
     ///
     /// # Errors
-    /// Code 4 if it is not set. For ADD and CHECK the skeleton has checked that it is.
+    /// Code 4 if it is not set, which the skeleton rules out for ADD and CHECK.
     pub fn netns(&self) -> Result<&Path> {
         self.netns.as_deref().ok_or_else(|| environment::missing(&["CNI_NETNS"]))
     }
@@ -195,11 +194,11 @@ impl Call<'_> {
 }
 
 /// Runs a plugin with the environment of this process and returns its exit code. `stdin` and
-/// `stdout` are the process's streams, wrapped so that every wait has a deadline. They must not be
-/// std's, whose stdout writes line by line.
+/// `stdout` are the process's streams, wrapped so that every wait has a deadline. Do not pass std's
+/// `Stdout`, which writes each line separately.
 pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, stdout: &mut dyn Write) -> ExitCode {
-    // The message of a panic becomes part of the error on stdout. Its place in the source goes to
-    // stderr, without std's hint about backtraces.
+    // Writes a panic's message and place in the source to stderr, without std's hint about
+    // backtraces. `catch_panic` puts the message into the error on stdout.
     std::panic::set_hook(Box::new(|info| eprint(&info.to_string())));
     let environment = Environment::from_process();
     let is_terminal = std::io::stdin().is_terminal();
@@ -222,15 +221,15 @@ fn eprint(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// The error of a call that failed and whose error has been written to stdout.
+/// The error of [`dispatch`], which has already reported why the call failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failed;
 
 /// Handles one call of a plugin: writes its result or its error to stdout, and logs the call. A
-/// panic of the plugin is an error, too.
+/// panic of the plugin becomes an error of code 999.
 ///
 /// # Errors
-/// [`Failed`], after the error has been written to stdout.
+/// [`Failed`], after the error has been written to stdout or, if that fails, to the notes.
 pub fn dispatch(
     plugin: &dyn Plugin,
     machine: &dyn Machine,
@@ -241,14 +240,13 @@ pub fn dispatch(
     let mut facts = CallFacts { version: Version::NEWEST, network: String::new() };
     let outcome = catch_panic(plugin, || handle(plugin, machine, environment, &mut streams, &mut facts));
     timer.end(plugin.name(), environment, &facts.network, &outcome);
-    outcome.map_err(|error| {
-        let bytes = encode_error(&error, facts.version);
-        let written = streams.stdout.write_all(&bytes).and_then(|()| streams.stdout.flush());
-        if let Err(why) = written {
-            streams.notes.note(format_args!("{error} (this error could not be written to stdout: {why})"));
-        }
-        Failed
-    })
+    let Err(error) = outcome else { return Ok(()) };
+    let bytes = encode_error(&error, facts.version);
+    let written = streams.stdout.write_all(&bytes).and_then(|()| streams.stdout.flush());
+    if let Err(why) = written {
+        streams.notes.note(format_args!("{error} (this error could not be written to stdout: {why})"));
+    }
+    Err(Failed)
 }
 
 /// An error as the specification's JSON.
@@ -268,17 +266,19 @@ fn encode_error(error: &Error, version: Version) -> Vec<u8> {
     pretty(&WireError { cni_version: version.as_str(), code, msg, details })
 }
 
-/// Facts that [`handle`] learns from the configuration, and that its caller also needs if it fails.
+/// What [`dispatch`] needs from the configuration even if [`handle`] fails.
 struct CallFacts {
-    /// The specification version in which an error is encoded: the configuration's, or the newest
-    /// if that has not been read or is not supported.
+    /// The specification version in which an error is encoded: the configuration's version, or the
+    /// newest until `handle` has read a supported version.
     version: Version,
     /// The network's name for the log, or the empty string until `handle` has read it.
     network: String,
 }
 
-/// Checks the environment and the configuration and runs the verb. Writes the result to stdout; an
-/// error is left to the caller.
+/// Checks the environment and the configuration, runs the verb and writes its result to stdout.
+///
+/// # Errors
+/// The error for the caller to write to stdout.
 fn handle(
     plugin: &dyn Plugin,
     machine: &dyn Machine,
@@ -287,7 +287,7 @@ fn handle(
     facts: &mut CallFacts,
 ) -> Result<()> {
     let Some(verb) = environment.verb(plugin.name())? else {
-        // Without CNI_COMMAND a person has started the plugin.
+        // A person has started the plugin.
         streams.notes.note(about(plugin.name()));
         return Ok(());
     };
@@ -297,44 +297,54 @@ fn handle(
     }
     environment.check(verb)?;
     let conf = read_conf(verb, streams, facts)?;
-    // GC and STATUS ignore the variables that name an attachment.
-    let unless_ignored = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
-    let mut call = Call {
-        container_id: unless_ignored(&environment.container_id),
-        netns: Some(PathBuf::from(unless_ignored(&environment.netns))).filter(|path| !path.as_os_str().is_empty()),
-        ifname: unless_ignored(&environment.ifname),
+    // GC and STATUS ignore the variables that name an attachment, as if they were not set.
+    let value_for_verb = |value: &str| if verb.has_attachment() { value.to_owned() } else { String::new() };
+    let netns = value_for_verb(&environment.netns);
+    let call = Call {
+        container_id: value_for_verb(&environment.container_id),
+        netns: if netns.is_empty() { None } else { Some(PathBuf::from(netns)) },
+        ifname: value_for_verb(&environment.ifname),
         conf,
         environment,
         machine,
         notes: streams.notes.clone(),
     };
-    // An ADD into the plugin's own namespace would change the host's network. An error about a path
-    // that cannot be opened is left to the plugin, because some plugins do not use it.
-    let is_own_netns = !environment.netns_override
-        && call.netns.as_deref().is_some_and(|path| machine.is_own_netns(path).unwrap_or(false));
-    let own_netns_error = || {
-        Error::new(Code::INVALID_NETNS, "plugin's netns and netns from CNI_NETNS should not be the same")
-            .with_details(format!("CNI_NETNS={}", environment.netns))
-    };
-    if is_own_netns && verb != Verb::Del {
-        return Err(own_netns_error());
+    if has_forbidden_netns(&call) {
+        return Err(refuse_own_netns(plugin, verb, call));
     }
     match verb {
         Verb::Add => add(plugin, &call, streams.stdout),
         Verb::Check => plugin.check(&call),
-        Verb::Del if is_own_netns => {
-            // DEL removes what is outside the container. Then the error is reported, even if the
-            // DEL has panicked.
-            call.netns = None;
-            let outcome = catch_panic(plugin, || plugin.del(&call));
-            Err(own_netns_error().and(outcome.err()))
-        }
         Verb::Del => plugin.del(&call),
         Verb::Gc => plugin.gc(&call, &ValidAttachments::from_config(call.conf.json())?),
         Verb::Status => status(plugin, &call),
-        // Answered above.
+        // Handled above.
         Verb::Version => Ok(()),
     }
+}
+
+/// Whether CNI_NETNS is the plugin's own namespace, which only CNI_NETNS_OVERRIDE allows. Returns
+/// `false` if the path cannot be opened: some plugins do not use it, and the others report the
+/// error.
+fn has_forbidden_netns(call: &Call<'_>) -> bool {
+    match &call.netns {
+        Some(path) if !call.environment.netns_override => call.machine.is_own_netns(path).unwrap_or(false),
+        _ => false,
+    }
+}
+
+/// Returns the error of a call in the plugin's own namespace, where ADD would change the host's
+/// network. For DEL, first removes what is outside the container, and appends the error of that DEL
+/// if it fails or panics.
+fn refuse_own_netns(plugin: &dyn Plugin, verb: Verb, mut call: Call<'_>) -> Error {
+    let error = Error::new(Code::INVALID_NETNS, "plugin's netns and netns from CNI_NETNS should not be the same")
+        .with_details(format!("CNI_NETNS={}", call.environment.netns));
+    if verb != Verb::Del {
+        return error;
+    }
+    call.netns = None;
+    let outcome = catch_panic(plugin, || plugin.del(&call));
+    error.and(outcome.err())
 }
 
 /// Reads the configuration from stdin, and checks its name, its version and its standard keys.
@@ -348,10 +358,12 @@ fn handle(
 fn read_conf(verb: Verb, streams: &mut Streams<'_>, facts: &mut CallFacts) -> Result<NetConf> {
     let raw = read_stdin(&mut streams.stdin)?;
     let json = config::parse_object(&raw)?;
-    // The error about the name is encoded in the configuration's version too. An error about the
-    // version itself comes later, because Go checks the name first.
+    // As in Go, an error about the name is reported before an error about the version, but in the
+    // configuration's version. So the version is read before the name, and checked after it.
     let version_text = config::version_text(&json);
-    if let Some(version) = version_text.as_deref().ok().and_then(Version::find) {
+    if let Ok(text) = &version_text
+        && let Some(version) = Version::find(text)
+    {
         facts.version = version;
     }
     config::network_name(&json)?.clone_into(&mut facts.network);
@@ -365,8 +377,8 @@ fn read_conf(verb: Verb, streams: &mut Streams<'_>, facts: &mut CallFacts) -> Re
     Ok(conf)
 }
 
-/// Runs ADD and writes its result. Commits the ADD after the whole result has been written; on
-/// every error before that, dropping `rollback` undoes the ADD.
+/// Runs ADD and writes its result. Commits the ADD after the whole result has been written; an
+/// earlier return drops `rollback`, which undoes the ADD.
 fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<()> {
     let Added { result, rollback } = plugin.add(call)?;
     if call.machine.terminated() {
@@ -380,8 +392,8 @@ fn add(plugin: &dyn Plugin, call: &Call<'_>, stdout: &mut dyn Write) -> Result<(
     Ok(())
 }
 
-/// Runs STATUS. Only writes a note on a shortage that may pass by itself: a runtime that gets an
-/// error marks the node as not ready, and Kubernetes then evicts pods that work.
+/// Runs STATUS. A shortage that may pass by itself is only noted, because a runtime that gets an
+/// error marks the node as not ready, and Kubernetes then evicts working pods.
 ///
 /// # Errors
 /// The plugin's error, with code 50 instead of a code about configurations, files or unsupported
@@ -413,12 +425,12 @@ fn catch_panic(plugin: &dyn Plugin, function: impl FnOnce() -> Result<()>) -> Re
     })
 }
 
-/// Returns the version of a configuration whose `cniVersion` is `cni_version`, with the checks,
-/// their order and the texts of the Go plugins.
+/// Parses a configuration's `cniVersion` and checks that this version has the verb. The checks,
+/// their order and the texts are those of the Go plugins.
 ///
 /// # Errors
 /// - Code 1 if the version is not supported, or does not have the verb.
-/// - Code 6 if the verb is not in all versions and the text is not a version.
+/// - Code 6 for CHECK, GC and STATUS if the text is not a version at all.
 fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
     let first_with_verb = match verb {
         Verb::Add | Verb::Del | Verb::Version => None,
@@ -426,35 +438,38 @@ fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
         Verb::Gc | Verb::Status => Some(Version::V1_1_0),
     };
     if let Some(first_with_verb) = first_with_verb {
-        let triple = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
-        let configured = triple(cni_version)?;
+        let parse = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
+        let configured = parse(cni_version)?;
         let verb = verb.as_str();
-        if configured < triple(first_with_verb.as_str())? {
+        if configured < parse(first_with_verb.as_str())? {
             return Err(config::incompatible(&format!("config version does not allow {verb}"), cni_version));
         }
-        if configured > triple(Version::NEWEST.as_str())? {
+        if configured > parse(Version::NEWEST.as_str())? {
             return Err(config::incompatible(&format!("plugin version does not allow {verb}"), cni_version));
         }
     }
     Version::find(cni_version).ok_or_else(|| config::incompatible("incompatible CNI versions", cni_version))
 }
 
-/// Returns the answer to VERSION, in the version that the JSON on stdin has, or in the newest if
-/// stdin is a terminal, has no version or has one that is not supported.
+/// Returns the answer to VERSION, in the version that the JSON on stdin requests, or in the newest.
 fn version_reply(stdin: &mut Option<&mut dyn Read>) -> Vec<u8> {
-    // VERSION always succeeds, so errors of stdin are ignored.
-    let requested = read_stdin(stdin).ok().and_then(|bytes| {
-        let json = Json::parse(&bytes).ok()?;
-        // In a configuration an empty version would be 0.1.0.
-        let text = json.get("cniVersion")?.as_str().filter(|text| !text.is_empty())?;
-        Version::find(text)
-    });
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
-    let version = requested.unwrap_or(Version::NEWEST);
+    let version = requested_version(stdin).unwrap_or(Version::NEWEST);
     format!("{{\"cniVersion\":\"{version}\",\"supportedVersions\":[{}]}}\n", supported.join(",")).into_bytes()
 }
 
-/// Returns the text that a person gets who runs the plugin by hand: its release and versions.
+/// Returns the `cniVersion` of the JSON on stdin. Returns `None` if that cannot be read or is not a
+/// supported version, because VERSION always succeeds.
+fn requested_version(stdin: &mut Option<&mut dyn Read>) -> Option<Version> {
+    let bytes = read_stdin(stdin).ok()?;
+    let json = Json::parse(&bytes).ok()?;
+    let text = json.get("cniVersion")?.as_str()?;
+    // `find` would take an empty version for 0.1.0, as in a configuration.
+    if text.is_empty() { None } else { Version::find(text) }
+}
+
+/// Returns the text for a person who runs the plugin by hand: its release and the supported
+/// versions.
 fn about(name: &str) -> String {
     let supported: Vec<&str> = Version::ALL.iter().map(|version| version.as_str()).collect();
     let release = release();

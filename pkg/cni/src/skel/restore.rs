@@ -17,20 +17,19 @@ pub enum RestoreMode {
 /// The outcome of [`Plugin::restore_rules`](super::Plugin::restore_rules).
 #[derive(Debug)]
 pub struct Restored<'a> {
-    /// One sentence about each rule that was missing.
+    /// Descriptions of the missing rules. Empty if no rule was missing.
     pub missing: Vec<String>,
-    /// The undo of the writing. Dropping it removes the written rules; the caller commits it to
-    /// keep them.
+    /// Removes the written rules when it is dropped. The caller commits it to keep them.
     pub rollback: Rollback<'a>,
 }
 
 impl<'a> Restored<'a> {
-    /// Returns the outcome for a plugin whose CHECK compares nothing but rules. `checked` is the
-    /// outcome of that CHECK. Calls `write` if rules are missing and `mode` is
-    /// [`RestoreMode::Write`].
+    /// Restores the rules of a plugin whose CHECK compares only rules. `checked` is the outcome of
+    /// that CHECK. If it reports missing rules and `mode` is [`RestoreMode::Write`], calls `write`,
+    /// which writes them and returns the undo.
     ///
     /// # Errors
-    /// - The error in `checked` if CHECK failed for another reason than missing rules.
+    /// - The error in `checked` if it is not about missing rules.
     /// - The error of `write`.
     pub fn after_check(
         call: &Call<'_>,
@@ -40,8 +39,8 @@ impl<'a> Restored<'a> {
     ) -> Result<Restored<'a>> {
         let missing = match checked {
             Ok(()) => Vec::new(),
-            // Some rules are missing, or all.
-            Err(error) if [Code::CHECK_FAILED, Code::UNKNOWN_CONTAINER].contains(&error.code()) => {
+            // `CHECK_FAILED`: some rules are missing. `UNKNOWN_CONTAINER`: all are.
+            Err(error) if matches!(error.code(), Code::CHECK_FAILED | Code::UNKNOWN_CONTAINER) => {
                 vec![error.msg().to_owned()]
             }
             Err(error) => return Err(error),

@@ -8,8 +8,8 @@ use crate::{Code, Error, Result};
 /// The largest configuration that is accepted on stdin, in bytes.
 pub const MAX_STDIN: usize = 16 << 20;
 
-/// The streams of a call. An error `TimedOut` of a stream means that the deadline passed or that a
-/// signal ended the wait, and becomes code 11.
+/// The streams of a call. A stream fails with `TimedOut` if the deadline has passed or a signal has
+/// ended the wait; this error becomes code 11.
 pub struct Streams<'a> {
     /// The source of the configuration. `None` if stdin is a terminal.
     pub stdin: Option<&'a mut dyn Read>,
@@ -49,7 +49,7 @@ pub(super) fn read_stdin(stdin: &mut Option<&mut dyn Read>) -> Result<Vec<u8>> {
         ));
     };
     let mut bytes = Vec::with_capacity(4096);
-    // One byte more shows that the configuration is too long.
+    // Reads one byte more than allowed, to notice a configuration that is too long.
     stdin
         .take(MAX_STDIN as u64 + 1)
         .read_to_end(&mut bytes)
