@@ -98,7 +98,8 @@ impl VerbRun<'_, '_> {
     ///
     /// # Errors
     /// - Code 4 if a variable is malformed.
-    /// - As [`configuration`](VerbRun::configuration), if the cache entry has no configuration either.
+    /// - As [`configuration`](VerbRun::configuration), if the cache entry has no configuration of
+    ///   the network either.
     /// - The error of DEL.
     fn del(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut attachment = self.attachment()?;
