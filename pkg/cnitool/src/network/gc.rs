@@ -47,6 +47,7 @@ impl VerbRun<'_, '_> {
     ///
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
+    /// - Code 1 if the network's CNI version is not supported.
     /// - Code 103 if `--all` is missing, and everything of the network or attachments with an
     ///   unreadable cache entry would be removed.
     /// - Code 5 if the result cache cannot be read.
@@ -86,7 +87,8 @@ impl VerbRun<'_, '_> {
     /// Decides which attachments gc keeps and removes.
     ///
     /// # Errors
-    /// Code 5 if the result cache cannot be read.
+    /// - Code 1 if the network's CNI version is not supported.
+    /// - Code 5 if the result cache cannot be read.
     fn plan(&self, list: &NetworkList) -> Result<Plan<'_>, Error> {
         let runs_plugins = list.version()? >= Version::V1_1_0;
         // With no valid attachments, `stale` returns all entries of the network.

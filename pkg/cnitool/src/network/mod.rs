@@ -78,18 +78,17 @@ impl VerbRun<'_, '_> {
     fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
         let mut attachment = self.attachment()?;
-        let found = self.runtime.cache.find(&attachment.id(&self.command.network));
-        let is_absent = matches!(found, Ok(None));
+        let entry = self.runtime.cache.find(&attachment.id(&self.command.network));
+        let is_entry_absent = matches!(entry, Ok(None));
         // If the entry cannot be read, the CHECK below reports the error.
-        let cached = found.ok().flatten();
+        let cached = entry.ok().flatten();
         self.fill_in(&mut attachment, cached.as_ref())?;
         if let Err(error) = self.runtime.check(&list, &attachment) {
-            if !is_absent || !error.details().is_empty() {
-                return Err(error);
+            if is_entry_absent && error.details().is_empty() {
+                let details = "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)";
+                return Err(error.with_details(details));
             }
-            return Err(error.with_details(
-                "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)",
-            ));
+            return Err(error);
         }
         self.print_success(streams)
     }

@@ -213,8 +213,8 @@ impl ListedPlugin<'_> {
     }
 
     /// Checks the keys about addresses, routes and gateways of a plugin that creates an interface.
-    /// Reports nothing if its IPAM plugin is not host-local, because the addresses are not known.
-    /// `plugin` is this plugin's code.
+    /// Reports nothing for IPAM plugins other than host-local, because their addresses are not
+    /// known. `plugin` is this plugin's code.
     fn check_addressing(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         if self.ipam.is_empty() {
             return self.check_without_ipam(version);
@@ -280,8 +280,11 @@ impl ListedPlugin<'_> {
         let errors = |request: &Value| errors_of_possible_results(plugin, request, earlier_addresses);
         let runtime_sets_ranges = self.object["capabilities"]["ipRanges"] == json!(true);
         let always_fails = !runtime_sets_ranges && errors(&self.request).iter().all(Option::is_some);
-        let first_error = |request: &Value| errors(request).into_iter().flatten().next().map_or(Ok(()), Err);
-        let found = locate::errors(&self.request, &["cniVersion", "name", "type"], &first_error);
+        let check = |request: &Value| match errors(request).into_iter().flatten().next() {
+            Some(first_error) => Err(first_error),
+            None => Ok(()),
+        };
+        let found = locate::errors(&self.request, &["cniVersion", "name", "type"], &check);
         let problem = |(path, what): (String, String)| {
             if always_fails { self.error(&path, what) } else { self.warning(&path, what) }
         };

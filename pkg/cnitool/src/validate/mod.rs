@@ -157,9 +157,8 @@ struct ListedFile {
     checked: CheckedFile,
 }
 
-/// Writes a table of the files whose network is in `requested`, or of all files if `requested` is
-/// empty, and below it their problems. Returns [`Exit::Failed`] if one of these files has an error
-/// and is not shadowed.
+/// Checks and lists the files whose network is in `requested`, or all files if `requested` is
+/// empty. Returns [`Exit::Failed`] if one of them has an error and is not shadowed.
 ///
 /// # Errors
 /// - Code 5 if the folder cannot be read or stdout cannot be written.
@@ -185,20 +184,28 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
         let is_shadowed = listed.iter().any(|earlier| earlier.file_use == FileUse::Used && earlier.name == file.name);
         listed.push(ListedFile::new(file, checked, is_shadowed));
     }
-    if shared.format() == Format::Json {
-        let networks: Vec<Value> = listed.iter().map(ListedFile::as_json).collect();
-        write_json(streams, &json!({"folder": folder.path().display().to_string(), "networks": networks}))?;
-    } else if listed.is_empty() {
-        write(streams, &format!("No network is configured in {}.\n", folder.path().display()))?;
-    } else {
-        let header = ["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec();
-        let rows: Vec<Vec<String>> = std::iter::once(header).chain(listed.iter().map(ListedFile::as_row)).collect();
-        let problems: String = listed.iter().flat_map(|file| file.checked.lines(streams)).collect();
-        let blank_line = if problems.is_empty() { "" } else { "\n" };
-        write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))?;
-    }
+    write_listed(&listed, folder.path(), shared.format(), streams)?;
     let fails = |file: &ListedFile| file.file_use != FileUse::Shadowed && has_error(&file.checked.problems);
     Ok(if listed.iter().any(fails) { Exit::Failed } else { Exit::Done })
+}
+
+/// Writes a table of the files in `folder`, and below it their problems.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
+fn write_listed(listed: &[ListedFile], folder: &Path, format: Format, streams: &mut Streams<'_>) -> Result<(), Error> {
+    if format == Format::Json {
+        let networks: Vec<Value> = listed.iter().map(ListedFile::as_json).collect();
+        return write_json(streams, &json!({"folder": folder.display().to_string(), "networks": networks}));
+    }
+    if listed.is_empty() {
+        return write(streams, &format!("No network is configured in {}.\n", folder.display()));
+    }
+    let header = ["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec();
+    let rows: Vec<Vec<String>> = std::iter::once(header).chain(listed.iter().map(ListedFile::as_row)).collect();
+    let problems: String = listed.iter().flat_map(|file| file.checked.lines(streams)).collect();
+    let blank_line = if problems.is_empty() { "" } else { "\n" };
+    write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))
 }
 
 impl ListedFile {

@@ -75,18 +75,18 @@ fn check_name(document: &Value) -> Option<Problem> {
     Some(Problem::error("name", what))
 }
 
-/// Returns the problems of one plugin's object. `path` is its path in the document, which is empty
-/// in a file without a list.
-fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
+/// Returns the problems of one plugin. `object` is its configuration in the document, at `path`,
+/// which is empty in a file without a list.
+fn check_plugin(list: &Value, object: &Value, path: &str) -> Vec<Problem> {
     let path_of = |key: &str| match (path, key) {
         ("", key) => key.to_owned(),
         (path, "") => path.to_owned(),
         (path, key) => format!("{path}.{key}"),
     };
-    let kind = plugin["type"].as_str().unwrap_or_default();
-    let ipam = plugin["ipam"]["type"].as_str().unwrap_or_default();
+    let kind = object["type"].as_str().unwrap_or_default();
+    let ipam = object["ipam"]["type"].as_str().unwrap_or_default();
     let mut problems = Vec::new();
-    let Some(request) = request(list, plugin) else { return problems };
+    let Some(request) = request(list, object) else { return problems };
     for (key, kind) in [("type", kind), ("ipam.type", ipam)] {
         if !kind.is_empty()
             && let Err(error) = check_plugin_name(kind)
@@ -95,11 +95,11 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
         }
     }
     // The interface plugin and its IPAM plugin get the same configuration.
-    for code in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
-        problems.extend(unknown_keys(code, &request, &path_of));
-        let runtime_sets_ranges = code.role() == Role::Ipam && plugin["capabilities"]["ipRanges"] == json!(true);
+    for plugin in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
+        problems.extend(unknown_keys(plugin, &request, &path_of));
+        let runtime_sets_ranges = plugin.role() == Role::Ipam && object["capabilities"]["ipRanges"] == json!(true);
         let check = |value: &Value| {
-            let outcome = NetConf::parse(value.to_string()).and_then(|conf| code.examine(&conf));
+            let outcome = NetConf::parse(value.to_string()).and_then(|conf| plugin.examine(&conf));
             match outcome {
                 // If the runtime provides the ranges, the file may lack them, and may request an
                 // address that is in no range of the file.
@@ -113,7 +113,7 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
         let errors = locate::errors(&request, &["cniVersion", "name", "type"], &check);
         problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path_of(&path), what)));
     }
-    problems.extend(unused_capabilities(plugin, kind, ipam, &path_of));
+    problems.extend(unused_capabilities(object, kind, ipam, &path_of));
     problems
 }
 
@@ -165,8 +165,8 @@ pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
 
 /// Returns a warning for each declared capability that neither the plugin `kind` nor its IPAM
 /// plugin `ipam` reads. Returns none if one of the two is a plugin of another project.
-fn unused_capabilities(plugin: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
-    let Some(declared) = plugin["capabilities"].as_object() else { return Vec::new() };
+fn unused_capabilities(object: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+    let Some(declared) = object["capabilities"].as_object() else { return Vec::new() };
     let mut readers: Vec<&dyn Plugin> = Vec::new();
     for kind in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()) {
         let Some(plugin) = plugins::find(kind) else { return Vec::new() };
