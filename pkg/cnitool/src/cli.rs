@@ -135,12 +135,12 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser_failure)?;
     let done = |()| Exit::Done;
     match verb {
-        Verb::Add(args) => network::run(args.command(NetworkVerb::Add, shared)?, call, streams).map(done),
-        Verb::Check(args) => network::run(args.command(NetworkVerb::Check, shared)?, call, streams).map(done),
-        Verb::Del(args) => network::run(args.command(shared)?, call, streams).map(done),
-        Verb::Gc(args) => network::run(args.command(shared), call, streams).map(done),
-        Verb::Status(args) => network::run(args.command(NetworkVerb::Status, shared), call, streams).map(done),
-        Verb::Version(args) => network::run(args.command(NetworkVerb::Version, shared), call, streams).map(done),
+        Verb::Add(args) => network::run(args.into_command(NetworkVerb::Add, shared)?, call, streams).map(done),
+        Verb::Check(args) => network::run(args.into_command(NetworkVerb::Check, shared)?, call, streams).map(done),
+        Verb::Del(args) => network::run(args.into_command(shared)?, call, streams).map(done),
+        Verb::Gc(args) => network::run(args.into_command(shared), call, streams).map(done),
+        Verb::Status(args) => network::run(args.into_command(NetworkVerb::Status, shared), call, streams).map(done),
+        Verb::Version(args) => network::run(args.into_command(NetworkVerb::Version, shared), call, streams).map(done),
         Verb::Networks(args) => validate::networks(&args, &shared, call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),

@@ -42,11 +42,11 @@ pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
 /// Whether an attachment is in use, as far as is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Liveness {
-    /// It is or may be in use, for this reason.
+    /// Its container exists or may exist, for this reason.
     InUse(String),
-    /// Its container is gone, for this reason.
-    Over(String),
-    /// Nothing is known about the attachment, for this reason.
+    /// Its container does not exist any more, for this reason.
+    ContainerGone(String),
+    /// Nothing is known about the attachment or its container, for this reason.
     Unknown(String),
 }
 
@@ -55,7 +55,7 @@ impl Liveness {
     pub(crate) fn word(&self) -> &'static str {
         match self {
             Liveness::InUse(_) => "in use",
-            Liveness::Over(_) => "over",
+            Liveness::ContainerGone(_) => "over",
             Liveness::Unknown(_) => "unknown",
         }
     }
@@ -63,7 +63,7 @@ impl Liveness {
     /// Returns the reason.
     pub(crate) fn why(&self) -> &str {
         match self {
-            Liveness::InUse(why) | Liveness::Over(why) | Liveness::Unknown(why) => why,
+            Liveness::InUse(why) | Liveness::ContainerGone(why) | Liveness::Unknown(why) => why,
         }
     }
 }
@@ -83,7 +83,7 @@ impl LivenessSources<'_> {
     /// `ifname`, attachments of all interfaces of the container are considered.
     /// - [`Liveness::InUse`]: the namespace in the result cache exists or may exist, or a link on
     ///   the host has the attachment's alias.
-    /// - [`Liveness::Over`]: otherwise, if the result cache has the attachment.
+    /// - [`Liveness::ContainerGone`]: otherwise, if the result cache has the attachment.
     /// - [`Liveness::Unknown`]: otherwise.
     pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
         let mut netns_gone = None;
@@ -121,7 +121,7 @@ impl LivenessSources<'_> {
             (Some((_, link)), _) => {
                 Liveness::InUse(format!("link {link} on the host has the alias of this attachment"))
             }
-            (None, Some(why)) => Liveness::Over(why),
+            (None, Some(why)) => Liveness::ContainerGone(why),
             (None, None) => Liveness::Unknown("the result cache does not have its attachment".to_owned()),
         }
     }

@@ -51,11 +51,11 @@ enum Verb {
 pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let format = shared.format();
     let command = match args.verb {
-        Verb::Add(args) => args.command(NetworkVerb::Add, shared)?,
-        Verb::Check(args) => args.command(NetworkVerb::Check, shared)?,
-        Verb::Del(args) => args.command(shared)?,
-        Verb::Gc(args) => args.command(shared),
-        Verb::Status(args) => args.command(NetworkVerb::Status, shared),
+        Verb::Add(args) => args.into_command(NetworkVerb::Add, shared)?,
+        Verb::Check(args) => args.into_command(NetworkVerb::Check, shared)?,
+        Verb::Del(args) => args.into_command(shared)?,
+        Verb::Gc(args) => args.into_command(shared),
+        Verb::Status(args) => args.into_command(NetworkVerb::Status, shared),
     };
     let subject = format!("explain {}", command.subject());
     let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;

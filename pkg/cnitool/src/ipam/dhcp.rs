@@ -27,11 +27,10 @@ pub(super) struct Dhcp {
 }
 
 impl IpamContext<'_, '_> {
-    /// Prints the leases, of one network if the arguments name one.
+    /// Prints the leases, or only those of the network that the arguments name.
     ///
     /// # Errors
-    /// Code 5 if the networks' folder cannot be read; the error about a daemon's leases that cannot
-    /// be read.
+    /// Code 5 if the networks' folder or a daemon's leases cannot be read.
     pub(super) fn dhcp(&self, args: &Dhcp, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut found: Vec<Lease> = Vec::new();
         for socket in self.selected_sockets(args)? {
@@ -57,13 +56,14 @@ impl IpamContext<'_, '_> {
         }
     }
 
-    /// Returns the sockets of the daemons whose leases are listed: the one in the arguments, or
+    /// Returns the sockets of the daemons whose leases are listed: the socket in the arguments, or
     /// those of all networks.
     fn selected_sockets(&self, args: &Dhcp) -> Result<Vec<PathBuf>, Error> {
-        match &args.socket {
-            Some(socket) => Ok(vec![socket.clone()]),
-            None => Ok(sockets(&node::networks(&self.shared.conf_folder(&Variables(&self.call.environment)))?)),
+        if let Some(socket) = &args.socket {
+            return Ok(vec![socket.clone()]);
         }
+        let folder = self.shared.conf_folder(&Variables(&self.call.environment));
+        Ok(sockets(&node::networks(&folder)?))
     }
 }
 
@@ -71,9 +71,13 @@ impl IpamContext<'_, '_> {
 pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
     let mut sockets = vec![leases::default_socket()];
     for list in networks {
-        let requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, None));
-        // A configuration with an error is skipped; `cnitool networks` reports the error.
-        sockets.extend(requests.filter_map(|request| leases::socket(&NetConf::parse(request).ok()?).ok()?));
+        for plugin in list.plugins() {
+            // `cnitool networks` reports an invalid configuration.
+            let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) else { continue };
+            if let Ok(Some(socket)) = leases::socket(&conf) {
+                sockets.push(socket);
+            }
+        }
     }
     sockets.sort();
     sockets.dedup();
@@ -82,8 +86,10 @@ pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
 
 /// Returns a lease for `--json`.
 fn as_json(lease: &Lease) -> Value {
-    let seconds =
-        |select: fn(&Times) -> Option<Duration>| lease.times.as_ref().and_then(select).map(|left| left.as_secs());
+    let seconds = |select: fn(&Times) -> Option<Duration>| {
+        let remaining = lease.times.as_ref().and_then(select);
+        remaining.map(|time| time.as_secs())
+    };
     json!({
         "network": lease.network,
         "containerID": lease.container_id,
@@ -101,11 +107,12 @@ fn as_json(lease: &Lease) -> Value {
 /// Returns a lease as a row of the table.
 fn as_row(lease: &Lease) -> Vec<String> {
     let time_text = |select: fn(&Times) -> Option<Duration>| match &lease.times {
+        // The address was requested, but not granted yet.
         None => "?".to_owned(),
         Some(times) => match select(times) {
             None => "never".to_owned(),
             Some(Duration::ZERO) => "over".to_owned(),
-            Some(left) => format!("in {} s", left.as_secs()),
+            Some(remaining) => format!("in {} s", remaining.as_secs()),
         },
     };
     vec![

@@ -1,7 +1,7 @@
-//! gc: removes reservations that are not in use, under one lock.
+//! gc: removes reservations of containers that do not exist any more.
 //!
-//! Reservations that are or may be in use stay. A reservation of an unknown container may belong to
-//! an ADD that is still running, so it is only removed with `--unknown`, and if it is old enough.
+//! If the result cache does not have the attachment, the reservation may belong to an ADD that is
+//! still running. So it is only removed with `--unknown`, and if it is old enough.
 
 use std::net::IpAddr;
 
@@ -26,7 +26,7 @@ pub(super) struct Collect {
     /// Also remove reservations of unknown containers
     #[arg(long)]
     unknown: bool,
-    /// With --unknown: only reservations that are older, because a running ADD is not known yet
+    /// With --unknown: the minimum age, because an ADD in progress is not known yet
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     min_age: u64,
     /// Keep the reservations of this container; can be repeated
@@ -37,25 +37,26 @@ pub(super) struct Collect {
 /// A reservation, and whether it is removed.
 struct Decision {
     reservation: Reservation,
-    removes: bool,
+    is_removed: bool,
     why: String,
 }
 
 impl IpamContext<'_, '_> {
-    /// Removes the reservations that are not in use, and prints the decision about each.
+    /// Prints for each reservation whether it is removed and why. Then removes them, unless
+    /// `--dry-run` is given.
     ///
     /// # Errors
-    /// - Code 5 if the store or the result cache cannot be read, or a reservation cannot be
-    ///   removed. If single reservations cannot be read, the others are still removed.
+    /// - Code 5 if the store, a reservation or the result cache cannot be read, or a reservation
+    ///   cannot be removed. An unreadable reservation does not prevent the removal of the others.
     /// - Code 11 if the lock is held for too long.
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
         let Some(mut locked) = self.lock(&pool)? else { return self.print_decisions(args, &[], streams) };
         let Listed { reservations, unread, .. } = locked.list()?;
-        let unread_error = Error::join(unread.into_iter().map(|(_, error)| error)).err();
-        let judged = self.judge_all(&pool.network, reservations)?;
-        let mut decisions: Vec<Decision> = judged.into_iter().map(|checked| decide(args, checked)).collect();
+        let read_outcome = Error::join(unread.into_iter().map(|(_, error)| error));
+        let checked = self.check_all(&pool.network, reservations)?;
+        let mut decisions: Vec<Decision> = checked.into_iter().map(|checked| decide(args, checked)).collect();
         // The text is printed before anything is removed, so that it is complete even if the
         // removal fails. The JSON document reports what was removed.
         let is_text = self.shared.format() == Format::Text;
@@ -63,22 +64,23 @@ impl IpamContext<'_, '_> {
             self.print_decisions(args, &decisions, streams)?;
         }
         if !args.dry_run {
-            let to_remove = decisions.iter().filter(|decision| decision.removes);
+            let to_remove = decisions.iter().filter(|decision| decision.is_removed);
             let to_remove: Vec<Reservation> = to_remove.map(|decision| decision.reservation.clone()).collect();
             let removed = locked.release_chosen(&to_remove)?;
-            for kept in keep_changed(&mut decisions, &removed) {
-                self.notes.note(format_args!("{kept} was not removed, because it has changed meanwhile"));
+            for address in mark_unremoved_as_kept(&mut decisions, &removed) {
+                self.notes.note(format_args!("{address} was not removed, because it has changed in the meantime"));
             }
         }
         if !is_text {
             self.print_decisions(args, &decisions, streams)?;
         }
-        unread_error.map_or(Ok(()), Err)
+        read_outcome
     }
 
     /// Prints whether and why each reservation is removed.
     fn print_decisions(&self, args: &Collect, decisions: &[Decision], streams: &mut Streams<'_>) -> Result<(), Error> {
-        let (removed, kept): (Vec<&Decision>, Vec<&Decision>) = decisions.iter().partition(|decision| decision.removes);
+        let (removed, kept): (Vec<&Decision>, Vec<&Decision>) =
+            decisions.iter().partition(|decision| decision.is_removed);
         if self.shared.format() == Format::Json {
             let row = |decision: &&Decision| -> Value {
                 let Reservation { address, id, ifname, .. } = &decision.reservation;
@@ -90,11 +92,11 @@ impl IpamContext<'_, '_> {
             return write_json(streams, &report);
         }
         let mut text = String::new();
-        for Decision { reservation, removes, why } in decisions {
-            let verb = if *removes { "remove" } else { "keep" };
+        for Decision { reservation, is_removed, why } in decisions {
+            let verb = if *is_removed { "remove" } else { "keep" };
             let (id, ifname) = escaped_owner(reservation);
             let line = format!("{verb:<6}  {}  {}  ({why})", reservation.address, format!("{id} {ifname}").trim());
-            text += &if *removes { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+            text += &if *is_removed { paint(streams.stdout_style, Colour::Red, &line) } else { line };
             text.push('\n');
         }
         let (removed_count, count) = (removed.len(), decisions.len());
@@ -106,15 +108,15 @@ impl IpamContext<'_, '_> {
     }
 }
 
-/// Marks reservations as kept that should be removed, but are not in `removed`, because they
-/// changed meanwhile. Returns their addresses.
-fn keep_changed(decisions: &mut [Decision], removed: &[IpAddr]) -> Vec<IpAddr> {
+/// Changes the decision to remove a reservation if its address is not in `removed`, because the
+/// reservation has changed in the meantime. Returns the addresses of these reservations.
+fn mark_unremoved_as_kept(decisions: &mut [Decision], removed: &[IpAddr]) -> Vec<IpAddr> {
     let mut kept = Vec::new();
     for decision in decisions {
         let address = decision.reservation.address;
-        if decision.removes && !removed.contains(&address) {
-            decision.removes = false;
-            "it has changed meanwhile".clone_into(&mut decision.why);
+        if decision.is_removed && !removed.contains(&address) {
+            decision.is_removed = false;
+            "it has changed in the meantime".clone_into(&mut decision.why);
             kept.push(address);
         }
     }
@@ -124,19 +126,19 @@ fn keep_changed(decisions: &mut [Decision], removed: &[IpAddr]) -> Vec<IpAddr> {
 /// Decides whether a reservation is removed.
 fn decide(args: &Collect, CheckedReservation { reservation, liveness }: CheckedReservation) -> Decision {
     if args.keep.contains(&reservation.id) {
-        return Decision { reservation, removes: false, why: "named with --keep".to_owned() };
+        return Decision { reservation, is_removed: false, why: "named with --keep".to_owned() };
     }
-    let (removes, why) = match liveness {
+    let (is_removed, why) = match liveness {
         Liveness::InUse(why) => (false, why),
-        Liveness::Over(why) => (true, why),
+        Liveness::ContainerGone(why) => (true, why),
+        Liveness::Unknown(why) if !args.unknown => (false, format!("{why}; --unknown removes it")),
         Liveness::Unknown(why) => match age_in_seconds(reservation.since) {
-            _ if !args.unknown => (false, format!("{why}; --unknown removes it")),
             Some(age) if age >= args.min_age => (true, why),
             Some(age) => (false, format!("{why}, but it is only {age} s old: its ADD may still be running")),
             None => (false, format!("{why}, and its age is unknown")),
         },
     };
-    Decision { reservation, removes, why }
+    Decision { reservation, is_removed, why }
 }
 
 #[cfg(test)]
@@ -148,8 +150,8 @@ mod tests {
         let since = SystemTime::now().checked_sub(Duration::from_secs(age));
         let address = "10.0.0.2".parse().unwrap();
         let reservation = Reservation { address, id: "c".into(), ifname: Some("eth0".into()), since };
-        let Decision { removes, why, .. } = decide(args, CheckedReservation { reservation, liveness });
-        (removes, why)
+        let Decision { is_removed, why, .. } = decide(args, CheckedReservation { reservation, liveness });
+        (is_removed, why)
     }
 
     #[test]
@@ -157,27 +159,27 @@ mod tests {
         let plain = Collect { network: "n".into(), dry_run: false, unknown: false, min_age: 600, keep: Vec::new() };
         let why = || "because".to_owned();
         assert_eq!(decided(&plain, Liveness::InUse(why()), 9999), (false, why()));
-        assert_eq!(decided(&plain, Liveness::Over(why()), 0), (true, why()));
+        assert_eq!(decided(&plain, Liveness::ContainerGone(why()), 0), (true, why()));
         assert!(!decided(&plain, Liveness::Unknown(why()), 9999).0);
         let all = Collect { unknown: true, ..plain };
         assert_eq!(decided(&all, Liveness::InUse(why()), 9999), (false, why()));
         assert_eq!(decided(&all, Liveness::Unknown(why()), 9999), (true, why()));
         assert!(!decided(&all, Liveness::Unknown(why()), 500).0);
         let kept = Collect { keep: vec!["c".into()], ..all };
-        assert!(!decided(&kept, Liveness::Over(why()), 9999).0);
+        assert!(!decided(&kept, Liveness::ContainerGone(why()), 9999).0);
     }
 
     #[test]
     fn what_was_to_go_and_was_not_removed_is_reported_as_kept() {
-        let one = |address: &str, removes| {
+        let one = |address: &str, is_removed| {
             let (id, ifname) = ("c".to_owned(), Some("eth0".to_owned()));
             let reservation = Reservation { address: address.parse().unwrap(), id, ifname, since: None };
-            Decision { reservation, removes, why: "because".to_owned() }
+            Decision { reservation, is_removed, why: "because".to_owned() }
         };
         let mut decided = [one("10.0.0.2", true), one("10.0.0.3", true), one("10.0.0.4", false)];
         let removed = [decided[0].reservation.address];
-        assert_eq!(keep_changed(&mut decided, &removed), [decided[1].reservation.address]);
-        let told: Vec<(bool, &str)> = decided.iter().map(|one| (one.removes, one.why.as_str())).collect();
-        assert_eq!(told, [(true, "because"), (false, "it has changed meanwhile"), (false, "because")]);
+        assert_eq!(mark_unremoved_as_kept(&mut decided, &removed), [decided[1].reservation.address]);
+        let told: Vec<(bool, &str)> = decided.iter().map(|one| (one.is_removed, one.why.as_str())).collect();
+        assert_eq!(told, [(true, "because"), (false, "it has changed in the meantime"), (false, "because")]);
     }
 }

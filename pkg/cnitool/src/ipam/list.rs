@@ -54,12 +54,15 @@ impl NetworkUsage {
     /// Returns the number of reservations outside of all ranges, or `None` if the ranges are not
     /// known.
     fn count_outside(&self) -> Option<u128> {
+        if self.sets.is_empty() {
+            return None;
+        }
         let inside: u128 = self.sets.iter().map(|set| set.used).sum();
-        (!self.sets.is_empty()).then(|| (self.reservation_count as u128).saturating_sub(inside))
+        Some((self.reservation_count as u128).saturating_sub(inside))
     }
 }
 
-/// Returns the table, in which nearly full ranges have a colour, with the notes below it.
+/// Returns the table and the notes below it. Nearly full range sets are coloured.
 fn as_text(networks: &[NetworkUsage], streams: &Streams<'_>) -> String {
     let header = ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"];
     let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];

@@ -1,7 +1,8 @@
-//! ipam: shows and releases the reservations of host-local, and shows the leases of dhcp.
+//! The verbs of `cnitool ipam`: they show and release the reservations of host-local, and show the
+//! leases of dhcp.
 //!
-//! Verbs that read or change single reservations hold the store's lock, as the plugins do. So they
-//! see no unfinished change, and a running plugin waits no longer than for another plugin.
+//! `show`, `gc` and `release` hold the store's lock, as the plugins do, so they see no unfinished
+//! change.
 
 mod dhcp;
 mod gc;
@@ -63,11 +64,11 @@ pub(crate) struct StoreLocation {
     data_dir: Option<PathBuf>,
 }
 
-/// The percentage of used addresses from which on a range counts as nearly full.
+/// The percentage of used addresses at which a range set is nearly full.
 pub(crate) const NEARLY_FULL_PERCENT: u128 = 90;
 
-/// Returns the percentage of a range set's addresses that are used. A set without addresses is
-/// full.
+/// Returns the percentage of a range set's addresses that are used, 100 for a set without
+/// addresses.
 pub(crate) fn used_percent(usage: &Usage) -> u128 {
     usage.used.saturating_mul(100).checked_div(usage.total).unwrap_or(100)
 }
@@ -85,23 +86,23 @@ pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut S
     outcome.map(|()| Exit::Done).map_err(|error| failed(verb, error, shared.format()))
 }
 
-/// The input of all verbs of `ipam`: the options, and the location of the reservations.
+/// The input that all verbs of `ipam` have in common.
 pub(crate) struct IpamContext<'a, 'm> {
     shared: &'a Shared,
     call: &'a Call<'m>,
+    /// The value of `--data-dir`.
     data_dir: Option<&'a Path>,
     notes: Notes,
 }
 
-/// The location of one network's reservations, and its ranges.
+/// The folder of a network's reservations, and the network's ranges.
 pub(crate) struct NetworkPool {
     pub(crate) network: String,
     pub(crate) data_dir: PathBuf,
     lock_timeout: Duration,
     /// The ranges, or the reason why they are not known.
     ranges: Result<RangeSets, String>,
-    /// Whether the network is configured with this `data_dir`, or `--data-dir` has replaced its
-    /// configured one.
+    /// Whether the pool comes from the network's configuration. If not, only the folder was found.
     is_configured: bool,
 }
 
@@ -116,9 +117,8 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         IpamContext { shared, call, data_dir: location.data_dir.as_deref(), notes: notes.clone() }
     }
 
-    /// Returns the pools of all networks that have reservations or host-local in their
-    /// configuration, sorted by the network's name. After a change of `dataDir`, a network has a
-    /// pool for each folder.
+    /// Returns the pools of all networks that use host-local or have reservations, sorted by
+    /// network and folder. After a change of its `dataDir`, a network may have several pools.
     ///
     /// # Errors
     /// Code 5 if a folder cannot be read.
@@ -135,66 +135,66 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         folders.dedup();
         for data_dir in folders {
             for network in networks(&data_dir)? {
-                if pools.iter().all(|known| known.network != network || known.data_dir != data_dir) {
-                    pools.push(NetworkPool {
-                        network,
-                        data_dir: data_dir.clone(),
-                        lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
-                        ranges: Err("no configured network of this name uses host-local here".to_owned()),
-                        is_configured: false,
-                    });
+                if pools.iter().any(|pool| pool.network == network && pool.data_dir == data_dir) {
+                    continue;
                 }
+                pools.push(NetworkPool {
+                    network,
+                    data_dir: data_dir.clone(),
+                    lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
+                    ranges: Err("no configured network of this name uses this folder".to_owned()),
+                    is_configured: false,
+                });
             }
         }
         pools.sort_by(|a, b| (&a.network, &a.data_dir).cmp(&(&b.network, &b.data_dir)));
         Ok(pools)
     }
 
-    /// Returns how full the ranges of each network are. Leaves out networks whose ranges are not
-    /// known.
+    /// Returns the name of each network whose ranges are known, with the usage of its range sets.
     ///
     /// # Errors
     /// Code 5 if a folder cannot be read.
     pub(crate) fn usage(&self) -> Result<Vec<(String, Vec<Usage>)>, Error> {
-        let mut all = Vec::new();
+        let mut usage_by_network = Vec::new();
         for pool in self.list_pools()? {
             if let Ok(ranges) = &pool.ranges {
-                all.push((pool.network.clone(), self.store(&pool).usage(ranges)?));
+                usage_by_network.push((pool.network.clone(), self.store(&pool).usage(ranges)?));
             }
         }
-        Ok(all)
+        Ok(usage_by_network)
     }
 
-    /// Returns the configured networks for whose reservations the disk has no space, each with the
-    /// folder and the error.
+    /// Returns the configured networks whose next ADD would fail because the disk is full, each
+    /// with the folder of reservations and the error.
     ///
     /// # Errors
     /// Code 5 if a folder cannot be read.
     pub(crate) fn shortages(&self) -> Result<Vec<(String, PathBuf, Error)>, Error> {
-        let mut all = Vec::new();
+        let mut shortages = Vec::new();
         for pool in self.list_pools()?.into_iter().filter(|pool| pool.is_configured) {
-            // The plugin's STATUS reports a folder that cannot be written for another reason.
+            // `Err` is another reason why the folder cannot be written. STATUS of the plugin
+            // reports it.
             if let Ok(Some(shortage)) = self.store(&pool).check_writable() {
-                all.push((pool.network, pool.data_dir, shortage));
+                shortages.push((pool.network, pool.data_dir, shortage));
             }
         }
-        Ok(all)
+        Ok(shortages)
     }
 
-    /// Returns the pool of a network, the configured one if there are several.
+    /// Returns the pool of a network. If there are several, prefers the configured one.
     ///
     /// # Errors
     /// - Code 5 if a folder cannot be read.
     /// - Code 7 if the name is invalid, or the network has neither reservations nor host-local.
     fn pool_of(&self, network: &str) -> Result<NetworkPool, Error> {
         ident::check_network_name(network)?;
-        let all = self.list_pools()?;
-        let names: Vec<String> = all.iter().map(|pool| pool.network.clone()).collect();
-        let mut found: Vec<NetworkPool> = all.into_iter().filter(|pool| pool.network == network).collect();
-        // `false` comes before `true`: a folder that remained after a change of `dataDir` comes
-        // after the configured one.
-        found.sort_by_key(|pool| !pool.is_configured);
-        found.into_iter().next().ok_or_else(|| {
+        let pools = self.list_pools()?;
+        let names: Vec<String> = pools.iter().map(|pool| pool.network.clone()).collect();
+        let pools_of_network = pools.into_iter().filter(|pool| pool.network == network);
+        // `false` is less than `true`.
+        let preferred = pools_of_network.min_by_key(|pool| !pool.is_configured);
+        preferred.ok_or_else(|| {
             let error = Error::config(format!("network {network:?} has no reservations and does not use host-local"));
             error.with_details(match names.is_empty() {
                 true => {
@@ -206,16 +206,15 @@ impl<'a, 'm> IpamContext<'a, 'm> {
     }
 
     /// Returns the pool of a configured network, or `None` if it does not use host-local. If
-    /// several plugins of the network use host-local, the first one counts.
+    /// several plugins use host-local, returns the pool of the first.
     fn find_configured_pool(&self, list: &NetworkList) -> Option<NetworkPool> {
-        // If the runtime sets the ranges (`ipRanges`), they are only known from the arguments of an
-        // attachment. The last one in the cache is taken; without one, or if the cache cannot be
-        // read, the ranges remain unknown.
+        // If the runtime sets the ranges (`ipRanges`), they are only known from the capability
+        // arguments of an attachment in the result cache.
         let cached = self.shared.cache().list(list.name()).unwrap_or_default().entries;
-        let args = cached.last().map(|entry| &entry.attachment.capability_args);
+        let capability_args = cached.last().map(|entry| &entry.attachment.capability_args);
         for plugin in list.plugins() {
-            // `cnitool networks` reports a configuration with an error.
-            let Ok(conf) = list.request(plugin, args).and_then(NetConf::parse) else { continue };
+            // `cnitool networks` reports an invalid configuration.
+            let Ok(conf) = list.request(plugin, capability_args).and_then(NetConf::parse) else { continue };
             if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
                 continue;
             }
@@ -238,7 +237,7 @@ impl<'a, 'm> IpamContext<'a, 'm> {
 
     /// Opens the store of a pool.
     fn store(&self, pool: &NetworkPool) -> Store {
-        // These options release no reservations of an earlier boot: only the operator decides here.
+        // These options keep reservations of an earlier boot: only the operator releases them here.
         let options = Options::new(self.notes.clone(), Host::read(Path::new("/")));
         Store::open(&pool.data_dir, &pool.network, options)
     }
@@ -251,9 +250,8 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         self.store(pool).lock_existing(pool.lock_timeout, self.call.machine)
     }
 
-    /// Returns the listed reservations, and a description of each file that is named like an
-    /// address, but is not a regular file or is too long for a reservation. Writes a note for each
-    /// file that could not be read.
+    /// Writes a note for each file that could not be read. Returns the reservations and the unusual
+    /// files of `listed`.
     pub(crate) fn note_unread(&self, listed: Listed) -> (Vec<Reservation>, Vec<(IpAddr, String)>) {
         for (_, error) in &listed.unread {
             self.notes.note(error);
@@ -261,23 +259,23 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         (listed.reservations, listed.unusual)
     }
 
-    /// Returns the reservations, each with whether it is in use.
+    /// Finds out whether each reservation is in use.
     ///
     /// # Errors
     /// Code 5 if the result cache cannot be read; the kernel's error if the host's links cannot be
     /// listed.
-    fn judge_all(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<CheckedReservation>, Error> {
+    fn check_all(&self, network: &str, reservations: Vec<Reservation>) -> Result<Vec<CheckedReservation>, Error> {
         let listing = self.shared.cache().list(network)?;
         for problem in &listing.problems {
             self.notes.note(format_args!("ignored: {problem}"));
         }
         let links_by_alias = &node::list_links_by_alias()?;
         let sources = LivenessSources { cached: &listing.entries, links_by_alias, machine: self.call.machine };
-        let judge = |reservation: Reservation| {
+        let check = |reservation: Reservation| {
             let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
             CheckedReservation { reservation, liveness }
         };
-        Ok(reservations.into_iter().map(judge).collect())
+        Ok(reservations.into_iter().map(check).collect())
     }
 }
 
@@ -287,8 +285,8 @@ struct CheckedReservation {
     liveness: Liveness,
 }
 
-/// Returns the time since `since` in the largest unit of which two or more have passed, such as
-/// `3 d`, or `?` if `since` is not known.
+/// Returns the time since `since`, such as `3 d`, in the largest unit that gives at least 2, or `?`
+/// if `since` is not known.
 fn age_text(since: Option<SystemTime>) -> String {
     const MINUTE: u64 = 60;
     const HOUR: u64 = 60 * MINUTE;

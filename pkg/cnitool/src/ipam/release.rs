@@ -18,7 +18,7 @@ use crate::report::{Format, REFUSED, write, write_json};
 pub(super) struct Release {
     /// The network's name
     network: String,
-    /// The address
+    /// The address to release
     address: Option<IpAddr>,
     /// All reservations of this container
     #[arg(long, value_name = "ID")]
@@ -26,7 +26,7 @@ pub(super) struct Release {
     /// With --container-id: only of this interface
     #[arg(long, short, value_name = "NAME", requires = "container_id")]
     ifname: Option<String>,
-    /// Even if it is in use: another container may then get its address
+    /// Release even an address in use, which another container may then get
     #[arg(long)]
     force: bool,
 }
@@ -36,13 +36,14 @@ impl IpamContext<'_, '_> {
     ///
     /// # Errors
     /// - Code 3 if no reservation is selected.
-    /// - Code 103 if one is in use and `--force` is missing. Nothing is released then.
-    /// - Code 5 if a reservation cannot be read or removed. If one cannot be read, the others are
-    ///   released.
+    /// - Code 103 without `--force` if a selected reservation is in use. Nothing is released then.
+    /// - Code 5 if the result cache or a reservation cannot be read, or a reservation cannot be
+    ///   removed. An unreadable reservation does not prevent the release of the others.
     /// - Code 11 if the lock is held for too long.
+    /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn release(&self, args: &Release, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
-        let none_error = || {
+        let not_found_error = || {
             let msg = match (&args.address, &args.container_id) {
                 (Some(address), _) => format!("{address} is not reserved"),
                 (None, id) => format!("container {} has no reservation", id.as_deref().unwrap_or_default()),
@@ -50,16 +51,17 @@ impl IpamContext<'_, '_> {
             let folder = self.store(&pool).path().display().to_string();
             Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(folder)
         };
-        let Some(mut locked) = self.lock(&pool)? else { return Err(none_error()) };
-        let Listed { reservations: mut chosen, unread, .. } = locked.list()?;
-        chosen.retain(|reservation| is_selected(args, reservation));
-        // A file that cannot be read may be a reservation of the container.
+        let Some(mut locked) = self.lock(&pool)? else { return Err(not_found_error()) };
+        let Listed { reservations: mut selected, unread, .. } = locked.list()?;
+        selected.retain(|reservation| is_selected(args, reservation));
+        // An unreadable file may be a reservation of the container.
         let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|wanted| wanted == *address));
-        let unread_error = Error::join(unread.map(|(_, error)| error)).err();
-        if chosen.is_empty() {
-            return Err(unread_error.unwrap_or_else(none_error));
+        let read_outcome = Error::join(unread.map(|(_, error)| error));
+        if selected.is_empty() {
+            read_outcome?;
+            return Err(not_found_error());
         }
-        for checked in self.judge_all(&pool.network, chosen.clone())? {
+        for checked in self.check_all(&pool.network, selected.clone())? {
             if let Liveness::InUse(why) = &checked.liveness
                 && !args.force
             {
@@ -69,24 +71,25 @@ impl IpamContext<'_, '_> {
                 return Err(Error::new(REFUSED, msg).with_details(details));
             }
         }
-        let removed = locked.release_chosen(&chosen)?;
-        // A chosen reservation that has changed meanwhile is not removed.
-        chosen.retain(|reservation| removed.contains(&reservation.address));
+        // A reservation that has changed in the meantime is not released.
+        let released_addresses = locked.release_chosen(&selected)?;
+        let mut released = selected;
+        released.retain(|reservation| released_addresses.contains(&reservation.address));
         match self.shared.format() {
             Format::Json => {
                 let row = |reservation: &Reservation| {
                     let Reservation { address, id, ifname, .. } = reservation;
                     json!({"address": address, "containerID": id, "ifname": ifname})
                 };
-                let rows: Vec<_> = chosen.iter().map(row).collect();
+                let rows: Vec<_> = released.iter().map(row).collect();
                 write_json(streams, &json!({"network": args.network, "removed": rows}))?;
             }
             Format::Text => {
-                let lines: String = chosen.iter().map(|reservation| format!("released: {reservation}\n")).collect();
+                let lines: String = released.iter().map(|reservation| format!("released: {reservation}\n")).collect();
                 write(streams, &lines)?;
             }
         }
-        unread_error.map_or(Ok(()), Err)
+        read_outcome
     }
 }
 
@@ -97,7 +100,7 @@ fn is_selected(args: &Release, reservation: &Reservation) -> bool {
         (None, Some(id)) => {
             reservation.id == *id && args.ifname.as_ref().is_none_or(|name| reservation.ifname.as_ref() == Some(name))
         }
-        // The parser requires one of both.
+        // clap requires one of the two.
         (None, None) => false,
     }
 }

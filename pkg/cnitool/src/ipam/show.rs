@@ -17,7 +17,8 @@ pub(super) struct Show {
 }
 
 impl IpamContext<'_, '_> {
-    /// Prints the reservations of a network, each with its age and whether it is in use.
+    /// Prints the reservations of a network, each with its age and whether it is in use, and then
+    /// the files that are unusual for a reservation.
     ///
     /// # Errors
     /// - Code 5 if the store or the result cache cannot be read.
@@ -29,8 +30,8 @@ impl IpamContext<'_, '_> {
             Some(mut locked) => self.note_unread(locked.list()?),
             None => (Vec::new(), Vec::new()),
         };
-        let judged = self.judge_all(&pool.network, reservations)?;
-        let is_outside = |checked: &CheckedReservation| match &pool.ranges {
+        let all_checked = self.check_all(&pool.network, reservations)?;
+        let is_outside_ranges = |checked: &CheckedReservation| match &pool.ranges {
             Ok(ranges) => !ranges.sets().iter().any(|set| set.find(checked.reservation.address).is_some()),
             // The ranges are not known.
             Err(_) => false,
@@ -46,10 +47,10 @@ impl IpamContext<'_, '_> {
                         "ageSeconds": age_in_seconds(checked.reservation.since),
                         "state": checked.liveness.word(),
                         "reason": checked.liveness.why(),
-                        "outsideOfRanges": is_outside(checked),
+                        "outsideOfRanges": is_outside_ranges(checked),
                     })
                 };
-                let rows: Vec<_> = judged.iter().map(row).collect();
+                let rows: Vec<_> = all_checked.iter().map(row).collect();
                 let files: Vec<_> =
                     unusual.iter().map(|(address, what)| json!({"address": address, "what": what})).collect();
                 write_json(
@@ -57,11 +58,11 @@ impl IpamContext<'_, '_> {
                     &json!({"network": pool.network, "folder": folder, "reservations": rows, "unusual": files}),
                 )
             }
-            Format::Text if judged.is_empty() && unusual.is_empty() => {
+            Format::Text if all_checked.is_empty() && unusual.is_empty() => {
                 write(streams, &format!("Nothing is reserved in {folder}.\n"))
             }
             Format::Text => {
-                let mut lines = as_lines(&judged, is_outside, streams);
+                let mut lines = as_lines(&all_checked, is_outside_ranges, streams);
                 lines.extend(
                     unusual.iter().map(|(address, what)| {
                         paint(streams.stdout_style, Colour::Yellow, &format!("{address}: {what}"))
@@ -73,29 +74,29 @@ impl IpamContext<'_, '_> {
     }
 }
 
-/// Returns the reservations as the lines of a table. Those that are not in use have a colour.
+/// Returns the reservations as the lines of a table. Reservations that are not in use are coloured.
 fn as_lines(
-    judged: &[CheckedReservation],
-    is_outside: impl Fn(&CheckedReservation) -> bool,
+    all_checked: &[CheckedReservation],
+    is_outside_ranges: impl Fn(&CheckedReservation) -> bool,
     streams: &Streams<'_>,
 ) -> Vec<String> {
     let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
     let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
-    for checked in judged {
+    for checked in all_checked {
         let (id, ifname) = escaped_owner(&checked.reservation);
         let mut why = checked.liveness.why().to_owned();
-        if is_outside(checked) {
-            why += "; outside of the network's ranges";
+        if is_outside_ranges(checked) {
+            why += "; outside the network's ranges";
         }
         let address = checked.reservation.address.to_string();
         let state = checked.liveness.word().to_owned();
         rows.push(vec![address, id, ifname, age_text(checked.reservation.since), state, why]);
     }
     let mut lines = table(&rows);
-    for (line, checked) in lines.iter_mut().skip(1).zip(judged) {
+    for (line, checked) in lines.iter_mut().skip(1).zip(all_checked) {
         match checked.liveness {
             Liveness::InUse(_) => {}
-            Liveness::Over(_) => *line = paint(streams.stdout_style, Colour::Red, line),
+            Liveness::ContainerGone(_) => *line = paint(streams.stdout_style, Colour::Red, line),
             Liveness::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
         }
     }

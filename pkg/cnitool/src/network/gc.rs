@@ -1,11 +1,10 @@
 //! gc: decides which attachments are valid, and removes everything else of the network.
 //!
-//! Valid are the attachments that `--keep` names, and those in the result cache whose namespace
+//! An attachment is valid if `--keep` names it, or if it is in the result cache and its namespace
 //! exists or may exist.
 //!
-//! cnitool does not know the containers of a runtime on the same machine. So an operator must not
-//! run gc for a network that a runtime uses, unless all its attachments are named with `--keep`.
-//! Therefore everything is printed before it is removed, and removing everything needs `--all`.
+//! cnitool does not know the attachments of a runtime with another result cache, so gc removes them
+//! unless `--keep` names them. Therefore, removing everything of a network needs `--all`.
 
 use cni::config::ValidAttachments;
 use cni::version::Version;
@@ -19,48 +18,51 @@ use crate::Streams;
 use crate::report::{Format, REFUSED, write, write_json};
 use crate::target::NetnsPresence;
 
-/// The attachments that a gc keeps and removes.
+/// The decisions of one gc.
 struct Plan<'a> {
     network: &'a str,
     /// The attachments in the result cache.
     checked: Vec<CheckedAttachment>,
-    /// The cache entries that cannot be read. Their attachments may be in use, but are only valid
-    /// if `--keep` names them.
+    /// The errors of the cache entries that cannot be read. Their attachments may be in use, but
+    /// are only valid if `--keep` names them.
     unreadable: Vec<String>,
-    /// The valid attachments, of which the plugins' GC keeps everything.
+    /// The valid attachments, which are passed to the plugins' GC.
     valid: ValidAttachments,
-    /// Whether GC of the plugins is run, which exists since version 1.1.0.
+    /// Whether the plugins' GC is run, which exists since CNI version 1.1.0.
     runs_plugins: bool,
-    /// Whether anything is removed: it is not a dry run, and `disableGC` is not set.
-    removes: bool,
+    /// Whether nothing is removed, because of `--dry-run` or `disableGC`.
+    only_reports: bool,
 }
 
 /// An attachment in the result cache, and whether gc keeps it.
 struct CheckedAttachment {
     entry: Entry,
-    keeps: bool,
+    is_kept: bool,
     why: String,
 }
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool gc`: prints which attachments are kept and removed, and removes unless it is a
-    /// dry run or `disableGC` is set.
+    /// Runs `cnitool gc`: prints which attachments are kept and removed. Then removes them, unless
+    /// `--dry-run` is given or `disableGC` is set.
     ///
     /// # Errors
-    /// - As `configuration`.
-    /// - Code 103 if, without `--all`, everything or something that may be in use would be removed.
+    /// - As [`configuration`](VerbRun::configuration).
+    /// - Code 1 if the network's CNI version is not supported.
+    /// - Code 103 if `--all` is missing, and everything of the network or attachments with an
+    ///   unreadable cache entry would be removed.
     /// - Code 5 if the result cache cannot be read.
     /// - The errors of the plugins' DEL and GC, as one error.
     pub(super) fn gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
         let plan = self.plan(&list)?;
-        if plan.removes && plan.removes_everything() && !self.command.all {
+        let needs_consent = !plan.only_reports && !self.command.all;
+        if needs_consent && plan.would_remove_everything() {
             let msg =
                 "no attachment of this network is known to be in use, so everything of the network would be removed";
             let details = "name attachments in use with --keep CONTAINER-ID/IFNAME, list what would be removed with --dry-run, or confirm with --all";
             return Err(Error::new(REFUSED, msg).with_details(details));
         }
-        if plan.removes && plan.removes_unreadable() && !self.command.all {
+        if needs_consent && plan.would_remove_unreadable() {
             let msg = "these files of the result cache cannot be read, so their attachments would be removed";
             let details = "name those in use with --keep CONTAINER-ID/IFNAME and confirm with --all; 'cnitool del' removes an attachment with its file";
             return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
@@ -73,7 +75,7 @@ impl VerbRun<'_, '_> {
         if self.command.shared.format() == Format::Text {
             write(streams, &plan.text())?;
         }
-        if plan.removes {
+        if !plan.only_reports {
             self.runtime.gc(&list, &plan.valid)?;
         }
         match self.command.shared.format() {
@@ -85,63 +87,64 @@ impl VerbRun<'_, '_> {
     /// Decides which attachments gc keeps and removes.
     ///
     /// # Errors
-    /// Code 5 if the result cache cannot be read.
+    /// - Code 1 if the network's CNI version is not supported.
+    /// - Code 5 if the result cache cannot be read.
     fn plan(&self, list: &NetworkList) -> Result<Plan<'_>, Error> {
         let runs_plugins = list.version()? >= Version::V1_1_0;
-        // If no attachment is valid, all entries of the network are stale: so this returns all.
+        // With no valid attachments, `stale` returns all entries of the network.
         let cached = self.runtime.stale(list, &ValidAttachments::default())?;
         let unreadable = cached.problems;
         let checked: Vec<CheckedAttachment> = cached.entries.into_iter().map(|entry| self.check_entry(entry)).collect();
-        let kept = checked.iter().filter(|one| one.keeps).map(|one| one.entry.id());
-        let kept = kept.map(|id| (id.container_id, id.ifname));
-        // An attachment named with --keep need not be in this result cache.
-        let valid = kept.chain(self.command.keep.iter().cloned()).collect();
-        let removes = !self.command.dry_run && !list.disable_gc();
-        Ok(Plan { network: &self.command.network, checked, unreadable, valid, runs_plugins, removes })
+        let kept_ids = checked.iter().filter(|attachment| attachment.is_kept).map(|kept| kept.entry.id());
+        let kept_pairs = kept_ids.map(|id| (id.container_id, id.ifname));
+        // An attachment named with --keep need not be in the result cache.
+        let valid = kept_pairs.chain(self.command.keep.iter().cloned()).collect();
+        let only_reports = self.command.dry_run || list.disable_gc();
+        Ok(Plan { network: &self.command.network, checked, unreadable, valid, runs_plugins, only_reports })
     }
 
     /// Decides whether gc keeps the attachment of a cache entry.
     fn check_entry(&self, entry: Entry) -> CheckedAttachment {
         let attachment = &entry.attachment;
         let is_named = |(id, ifname): &(String, String)| *id == attachment.container_id && *ifname == attachment.ifname;
-        let (keeps, why) = if self.command.keep.iter().any(is_named) {
+        let (is_kept, why) = if self.command.keep.iter().any(is_named) {
             (true, "named with --keep".to_owned())
         } else {
             match NetnsPresence::at(&attachment.netns, self.call.machine) {
                 NetnsPresence::Exists => (true, format!("{} exists", attachment.netns)),
                 NetnsPresence::Gone(why) => (false, format!("{}: {why}", attachment.netns)),
-                // If it is not certain that the namespace is gone, the attachment is kept.
+                // The namespace may still exist.
                 NetnsPresence::OtherFile(why) => (true, format!("{}: {why}", attachment.netns)),
                 NetnsPresence::Unknown(why) => (true, format!("whether its namespace exists is unknown: {why}")),
             }
         };
-        CheckedAttachment { entry, keeps, why }
+        CheckedAttachment { entry, is_kept, why }
     }
 }
 
 impl Plan<'_> {
-    /// Whether no attachment is kept, and there may be something to remove.
-    fn removes_everything(&self) -> bool {
+    /// Whether no attachment is valid, and there may be something to remove.
+    fn would_remove_everything(&self) -> bool {
         self.valid.iter().next().is_none() && (self.runs_plugins || !self.checked.is_empty())
     }
 
-    /// Whether attachments whose cache entries cannot be read would be removed, although they may
-    /// be in use. Only GC of the plugins removes them; it does not exist before version 1.1.0.
-    fn removes_unreadable(&self) -> bool {
+    /// Whether attachments with an unreadable cache entry would be removed, although they may be in
+    /// use. Only the plugins' GC removes them.
+    fn would_remove_unreadable(&self) -> bool {
         self.runs_plugins && !self.unreadable.is_empty()
     }
 
     /// Returns the report for people.
     fn text(&self) -> String {
         let mut text = String::new();
-        for CheckedAttachment { entry, keeps, why } in &self.checked {
+        for CheckedAttachment { entry, is_kept, why } in &self.checked {
             let AttachmentId { container_id, ifname, .. } = entry.id();
-            let verb = if *keeps { "keep" } else { "remove" };
+            let verb = if *is_kept { "keep" } else { "remove" };
             text += &format!("{verb:<6}  {container_id}/{ifname}  ({why})\n");
         }
         for (id, ifname) in self.valid.iter() {
             let is_same = |attachment: AttachmentId| attachment.container_id == id && attachment.ifname == ifname;
-            if !self.checked.iter().any(|one| is_same(one.entry.id())) {
+            if !self.checked.iter().any(|checked| is_same(checked.entry.id())) {
                 text += &format!("keep    {id}/{ifname}  (named with --keep; not in the result cache)\n");
             }
         }
@@ -157,7 +160,7 @@ impl Plan<'_> {
         } else {
             text += &format!("The plugins of {} are not called: its CNI version has no GC.\n", self.network);
         }
-        if !self.removes {
+        if self.only_reports {
             text += "Nothing was changed.\n";
         }
         text
@@ -165,14 +168,15 @@ impl Plan<'_> {
 
     /// Returns the report for `--json`.
     fn json(&self) -> Value {
-        let removed = self.checked.iter().filter(|one| !one.keeps).map(|CheckedAttachment { entry, why, .. }| {
+        let removed = self.checked.iter().filter(|checked| !checked.is_kept);
+        let removed = removed.map(|CheckedAttachment { entry, why, .. }| {
             let AttachmentId { container_id, ifname, .. } = entry.id();
             json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
         });
         let valid = self.valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
         json!({
             "network": self.network,
-            "changed": self.removes,
+            "changed": !self.only_reports,
             "removed": removed.collect::<Vec<_>>(),
             "unreadable": self.unreadable,
             "valid": valid.collect::<Vec<_>>(),

@@ -1,8 +1,8 @@
 //! The verbs of a network: add, check, del, gc, status, version.
 //!
 //! cnitool itself decides which container ID a namespace gets, and which attachments are valid for
-//! `gc`. If CNI_ARGS or CAP_ARGS is not set, CHECK and DEL use the one of the ADD, which is in the
-//! result cache: a DEL with fewer arguments than its ADD could leave objects behind.
+//! `gc`. If CNI_ARGS or CAP_ARGS is not set, CHECK and DEL use the ADD's value from the result
+//! cache: a DEL with fewer arguments than its ADD could leave objects behind.
 
 mod gc;
 mod options;
@@ -20,7 +20,7 @@ use crate::{Call, Streams};
 
 pub(crate) use options::{Attach, Collect, Command, Detach, Named, NetworkVerb};
 
-/// One run of a verb, with what it needs.
+/// The input of one verb.
 struct VerbRun<'a, 'm> {
     command: &'a Command,
     call: &'a Call<'m>,
@@ -62,14 +62,14 @@ impl VerbRun<'_, '_> {
         let list = self.configuration()?;
         let mut attachment = self.attachment()?;
         self.refuse_absent_netns(&attachment)?;
-        // An ADD takes no arguments from an earlier ADD in the cache.
-        self.complete(&mut attachment, None)?;
+        // An ADD takes no values from the cache entry of an earlier ADD.
+        self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
         write_raw(streams, &format!("{}\n", result.get()))
             .map_err(|error| error.with_details("the ADD itself succeeded: 'cnitool del' detaches the container"))
     }
 
-    /// Runs CHECK of the plugins for an attachment.
+    /// Runs CHECK of the plugins for the attachment.
     ///
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
@@ -78,18 +78,18 @@ impl VerbRun<'_, '_> {
     fn check(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
         let mut attachment = self.attachment()?;
-        let found = self.runtime.cache.find(&attachment.id(&self.command.network));
-        let is_absent = matches!(found, Ok(None));
-        // CHECK reads the entry again, and fails if it cannot be read.
-        let cached = found.ok().flatten();
-        self.complete(&mut attachment, cached.as_ref())?;
-        let checked = self.runtime.check(&list, &attachment);
-        checked.map_err(|error| match is_absent && error.details().is_empty() {
-            true => error.with_details(
-                "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)",
-            ),
-            false => error,
-        })?;
+        let entry = self.runtime.cache.find(&attachment.id(&self.command.network));
+        let is_entry_absent = matches!(entry, Ok(None));
+        // If the entry cannot be read, the CHECK below reports the error.
+        let cached = entry.ok().flatten();
+        self.fill_in(&mut attachment, cached.as_ref())?;
+        if let Err(error) = self.runtime.check(&list, &attachment) {
+            if is_entry_absent && error.details().is_empty() {
+                let details = "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)";
+                return Err(error.with_details(details));
+            }
+            return Err(error);
+        }
         self.print_success(streams)
     }
 
@@ -97,14 +97,15 @@ impl VerbRun<'_, '_> {
     ///
     /// # Errors
     /// - Code 4 if a variable is malformed.
-    /// - As [`configuration`](VerbRun::configuration), if the cache has no configuration either.
+    /// - As [`configuration`](VerbRun::configuration), if the cache entry has no configuration of
+    ///   the network either.
     /// - The error of DEL.
     fn del(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut attachment = self.attachment()?;
-        // DEL must succeed even if the cache entry cannot be read. From version 0.4.0 of the
-        // configuration on, DEL reads the entry again, and notes that it cannot.
+        // An unreadable cache entry must not make DEL fail. If the CNI version is at least 0.4.0,
+        // the DEL below writes a note about the entry.
         let cached = self.runtime.cache.find(&attachment.id(&self.command.network)).ok().flatten();
-        self.complete(&mut attachment, cached.as_ref())?;
+        self.fill_in(&mut attachment, cached.as_ref())?;
         let list = self.configuration().or_else(|error| self.cached_configuration(cached.as_ref(), error))?;
         let on_error = if self.command.keep_going { OnError::GoOn } else { OnError::Stop };
         self.runtime.del(&list, &attachment, on_error)?;
@@ -122,7 +123,7 @@ impl VerbRun<'_, '_> {
         self.print_success(streams)
     }
 
-    /// Reports the success of a verb without a result: prints nothing, or with `--json` a document.
+    /// Prints that a verb without a result has succeeded: nothing as text, or a JSON document.
     fn print_success(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         match self.command.shared.format() {
             Format::Text => Ok(()),
@@ -136,7 +137,7 @@ impl VerbRun<'_, '_> {
     /// Returns the network's configuration from the networks' folder.
     ///
     /// # Errors
-    /// Code 7 if the network is not configured; the error in its file if that is invalid.
+    /// Code 7 if the network is not configured; the error of its file if the file is invalid.
     fn configuration(&self) -> Result<NetworkList, Error> {
         self.conf_folder.find(&self.command.network, &self.runtime.notes).map_err(|error| match error.details() {
             "" => error.with_details("'cnitool networks' lists the configured networks"),
@@ -144,11 +145,11 @@ impl VerbRun<'_, '_> {
         })
     }
 
-    /// Returns the configuration at the time of the ADD, which is in the cache entry, for a network
-    /// that is not configured any more. `error` is the reason why it has no other configuration.
+    /// Returns the configuration that the ADD stored in the cache entry, if
+    /// [`configuration`](VerbRun::configuration) failed with `error`.
     ///
     /// # Errors
-    /// `error` if there is no entry with a configuration of this network.
+    /// `error` if there is no entry with a valid configuration of this network.
     fn cached_configuration(&self, entry: Option<&Entry>, error: Error) -> Result<NetworkList, Error> {
         match entry.map(|entry| NetworkList::parse(&entry.config)) {
             Some(Ok(list)) if list.name() == self.command.network => {
@@ -164,16 +165,16 @@ impl VerbRun<'_, '_> {
     /// # Errors
     /// Code 4 if the path of the namespace or CNI_IFNAME is not valid UTF-8.
     fn attachment(&self) -> Result<Attachment, Error> {
+        // A del with `--container-id` needs no path: `fill_in` takes it from the cache entry.
         let netns = match &self.command.netns {
-            // Only with `--container-id`. For del, `complete` adds the path in the cache entry.
             None => String::new(),
-            Some(path) => match absolute(path.as_ref(), &self.call.folder).into_os_string().into_string() {
-                Ok(path) => path,
-                Err(path) => {
+            Some(path) => {
+                let path = absolute(path.as_ref(), &self.call.folder).into_os_string();
+                path.into_string().map_err(|path| {
                     let msg = format!("the path of the namespace is not valid UTF-8: {}", path.display());
-                    return Err(Error::new(Code::INVALID_ENVIRONMENT, msg));
-                }
-            },
+                    Error::new(Code::INVALID_ENVIRONMENT, msg)
+                })?
+            }
         };
         let variables = Variables(&self.call.environment);
         let ifname = match &self.command.ifname {
@@ -184,12 +185,13 @@ impl VerbRun<'_, '_> {
         Ok(Attachment { container_id, netns, ifname, ..Attachment::default() })
     }
 
-    /// Adds CNI_ARGS and CAP_ARGS to the attachment: those in the environment, or else those of the
-    /// ADD in the cache entry. Adds the namespace of the entry if the attachment has none.
+    /// Sets CNI_ARGS and CAP_ARGS of the attachment: each from the environment, or from the cache
+    /// entry if the variable is not set. Sets the namespace from the entry if the attachment has
+    /// none.
     ///
     /// # Errors
     /// Code 4 if a variable is malformed.
-    fn complete(&self, attachment: &mut Attachment, cached: Option<&Entry>) -> Result<(), Error> {
+    fn fill_in(&self, attachment: &mut Attachment, cached: Option<&Entry>) -> Result<(), Error> {
         let variables = Variables(&self.call.environment);
         let cached = cached.map(|entry| &entry.attachment);
         attachment.args = match variables.find("CNI_ARGS")? {
@@ -207,8 +209,8 @@ impl VerbRun<'_, '_> {
         Ok(())
     }
 
-    /// Fails before any plugin runs if nothing or another file is at the path of the attachment's
-    /// namespace. Suggests /run/netns/blue for the common mistake `cnitool add net blue`.
+    /// Checks that the attachment's namespace exists or may exist. For the common mistake
+    /// `cnitool add net blue`, the error suggests /run/netns/blue.
     ///
     /// # Errors
     /// Code 4 if the path does not exist or is not a namespace.
@@ -228,11 +230,10 @@ impl VerbRun<'_, '_> {
     }
 }
 
-/// Parses CNI_ARGS, `K=V;K=V`. As in Go's cnitool, neither key nor value can be empty, and a `;` at
-/// the end is allowed.
+/// Parses CNI_ARGS, `K=V;K=V`. Skips empty pairs, so a `;` at the end is allowed.
 ///
 /// # Errors
-/// Code 4 if a pair is malformed.
+/// Code 4 if a pair has no `=`, or its key or value is empty.
 fn parse_cni_args(text: &str) -> Result<Vec<(String, String)>, Error> {
     let pair = |piece: &str| match piece.split_once('=') {
         Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),

@@ -18,7 +18,7 @@ pub(crate) enum NetworkVerb {
 }
 
 impl NetworkVerb {
-    /// Returns the verb as in the arguments.
+    /// Returns the verb's name on the command line.
     pub(super) fn as_str(self) -> &'static str {
         match self {
             NetworkVerb::Add => "add",
@@ -36,18 +36,18 @@ impl NetworkVerb {
 pub(crate) struct Command {
     pub(super) verb: NetworkVerb,
     pub(super) network: String,
-    /// The path of the namespace as in the arguments, which may be relative.
+    /// The path of the namespace as the user gave it, which may be relative.
     pub(super) netns: Option<OsString>,
     pub(super) ifname: Option<String>,
     pub(super) container_id: Option<String>,
-    /// del: whether it continues after an error.
+    /// del: whether the other plugins are called after an error.
     pub(super) keep_going: bool,
-    /// gc: container IDs and interface names of attachments that are valid even without a
+    /// gc: the container IDs and interface names of attachments that are kept even without a
     /// namespace.
     pub(super) keep: Vec<(String, String)>,
     /// gc: whether it runs even if no attachment is valid or a cache entry cannot be read.
     pub(super) all: bool,
-    /// gc: whether it only prints what it would remove.
+    /// gc: whether it only prints what would be removed.
     pub(super) dry_run: bool,
     pub(super) shared: Shared,
 }
@@ -101,7 +101,7 @@ pub(crate) struct Collect {
     /// Keep this attachment; can be repeated
     #[arg(long, value_name = "ID/IFNAME", value_parser = parse_attachment)]
     keep: Vec<(String, String)>,
-    /// Run also if no attachment is valid, or a cache entry cannot be read
+    /// Run even if no attachment is valid, or a cache entry cannot be read
     #[arg(long)]
     all: bool,
     /// Print what would be removed, and change nothing
@@ -147,7 +147,7 @@ impl Attach {
     ///
     /// # Errors
     /// [`Failure::Usage`] if the path is empty.
-    pub(crate) fn command(self, verb: NetworkVerb, shared: Shared) -> Result<Command, Failure> {
+    pub(crate) fn into_command(self, verb: NetworkVerb, shared: Shared) -> Result<Command, Failure> {
         let Attach { network, netns, interface: Interface { ifname, container_id } } = self;
         if netns.is_empty() {
             let msg = "the path of a network namespace is expected".to_owned();
@@ -158,11 +158,11 @@ impl Attach {
 }
 
 impl Detach {
-    /// Converts the arguments to the command `del`. An empty path counts as absent.
+    /// Converts the arguments to the command `del`. Treats an empty path like a missing path.
     ///
     /// # Errors
-    /// [`Failure::Usage`] if neither a path nor a container ID is given.
-    pub(crate) fn command(self, shared: Shared) -> Result<Command, Failure> {
+    /// [`Failure::Usage`] if there is neither a path nor a container ID.
+    pub(crate) fn into_command(self, shared: Shared) -> Result<Command, Failure> {
         let Detach { network, netns, interface: Interface { ifname, container_id }, keep_going } = self;
         let netns = netns.filter(|path| !path.is_empty());
         if netns.is_none() && container_id.is_none() {
@@ -175,7 +175,7 @@ impl Detach {
 
 impl Collect {
     /// Converts the arguments to the command `gc`.
-    pub(crate) fn command(self, shared: Shared) -> Command {
+    pub(crate) fn into_command(self, shared: Shared) -> Command {
         let Collect { network, netns: _, keep, all, dry_run } = self;
         Command { keep, all, dry_run, ..Command::new(NetworkVerb::Gc, network, shared) }
     }
@@ -183,7 +183,7 @@ impl Collect {
 
 impl Named {
     /// Converts the arguments to the command `verb`, which is `Status` or `Version`.
-    pub(crate) fn command(self, verb: NetworkVerb, shared: Shared) -> Command {
+    pub(crate) fn into_command(self, verb: NetworkVerb, shared: Shared) -> Command {
         Command::new(verb, self.network, shared)
     }
 }

@@ -9,22 +9,22 @@ use crate::Streams;
 use crate::report::{Format, write, write_json};
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool version`. If there is an error, the list of the plugins is printed before it;
-    /// with `--json`, only the error is printed.
+    /// Runs `cnitool version`: prints the list of the plugins, even if there is an error. With
+    /// `--json`, prints only the error.
     ///
     /// # Errors
-    /// As `configuration`. Otherwise all of these, as one error:
+    /// As [`configuration`](VerbRun::configuration). Otherwise these, joined to one error:
     /// - Code 4 if a plugin is missing, 6 if its answer cannot be decoded, or the plugin's error.
     /// - Code 1 if a plugin does not support the network's version.
     pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
-        // The version of a configuration that names none.
+        // A configuration without a version has version 0.1.0.
         let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };
         let mut problems = Vec::new();
         let mut rows = Vec::new();
         for plugin in list.plugins() {
             let kind = plugin.kind();
-            // `supported_versions` looks for the plugin too, and returns the error.
+            // If the plugin is missing, `supported_versions` returns the error.
             let path = find_plugin(kind, &self.runtime.plugin_folders).ok();
             let versions = self.runtime.supported_versions(kind).unwrap_or_else(|error| {
                 problems.push(error);
@@ -47,16 +47,14 @@ impl VerbRun<'_, '_> {
                 write(streams, &text)?;
                 Error::join(problems)
             }
-            Format::Json => match Error::join(problems) {
-                Err(error) => Err(error),
-                Ok(()) => {
-                    let plugin = |(kind, path, versions)| json!({"type": kind, "path": path, "versions": versions});
-                    let plugins: Vec<_> = rows.into_iter().map(plugin).collect();
-                    let capabilities = list.capabilities();
-                    let network = json!({"network": list.name(), "cniVersion": wanted, "capabilities": capabilities, "plugins": plugins});
-                    write_json(streams, &network)
-                }
-            },
+            Format::Json => {
+                Error::join(problems)?;
+                let as_json = |(kind, path, versions)| json!({"type": kind, "path": path, "versions": versions});
+                let plugins: Vec<_> = rows.into_iter().map(as_json).collect();
+                let capabilities = list.capabilities();
+                let network = json!({"network": list.name(), "cniVersion": wanted, "capabilities": capabilities, "plugins": plugins});
+                write_json(streams, &network)
+            }
         }
     }
 }

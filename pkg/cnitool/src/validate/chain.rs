@@ -1,5 +1,5 @@
-//! Checks whether the plugins of a list work together, and whether the keys of a plugin fit to
-//! those of its IPAM plugin.
+//! Checks whether the plugins of a list work together, and whether a plugin's keys are consistent
+//! with the addresses that its IPAM plugin can give.
 
 use cni::Cidr;
 use cni::config::NetConf;
@@ -26,12 +26,13 @@ const MIN_IPV6_MTU: i64 = 1280;
 struct Earlier {
     /// The path of the first bridge plugin, and the name of its bridge.
     bridge: Option<(String, String)>,
-    /// Whether one of them may create the interface. A chained plugin counts too, so that only the
-    /// first of several without an interface is reported.
+    /// Whether one of them may create the interface. Also true after a chained plugin, so that a
+    /// missing interface is reported only once.
     may_create_interface: bool,
     /// Whether one of them may add addresses, which are not known here.
     may_add_addresses: bool,
-    /// The host-local ranges that they reserve addresses from, each with the plugin's path.
+    /// The folder and ranges in which they reserve addresses with host-local, each with the
+    /// plugin's path.
     pools: Vec<(String, Pool)>,
 }
 
@@ -49,7 +50,7 @@ struct ListedPlugin<'a> {
     request: Value,
 }
 
-/// Returns the problems that the plugins of a document have with each other.
+/// Returns the problems that result from the combination of the document's plugins.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let plugins: Vec<(String, &Value)> = match document["plugins"].as_array() {
         Some(plugins) => {
@@ -69,12 +70,13 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         } else {
             problems.extend(listed.check_interface_exists(&earlier));
         }
-        problems.extend(listed.check_ipam(&earlier));
+        problems.extend(listed.check_ipam_type());
+        problems.extend(listed.check_shared_ranges(&earlier));
         if kind == "bridge" {
             problems.extend(listed.check_second_bridge(&earlier, version));
         }
         if let Some(plugin) = plugins::find(kind).filter(|plugin| plugin.role() == Role::Interface) {
-            problems.extend(listed.check_layer3(plugin, &earlier, version));
+            problems.extend(listed.check_addressing(plugin, &earlier, version));
         }
         problems.extend(listed.check_tuned_mtu(&earlier));
         listed.add_effects_to(&mut earlier);
@@ -84,7 +86,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
 
 /// Returns the list's version, or `None` if it is not valid.
 fn version(document: &Value) -> Option<Version> {
-    // With a valid name and plugin, only the version decides whether the list can be parsed.
+    // Errors in the name and the plugins must not hide the version.
     let mut list = document.clone();
     list["plugins"] = json!([{"type": "x"}]);
     list["name"] = json!("unnamed");
@@ -115,21 +117,21 @@ impl ListedPlugin<'_> {
         Problem::warning(self.path_of(key), what)
     }
 
-    /// Reports the list's first plugin if it needs the result of an earlier one, unless its
-    /// configuration contains a `prevResult`.
+    /// Reports a chained plugin at the beginning of the list, unless its configuration contains a
+    /// `prevResult`.
     fn check_as_first(&self) -> Option<Problem> {
         if self.role() != Some(Role::Chained) || !self.object["prevResult"].is_null() {
             return None;
         }
         let what = format!(
-            "{} needs the result of an earlier plugin: put it behind the plugin that creates the interface, for \
+            "{} needs the result of an earlier plugin: put it after the plugin that creates the interface, for \
              example bridge",
             self.kind
         );
         Some(self.error("type", what))
     }
 
-    /// Reports the plugin if it needs an interface that no earlier plugin creates.
+    /// Reports a chained plugin if no earlier plugin creates the interface.
     fn check_interface_exists(&self, earlier: &Earlier) -> Option<Problem> {
         if self.role() != Some(Role::Chained) || earlier.may_create_interface {
             return None;
@@ -138,9 +140,8 @@ impl ListedPlugin<'_> {
         Some(self.warning("type", what))
     }
 
-    /// Reports an IPAM plugin in the wrong place, another plugin in place of an IPAM plugin, and
-    /// ranges that an earlier plugin of the list reserves addresses from too.
-    fn check_ipam(&self, earlier: &Earlier) -> Vec<Problem> {
+    /// Reports an IPAM plugin outside of `ipam`, and a plugin in `ipam` that is not an IPAM plugin.
+    fn check_ipam_type(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.role() == Some(Role::Ipam) {
             let what = format!(
@@ -153,6 +154,12 @@ impl ListedPlugin<'_> {
         if plugins::role(self.ipam).is_some_and(|role| role != Role::Ipam) {
             problems.push(self.error("ipam.type", format!("{} is not an IPAM plugin", self.ipam)));
         }
+        problems
+    }
+
+    /// Reports host-local ranges that an earlier plugin of the list reserves addresses from too.
+    fn check_shared_ranges(&self, earlier: &Earlier) -> Vec<Problem> {
+        let mut problems = Vec::new();
         if self.object["ipam"]["reuse"] == json!(true) {
             // ADD returns the address that the earlier plugin has reserved, instead of failing.
             return problems;
@@ -163,11 +170,11 @@ impl ListedPlugin<'_> {
             let Some(other_ranges) = &other.ranges else { continue };
             let what = |outcome: &str| {
                 format!(
-                    "{path} reserves addresses from the same ranges, of which an attachment can have only one: ADD {outcome}"
+                    "{path} reserves addresses from the same ranges, but an attachment can have only one of their addresses: ADD {outcome}"
                 )
             };
-            // The earlier plugin reserves an address from each of its sets. If all addresses of a
-            // set are also in the own ranges, the reserved one is.
+            // The earlier plugin reserves an address from each of its sets. If the own ranges
+            // contain all addresses of a set, they contain the reserved address.
             let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(own_ranges, range));
             if other.data_dir == pool.data_dir && other_ranges.sets().iter().any(is_covered) {
                 problems.push(self.error("ipam", what("fails")));
@@ -178,8 +185,8 @@ impl ListedPlugin<'_> {
         problems
     }
 
-    /// Reports a bridge plugin behind another one if it names another bridge, or if the version has
-    /// no results for chained plugins.
+    /// Reports the second bridge plugin of a list if it uses another bridge than the first, or if
+    /// plugins of this CNI version get no `prevResult`.
     fn check_second_bridge(&self, earlier: &Earlier, version: Option<Version>) -> Option<Problem> {
         let (path, bridge) = earlier.bridge.as_ref()?;
         if version.is_some_and(|version| version < Version::V0_3_0) {
@@ -197,7 +204,7 @@ impl ListedPlugin<'_> {
         Some(self.error("bridge", what))
     }
 
-    /// Returns the name of the bridge that the plugin bridge uses.
+    /// Returns the name of the bridge that this plugin, of type `bridge`, uses.
     fn bridge(&self) -> String {
         match self.object["bridge"].as_str() {
             None | Some("") => plugin_bridge::DEFAULT_BRIDGE.to_owned(),
@@ -206,9 +213,9 @@ impl ListedPlugin<'_> {
     }
 
     /// Checks the keys about addresses, routes and gateways of a plugin that creates an interface.
-    /// Of the IPAM plugins, only host-local's addresses are known here; with another one nothing is
-    /// reported. `plugin` is this plugin's code.
-    fn check_layer3(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
+    /// Reports nothing for IPAM plugins other than host-local, because their addresses are not
+    /// known. `plugin` is this plugin's code.
+    fn check_addressing(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         if self.ipam.is_empty() {
             return self.check_without_ipam(version);
         }
@@ -216,9 +223,9 @@ impl ListedPlugin<'_> {
             return Vec::new();
         }
         if earlier.may_add_addresses {
-            // The earlier addresses may reach every gateway: so they are assumed to be in networks
-            // that contain everything. `mtu` is not checked, because it does not change the
-            // interface that an earlier plugin has created.
+            // The earlier addresses are not known and may reach every gateway, so 0.0.0.0/0 and
+            // ::/0 stand for them. `mtu` is not checked, because it does not change the interface
+            // that an earlier plugin has created.
             let zeros = ["0.0.0.0", "::"].iter().filter_map(|zero| zero.parse().ok());
             let earlier_addresses: Vec<Cidr> = zeros.map(Cidr::default_route).collect();
             return self.check_routes(plugin, &earlier_addresses);
@@ -228,7 +235,10 @@ impl ListedPlugin<'_> {
         let has_ipv6 = sets.is_some_and(|sets| sets.sets().iter().any(|set| !set.is_ipv4()));
         // The plugin itself refuses smaller MTUs; 0 is the kernel's default.
         let only_for_ipv4 = *VETH_MTU.start()..MIN_IPV6_MTU;
-        if let Some(mtu) = self.object["mtu"].as_i64().filter(|mtu| has_ipv6 && only_for_ipv4.contains(mtu)) {
+        if let Some(mtu) = self.object["mtu"].as_i64()
+            && has_ipv6
+            && only_for_ipv4.contains(&mtu)
+        {
             problems.push(self.error("mtu", format!("IPv6 needs an MTU of at least {MIN_IPV6_MTU}, not {mtu}")));
         }
         problems
@@ -254,38 +264,26 @@ impl ListedPlugin<'_> {
         problems
     }
 
-    /// Reports routes and gateways that an address of the ranges cannot reach: as errors if no
-    /// address can, as warnings if some can or if the runtime may replace the ranges. `plugin`,
-    /// this plugin's code, decides: it gets examples of host-local's results, together with an
-    /// address from each range.
+    /// Reports routes and gateways that the addresses in a [possible
+    /// result](plugin_host_local::possible_results) of host-local do not reach. They are errors if
+    /// ADD fails with each possible result, and warnings otherwise or if the runtime may replace
+    /// the ranges. `plugin` is this plugin's code.
     fn check_routes(&self, plugin: &dyn Plugin, earlier_addresses: &[Cidr]) -> Vec<Problem> {
-        // The error for each example, or `None` if the plugin accepts it.
-        let errors_of_examples = |request: &Value| -> Vec<Option<String>> {
-            let outcome = NetConf::parse(request.to_string()).and_then(|conf| {
-                let is_host_local = conf.ipam_type() == "host-local";
-                let examples = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
-                plugin.examine_answers(&conf, &examples, earlier_addresses)
-            });
-            match outcome {
-                // `locate` removes keys on trial. Without the ranges there is no example that could
-                // fail, so this must not look as if the ranges were the cause of an error.
-                Ok(errors) if errors.is_empty() => vec![Some("no ranges in the configuration".to_owned())],
-                Ok(errors) => errors.into_iter().map(|error| error.map(|error| error.to_string())).collect(),
-                Err(error) => vec![Some(error.to_string())],
-            }
-        };
-        // Without examples nothing is known about the addresses. An error that one of the two
-        // plugins finds in its own keys has been reported already.
-        let has_examples = NetConf::parse(self.request.to_string()).and_then(|conf| {
+        let has_possible_results = NetConf::parse(self.request.to_string()).and_then(|conf| {
             plugin.examine(&conf)?;
             Ok(!plugin_host_local::possible_results(&conf)?.is_empty())
         });
-        if !has_examples.unwrap_or(false) {
+        // `rules` reports an error in the plugin's or host-local's own keys.
+        if !has_possible_results.unwrap_or(false) {
             return Vec::new();
         }
+        let errors = |request: &Value| errors_of_possible_results(plugin, request, earlier_addresses);
         let runtime_sets_ranges = self.object["capabilities"]["ipRanges"] == json!(true);
-        let always_fails = !runtime_sets_ranges && errors_of_examples(&self.request).iter().all(Option::is_some);
-        let check = |request: &Value| errors_of_examples(request).into_iter().flatten().next().map_or(Ok(()), Err);
+        let always_fails = !runtime_sets_ranges && errors(&self.request).iter().all(Option::is_some);
+        let check = |request: &Value| match errors(request).into_iter().flatten().next() {
+            Some(first_error) => Err(first_error),
+            None => Ok(()),
+        };
         let found = locate::errors(&self.request, &["cniVersion", "name", "type"], &check);
         let problem = |(path, what): (String, String)| {
             if always_fails { self.error(&path, what) } else { self.warning(&path, what) }
@@ -293,9 +291,9 @@ impl ListedPlugin<'_> {
         found.into_iter().map(problem).collect()
     }
 
-    /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have. Leaves out
-    /// 0, which tuning ignores, and negative values and those above `i32::MAX`, which tuning's own
-    /// check reports.
+    /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have. Accepts 0,
+    /// which tuning ignores, and values below 0 or above `i32::MAX`, which tuning's own check
+    /// reports.
     fn check_tuned_mtu(&self, earlier: &Earlier) -> Option<Problem> {
         if self.kind != "tuning" || earlier.bridge.is_none() {
             return None;
@@ -333,20 +331,36 @@ impl ListedPlugin<'_> {
     }
 }
 
-/// Whether a range of `a` and a range of `b` have a common address.
-fn overlap(a: &RangeSets, b: &RangeSets) -> bool {
-    ranges(a).any(|one| ranges(b).any(|other| have_common_address(one, other)))
+/// Checks each of host-local's possible results as `plugin`'s ADD would do with the configuration
+/// `request`. Returns the error for each, or `None` if ADD would succeed.
+fn errors_of_possible_results(plugin: &dyn Plugin, request: &Value, earlier_addresses: &[Cidr]) -> Vec<Option<String>> {
+    let outcome = NetConf::parse(request.to_string()).and_then(|conf| {
+        let is_host_local = conf.ipam_type() == "host-local";
+        let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
+        plugin.examine_answers(&conf, &results, earlier_addresses)
+    });
+    match outcome {
+        // `locate` removes keys on trial. A success without the ranges would make the ranges look
+        // like the cause of an error.
+        Ok(errors) if errors.is_empty() => vec![Some("no ranges in the configuration".to_owned())],
+        Ok(errors) => errors.into_iter().map(|error| error.map(|error| error.to_string())).collect(),
+        Err(error) => vec![Some(error.to_string())],
+    }
 }
 
-/// Whether two ranges have a common address. Then one of them contains the first address of the
-/// other.
-pub(super) fn have_common_address(one: &Range, other: &Range) -> bool {
-    one.contains(other.first()) || other.contains(one.first())
+/// Whether a range of `a` and a range of `b` have a common address.
+fn overlap(a: &RangeSets, b: &RangeSets) -> bool {
+    ranges(a).any(|range_of_a| ranges(b).any(|range_of_b| have_common_address(range_of_a, range_of_b)))
+}
+
+/// Whether two ranges have a common address: then one contains the first address of the other.
+pub(super) fn have_common_address(a: &Range, b: &Range) -> bool {
+    a.contains(b.first()) || b.contains(a.first())
 }
 
 /// Whether one of the ranges of `sets` contains the whole `range`.
 fn contains(sets: &RangeSets, range: &Range) -> bool {
-    ranges(sets).any(|one| one.contains(range.first()) && one.contains(range.last()))
+    ranges(sets).any(|candidate| candidate.contains(range.first()) && candidate.contains(range.last()))
 }
 
 /// Returns all ranges of all sets.

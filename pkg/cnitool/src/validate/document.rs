@@ -1,5 +1,5 @@
-//! Reads a file's text as the plugins read it: keys of structures may have any case, and the last
-//! of duplicate keys counts.
+//! Reads a file's text as the plugins read it: keys of structures may have any case, and of
+//! duplicate keys the last value is used.
 
 use std::path::Path;
 
@@ -30,17 +30,16 @@ const USUAL_SPELLING: [&str; 14] = [
 /// How the keys of an object are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ObjectKind {
-    /// Keys that differ only in case are the same key, as in Go's structures.
+    /// Keys that differ only in case are equal, as in Go's structures.
     Structure,
-    /// Keys are only the same if their bytes are, as in Go's maps. Also for objects whose structure
-    /// is not known here.
+    /// Keys are case-sensitive, as in Go's maps. Also used for objects of unknown structure.
     Map,
-    /// As `Map`, but duplicates are errors, because tuning refuses them.
+    /// As `Map`, but duplicate keys are errors, because tuning refuses them.
     Sysctls,
 }
 
-/// The endings of the names of the files that a runtime reads.
-const ENDINGS: [&str; 3] = ["conflist", "conf", "json"];
+/// The extensions of the files that runtimes read.
+const EXTENSIONS: [&str; 3] = ["conflist", "conf", "json"];
 
 /// Returns the document in `text`, with the keys of structures in their usual spelling. Adds a
 /// problem for each duplicate key.
@@ -57,17 +56,18 @@ pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Pro
     Ok(Reader { problems }.read_document(&json))
 }
 
-/// Reads the file at `path` as a runtime does, and adds to `document` the plugins that the list
-/// gets from the folder that is named after the network. Does nothing for a file that a runtime
-/// ignores because of the ending of its name.
+/// Loads the file at `path` as a runtime does, and adds to `document` the plugins that the runtime
+/// adds from the folder named after the network. Does nothing if runtimes ignore files with this
+/// extension.
 ///
 /// # Errors
 /// A problem if a runtime cannot load the file.
 pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result<(), Problem> {
-    if !path.extension().is_some_and(|ending| ENDINGS.iter().any(|known| ending == *known)) {
+    let Some(extension) = path.extension() else { return Ok(()) };
+    if !EXTENSIONS.iter().any(|known| extension == *known) {
         return Ok(());
     }
-    let is_list = path.extension().is_some_and(|ending| ending == "conflist");
+    let is_list = extension == "conflist";
     let list: NetworkList = match ConfFile::read(path.to_owned()).list {
         Ok(list) => list,
         Err(error) if !is_list && document.get("plugins").is_some() => {
@@ -78,14 +78,13 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
     };
     let inlined_count = document["plugins"].as_array().map_or(0, Vec::len);
     if is_list && list.plugins().len() > inlined_count {
-        // The problems of the folder's files are not collected, because they have no position in
-        // this file.
-        let added = list.plugins().iter().skip(inlined_count).filter_map(|plugin| {
-            let raw = plugin.members().to_bytes().ok()?;
-            Some(Reader { problems: &mut Vec::new() }.read_plugin(&Json::parse(&raw).ok()?, ""))
-        });
         let mut plugins = document["plugins"].as_array().cloned().unwrap_or_default();
-        plugins.extend(added);
+        for plugin in list.plugins().iter().skip(inlined_count) {
+            let Ok(raw) = plugin.members().to_bytes() else { continue };
+            let Ok(json) = Json::parse(&raw) else { continue };
+            // Problems of the folder's files are dropped: they have no position in this file.
+            plugins.push(Reader { problems: &mut Vec::new() }.read_plugin(&json, ""));
+        }
         document["plugins"] = Value::Array(plugins);
     }
     Ok(())
@@ -110,26 +109,20 @@ impl Reader<'_> {
         document
     }
 
-    /// Reads a plugin's object, or the object of a list without its plugins.
+    /// Reads the object of a plugin, or the object of a list without its plugins.
     fn read_plugin(&mut self, json: &Json, path: &str) -> Value {
         let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
         self.read_object(json, path, ObjectKind::Structure, &mut |reader, key, value, path| match key {
-            // `read_document` replaces this.
+            // `read_document` replaces the null.
             "plugins" if path == "plugins" && matches!(value, Json::Array(_)) => Value::Null,
-            "ipam" => reader.read_object(value, path, ObjectKind::Structure, &mut |reader, _, value, path| {
-                reader.read_value(value, path)
-            }),
-            "sysctl" if is_tuning => {
-                reader.read_object(value, path, ObjectKind::Sysctls, &mut |reader, _, value, path| {
-                    reader.read_value(value, path)
-                })
-            }
+            "ipam" => reader.read_plain_object(value, path, ObjectKind::Structure),
+            "sysctl" if is_tuning => reader.read_plain_object(value, path, ObjectKind::Sysctls),
             _ => reader.read_value(value, path),
         })
     }
 
-    /// Reads a value whose structure is not known here. Its objects count as maps, except
-    /// `args.cni.sysctl`, which has sysctls of tuning.
+    /// Reads a value of unknown structure. Its objects are maps, except `args.cni.sysctl`, which
+    /// contains tuning's sysctls.
     fn read_value(&mut self, json: &Json, path: &str) -> Value {
         match json {
             Json::Null => Value::Null,
@@ -145,13 +138,19 @@ impl Reader<'_> {
             }
             Json::Object(_) => {
                 let kind = if path.ends_with("args.cni.sysctl") { ObjectKind::Sysctls } else { ObjectKind::Map };
-                self.read_object(json, path, kind, &mut |reader, _, value, path| reader.read_value(value, path))
+                self.read_plain_object(json, path, kind)
             }
         }
     }
 
-    /// Reads an object. `read` reads the value of each key; it gets the key in its usual spelling,
-    /// the value and the value's path. Adds a problem for each duplicate key.
+    /// Reads an object whose values have an unknown structure.
+    fn read_plain_object(&mut self, json: &Json, path: &str, kind: ObjectKind) -> Value {
+        self.read_object(json, path, kind, &mut |reader, _, value, path| reader.read_value(value, path))
+    }
+
+    /// Reads an object, or a value of another type in its place. `read` reads the value of each
+    /// key; it gets the key in its usual spelling, the value and the value's path. Adds a problem
+    /// for each duplicate key.
     fn read_object(
         &mut self,
         json: &Json,
@@ -171,19 +170,19 @@ impl Reader<'_> {
                 ObjectKind::Map | ObjectKind::Sysctls => other == key,
             };
             let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
-            let duplicate = object.keys().find(|other| is_same_key(other)).cloned();
-            if let Some(duplicate) = duplicate {
+            let earlier_key = object.keys().find(|other| is_same_key(other)).cloned();
+            if let Some(earlier_key) = earlier_key {
                 self.problems.push(match kind {
                     ObjectKind::Sysctls => Problem::error(&key_path, "duplicated sysctl keys are not allowed"),
                     ObjectKind::Structure | ObjectKind::Map => {
                         Problem::warning(&key_path, "duplicate key: only the last value counts")
                     }
                 });
-                // In a structure, `null` leaves the value of the earlier key in place.
+                // In Go's structures, `null` keeps the value of the earlier key.
                 if *value == Json::Null && kind == ObjectKind::Structure {
                     continue;
                 }
-                object.remove(&duplicate);
+                object.remove(&earlier_key);
             }
             let value = read(self, key, value, &key_path);
             object.insert(key.to_owned(), value);

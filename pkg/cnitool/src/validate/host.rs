@@ -20,8 +20,8 @@ use crate::node;
 /// The first version that has STATUS.
 const STATUS_VERSION: &str = "1.1.0";
 
-/// Returns the problems that the document has on this host. `problems_everywhere` are those that it
-/// has on every host.
+/// Returns the problems that the document has on this host. `problems_everywhere` are the problems
+/// that it has on every host.
 pub(super) fn check(
     document: &Value,
     problems_everywhere: &[Problem],
@@ -32,18 +32,17 @@ pub(super) fn check(
     let runtime = shared.runtime(call, notes);
     let mut problems = missing_plugins(document, &runtime);
     let Some(list) = load(document) else { return problems };
-    // STATUS finds out whether the kernel supports what the plugins need. It is not run if there
-    // are errors, because it would report the same errors again.
+    // STATUS checks that the kernel supports what the plugins need. It would repeat other errors.
     if !has_error(problems_everywhere) && problems.is_empty() {
         problems.extend(check_status(document, &runtime));
     }
     problems.extend(default_route_losses(&list, document));
-    problems.extend(overlaps(&list, document, shared, call));
+    problems.extend(conflicts(&list, document, shared, call));
     problems
 }
 
-/// Returns an error for each plugin of the document that is not installed. Invalid names are left
-/// out, because they are errors on every host.
+/// Returns an error for each plugin of the document that is not installed. Skips invalid names,
+/// which [`rules`](super::rules) reports.
 fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
     let plugins = match document["plugins"].as_array() {
         Some(plugins) => plugins.as_slice(),
@@ -63,27 +62,27 @@ fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
     problems
 }
 
-/// Returns the path in the document of a key of its plugin at the position `index`. A document
-/// without a list is itself its only plugin.
+/// Returns the path in the document of a key of the plugin with this index. A document without a
+/// list is itself the only plugin.
 fn path_of(document: &Value, index: usize, key: &str) -> String {
     if document["plugins"].is_array() { format!("plugins[{index}].{key}") } else { key.to_owned() }
 }
 
-/// Runs STATUS of the document's plugins, and returns its error as a problem. Runs and returns
-/// nothing if a plugin does not have STATUS.
+/// Runs STATUS of the document's plugins, and returns its error as a problem. Does nothing if one
+/// of the plugins does not support STATUS.
 fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
-    // The configuration may have an older version, with which STATUS would not be run.
-    let mut newest = document.clone();
-    newest["cniVersion"] = json!(STATUS_VERSION);
-    newest.as_object_mut()?.remove("cniVersions");
-    let newest = load(&newest)?;
+    // With an older version in the document, STATUS would not be run.
+    let mut with_status = document.clone();
+    with_status["cniVersion"] = json!(STATUS_VERSION);
+    with_status.as_object_mut()?.remove("cniVersions");
+    let list = load(&with_status)?;
     let has_status = |kind: &str| {
         runtime.supported_versions(kind).is_ok_and(|versions| versions.iter().any(|version| version == STATUS_VERSION))
     };
-    if !newest.plugins().iter().all(|plugin| has_status(plugin.kind())) {
+    if !list.plugins().iter().all(|plugin| has_status(plugin.kind())) {
         return None;
     }
-    let error = runtime.status(&newest).err()?;
+    let error = runtime.status(&list).err()?;
     Some(Problem::error("", format!("this host cannot handle an ADD: {error}")))
 }
 
@@ -125,9 +124,9 @@ fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
     all
 }
 
-/// Returns the port mappings that are in a network's configuration itself, each with its plugin's
-/// index. The mappings that a runtime requests are not known.
-fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
+/// Returns the port mappings in a network's configuration file, each with its plugin's index. The
+/// mappings that a runtime requests are not known.
+fn port_mappings(list: &NetworkList) -> Vec<(usize, Mapping)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "portmap") {
         if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) {
@@ -137,8 +136,8 @@ fn host_ports(list: &NetworkList) -> Vec<(usize, Mapping)> {
     all
 }
 
-/// Returns for each ipvlan plugin of a network its index, its master and the mode that it gives to
-/// the master.
+/// Returns the index, the master, and the mode that an ADD sets on the master, of each ipvlan
+/// plugin of a network.
 fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
     let mut all = Vec::new();
     for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "ipvlan") {
@@ -153,12 +152,12 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
 
 /// Returns a warning for each range, host port and ipvlan mode that conflicts with another
 /// configured network. `document` is the file of the network `list`.
-fn overlaps(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
+fn conflicts(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
     let folder = shared.conf_folder(&Variables(&call.environment));
-    let (own_ranges, own_ports, own_modes) = (ranges(list), host_ports(list), ipvlan_modes(list));
+    let (own_ranges, own_mappings, own_modes) = (ranges(list), port_mappings(list), ipvlan_modes(list));
     let path_of = |index: &usize, key: &str| path_of(document, *index, key);
     let mut problems = Vec::new();
-    // Without a readable folder, no other network is known.
+    // If the folder cannot be read, no other network is known.
     for other in node::networks(&folder).unwrap_or_default() {
         if other.name() == list.name() {
             continue;
@@ -172,8 +171,8 @@ fn overlaps(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<'
                 }
             }
         }
-        for (_, other_mapping) in host_ports(&other) {
-            for (index, mapping) in own_ports.iter().filter(|(_, mapping)| mapping.overlaps(&other_mapping)) {
+        for (_, other_mapping) in port_mappings(&other) {
+            for (index, mapping) in own_mappings.iter().filter(|(_, mapping)| mapping.overlaps(&other_mapping)) {
                 let what = format!(
                     "{} port {} of the host is mapped by portmap {of_network} too",
                     mapping.protocol, mapping.host_port
@@ -187,7 +186,7 @@ fn overlaps(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<'
                     continue;
                 }
                 let what = format!(
-                    "mode {mode} for master {master} differs from {other_mode} {of_network}: a master has one mode, the last ADD sets it for all containers"
+                    "mode {mode} for master {master} differs from {other_mode} {of_network}: a master has one mode, which the last ADD sets for all containers"
                 );
                 problems.push(Problem::warning(path_of(index, "mode"), what));
             }

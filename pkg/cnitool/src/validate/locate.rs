@@ -1,9 +1,9 @@
 //! Finds the keys that cause a plugin's errors, without knowing what the keys mean.
 //!
 //! A plugin's own check stops at the first error and does not return the key that caused it. So
-//! single keys and list elements are removed on trial, and the check is repeated: the one without
-//! which the error disappears is its cause. It stays removed, and the next error is located in the
-//! same way, until there is none.
+//! single keys and list elements are removed on trial, and the check is repeated: if the error
+//! disappears, the removed part is its cause. That part stays removed while the next error is
+//! located in the same way.
 
 use std::ops::Range;
 
@@ -18,31 +18,32 @@ enum Step {
     Index(usize),
 }
 
-/// How clearly a removal on trial shows that the removed part causes an error.
+/// How clearly the removal of a part shows that the part causes an error: the later variant is the
+/// clearer one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Evidence {
-    /// Only a number in the text of the error differs without it.
+    /// Without the part, at most numbers in the error differ. With null in its place, the error is
+    /// a different one.
     OtherNumber,
-    /// There is another error without it.
+    /// Without the part, there is a different error.
     OtherError,
-    /// There is no error without it.
+    /// Without the part, or with null in its place, there is no error.
     NoError,
 }
 
-/// The longest list of which every element is removed on trial. In a longer one [`bisect`]
-/// searches.
+/// The length up to which every element of a list is removed on trial. [`bisect`] searches longer
+/// lists.
 const MAX_TRIED_ELEMENTS: usize = 64;
 
 /// The largest number of errors that are located in a document.
 const MAX_ERRORS: usize = 32;
 
-/// Returns all errors that `check` finds in `document`, each as the path of its cause and the text
-/// of the error. `kept` are keys of the top level that are never removed.
-pub(super) fn errors(
-    document: &Value,
-    kept: &[&str],
-    check: &dyn Fn(&Value) -> Result<(), String>,
-) -> Vec<(String, String)> {
+/// A check of a document, which returns only the first error.
+type Check<'a> = &'a dyn Fn(&Value) -> Result<(), String>;
+
+/// Returns the errors that `check` finds in `document`, at most [`MAX_ERRORS`], each as the path of
+/// its cause and the text of the error. `kept` are keys of the top level that are never removed.
+pub(super) fn errors(document: &Value, kept: &[&str], check: Check<'_>) -> Vec<(String, String)> {
     let mut document = document.clone();
     let (mut found, mut removed) = (Vec::<(Vec<Step>, String)>::new(), Vec::<Vec<Step>>::new());
     for _ in 0..MAX_ERRORS {
@@ -50,17 +51,18 @@ pub(super) fn errors(
         let mut path = Vec::new();
         find_cause(&document, kept, &error, check, &mut path);
         let original_path = path_before_removals(&path, &removed);
-        // An error about an object or list from which a part was removed is a consequence of the
-        // removal: for example, that a key is missing.
+        // An error about an object or list from which a part was removed may only be a consequence
+        // of the removal, for example that a key is missing.
         let is_consequence = found.iter().any(|(earlier, _)| earlier.starts_with(&original_path));
         if !is_consequence {
             found.push((original_path, error));
         }
+        // An empty path means that no part was found whose removal changes the error.
         if path.is_empty() || is_consequence {
             break;
         }
-        // If the cause is inside a list's element, the whole element is removed: a list is more
-        // often valid without an element than an element without one of its keys.
+        // If the cause is inside a list's element, the whole element is removed: a list without the
+        // element is more likely to be valid than an element without one of its keys.
         let element = path.iter().position(|step| matches!(step, Step::Index(_)));
         path.truncate(element.map_or(path.len(), |position| position + 1));
         remove(&mut document, &path);
@@ -69,8 +71,9 @@ pub(super) fn errors(
     found.into_iter().map(|(path, error)| (path_text(&path), error)).collect()
 }
 
-/// Converts a path in the document after the removals to one in the original document. `removed`
-/// has the paths in the order of their removal; removing a list's element shifts those behind it.
+/// Converts a path in the document after the removals to a path in the original document. `removed`
+/// has the removed paths in the order of removal. Each removal of a list's element has shifted the
+/// following elements.
 fn path_before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
     let mut path = path.to_vec();
     for removed_path in removed.iter().rev() {
@@ -85,15 +88,9 @@ fn path_before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
     path
 }
 
-/// Extends `path` to the smallest part of the document without which `error`, which `check` finds
-/// in the whole document, disappears or changes.
-fn find_cause(
-    document: &Value,
-    kept: &[&str],
-    error: &str,
-    check: &dyn Fn(&Value) -> Result<(), String>,
-    path: &mut Vec<Step>,
-) {
+/// Extends `path` to the cause of `error`, which `check` returns for the whole document: the
+/// smallest part without which the error disappears or changes.
+fn find_cause(document: &Value, kept: &[&str], error: &str, check: Check<'_>, path: &mut Vec<Step>) {
     let Some(value) = get(document, path) else { return };
     let steps: Vec<Step> = match value {
         Value::Object(members) => members.keys().map(|key| Step::Key(key.clone())).collect(),
@@ -110,8 +107,8 @@ fn find_cause(
         let mut without = document.clone();
         remove(&mut without, path);
         let when_removed = check(&without);
-        // An element is also replaced by null on trial: then the others keep their numbers, which
-        // may be in the text of the error.
+        // An element is also replaced by null on trial: this does not change the positions of the
+        // other elements, which the error may contain as numbers.
         let when_null = match step {
             Step::Key(_) => when_removed.clone(),
             Step::Index(_) => {
@@ -121,13 +118,7 @@ fn find_cause(
             }
         };
         path.pop();
-        let evidence = match (when_removed, when_null) {
-            (Ok(()), _) | (_, Ok(())) => Evidence::NoError,
-            (Err(other), _) if without_digits(&other) != without_digits(error) => Evidence::OtherError,
-            (_, Err(other)) if other != error => Evidence::OtherNumber,
-            // The same error: this part is not its cause.
-            _ => continue,
-        };
+        let Some(evidence) = compare_errors(error, &when_removed, &when_null) else { continue };
         if best.as_ref().is_none_or(|(best_evidence, _)| evidence > *best_evidence) {
             best = Some((evidence, step));
         }
@@ -138,17 +129,27 @@ fn find_cause(
     }
 }
 
-/// Searches the list at `path`, which has `len` elements, by bisection. Returns the positions of
-/// the first and the last element without which `error` disappears: an error about two elements,
-/// such as a duplicate, needs both.
-fn bisect(
-    document: &Value,
-    len: usize,
-    error: &str,
-    check: &dyn Fn(&Value) -> Result<(), String>,
-    path: &[Step],
-) -> [usize; 2] {
-    let has_same_error = |kept: Range<usize>| {
+/// Returns how clearly a part of the document is shown to cause `error`, or `None` if it is not the
+/// cause. `when_removed` and `when_null` are the results of the check without the part, and with
+/// null in its place.
+fn compare_errors(error: &str, when_removed: &Result<(), String>, when_null: &Result<(), String>) -> Option<Evidence> {
+    let (Err(error_when_removed), Err(error_when_null)) = (when_removed, when_null) else {
+        return Some(Evidence::NoError);
+    };
+    if without_digits(error_when_removed) != without_digits(error) {
+        Some(Evidence::OtherError)
+    } else if error_when_null != error {
+        Some(Evidence::OtherNumber)
+    } else {
+        None
+    }
+}
+
+/// Searches by bisection a short run of elements that cause `error`, in the list at `path`, which
+/// has `len` elements. Returns the positions of the run's first and last element: an error about
+/// two elements, such as a duplicate, needs both.
+fn bisect(document: &Value, len: usize, error: &str, check: Check<'_>, path: &[Step]) -> [usize; 2] {
+    let has_same_error_with_only = |kept: Range<usize>| {
         let mut document = document.clone();
         if let Some(Value::Array(items)) = get_mut(&mut document, path) {
             items.truncate(kept.end);
@@ -156,28 +157,28 @@ fn bisect(
         }
         check(&document).is_err_and(|other| without_digits(&other) == without_digits(error))
     };
-    // The first `end` elements have the error, the first `too_few` do not.
+    // A list of the first `end` elements has the error, a list of the first `too_few` does not.
     let (mut too_few, mut end) = (0, len);
     while end - too_few > 1 {
         let middle = too_few + (end - too_few) / 2;
-        if has_same_error(0..middle) { end = middle } else { too_few = middle }
+        if has_same_error_with_only(0..middle) { end = middle } else { too_few = middle }
     }
-    // The elements from `start` to `end` have the error, those from `too_late` to `end` do not.
+    // A list of the elements `start..end` has the error, a list of `too_late..end` does not.
     let (mut start, mut too_late) = (0, end);
     while too_late - start > 1 {
         let middle = start + (too_late - start) / 2;
-        if has_same_error(middle..end) { start = middle } else { too_late = middle }
+        if has_same_error_with_only(middle..end) { start = middle } else { too_late = middle }
     }
     [start, end - 1]
 }
 
-/// Returns the text of an error without digits. The same error may have other numbers after an
-/// element of a list was removed.
+/// Returns the text of an error without digits. After the removal of a list's element, the same
+/// error may contain different numbers.
 fn without_digits(error: &str) -> String {
     error.replace(|c: char| c.is_ascii_digit(), "")
 }
 
-/// Returns the value that `path` leads to, for changes.
+/// Returns the value that `path` leads to, to be changed.
 fn get_mut<'v>(document: &'v mut Value, path: &[Step]) -> Option<&'v mut Value> {
     path.iter().try_fold(document, |value, step| match step {
         Step::Key(key) => value.get_mut(key),

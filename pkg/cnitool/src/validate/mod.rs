@@ -1,9 +1,9 @@
-//! validate: reports all problems of network files. networks: does so for the files in the
-//! networks' folder. Each problem has its path in the JSON, its line and its column.
+//! The verbs `validate` and `networks`: report all problems of network files. `networks` reports on
+//! the files in the networks' folder.
 //!
-//! A plugin's keys are checked by the plugin's own code ([`rules`]), so this crate has no second
-//! list of keys. For plugins of other projects only the keys of the list are checked. If no error
-//! is reported, an ADD is expected to work: tests/tests/suite/operator/sound.rs checks that.
+//! A plugin's keys are checked by the plugin's own code ([`rules`]). The keys of plugins of other
+//! projects are not checked. If no error is reported, an ADD is expected to work:
+//! tests/tests/suite/operator/sound.rs checks that.
 
 mod chain;
 mod document;
@@ -70,25 +70,25 @@ impl Severity {
 pub(crate) struct Problem {
     severity: Severity,
     /// The path of the key that causes it, such as `plugins[0].ipam.ranges`. Empty for the whole
-    /// document; `@<line>:<column>` in a text that is not JSON.
+    /// document; `@<line>:<column>` if the text is not JSON.
     path: String,
-    /// What is wrong, and what could be done.
+    /// What is wrong, and how to fix it if that is not obvious.
     what: String,
 }
 
 impl Problem {
-    /// Returns a problem that makes ADD fail.
+    /// Returns a problem because of which ADD fails.
     fn error(path: impl Into<String>, what: impl Into<String>) -> Problem {
         Problem { severity: Severity::Error, path: path.into(), what: what.into() }
     }
 
-    /// Returns a problem with which ADD can succeed.
+    /// Returns a problem despite which ADD can succeed.
     fn warning(path: impl Into<String>, what: impl Into<String>) -> Problem {
         Problem { severity: Severity::Warning, path: path.into(), what: what.into() }
     }
 }
 
-/// Whether one of the problems is an error. If none is, an ADD is expected to work.
+/// Whether one of the problems is an error.
 fn has_error(problems: &[Problem]) -> bool {
     problems.iter().any(|problem| problem.severity == Severity::Error)
 }
@@ -134,12 +134,12 @@ pub(crate) fn networks(
     list(&args.names, shared, call, streams).map_err(|error| failed("networks", error, shared.format()))
 }
 
-/// The use that runtimes make of a network file.
+/// Whether runtimes use a network file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FileUse {
     /// Runtimes use it for its network.
     Used,
-    /// Runtimes never use it, because they find another file with the same network first.
+    /// Runtimes never use it, because another file with the same network precedes it.
     Shadowed,
     /// Runtimes cannot load it.
     Invalid,
@@ -157,9 +157,8 @@ struct ListedFile {
     checked: CheckedFile,
 }
 
-/// Writes a row for each file whose network is in `requested`, or for all files if that is empty,
-/// and below the table their problems. Returns [`Exit::Failed`] if a file has an error, unless
-/// runtimes never use the file.
+/// Checks and lists the files whose network is in `requested`, or all files if `requested` is
+/// empty. Returns [`Exit::Failed`] if one of them has an error and is not shadowed.
 ///
 /// # Errors
 /// - Code 5 if the folder cannot be read or stdout cannot be written.
@@ -175,42 +174,53 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
     }
     files.retain(|file| requested.is_empty() || file.name.as_ref().is_some_and(|name| requested.contains(name)));
     let mut listed: Vec<ListedFile> = Vec::new();
-    for ConfFile { path, name, list } in files {
-        let checked = check_file(&path, Some((shared, call)), streams).unwrap_or_else(|error| CheckedFile {
-            path,
+    for file in files {
+        let checked = check_file(&file.path, Some((shared, call)), streams).unwrap_or_else(|error| CheckedFile {
+            path: file.path.clone(),
             text: String::new(),
             network: "?".to_owned(),
             problems: vec![Problem::error("", error.to_string())],
         });
-        let is_defined = listed.iter().any(|earlier| earlier.file_use == FileUse::Used && earlier.name == name);
-        let (version, kinds, file_use) = match &list {
-            Ok(list) => {
-                let kinds: Vec<&str> = list.plugins().iter().map(|plugin| plugin.kind()).collect();
-                let file_use = if is_defined { FileUse::Shadowed } else { FileUse::Used };
-                (list.cni_version().to_owned(), kinds.join(","), file_use)
-            }
-            Err(_) => ("?".to_owned(), "?".to_owned(), FileUse::Invalid),
-        };
-        listed.push(ListedFile { name, version, kinds, file_use, checked });
+        let is_shadowed = listed.iter().any(|earlier| earlier.file_use == FileUse::Used && earlier.name == file.name);
+        listed.push(ListedFile::new(file, checked, is_shadowed));
     }
-    if shared.format() == Format::Json {
+    write_listed(&listed, folder.path(), shared.format(), streams)?;
+    let fails = |file: &ListedFile| file.file_use != FileUse::Shadowed && has_error(&file.checked.problems);
+    Ok(if listed.iter().any(fails) { Exit::Failed } else { Exit::Done })
+}
+
+/// Writes a table of the files in `folder`, and below it their problems.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
+fn write_listed(listed: &[ListedFile], folder: &Path, format: Format, streams: &mut Streams<'_>) -> Result<(), Error> {
+    if format == Format::Json {
         let networks: Vec<Value> = listed.iter().map(ListedFile::as_json).collect();
-        write_json(streams, &json!({"folder": folder.path().display().to_string(), "networks": networks}))?;
-    } else if listed.is_empty() {
-        write(streams, &format!("No network is configured in {}.\n", folder.path().display()))?;
-    } else {
-        let header = ["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec();
-        let rows: Vec<Vec<String>> = std::iter::once(header).chain(listed.iter().map(ListedFile::as_row)).collect();
-        let problems: String = listed.iter().flat_map(|file| file.checked.lines(streams)).collect();
-        let blank_line = if problems.is_empty() { "" } else { "\n" };
-        write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))?;
+        return write_json(streams, &json!({"folder": folder.display().to_string(), "networks": networks}));
     }
-    // Errors in a file that runtimes never use harm no container.
-    let is_harmful = |file: &ListedFile| file.file_use != FileUse::Shadowed && has_error(&file.checked.problems);
-    Ok(if listed.iter().any(is_harmful) { Exit::Failed } else { Exit::Done })
+    if listed.is_empty() {
+        return write(streams, &format!("No network is configured in {}.\n", folder.display()));
+    }
+    let header = ["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec();
+    let rows: Vec<Vec<String>> = std::iter::once(header).chain(listed.iter().map(ListedFile::as_row)).collect();
+    let problems: String = listed.iter().flat_map(|file| file.checked.lines(streams)).collect();
+    let blank_line = if problems.is_empty() { "" } else { "\n" };
+    write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))
 }
 
 impl ListedFile {
+    /// Combines a file with the outcome of its check. `is_shadowed` says whether a preceding file
+    /// defines the same network.
+    fn new(ConfFile { name, list, .. }: ConfFile, checked: CheckedFile, is_shadowed: bool) -> ListedFile {
+        let Ok(list) = list else {
+            let (version, kinds) = ("?".to_owned(), "?".to_owned());
+            return ListedFile { name, version, kinds, file_use: FileUse::Invalid, checked };
+        };
+        let kinds: Vec<&str> = list.plugins().iter().map(|plugin| plugin.kind()).collect();
+        let file_use = if is_shadowed { FileUse::Shadowed } else { FileUse::Used };
+        ListedFile { name, version: list.cni_version().to_owned(), kinds: kinds.join(","), file_use, checked }
+    }
+
     /// Returns the row of the table.
     fn as_row(&self) -> Vec<String> {
         let name = self.name.clone().unwrap_or_else(|| "?".to_owned());
@@ -247,8 +257,8 @@ fn summary(problems: &[Problem]) -> String {
     if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
 }
 
-/// Writes the problems of all files. Returns [`Exit::Failed`] if a file has an error, with
-/// `--strict` also if a file has a warning.
+/// Writes the problems of all files. Returns [`Exit::Failed`] if a file has an error, or with
+/// `--strict` a warning.
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
@@ -292,7 +302,7 @@ impl CheckedFile {
                 paint(streams.stdout_style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
             let colour = if problem.severity == Severity::Error { Colour::Red } else { Colour::Yellow };
             let severity = paint(streams.stdout_style, colour, &format!("{}:", problem.severity.as_str()));
-            // A path with `@` is a position, which the line already begins with.
+            // The line already begins with the position that a path with `@` stands for.
             let path = match problem.path.as_str() {
                 path if path.is_empty() || path.starts_with('@') => String::new(),
                 path => format!("{path}: "),
@@ -313,11 +323,11 @@ impl CheckedFile {
     }
 }
 
-/// Checks one file. Without `host`, the file is not compared with this host's plugins, kernel and
-/// other networks.
+/// Checks one file. With `host`, also compares it with this host's plugins, kernel and other
+/// networks.
 ///
 /// # Errors
-/// Code 5 if the file cannot be read. Everything that is wrong in it is a problem, not an error.
+/// Code 5 if the file cannot be read.
 fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>) -> Result<CheckedFile, Error> {
     let raw = cni::file::read(path)
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error))?;
@@ -333,8 +343,7 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
             let loaded = document::add_plugins_of_folder(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
-            // That a runtime cannot load the file is reported only if there is no other error,
-            // because it mostly repeats one.
+            // The error of loading mostly repeats another error.
             if !has_error(&problems)
                 && let Err(problem) = loaded
             {
@@ -346,7 +355,7 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
         }
     }
     problems.sort_by_key(|problem| position::find(&text, &problem.path));
-    // Two checks may find the same problem.
+    // Several checks may find the same problem.
     problems.dedup();
     Ok(CheckedFile { path: path.to_owned(), text, network, problems })
 }

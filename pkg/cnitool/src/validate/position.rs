@@ -1,9 +1,9 @@
-//! Finds the position of a path in a JSON text: for `plugins[0].mtu` the line and column of the key
-//! `mtu`.
+//! Finds the line and column of a path in a JSON text, for example of the key `mtu` for
+//! `plugins[0].mtu`.
 
-/// Returns the line and column, both from 1, of the key or list element that `path` leads to in
-/// `text`, which must be JSON. If it does not exist, returns the position of its nearest existing
-/// parent. A path `@<line>:<column>` is a position already.
+/// Returns the line and column, both from 1, of the key or list element that `path` leads to in the
+/// JSON `text`, or of its nearest existing parent if it does not exist. For a path
+/// `@<line>:<column>`, returns that position.
 pub(super) fn find(text: &str, path: &str) -> (usize, usize) {
     if let Some((line, column)) = path.strip_prefix('@').and_then(|position| position.split_once(':')) {
         return (line.parse().unwrap_or(1), column.parse().unwrap_or(1));
@@ -17,22 +17,21 @@ pub(super) fn find(text: &str, path: &str) -> (usize, usize) {
     (line, column)
 }
 
-/// A scan of a JSON text from the beginning, which looks for a path.
+/// A scan of a JSON text for a path.
 struct Scanner<'a> {
     text: &'a [u8],
     /// The offset of the next byte.
     offset: usize,
-    /// The longest beginning of the sought path that was found so far.
+    /// The key or element found so far whose path has the most in common with the sought path.
     best: Option<Match>,
-    /// The sought path.
     sought: &'a str,
 }
 
-/// A beginning of the sought path that was found in the text.
+/// A key or element in the text whose path is the sought path or a parent of it.
 struct Match {
-    /// The length of the beginning in bytes.
+    /// The length of its path in bytes.
     path_len: usize,
-    /// The offset of its last key or element in the text.
+    /// Its offset in the text.
     offset: usize,
 }
 
@@ -45,25 +44,25 @@ impl Scanner<'_> {
         self.text.get(self.offset).copied().unwrap_or_default()
     }
 
-    /// Records that the key or element `path` is at `offset`, if the sought path begins with `path`
-    /// and the beginning that was found so far is not longer. Of duplicate keys the last one
-    /// counts.
+    /// Records the key or element `path` at `offset` as the best match, if `path` is the sought
+    /// path or a parent of it and the best match so far is not longer. Of duplicate keys, the last
+    /// one is recorded.
     fn record(&mut self, path: &str, offset: usize) {
         let Some((beginning, rest)) = self.sought.split_at_checked(path.len()) else { return };
-        // `plugins[0].mt` is not a beginning of `plugins[0].mtu`.
-        let ends_with_step = rest.is_empty() || rest.starts_with(['.', '[']);
+        // `plugins[0].mt` is not a parent of `plugins[0].mtu`.
+        let is_parent_or_same =
+            beginning.eq_ignore_ascii_case(path) && (rest.is_empty() || rest.starts_with(['.', '[']));
         let is_longest = self.best.as_ref().is_none_or(|best| best.path_len <= path.len());
-        if beginning.eq_ignore_ascii_case(path) && ends_with_step && is_longest {
+        if is_parent_or_same && is_longest {
             self.best = Some(Match { path_len: path.len(), offset });
         }
     }
 
-    /// Scans the value of the key or element `path`.
+    /// Scans the value at `path`, and records the keys and elements in it.
     fn scan_value(&mut self, path: &str) {
         match self.peek() {
             b'{' => self.scan_object(path),
             b'[' => self.scan_array(path),
-            // Only the content of keys matters.
             b'"' => drop(self.scan_string()),
             _ => {
                 let is_part = |byte: &u8| !matches!(byte, b',' | b'}' | b']') && !byte.is_ascii_whitespace();
@@ -74,7 +73,7 @@ impl Scanner<'_> {
         }
     }
 
-    /// Scans an object from its opening brace on.
+    /// Scans an object, starting at its opening brace.
     fn scan_object(&mut self, path: &str) {
         self.offset += 1;
         while self.peek() == b'"' {
@@ -93,7 +92,7 @@ impl Scanner<'_> {
         self.offset += 1;
     }
 
-    /// Scans a list from its opening bracket on.
+    /// Scans a list, starting at its opening bracket.
     fn scan_array(&mut self, path: &str) {
         self.offset += 1;
         let mut index = 0;
@@ -110,8 +109,8 @@ impl Scanner<'_> {
         self.offset += 1;
     }
 
-    /// Scans a string from its opening quote on. Returns its content, with escape sequences as they
-    /// are.
+    /// Scans a string, starting at its opening quote. Returns its content without decoding escape
+    /// sequences.
     fn scan_string(&mut self) -> String {
         let begin = self.offset + 1;
         self.offset = begin;

@@ -1,5 +1,5 @@
-//! Checks a document by itself: the keys of the list, and the keys of each plugin by the plugin's
-//! own code.
+//! Checks a document without its host: the keys of the list, and the keys of each plugin with the
+//! plugin's own code.
 
 use cni::config::NetConf;
 use cni::delegate::check_plugin_name;
@@ -17,7 +17,7 @@ use crate::plugins;
 /// bytes, of which the ID may need 64 and the interface 15.
 const MAX_NAME: usize = 255 - "-".len() - 64 - "-".len() - 15;
 
-/// The keys of a list that a runtime reads.
+/// The keys of a list that runtimes read.
 const LIST_KEYS: [&str; 8] =
     ["cniVersion", "cniVersions", "name", "plugins", "disableCheck", "disableGC", "loadOnlyInlinedPlugins", "args"];
 /// The keys that every plugin's object may have.
@@ -27,22 +27,22 @@ const STANDARD_KEYS: [&str; 9] =
 /// Returns the problems that the document has on every host.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let Some(members) = document.as_object() else { return vec![Problem::error("", "not a JSON object")] };
-    // An object that is neither a list nor a plugin is checked as a list, which reports what a list
-    // needs.
+    // An object with neither `plugins` nor `type` is checked as a list.
     let is_list = members.contains_key("plugins") || !members.contains_key("type");
     let mut problems = Vec::new();
-    let load = |value: &Value| {
+    let check_as_runtime = |value: &Value| {
         let raw = value.to_string();
         let list = match is_list {
             true => NetworkList::parse(raw.as_bytes()),
             false => NetworkList::parse_single(raw.as_bytes()),
         };
-        list.and_then(|list| list.version().map(drop)).map_err(|error| match error.details() {
+        let version = list.and_then(|list| list.version());
+        version.map(drop).map_err(|error| match error.details() {
             "" => error.to_string(),
             details => format!("{error}: {details}"),
         })
     };
-    let errors = locate::errors(document, &["plugins", "name"], &load);
+    let errors = locate::errors(document, &["plugins", "name"], &check_as_runtime);
     problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path, what)));
     problems.extend(check_name(document));
     if !is_list {
@@ -58,7 +58,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     problems
 }
 
-/// Checks the network's name. A missing one is reported with the list's keys.
+/// Checks the network's name. Accepts a missing name, which [`check`] reports with the list's keys.
 fn check_name(document: &Value) -> Option<Problem> {
     let name = document["name"].as_str().filter(|name| !name.is_empty())?;
     if let Err(error) = ident::check_network_name(name) {
@@ -75,18 +75,18 @@ fn check_name(document: &Value) -> Option<Problem> {
     Some(Problem::error("name", what))
 }
 
-/// Returns the problems of one plugin's object. `path` is its path in the document, which is empty
-/// in a file without a list.
-fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
+/// Returns the problems of one plugin. `object` is its configuration in the document, at `path`,
+/// which is empty in a file without a list.
+fn check_plugin(list: &Value, object: &Value, path: &str) -> Vec<Problem> {
     let path_of = |key: &str| match (path, key) {
         ("", key) => key.to_owned(),
         (path, "") => path.to_owned(),
         (path, key) => format!("{path}.{key}"),
     };
-    let kind = plugin["type"].as_str().unwrap_or_default();
-    let ipam = plugin["ipam"]["type"].as_str().unwrap_or_default();
+    let kind = object["type"].as_str().unwrap_or_default();
+    let ipam = object["ipam"]["type"].as_str().unwrap_or_default();
     let mut problems = Vec::new();
-    let Some(request) = request(list, plugin) else { return problems };
+    let Some(request) = request(list, object) else { return problems };
     for (key, kind) in [("type", kind), ("ipam.type", ipam)] {
         if !kind.is_empty()
             && let Err(error) = check_plugin_name(kind)
@@ -94,17 +94,18 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
             problems.push(Problem::error(path_of(key), error.msg()));
         }
     }
-    for reader in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
-        problems.extend(unknown_keys(reader, &request, &path_of));
-        let runtime_sets_ranges = reader.role() == Role::Ipam && plugin["capabilities"]["ipRanges"] == json!(true);
+    // The interface plugin and its IPAM plugin get the same configuration.
+    for plugin in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
+        problems.extend(unknown_keys(plugin, &request, &path_of));
+        let runtime_sets_ranges = plugin.role() == Role::Ipam && object["capabilities"]["ipRanges"] == json!(true);
         let check = |value: &Value| {
-            let outcome = NetConf::parse(value.to_string()).and_then(|conf| reader.examine(&conf));
+            let outcome = NetConf::parse(value.to_string()).and_then(|conf| plugin.examine(&conf));
             match outcome {
-                // Missing ranges, and requested addresses that are in no range, are not errors,
-                // because the runtime provides the ranges.
+                // If the runtime provides the ranges, the file may lack them, and may request an
+                // address that is in no range of the file.
                 Err(error) if runtime_sets_ranges && error.msg() == "no IP ranges specified" => Ok(()),
                 Err(error) if runtime_sets_ranges && error.msg().starts_with("failed to allocate ") => Ok(()),
-                // An invalid version is reported with the list's keys.
+                // Reported with the list's keys.
                 Err(error) if error.code() == cni::Code::INCOMPATIBLE_VERSION => Ok(()),
                 outcome => outcome.map_err(|error| error.to_string()),
             }
@@ -112,20 +113,21 @@ fn check_plugin(list: &Value, plugin: &Value, path: &str) -> Vec<Problem> {
         let errors = locate::errors(&request, &["cniVersion", "name", "type"], &check);
         problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path_of(&path), what)));
     }
-    problems.extend(unused_capabilities(plugin, kind, ipam, &path_of));
+    problems.extend(unused_capabilities(object, kind, ipam, &path_of));
     problems
 }
 
-/// Returns a warning for each key in the configuration `request` that the plugin `reader` does not
-/// read. `path_of` converts a path in the configuration to one in the document.
-fn unknown_keys(reader: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+/// Returns a warning for each key in the configuration `request` that `plugin` does not read.
+/// `path_of` converts a path in the configuration to a path in the document.
+fn unknown_keys(plugin: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
     let Ok(json) = Json::parse(request.to_string().as_bytes()) else { return Vec::new() };
     let mut problems = Vec::new();
-    for UnknownKey { path, known } in reader.unknown_keys(&json) {
+    for UnknownKey { path, known } in plugin.unknown_keys(&json) {
         let is_top_level = !path.contains('.');
         let is_standard = is_top_level && STANDARD_KEYS.iter().any(|name| name.eq_ignore_ascii_case(&path));
-        let is_of_runtime = ["runtimeConfig.", "prevResult.", "cni.dev/"].iter().any(|start| path.starts_with(start));
-        if is_standard || is_of_runtime {
+        let is_set_by_runtime =
+            ["runtimeConfig.", "prevResult.", "cni.dev/"].iter().any(|start| path.starts_with(start));
+        if is_standard || is_set_by_runtime {
             continue;
         }
         let name = path.rsplit('.').next().unwrap_or_default();
@@ -139,8 +141,8 @@ fn unknown_keys(reader: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> 
 }
 
 /// Returns the configuration that the plugin would get on stdin, without the keys that the runtime
-/// adds. A missing or invalid name or version is replaced by a valid one, so that it does not hide
-/// the errors of other keys. Returns `None` if `plugin` is not an object.
+/// adds. Replaces a missing or invalid name or version by a valid value, so that it does not hide
+/// errors in other keys. Returns `None` if `plugin` is not an object.
 pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     let mut request = plugin.as_object()?.clone();
     request.remove("capabilities");
@@ -161,24 +163,26 @@ pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
     Some(Value::Object(request))
 }
 
-/// Returns a warning for each declared capability that neither the plugin nor its IPAM plugin
-/// reads.
-fn unused_capabilities(plugin: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
-    let Some(declared) = plugin["capabilities"].as_object() else { return Vec::new() };
-    let readers: Option<Vec<&dyn Plugin>> =
-        [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).map(plugins::find).collect();
-    // `None` if one is a plugin of another project, whose keys are not known.
-    let Some(readers) = readers else { return Vec::new() };
+/// Returns a warning for each declared capability that neither the plugin `kind` nor its IPAM
+/// plugin `ipam` reads. Returns none if one of the two is a plugin of another project.
+fn unused_capabilities(object: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+    let Some(declared) = object["capabilities"].as_object() else { return Vec::new() };
+    let mut readers: Vec<&dyn Plugin> = Vec::new();
+    for kind in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()) {
+        let Some(plugin) = plugins::find(kind) else { return Vec::new() };
+        readers.push(plugin);
+    }
     let mut problems = Vec::new();
     for name in declared.keys() {
-        // The runtime passes the value of a capability as this key.
+        // The key in which the runtime passes the capability's value.
         let path = format!("runtimeConfig.{name}");
         let conf = json!({"runtimeConfig": {name.as_str(): null}});
         let Ok(conf) = Json::parse(conf.to_string().as_bytes()) else { continue };
+        // The plugins that do not read the key. An unknown `runtimeConfig` covers all its keys.
         let find_unknown =
             |reader: &&dyn Plugin| reader.unknown_keys(&conf).into_iter().find(|key| path.starts_with(&key.path));
-        let unknown_to_all: Option<Vec<UnknownKey>> = readers.iter().map(find_unknown).collect();
-        if let Some(unknown) = unknown_to_all {
+        let unknown: Vec<UnknownKey> = readers.iter().filter_map(find_unknown).collect();
+        if unknown.len() == readers.len() {
             let known_names: Vec<&str> = unknown.iter().flat_map(|key| key.known).copied().collect();
             let what = format!("{kind} does not use this capability{}", suggestion(name, &known_names));
             problems.push(Problem::warning(path_of(&format!("capabilities.{name}")), what));
@@ -187,14 +191,13 @@ fn unused_capabilities(plugin: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(
     problems
 }
 
-/// Returns the warning about an unknown key, which suggests the most similar known key.
+/// Returns the text of the warning about an unknown key, with a [`suggestion`].
 fn unknown_text(name: &str, known: &[&str]) -> String {
     format!("unknown key, which is ignored{}", suggestion(name, known))
 }
 
-/// Returns `; did you mean "mtu"?` if one of the known names is similar to `name`, otherwise an
-/// empty text. A similar name has at most a [`distance`] of 1, plus 1 for each four bytes of
-/// `name`.
+/// Returns `; did you mean "mtu"?` with the most similar known name, or an empty text if its
+/// [`distance`] from `name` is greater than 1 plus a quarter of the length of `name`.
 fn suggestion(name: &str, known: &[&str]) -> String {
     let lower = name.to_ascii_lowercase();
     let closest = known.iter().map(|other| (distance(&lower, &other.to_ascii_lowercase()), *other)).min();
@@ -204,8 +207,8 @@ fn suggestion(name: &str, known: &[&str]) -> String {
     }
 }
 
-/// Returns how many letters of `a` must be changed, added, removed or swapped with their neighbour
-/// to get `b` (the optimal string alignment distance).
+/// Returns the optimal string alignment distance: how many letters of `a` must be changed, added,
+/// removed or swapped with their neighbour to get `b`.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     // `rows[i][j]` is the distance between the first `i` letters of `a` and the first `j` of `b`.
