@@ -30,8 +30,8 @@ pub struct Lease {
     pub error: Option<String>,
 }
 
-/// The remaining times of a lease; zero once they have passed. All are `None` for a lease that never
-/// ends.
+/// The remaining times of a lease; zero once they have passed. All are `None` for a lease that
+/// never ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
     /// The time until the daemon asks the server of the lease to extend it.

@@ -113,7 +113,8 @@ impl Plugin for Dhcp {
     }
 }
 
-/// Returns the arguments with which the plugin was called, in the form in which the daemon gets them.
+/// Returns the arguments with which the plugin was called, in the form in which the daemon gets
+/// them.
 fn cmd_args(call: &Call<'_>) -> CmdArgs {
     let environment = call.environment;
     CmdArgs {

@@ -20,7 +20,7 @@ pub(crate) struct Record {
     pub(crate) ifname: String,
     /// CNI_NETNS, without the daemon's prefix.
     pub(crate) netns: String,
-    /// The device and inode numbers of the namespace, because its path may lead to another one later.
+    /// The device and inode numbers of the namespace: its path may lead to another one later.
     pub(crate) netns_id: (u64, u64),
     /// The index of the interface.
     pub(crate) index: u32,

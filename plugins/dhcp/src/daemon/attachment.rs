@@ -62,8 +62,8 @@ impl Handle {
     pub(crate) fn is_for(&self, found: &Interface) -> bool {
         let Interface { netns, netns_id, index, mac, .. } = &self.interface;
         let is_same_link = *netns_id == found.netns_id && *index == found.index;
-        // The namespace may have moved to another path. The task can only renew the lease if its own
-        // path still leads to the interface.
+        // The namespace may have moved to another path. The task can only renew the lease if its
+        // own path still leads to the interface.
         let is_path_valid = *netns == found.netns || !self.interface.is_gone();
         // A new namespace can get the inode number of a deleted one, so the MAC is compared too. If
         // the plugin tuning has changed the MAC of the same interface, the interface still has the
@@ -310,7 +310,8 @@ impl Attachment {
             if let Err(error) = sent {
                 log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
             }
-            // The interface may stay, and the server may lease the address to another client at once.
+            // The interface may stay, and the server may lease the address to another client at
+            // once.
             self.log_error(self.interface.delete_address(terms.network));
         }
         self.purge_record(key);

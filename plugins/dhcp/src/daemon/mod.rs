@@ -207,8 +207,8 @@ impl Daemon {
             Vec::new()
         });
         for record in records {
-            // An address that was only requested gets no task: a DEL releases the address, or an ADD
-            // requests it again.
+            // An address that was only requested gets no task: a DEL releases the address, or an
+            // ADD requests it again.
             if let RecordedLease::Bound(lease) = &record.lease {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
                 let handle = self.start(self.recorded_interface(&record), record, session);
@@ -219,8 +219,8 @@ impl Daemon {
         }
     }
 
-    /// Starts tasks for the leases of Go's daemon: those of the attachments in libcni's result cache
-    /// that have no record here and whose interface has the cached address.
+    /// Starts tasks for the leases of Go's daemon: those of the attachments in libcni's result
+    /// cache that have no record here and whose interface has the cached address.
     fn adopt(self: &Rc<Self>, sockets: &[&Path]) {
         let cached = adopt::list(&self.host_path(DEFAULT_DIR), sockets).unwrap_or_else(|error| {
             log(format_args!("leases of another daemon are not adopted: {error}"));
@@ -393,8 +393,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Commands the attachment's task to release its lease, and waits until the task has ended. Does
-    /// nothing if there is no task.
+    /// Commands the attachment's task to release its lease, and waits until the task has ended.
+    /// Does nothing if there is no task.
     async fn release(&self, key: &str) {
         let handle = self.attachments.borrow().get(key).cloned();
         if let Some(handle) = handle {
@@ -415,8 +415,8 @@ fn read_conf(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
     Ok((conf, keys))
 }
 
-/// Returns a random number. If the kernel provides none, returns one from the clock, which is enough
-/// to distinguish transactions.
+/// Returns a random number. If the kernel provides none, returns one from the clock, which is
+/// enough to distinguish transactions.
 fn random() -> u64 {
     getrandom::u64().unwrap_or_else(|_| u64::from(attachment::now().subsec_nanos()))
 }

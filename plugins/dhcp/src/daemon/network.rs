@@ -20,8 +20,8 @@ use tokio::io::unix::AsyncFd;
 /// The UDP ports of DHCP clients and servers.
 const CLIENT_PORT: u16 = 68;
 const SERVER_PORT: u16 = 67;
-/// The size in bytes of the buffer for a received frame. With option 57, the client tells servers
-/// to send at most 1500 bytes.
+/// The size in bytes of the buffer for a received frame. Option 57 of each message limits the
+/// answers of servers to 1500 bytes.
 const MAX_FRAME: usize = 2048;
 
 /// An attachment's interface.
@@ -66,7 +66,8 @@ fn has_carrier(link: &Link) -> bool {
 }
 
 impl Interface {
-    /// Opens the interface's namespace. Returns `None` if it is gone or its path leads to another one.
+    /// Opens the interface's namespace. Returns `None` if it is gone or its path leads to another
+    /// one.
     fn open(&self) -> Result<Option<Netns>, Error> {
         match Netns::open(&self.netns) {
             Ok(netns) if netns.id() == self.netns_id => Ok(Some(netns)),
@@ -167,8 +168,8 @@ impl Interface {
         let gone = || io::Error::other("its network namespace no longer exists");
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
         let inside = || -> io::Result<Socket> {
-            // The UDP socket cannot be opened if the interface does not have the leased address yet.
-            // The packet socket then sends instead.
+            // The UDP socket cannot be opened if the interface does not have the leased address
+            // yet. The packet socket then sends instead.
             let udp = match path {
                 Path::Unicast { from, .. } => udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name).ok(),
                 Path::Broadcast | Path::BroadcastFrom(_) => None,
@@ -238,8 +239,8 @@ impl Socket {
         }
     }
 
-    /// Closes the sockets. Closing a packet socket takes up to 20 ms, so another thread does it, and
-    /// the other tasks do not wait.
+    /// Closes the sockets. Closing a packet socket takes up to 20 ms, so another thread does it,
+    /// and the other tasks do not wait.
     fn close(self) {
         let socket = self.packet.into_inner();
         tokio::task::spawn_blocking(move || drop(socket));
