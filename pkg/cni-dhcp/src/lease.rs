@@ -35,7 +35,7 @@ pub struct Limits {
     pub answer: Duration,
     /// The longest wait between two attempts of a client that has lost its lease.
     pub pause: Duration,
-    /// How long a client without a lease waits until its first lease is granted.
+    /// How long the client tries to get its first lease.
     pub total: Duration,
 }
 

@@ -274,8 +274,8 @@ pub struct LeaseParameters {
     pub t1: u32,
     /// The seconds from the request until the client asks all servers to extend the lease (T2).
     pub t2: u32,
-    /// The routers (option 3). The first one is the gateway, and the gateway of the default route
-    /// unless there are classless routes.
+    /// The routers (option 3). The first one is the gateway in the result. Without classless
+    /// routes, there is a default route through it.
     pub routers: Vec<Ipv4Addr>,
     /// The classless routes (option 121): destination, prefix and gateway. `None` without the
     /// option. With the option, there are no other routes.

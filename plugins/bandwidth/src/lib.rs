@@ -244,7 +244,7 @@ fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
         if !is_of_earlier_add {
             let msg = format!("create qdisc: file exists: {} already has a qdisc {}", host_end.name, qdisc.kind);
             return Err(
-                Error::new(Code::CONFLICT, msg).with_details("another program created it: it was left as it is")
+                Error::new(Code::CONFLICT, msg).with_details("another program created it: it was left unchanged")
             );
         }
         host.purge_qdisc(host_end.index, parent)?;

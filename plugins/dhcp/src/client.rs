@@ -67,8 +67,8 @@ impl<'a> DaemonClient<'a> {
     }
 
     /// Connects, sends the first line, and waits for the daemon's answer to this line. Connecting
-    /// alone proves nothing: the kernel accepts connections even for a daemon that hangs. A Go
-    /// daemon can lose bytes that arrive before it has answered.
+    /// alone proves nothing: the kernel accepts connections even for a daemon that hangs. Nothing
+    /// else is sent before the answer, because a Go daemon can lose bytes that arrive earlier.
     ///
     /// # Errors
     /// Code 11 if the daemon does not answer, 6 if the answer is not that of a DHCP daemon.

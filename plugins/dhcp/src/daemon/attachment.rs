@@ -204,8 +204,9 @@ impl Attachment {
                     if is_unanswered {
                         self.record_error("the server did not answer the last request to renew the lease".into());
                     }
-                    is_unanswered = self.session.lease().is_some();
-                    if let Err(error) = exchange.send(&self.interface, &bytes, path) {
+                    let sent = exchange.send(&self.interface, &bytes, path);
+                    is_unanswered = sent.is_ok() && self.session.lease().is_some();
+                    if let Err(error) = sent {
                         exchange.close();
                         if self.interface.is_gone() {
                             return TaskEnd::GaveUp(INTERFACE_GONE.into());
@@ -213,7 +214,6 @@ impl Attachment {
                         // The message counts as lost in the network, and is repeated later.
                         let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
                         self.log_repeated_error(key, why);
-                        is_unanswered = false;
                     }
                     continue;
                 }
@@ -333,9 +333,9 @@ impl Attachment {
         }
     }
 
-    /// Records an offered address before it is requested, so that it can be released if the daemon
-    /// ends before the answer. Keeps the record of a lost lease: with that record, a later daemon
-    /// continues to search.
+    /// Records an offered address before it is requested, so that a later daemon can release it if
+    /// this one ends before the answer. Keeps the record of a lost lease: with that record, a later
+    /// daemon continues to search.
     fn record_offer(&mut self, terms: LeaseParameters) -> Result<(), cni::Error> {
         if matches!(*self.status.borrow(), Status::Lost(_)) {
             return Ok(());
@@ -357,8 +357,9 @@ impl Attachment {
         self.status.send_replace(Status::Lost(why));
     }
 
-    /// Records and publishes the session's new or extended lease. If its address differs from the
-    /// previous one, `old`, the interface's address is replaced.
+    /// Records and publishes the session's new or extended lease. If the address has changed or a
+    /// lost lease was replaced, adds the address and routes to the interface. `old` is the previous
+    /// address, which is deleted.
     fn apply_lease(&mut self, key: &str, old: Option<Cidr>) -> Result<(), cni::Error> {
         // Always present here: the server has just granted the lease.
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
