@@ -1,10 +1,10 @@
 //! Decodes any value of Go's encoding `gob`. The module `encode` encodes structures.
 //!
 //! A stream is a sequence of messages. Each begins with its length and a type number. A message
-//! with a negative number defines a type; a message with a positive number has a value of a type
-//! that was defined before it. A structure's fields are matched by name, and a field with the value
-//! zero is absent, so both ends may be different releases. <https://pkg.go.dev/encoding/gob> has
-//! the format.
+//! with a negative number defines a type. A message with a positive number has a value of a type
+//! that was defined earlier. The fields of a structure are matched by name, and fields with the
+//! value zero are absent, so the two ends may be different releases.
+//! <https://pkg.go.dev/encoding/gob> describes the format.
 
 mod encode;
 
@@ -34,7 +34,7 @@ pub const BYTES: i64 = 5;
 /// The number of Go's type `string`.
 pub const TEXT: i64 = 6;
 
-// The kinds of a defined type: the index of the field of `wireType` that is set (see `definition`).
+// The kinds of a defined type. Each is the index of a field of `wireType` (see `definition`).
 const ARRAY: usize = 0;
 const SLICE: usize = 1;
 const STRUCT: usize = 2;
@@ -118,7 +118,7 @@ impl Value {
     }
 }
 
-/// A type that a stream has defined. The numbers are those of other types.
+/// A type that a stream has defined. An `i64` is the number of another type.
 #[derive(Clone, Debug)]
 enum Type {
     /// A structure: the name and type of each field.
@@ -127,7 +127,7 @@ enum Type {
     List(i64),
     /// A map: the types of its keys and values.
     Map(i64, i64),
-    /// A type with an encoding of its own (`GobEncoder` and others). It is decoded as bytes.
+    /// A type that encodes its own values (`GobEncoder` and others). They are decoded as bytes.
     Opaque,
 }
 
@@ -162,8 +162,8 @@ impl Reader {
         }
     }
 
-    /// Decodes one message: returns its value, or stores the type that it defines and returns
-    /// `None`.
+    /// Decodes one message. Returns its value, or `None` if the message defines a type, which is
+    /// stored.
     fn message(&mut self, mut input: Input<'_>) -> Result<Option<Value>> {
         let id = input.int()?;
         if id < 0 {
@@ -172,17 +172,19 @@ impl Reader {
                 return Err(GobError("there are too many types"));
             }
             self.types.insert(id.checked_neg().ok_or(GobError("a type has no number"))?, defined);
-            return input.end().map(|()| None);
+            input.expect_end()?;
+            return Ok(None);
         }
         // A zero precedes a value that is not a structure.
         if !matches!(self.types.get(&id), Some(Type::Struct(_))) && input.uint()? != 0 {
             return Err(GobError("a value does not begin with zero"));
         }
         let value = self.value(id, &mut input, 0)?;
-        input.end().map(|()| Some(value))
+        input.expect_end()?;
+        Ok(Some(value))
     }
 
-    /// Decodes a value of the type `id`. `depth` is the number of values around it.
+    /// Decodes a value of the type `id`. `depth` is the number of values that contain this one.
     fn value(&self, id: i64, input: &mut Input<'_>, depth: u32) -> Result<Value> {
         if depth > MAX_DEPTH {
             return Err(GobError("a value is nested too deeply"));
@@ -222,14 +224,15 @@ impl Reader {
 }
 
 /// Decodes a type definition, which is Go's structure `wireType`. `wireType` has one field for each
-/// of seven kinds (array, slice, structure, map, and three with an encoding of their own), of which
-/// one is set. The value of that field is again a structure: its field 0 is the name and number of
-/// the type, and the following ones depend on the kind.
+/// of seven kinds: array, slice, structure, map, and three that encode their own values. Only one
+/// of these fields is set. It is again a structure: its field 0 is the name and number of the type,
+/// and its other fields depend on the kind.
 fn definition(input: &mut Input<'_>) -> Result<Type> {
     let mut defined = None;
     input.fields(|input, kind| {
-        // The fields 1 and 2, as far as they are numbers: the type of the elements of an array or
-        // slice, the types of a map's keys and values. The length of an array is not needed.
+        // The fields 1 and 2, if they are numbers: the type of an array's or slice's elements, or
+        // the types of a map's keys and values. An array's field 2 is its length, which is not
+        // used.
         let (mut first, mut second) = (0, 0);
         let mut members = Vec::new();
         input.fields(|input, index| {
@@ -261,7 +264,7 @@ fn skip_name_and_number(input: &mut Input<'_>) -> Result<()> {
     })
 }
 
-/// Decodes the list of a structure's fields: the name of each, and the number of its type.
+/// Decodes the names of a structure's fields, and the numbers of their types.
 fn struct_members(input: &mut Input<'_>) -> Result<Vec<(String, i64)>> {
     let mut members = Vec::new();
     for _ in 0..input.count()? {
@@ -293,11 +296,11 @@ impl<'a> Input<'a> {
         Ok(taken)
     }
 
-    /// Decodes the length that begins a message. Returns `None` if its bytes have not all been
-    /// received yet.
+    /// Decodes the length at the beginning of a message. Returns `None` if not all bytes of the
+    /// length have been received.
     fn length(&mut self) -> Result<Option<usize>> {
         let Some(first) = self.0.first() else { return Ok(None) };
-        // A number above 127 begins with the negated number of the bytes that follow, at most 8.
+        // See `uint`: a number above 127 has up to 8 further bytes.
         let following = if *first > 127 { usize::from(first.wrapping_neg()) } else { 0 };
         if following > 8 {
             return Err(GobError("a number is too long"));
@@ -308,8 +311,8 @@ impl<'a> Input<'a> {
         self.size().map(Some)
     }
 
-    /// Decodes an unsigned number: one byte up to 127, otherwise the negated number of bytes, and
-    /// these bytes with the highest first.
+    /// Decodes an unsigned number. A number up to 127 is one byte. A larger one is a byte with the
+    /// negated count of the bytes that follow, and these bytes, the most significant first.
     fn uint(&mut self) -> Result<u64> {
         let first = self.take(1)?[0];
         if first < 128 {
@@ -335,14 +338,14 @@ impl<'a> Input<'a> {
         self.uint()?.try_into().map_err(|_| GobError("a number is too large"))
     }
 
-    /// Decodes the number of elements of a list. Each element has at least one byte, so a number
-    /// above the length of the rest is an error.
+    /// Decodes the number of elements of a list. Each element has at least one byte, so a number of
+    /// elements above the number of remaining bytes is an error.
     fn count(&mut self) -> Result<usize> {
         let count = self.size()?;
         if count > self.0.len() { Err(GobError("a list is cut off")) } else { Ok(count) }
     }
 
-    /// Decodes a byte slice: its length, and the bytes.
+    /// Decodes a byte slice: its length, then the bytes.
     fn bytes(&mut self) -> Result<&'a [u8]> {
         let length = self.size()?;
         self.take(length)
@@ -353,9 +356,9 @@ impl<'a> Input<'a> {
         self.bytes().map(|bytes| String::from_utf8_lossy(bytes).into_owned())
     }
 
-    /// Calls `decode_field` with the index of each field of a structure. Before each field is the
-    /// distance of its index from that of the previous field, and after the last one is a zero.
-    /// For the first field, the previous index counts as -1.
+    /// Calls `decode_field` with the index of each field of a structure. The distance between the
+    /// index of a field and that of the previous one precedes the field; for the first field, the
+    /// previous index counts as -1. A zero ends the structure.
     fn fields(&mut self, mut decode_field: impl FnMut(&mut Self, usize) -> Result<()>) -> Result<()> {
         let mut index_plus_one = 0_usize;
         loop {
@@ -373,7 +376,7 @@ impl<'a> Input<'a> {
     ///
     /// # Errors
     /// The message has further bytes.
-    fn end(&self) -> Result<()> {
+    fn expect_end(&self) -> Result<()> {
         if self.0.is_empty() { Ok(()) } else { Err(GobError("a message has bytes after its value")) }
     }
 }

@@ -2,8 +2,8 @@
 //! changes.
 //!
 //! Nothing here waits or sends. The caller sends the messages that [`Session::step`] returns, and
-//! calls [`Session::receive`] with the answers. A time is a duration since the boot of the machine,
-//! so that a recorded lease is valid after a restart of the daemon.
+//! calls [`Session::receive`] with the answers. Times are durations since the boot of the machine,
+//! so that those of a recorded lease remain valid after a restart of the daemon.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -13,13 +13,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::message::{Ask, Client, LeaseParameters, Reply, v4};
 
-/// The time until the first message is repeated. It doubles with each further message. It is short
+/// The wait before the first message is repeated. It doubles with each repetition. It is short
 /// because messages may get lost right after the link has come up.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
-/// How many times that wait is doubled at most, so that the number does not overflow. After these
-/// doublings the wait is longer than each of the default [`Limits`].
+/// How many times [`FIRST_WAIT`] is doubled at most, so that the number does not overflow. Doubled
+/// so often, it is longer than each of the default [`Limits`].
 const MAX_DOUBLINGS: u32 = 10;
-/// The pause after a server has refused a request.
+/// The pause after a server has refused to lease the address that it offered.
 const REFUSED_WAIT: Duration = Duration::from_secs(1);
 /// How many times an offered address is requested before the client discards the offer.
 const SELECT_TRIES: u32 = 4;
@@ -35,7 +35,7 @@ pub struct Limits {
     pub answer: Duration,
     /// The longest wait between two attempts of a client that has lost its lease.
     pub pause: Duration,
-    /// The time within which the first lease must be granted.
+    /// How long the client tries to get its first lease.
     pub total: Duration,
 }
 
@@ -51,13 +51,13 @@ impl Default for Limits {
 pub struct Lease {
     /// The lease's parameters, as the server granted them.
     pub terms: LeaseParameters,
-    /// When the request was sent. RFC 2131 counts the lease time from there.
+    /// When the request was sent. According to RFC 2131, the lease time begins then.
     pub since: Duration,
 }
 
 impl Lease {
-    /// Returns the time that is this many seconds after the request. Returns `Duration::MAX` if the
-    /// lease has no end, which is a lease time of `u32::MAX`.
+    /// Returns the time that is this many seconds after the request. Returns `Duration::MAX` for a
+    /// lease that never ends (a lease time of `u32::MAX`).
     fn after(&self, seconds: u32) -> Duration {
         if self.terms.seconds == u32::MAX {
             Duration::MAX
@@ -98,7 +98,7 @@ pub enum Path {
     },
 }
 
-/// The next thing that the caller has to do.
+/// What the caller has to do next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Send this message, and call `step` again.
@@ -118,26 +118,27 @@ pub enum Step {
 pub enum Change {
     /// A server has offered an address, which the client will request.
     Offered(LeaseParameters),
-    /// A server has granted a lease to the client, which had none.
+    /// A server has granted a lease to a client without one, or has confirmed the adopted lease.
     Acquired,
     /// A server has extended the lease, with the same address.
     Extended,
-    /// A server has extended the lease, but with another address or prefix. The value is the old
-    /// address with its prefix.
+    /// A server has extended or confirmed the lease, but with another address or prefix. The value
+    /// is the old address with its prefix.
     Moved(Cidr),
-    /// The lease has ended. The value is its address, which must not be used any more.
+    /// The lease has expired, or a server has refused to extend it. The value is its address, which
+    /// must not be used any more.
     Lost(Cidr),
 }
 
-/// The state of a client. RFC 2131 has the names in brackets.
+/// The state of a client. The names in brackets are those of RFC 2131.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
     /// It asks all servers for offers (SELECTING).
     Searching,
     /// It requests the address of this offer (REQUESTING).
     Requesting(LeaseParameters),
-    /// It asks whether the lease of this address, whose parameters are not known, is still valid
-    /// (REBOOTING).
+    /// It asks whether the lease of this address is still valid. The lease's other parameters are
+    /// not known (REBOOTING).
     Confirming(Cidr),
     /// It has a lease, and sends nothing (BOUND).
     Bound(Lease),
@@ -153,7 +154,8 @@ pub struct Session {
     client: Client,
     limits: Limits,
     state: State,
-    /// The time by which a server must have granted the first lease. `None` after that.
+    /// The time by which a server must have granted the first lease. `None` once the client has, or
+    /// has had, a lease.
     deadline: Option<Duration>,
     /// The state of the random number generator for transaction numbers.
     random: u64,
@@ -177,7 +179,7 @@ impl Session {
             state: State::Searching,
             deadline,
             random,
-            // `enter` sets the first one.
+            // `enter` replaces it.
             xid: 0,
             tries: 0,
             sent: now,
@@ -187,7 +189,7 @@ impl Session {
         session
     }
 
-    /// Returns a client with a lease that was recorded.
+    /// Returns a client with a recorded lease.
     pub fn resume(client: Client, limits: Limits, random: u64, lease: Lease) -> Session {
         let mut session = Session::new(client, limits, random, lease.since);
         session.deadline = None;
@@ -217,7 +219,7 @@ impl Session {
         &self.client
     }
 
-    /// Enters a state, whose first message is due now and begins a new transaction.
+    /// Enters a state with a new transaction number. The state's first message is due now.
     fn enter(&mut self, state: State, now: Duration) {
         self.state = state;
         self.tries = 0;
@@ -228,8 +230,8 @@ impl Session {
         self.xid = ((mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32) as u32;
     }
 
-    /// Enters the state that is due at this time. Returns the change if the lease has expired. The
-    /// caller calls it before each [`step`](Session::step).
+    /// Enters the next state if T1, T2 or the end of the lease has been reached. Returns the change
+    /// if the lease has expired. Must be called before each [`step`](Session::step).
     pub fn elapse(&mut self, now: Duration) -> Option<Change> {
         let lease = self.lease().cloned()?;
         if now >= lease.expiry() {
@@ -249,7 +251,7 @@ impl Session {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Step::Failed;
         }
-        // What this state sends, on which path, and when the state ends at the latest.
+        // What this state sends, on which path, and when `elapse` ends the state.
         let (ask, path, end) = match &self.state {
             State::Bound(lease) => return Step::Sleep(lease.t1()),
             State::Searching => (Ask::Discover, Path::Broadcast, Duration::MAX),
@@ -271,17 +273,7 @@ impl Session {
             }
         };
         if now >= self.next {
-            let wait = match self.state {
-                // RFC 2131, 4.4.5: half of the remaining time.
-                State::Renewing(_) | State::Rebinding(_) => (end.saturating_sub(now) / 2).max(MIN_EXTEND),
-                // Before the first lease there is a deadline. A client that has lost its lease
-                // searches without end, with growing pauses.
-                _ => {
-                    let longest = if self.deadline.is_some() { self.limits.answer } else { self.limits.pause };
-                    let doubled = FIRST_WAIT * (1 << self.tries.min(MAX_DOUBLINGS));
-                    doubled.min(longest.max(MIN_WAIT))
-                }
-            };
+            let wait = self.wait_after_message(end.saturating_sub(now));
             self.tries += 1;
             self.sent = now;
             self.next = now.saturating_add(wait).min(end);
@@ -291,18 +283,31 @@ impl Session {
             };
         }
         let until = self.deadline.map_or(self.next, |deadline| self.next.min(deadline));
-        // Between two attempts no socket is open, because it would keep the container's namespace
-        // alive.
+        // After `answer`, the caller sleeps without an open socket until the next message: a socket
+        // would keep the container's namespace alive.
         let listen_until = self.sent.saturating_add(self.limits.answer);
         if now < listen_until { Step::Listen(until.min(listen_until), path) } else { Step::Sleep(until) }
     }
 
+    /// Returns how long to wait after the message that is sent now, before it is repeated.
+    /// `remaining` is the time until the state ends.
+    fn wait_after_message(&self, remaining: Duration) -> Duration {
+        if let State::Renewing(_) | State::Rebinding(_) = self.state {
+            // RFC 2131, 4.4.5: half of the remaining time.
+            return (remaining / 2).max(MIN_EXTEND);
+        }
+        // Without a deadline, the client has lost its lease or confirms an adopted one, and repeats
+        // its messages without end.
+        let longest = if self.deadline.is_some() { self.limits.answer } else { self.limits.pause };
+        let doubled = FIRST_WAIT * (1 << self.tries.min(MAX_DOUBLINGS));
+        doubled.min(longest.max(MIN_WAIT))
+    }
+
     /// Processes a message from the network, and returns the change of the lease. Returns `None` if
-    /// there is no change: the message is not a valid answer to this client, or it refuses the
-    /// address of an offer.
+    /// the message is not a valid answer to this client, or refuses the address of an offer.
     pub fn receive(&mut self, bytes: &[u8], now: Duration) -> Option<Change> {
         let reply = self.client.read(bytes, self.xid)?;
-        // A granted lease counts from the request.
+        // The time of a granted lease begins with the request.
         let since = self.sent;
         match (self.state.clone(), reply) {
             (State::Searching, Reply::Offer(terms)) => {
@@ -318,12 +323,12 @@ impl Session {
             }
             (State::Requesting(offer), Reply::Nak(server)) if offer.server == server => {
                 self.enter(State::Searching, now);
-                // A server that always refuses would be asked in a loop without this pause.
+                // Without this pause, a server that always refuses would be asked in a busy loop.
                 self.next = now.saturating_add(REFUSED_WAIT);
                 None
             }
             (State::Confirming(network), Reply::Ack(terms)) if v4(network) == terms.address() => {
-                // The same address may have another prefix.
+                // The address is the same, but its prefix may differ.
                 let is_same = network == terms.network;
                 self.state = State::Bound(Lease { terms, since });
                 Some(if is_same { Change::Acquired } else { Change::Moved(network) })
@@ -355,20 +360,20 @@ impl Session {
         }
     }
 
-    /// Enters a state whose messages continue the transaction of the state before.
+    /// Enters a state that continues the transaction of the previous state.
     fn enter_in_transaction(&mut self, state: State, now: Duration) {
         let xid = self.xid;
         self.enter(state, now);
         self.xid = xid;
     }
 
-    /// Gives up the lease with these parameters: returns the message that releases the lease, and
-    /// the message's path.
+    /// Returns the message that releases the lease with these parameters, and the message's path.
+    /// The session must not be used afterwards.
     ///
     /// # Errors
     /// The client identifier is longer than 255 bytes.
     pub fn release(&mut self, terms: &LeaseParameters) -> Result<(Vec<u8>, Path), String> {
-        // The time does not matter, because the caller ends the session.
+        // This only begins a transaction. The state and its time are not used any more.
         self.enter(State::Searching, self.sent);
         let (from, to) = (terms.address(), terms.server);
         let bytes = self.client.write(Ask::Release { address: from, server: to }, self.xid)?;

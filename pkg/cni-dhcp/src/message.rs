@@ -1,7 +1,7 @@
 //! DHCP messages: writes those of a client, and reads a server's answers.
 //!
-//! The crate smoltcp has the layout of the header and of the options. The values of options are
-//! decoded here.
+//! The crate smoltcp encodes and decodes the header and the list of options. The values of options
+//! are encoded and decoded here.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -31,8 +31,8 @@ mod code {
     pub(super) const CLASSLESS_ROUTES: u8 = 121;
 }
 
-/// The options that are requested unless the configuration says otherwise. Classless routes come
-/// first, as RFC 3442 says.
+/// The options that are requested by default. RFC 3442 requires the classless routes before the
+/// routers and the classful routes.
 pub const DEFAULT_REQUEST: [u8; 8] = [
     code::CLASSLESS_ROUTES,
     code::ROUTERS,
@@ -43,26 +43,25 @@ pub const DEFAULT_REQUEST: [u8; 8] = [
     code::SEARCH_DOMAINS,
     code::MTU,
 ];
-/// The shortest time in seconds from the request of a lease to its renewal (T1). A lease of less
-/// than twice this time is renewed after half of its lease time.
+/// The shortest time in seconds from the request of a lease to its renewal (T1). A lease shorter
+/// than twice this time is renewed after half of its time.
 const MIN_T1: u32 = 10;
 /// The lease time in seconds if the server sends none.
 const DEFAULT_LEASE: u32 = 3600;
-/// The shortest length of a message in bytes. Some servers and relays drop shorter ones, because
-/// BOOTP has no shorter ones.
+/// The shortest length of a message in bytes. Some servers and relays drop shorter ones, because a
+/// BOOTP message has this length.
 const MIN_LENGTH: usize = 300;
-/// The length in bytes of the longest message that the client accepts. Option 57 has it.
+/// The length in bytes of the longest message that the client accepts, sent in option 57.
 const MAX_LENGTH: u16 = 1500;
 /// The length of a message before its options, in bytes.
 const HEADER_LENGTH: usize = 240;
 /// The four bytes between header and options.
 const MAGIC_NUMBER: u32 = 0x6382_5363;
-/// The smallest MTU that is accepted: a smaller one could not carry the packets that every IPv4
-/// host must accept.
+/// The smallest MTU that is accepted. Every IPv4 host must accept packets of this length.
 const MIN_MTU: u16 = 576;
-/// The scope `link`, which a route without a gateway has.
+/// The scope `link` (`RT_SCOPE_LINK`) of a route without a gateway.
 const LINK_SCOPE: u8 = 253;
-/// How many pointers of an encoded domain name are followed, which ends a loop of pointers.
+/// How many pointers are followed in an encoded domain name. The limit ends a loop of pointers.
 const MAX_POINTERS: u32 = 16;
 
 /// The destination of servers' answers while the client has no address.
@@ -82,18 +81,18 @@ pub struct Client {
     pub mac: [u8; 6],
     /// The client identifier (option 61).
     pub id: Vec<u8>,
-    /// The codes of the options that it requests (option 55).
+    /// The codes of the options that the client requests (option 55).
     pub request: Vec<u8>,
     /// The codes and values of the options that the configuration adds to its messages.
     pub provide: Vec<(u8, Vec<u8>)>,
-    /// The destination that it asks servers to use for their answers.
+    /// The destination that the client asks servers to use for their answers.
     pub answers: ReplyMode,
 }
 
 /// The purpose of a client's message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// DHCPDISCOVER: to get offers of all servers.
+    /// DHCPDISCOVER: to get offers from all servers.
     Discover,
     /// DHCPREQUEST: to get the address that a server has offered.
     Select {
@@ -102,8 +101,8 @@ pub enum Ask {
         /// The server.
         server: Ipv4Addr,
     },
-    /// DHCPREQUEST: to continue the lease of an address. It goes to all servers; the one that has
-    /// recorded the lease answers.
+    /// DHCPREQUEST to all servers: to ask the server that has granted the lease of an address
+    /// whether the lease is still valid.
     Confirm {
         /// The address.
         address: Ipv4Addr,
@@ -186,7 +185,7 @@ impl Client {
             return None;
         }
         let options: Vec<DhcpOption<'_>> = message.options().collect();
-        // RFC 3396: a long option is divided, so all parts with the same code are joined.
+        // RFC 3396: a long option is split into several with the same code, which are joined here.
         let find = |code: u8| -> Option<Vec<u8>> {
             let parts = options.iter().filter(|option| option.kind == code);
             let parts: Vec<&[u8]> = parts.map(|option| option.data).collect();
@@ -203,9 +202,9 @@ impl Client {
     }
 
     /// Decodes the parameters of an offer or a lease. `find` returns the value of an option by its
-    /// code. An option that this client did not request is ignored, except mask and times. Returns
-    /// `None` if the mask is absent, or if the address, the server, the mask or the lease time is
-    /// invalid.
+    /// code. Options that this client did not request are ignored, except the mask and the times.
+    /// Returns `None` if the mask is absent, or if the address, the server, the mask or the lease
+    /// time is invalid.
     fn terms(
         &self,
         address: Ipv4Addr,
@@ -222,8 +221,8 @@ impl Client {
             return None;
         }
         let network = Cidr::new(address.into(), u8::try_from(prefix).ok()?)?;
-        // The default times of RFC 2131, 4.4.5. They also replace times that contradict each other:
-        // T1 must be before T2, and T2 before the end.
+        // The default times of RFC 2131, 4.4.5. They also replace times that are not in the order
+        // T1, T2, end.
         let (default_t1, default_t2) = (seconds / 2, u32::try_from(u64::from(seconds) * 7 / 8).ok()?);
         let t1 = number(code::T1).unwrap_or(default_t1);
         let t2 = number(code::T2).unwrap_or(default_t2);
@@ -269,16 +268,17 @@ pub struct LeaseParameters {
     pub network: Cidr,
     /// The server's address (option 54).
     pub server: Ipv4Addr,
-    /// The lease time in seconds (option 51); `u32::MAX` for a lease without an end.
+    /// The lease time in seconds (option 51); `u32::MAX` for a lease that never ends.
     pub seconds: u32,
     /// The seconds from the request until the client asks this server to extend the lease (T1).
     pub t1: u32,
     /// The seconds from the request until the client asks all servers to extend the lease (T2).
     pub t2: u32,
-    /// The routers (option 3). The first one is the gateway.
+    /// The routers (option 3). The first one is the gateway in the result. Without classless
+    /// routes, there is a default route through it.
     pub routers: Vec<Ipv4Addr>,
     /// The classless routes (option 121): destination, prefix and gateway. `None` without the
-    /// option, which replaces `routers` and `classful`.
+    /// option. With the option, there are no other routes.
     pub classless: Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>>,
     /// The routes by address class (option 33): destination and gateway.
     pub classful: Vec<(Ipv4Addr, Ipv4Addr)>,
@@ -298,23 +298,16 @@ impl LeaseParameters {
         v4(self.network)
     }
 
-    /// Returns the result of an ADD. The routes get this priority (metric).
+    /// Returns the result for an ADD, with routes of this priority (metric).
     pub fn result(&self, priority: Option<u32>) -> AddResult {
         let gateway = self.routers.first().copied().map(IpAddr::V4);
-        // `None` for an invalid prefix. The gateway 0.0.0.0 means a route on the link.
-        let route = |dst: Ipv4Addr, prefix: u8, gateway: Ipv4Addr| {
-            let dst = Cidr::new(dst.into(), prefix)?;
-            Some(match gateway.is_unspecified() {
-                true => Route { scope: Some(LINK_SCOPE), ..Route::new(dst, None) },
-                false => Route::new(dst, Some(gateway.into())),
-            })
-        };
         let mut routes: Vec<Route> = match &self.classless {
-            Some(list) => list.iter().filter_map(|(dst, prefix, gateway)| route(*dst, *prefix, *gateway)).collect(),
+            Some(list) => list.iter().filter_map(|(dst, prefix, gateway)| route_to(*dst, *prefix, *gateway)).collect(),
             None => {
                 let classful =
-                    self.classful.iter().filter_map(|(dst, gateway)| route(*dst, class_prefix(*dst), *gateway));
-                classful.chain(gateway.map(|gateway| Route::new(Cidr::default_route(gateway), Some(gateway)))).collect()
+                    self.classful.iter().filter_map(|(dst, gateway)| route_to(*dst, class_prefix(*dst), *gateway));
+                let default = gateway.map(|gateway| Route::new(Cidr::default_route(gateway), Some(gateway)));
+                classful.chain(default).collect()
             }
         };
         for route in &mut routes {
@@ -335,7 +328,18 @@ impl LeaseParameters {
     }
 }
 
-/// Returns the IPv4 address of a CIDR, and 0.0.0.0 for IPv6, which DHCPv4 never has.
+/// Returns a route to a network. The gateway 0.0.0.0 means that the network is on the link. Returns
+/// `None` if the prefix is invalid.
+fn route_to(dst: Ipv4Addr, prefix: u8, gateway: Ipv4Addr) -> Option<Route> {
+    let dst = Cidr::new(dst.into(), prefix)?;
+    if gateway.is_unspecified() {
+        Some(Route { scope: Some(LINK_SCOPE), ..Route::new(dst, None) })
+    } else {
+        Some(Route::new(dst, Some(gateway.into())))
+    }
+}
+
+/// Returns the IPv4 address of a CIDR. Returns 0.0.0.0 for IPv6, which DHCPv4 never has.
 pub(crate) fn v4(network: Cidr) -> Ipv4Addr {
     match network.address() {
         IpAddr::V4(address) => address,
@@ -343,18 +347,18 @@ pub(crate) fn v4(network: Cidr) -> Ipv4Addr {
     }
 }
 
-/// Whether a host can have the address.
+/// Whether a host can have this address.
 fn is_host(address: Ipv4Addr) -> bool {
     !(address.is_unspecified() || address.is_broadcast() || address.is_multicast() || address.is_loopback())
 }
 
-/// Decodes a list of IPv4 addresses. An incomplete one at the end is ignored.
+/// Decodes a list of IPv4 addresses. An incomplete address at the end is ignored.
 fn addresses(data: &[u8]) -> Vec<Ipv4Addr> {
     data.chunks_exact(4).filter_map(|bytes| <[u8; 4]>::try_from(bytes).ok()).map(Ipv4Addr::from).collect()
 }
 
-/// Returns the prefix of the network of a classful route: 8, 16 or 24 by the class of the address.
-/// 0.0.0.0, the default route, has 0, and an address of another class has 32.
+/// Returns the prefix for the destination of a classful route: 8, 16 or 24 for the classes A, B and
+/// C, 32 for other classes, and 0 for the default route 0.0.0.0.
 fn class_prefix(address: Ipv4Addr) -> u8 {
     match address.octets()[0] {
         _ if address.is_unspecified() => 0,
@@ -365,9 +369,8 @@ fn class_prefix(address: Ipv4Addr) -> u8 {
     }
 }
 
-/// Decodes the classless routes (option 121): destination, prefix and gateway. Only the significant
-/// bytes of a destination are in the option. Returns `None` for an invalid option, which counts as
-/// if the server had not sent it.
+/// Decodes the classless routes (option 121): destination, prefix and gateway. Of a destination,
+/// the option has only the bytes that the prefix covers. Returns `None` for an invalid option.
 fn classless_routes(mut data: &[u8]) -> Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>> {
     let mut routes = Vec::new();
     while let Some((prefix, rest)) = data.split_first() {
@@ -387,7 +390,8 @@ fn classless_routes(mut data: &[u8]) -> Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>> {
 
 /// Decodes the search domains (option 119), which are names in the encoding of DNS (RFC 1035,
 /// 4.1.4): a name is a list of labels, and may end with a pointer to the rest of an earlier name.
-/// Returns the names before the first error. Names that are not domains are left out.
+/// Returns the names before the first error. Names that are not domain names (see [`is_domain`])
+/// are left out.
 fn domains(data: &[u8]) -> Vec<String> {
     let mut names = Vec::new();
     let mut begin = 0;
@@ -401,13 +405,14 @@ fn domains(data: &[u8]) -> Vec<String> {
     names
 }
 
-/// Decodes the name at the position `begin` of search domains. Returns the name and the position
-/// of the next one, or `None` if the encoding is invalid.
+/// Decodes the name at the position `begin` of `data`. Returns the name and the position of the
+/// next one, or `None` if the encoding is invalid.
 fn domain_at(data: &[u8], begin: usize) -> Option<(String, usize)> {
     let mut labels = Vec::new();
     let mut position = begin;
     let mut pointers = 0;
-    // The next name follows the first pointer, wherever that points to.
+    // A name ends with its first pointer, so the next name begins there. What the pointer refers to
+    // is elsewhere in `data`.
     let mut after_first_pointer = None;
     loop {
         match data.get(position).map(|byte| usize::from(*byte))? {
@@ -430,8 +435,8 @@ fn domain_at(data: &[u8], begin: usize) -> Option<(String, usize)> {
     Some((labels.join("."), after_first_pointer.unwrap_or(position + 1)))
 }
 
-/// Whether a name has only characters of domain names. Other characters could add lines to
-/// resolv.conf.
+/// Whether a name has the length and only the characters of a domain name. Other characters could
+/// add lines to resolv.conf.
 fn is_domain(name: &str) -> bool {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     !name.is_empty() && name.len() <= 253 && name.bytes().all(is_allowed)

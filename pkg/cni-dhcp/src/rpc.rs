@@ -1,8 +1,8 @@
 //! Encodes and decodes the two calls from plugin to daemon, in the format of Go's `net/rpc`: a line
 //! of HTTP, then gob.
 //!
-//! The type numbers, names and fields are those of Go, because a Go plugin may call this daemon,
-//! and this plugin may call a Go daemon.
+//! Names and fields are those of Go, because a Go plugin may call this daemon, and this plugin may
+//! call a Go daemon.
 
 use std::net::IpAddr;
 
@@ -42,7 +42,7 @@ impl Method {
         }
     }
 
-    /// Returns the call with a name, or `None`.
+    /// Returns the method with this name in `net/rpc`, or `None`.
     fn find(name: &str) -> Option<Method> {
         [Method::Allocate, Method::Release].into_iter().find(|method| method.name() == name)
     }
@@ -78,8 +78,8 @@ pub struct Request {
     pub args: CmdArgs,
 }
 
-// The numbers of the types in a stream. Go's begin at 64, but each end accepts any numbers. The
-// request and the response are in different streams.
+// The numbers of the types in a stream. Go's numbers begin at 64, but each end accepts any numbers.
+// Requests and responses are in different streams, so their numbers may be equal.
 const REQUEST: i64 = 64;
 const RESPONSE: i64 = 64;
 const BODY: i64 = 65;
@@ -101,7 +101,7 @@ pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     write_definition(&mut out, REQUEST, "Request", Definition::Struct(&request));
     let mut head = Fields::default();
     head.text(method.name());
-    // Seq is 0: a connection has one call. A field with the value zero is not written.
+    // Seq is 0, because a connection has only one call, and so is not written.
     write_struct(&mut out, REQUEST, head);
     let cmd_args = [
         ("ContainerID", TEXT),
@@ -145,8 +145,8 @@ pub fn write_response(request: &Request, outcome: Result<Option<&AddResult>, &st
     out
 }
 
-/// Appends the definitions of the types of Go's result, and a result. Of the result, only what a
-/// lease has is written: IPs, routes and DNS.
+/// Appends the definitions of the types of Go's result, and the parts of `result` that a lease has:
+/// IPs, routes and DNS.
 fn write_result(out: &mut Vec<u8>, result: &AddResult) {
     let types = [
         (
@@ -234,6 +234,7 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
 fn ip_net(cidr: &Cidr) -> Fields {
     let address = octets(Some(cidr.address()));
     let mask_byte = |index: usize| {
+        // How many bits of this byte the prefix covers.
         let ones = usize::from(cidr.prefix()).saturating_sub(index * 8).min(8);
         0xff_u8.checked_shl(8 - ones as u32).unwrap_or(0)
     };
@@ -244,7 +245,7 @@ fn ip_net(cidr: &Cidr) -> Fields {
     fields
 }
 
-/// Returns the bytes of an address; none for `None`.
+/// Returns the bytes of an address, or an empty list without one.
 fn octets(address: Option<IpAddr>) -> Vec<u8> {
     match address {
         None => Vec::new(),
@@ -296,21 +297,20 @@ impl Connection {
     }
 
     /// Removes the line of HTTP, which must begin with `expected`, and the empty line after it.
-    /// Returns whether they have been received completely.
+    /// Returns whether both have been received, now or by an earlier call.
     ///
     /// # Errors
-    /// The received bytes begin otherwise, or are too many without an end of the line.
+    /// The line begins differently or is too long.
     fn take_http_line(&mut self, expected: &str) -> Result<bool, RpcError> {
         if self.is_handshake_done {
             return Ok(true);
         }
-        // Go's plugin and daemon end the line with a newline, other implementations may end it with
-        // CR and LF.
+        // Go ends lines with LF, other implementations may use CR and LF.
         let end = (2..=self.received.len()).find(|end| {
             let text = &self.received[..*end];
             text.ends_with(b"\n\n") || text.ends_with(b"\n\r\n")
         });
-        // Another protocol is refused before its line is complete.
+        // Bytes of another protocol are refused even before a line is complete.
         let comparable = self.received.len().min(expected.len());
         let is_as_expected = self.received[..comparable] == expected.as_bytes()[..comparable];
         let is_too_long = end.is_none() && self.received.len() > MAX_HTTP_LINE;
@@ -325,7 +325,7 @@ impl Connection {
         Ok(self.is_handshake_done)
     }
 
-    /// Decodes the next header and body. Returns `None` if they have not been received completely.
+    /// Decodes the next header and its body. Returns `None` until both have been received.
     fn head_and_body(&mut self) -> Result<Option<(Value, Value)>, RpcError> {
         if self.head.is_none() {
             self.head = self.reader.take(&mut self.received)?;
@@ -337,7 +337,7 @@ impl Connection {
         Ok(Some((head, body)))
     }
 
-    /// Decodes the next call, in a daemon. Returns `None` if it has not been received completely.
+    /// Decodes the next call, for a daemon. Returns `None` until the whole call has been received.
     ///
     /// # Errors
     /// The bytes are not a call; nothing after the error can be decoded.
@@ -364,8 +364,8 @@ impl Connection {
         Ok(Some(Request { method: Method::find(&name), name, seq, args }))
     }
 
-    /// Decodes the daemon's answer, in a client: the result, or the text of an error. Returns
-    /// `None` if it has not been received completely.
+    /// Decodes the daemon's answer, for a client: the result, or the text of an error. Returns
+    /// `None` until the whole answer has been received.
     ///
     /// # Errors
     /// The bytes are not an answer; nothing after the error can be decoded.

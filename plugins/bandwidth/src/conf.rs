@@ -58,8 +58,8 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
 }
 
 impl Conf {
-    /// Reads the limits from the configuration. If it has at least one of the four keys itself,
-    /// `runtimeConfig.bandwidth` is ignored, as in Go's plugin.
+    /// Reads the limits from the configuration. If at least one of the four keys is set outside
+    /// `runtimeConfig`, `runtimeConfig.bandwidth` is ignored, as in Go's plugin.
     ///
     /// # Errors
     /// - Code 6 if a key has the wrong type.
@@ -124,8 +124,8 @@ impl Limit {
         u128::from(self.rate) / 40 + u128::from(self.burst)
     }
 
-    /// Returns the parameters of the kernel's token bucket filter. Its `limit` and `buffer` have 32
-    /// bits: instead of a larger number, the largest one that fits is used.
+    /// Returns the parameters of the kernel's token bucket filter. `limit` and `buffer` have 32
+    /// bits; larger numbers are reduced to `u32::MAX`.
     pub(crate) fn tbf(self) -> Tbf {
         Tbf {
             rate: self.rate,
@@ -135,7 +135,7 @@ impl Limit {
     }
 
     /// Returns the parameters that Go's plugin sets. They differ from those of [`tbf`](Limit::tbf)
-    /// only if a number does not fit into 32 bits: Go's plugin then keeps only its lowest 32 bits.
+    /// only if a number does not fit into 32 bits: Go's plugin keeps the lowest 32 bits of it.
     #[expect(clippy::cast_possible_truncation, reason = "Go's plugin truncates")]
     pub(crate) fn tbf_of_go(self) -> Tbf {
         let fill_time = self.fill_time() as u32;
@@ -150,7 +150,7 @@ impl Limit {
 
     /// Returns a note for stderr if the burst does not fit into the 32 bits of [`Tbf::buffer`].
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
-        // Both plugins compute the same buffer, unless it does not fit.
+        // The buffers of the two plugins differ only if the burst does not fit.
         if self.tbf().buffer == self.tbf_of_go().buffer {
             return None;
         }

@@ -1,10 +1,10 @@
 //! The plugin `bandwidth`: limits the rates at which a container receives and sends. It runs after
 //! a plugin of the same list that has created a veth pair.
 //!
-//! Both limits apply at the host's end of the pair. The host sends there what the container
-//! receives, so a token bucket filter (tbf) limits it. The host receives there what the container
-//! sends, and the kernel cannot delay received packets: they are redirected to an ifb, a device
-//! that exists for this, and the filter is on the ifb.
+//! Both limits apply at the host's end of the pair. The host sends packets to the container on this
+//! end, so a token bucket filter (tbf) on the end limits them. The host receives packets from the
+//! container on this end. The kernel cannot delay received packets, so they are redirected to an
+//! ifb (intermediate functional block) device, and the filter is on the ifb.
 //!
 //! The kernel removes the filters together with the host's end. DEL removes the ifb.
 
@@ -222,28 +222,29 @@ fn name_and_earlier_ifbs(host: &Netlink, attachment: &AttachmentId, host_end: &L
     Ok((shared_name, earlier))
 }
 
-/// A redirection whose target has been removed: the kernel then shows the index 0.
+/// A redirection to an ifb that has been removed: the kernel shows 0 as the ifb's index.
 const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
 
 /// Removes the queueing disciplines that an earlier ADD has attached to the host's end. The caller
-/// has removed that ADD's ifb, so its redirection is a [`REDIRECT_TO_REMOVED`].
+/// has already removed that ADD's ifb, so the redirection to the ifb is [`REDIRECT_TO_REMOVED`].
 ///
 /// # Errors
 /// Code 102 if another program has attached a queueing discipline or a filter there.
 fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
     for (parent, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
         let Some(qdisc) = host.find_qdisc(host_end.index, parent)? else { continue };
-        let is_of_earlier_add = qdisc.kind == kind
-            && match parent {
-                QdiscParent::Root => true,
-                QdiscParent::Ingress => {
-                    host.list_filters(host_end.index)?.iter().all(|filter| *filter == REDIRECT_TO_REMOVED)
-                }
-            };
+        let is_of_earlier_add = match parent {
+            _ if qdisc.kind != kind => false,
+            QdiscParent::Root => true,
+            QdiscParent::Ingress => {
+                let filters = host.list_filters(host_end.index)?;
+                filters.iter().all(|filter| *filter == REDIRECT_TO_REMOVED)
+            }
+        };
         if !is_of_earlier_add {
             let msg = format!("create qdisc: file exists: {} already has a qdisc {}", host_end.name, qdisc.kind);
             return Err(
-                Error::new(Code::CONFLICT, msg).with_details("another program created it: it was left as it is")
+                Error::new(Code::CONFLICT, msg).with_details("another program created it: it was left unchanged")
             );
         }
         host.purge_qdisc(host_end.index, parent)?;
@@ -251,8 +252,8 @@ fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
     Ok(())
 }
 
-/// Returns the attachment's ifb: the one whose alias names the attachment or, if there is none, the
-/// one without an alias that Go's plugin has created for the container.
+/// Returns the attachment's ifb: the ifb whose alias names the attachment or, if there is none, the
+/// ifb that Go's plugin has created for the container, which has no alias.
 fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
     let own = host.find_link(&attachment.own_ifb_name())?.filter(|ifb| attachment.is_on(ifb.alias.as_deref()));
     if own.is_some() {
@@ -266,8 +267,8 @@ fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
 /// Go's sets them.
 ///
 /// # Errors
-/// Code 101 if `link` has no such filter or one with other numbers. Of other numbers, the first is
-/// named as in the text of Go's plugin.
+/// Code 101 if `link` has no such filter, or with the first number that differs. The text begins as
+/// that of Go's plugin.
 fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
     let found = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
     let Some(found) = found else { return Err(failed(format!("{} has no token bucket filter", link.name))) };

@@ -1,8 +1,7 @@
 //! The plugin's end of a connection to the daemon.
 //!
-//! The functions that call the daemon return two results: the outer one is an error if the daemon
-//! does not answer, the inner one is its answer. The kernel accepts connections even for a daemon
-//! that hangs, so a successful connection is not enough.
+//! A function that calls the daemon returns nested results: the outer error means that there is no
+//! valid answer, the inner result is the daemon's answer.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -20,17 +19,15 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 
 use crate::conf::{self, Conf};
 
-/// The longest time in which the daemon must accept a connection, answer its first line, and read a
-/// call.
+/// How long each of these may take: connecting, the answer to the first line, and writing a call.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
-/// The longest time for a release. It does not wait for a server, but Go's daemon may be renewing
-/// the lease.
+/// How long a release may take. DHCP servers do not answer it, but Go's daemon may be renewing the
+/// lease.
 const RELEASE_LIMIT: Duration = Duration::from_secs(30);
-/// The longest time for a new lease. It is longer than a daemon with default flags tries to get
-/// one.
+/// How long acquiring a lease may take. A daemon with default flags gives up earlier.
 const ALLOCATE_LIMIT: Duration = Duration::from_secs(600);
 
-/// The access to a daemon, by its socket.
+/// A client of the daemon that listens on a socket.
 #[derive(Clone)]
 pub(crate) struct DaemonClient<'a> {
     pub(crate) socket: PathBuf,
@@ -45,18 +42,18 @@ pub(crate) struct DaemonConnection<'a> {
 }
 
 impl<'a> DaemonClient<'a> {
-    /// Returns the daemon that the configuration names.
+    /// Returns a client of the daemon that the configuration names.
     ///
     /// # Errors
     /// Code 6 or 7 if the configuration is invalid.
-    pub(crate) fn of(call: &Call<'a>) -> Result<DaemonClient<'a>> {
+    pub(crate) fn for_call(call: &Call<'a>) -> Result<DaemonClient<'a>> {
         Conf::read(&call.conf, &call.environment.args)?;
-        Ok(DaemonClient::of_unchecked(call))
+        Ok(DaemonClient::for_call_unchecked(call))
     }
 
-    /// Returns the daemon that the configuration names, even if other keys are invalid: for DEL and
-    /// GC, which must work then too.
-    pub(crate) fn of_unchecked(call: &Call<'a>) -> DaemonClient<'a> {
+    /// Returns a client without checking the configuration: DEL and GC must work even if keys other
+    /// than the socket's path are invalid.
+    pub(crate) fn for_call_unchecked(call: &Call<'a>) -> DaemonClient<'a> {
         DaemonClient { socket: conf::socket(&call.conf), machine: call.machine }
     }
 
@@ -69,26 +66,27 @@ impl<'a> DaemonClient<'a> {
         Ok(stream)
     }
 
-    /// Connects, sends the first line, and waits for the daemon's answer to it. Nothing else is
-    /// sent before that answer, because a Go daemon can lose it.
+    /// Connects, sends the first line, and waits for the daemon's answer to this line. Connecting
+    /// alone proves nothing: the kernel accepts connections even for a daemon that hangs. Nothing
+    /// else is sent before the answer, because a Go daemon can lose bytes that arrive earlier.
     ///
     /// # Errors
-    /// Code 11 if the daemon does not answer, 6 if the answer is not a daemon's.
+    /// Code 11 if the daemon does not answer, 6 if the answer is not that of a DHCP daemon.
     pub(crate) fn greet(&self) -> Result<DaemonConnection<'a>> {
         let socket = self.socket.display();
         let mut stream = self.connect().map_err(|error| {
             let msg = format!("error dialing DHCP daemon: dial unix {socket}: connect");
             Error::caused(Code::TRY_AGAIN, msg, error)
         })?;
-        let silent = |error: io::Error| {
+        let no_answer = |error: io::Error| {
             Error::caused(Code::TRY_AGAIN, format_args!("the DHCP daemon of {socket} does not answer"), error)
         };
         let deadline = self.machine.now() + GREETING_LIMIT;
-        stream.write_all(CONNECT).map_err(silent)?;
+        stream.write_all(CONNECT).map_err(no_answer)?;
         let mut connection = DaemonConnection { stream, decoder: Connection::default(), machine: self.machine };
         while !connection.decoder.handshake_done() {
-            connection.receive(deadline).map_err(silent)?;
-            // This decodes only the answer to the first line: there has been no call yet.
+            connection.receive(deadline).map_err(no_answer)?;
+            // There has been no call yet, so this only checks the answer to the first line.
             connection.decoder.response().map_err(|error| {
                 Error::caused(
                     Code::DECODE,
@@ -107,7 +105,7 @@ impl<'a> DaemonClient<'a> {
 }
 
 impl DaemonConnection<'_> {
-    /// Waits for further bytes, and gives them to the decoder.
+    /// Waits for bytes from the daemon, and passes them to the decoder.
     fn receive(&mut self, deadline: Instant) -> io::Result<()> {
         let mut buffer = [0; 4096];
         wait_readable(&self.stream, deadline, self.machine)?;
@@ -128,16 +126,16 @@ impl DaemonConnection<'_> {
     /// the daemon's, with code 11.
     pub(crate) fn call(mut self, method: Method, args: &CmdArgs) -> Result<Result<AddResult>> {
         let doing = format!("error calling {}", method.name());
-        let silent = |error: io::Error| Error::caused(Code::TRY_AGAIN, &doing, error);
+        let no_answer = |error: io::Error| Error::caused(Code::TRY_AGAIN, &doing, error);
         let timeout = if method == Method::Release { RELEASE_LIMIT } else { ALLOCATE_LIMIT };
         let deadline = self.machine.now() + timeout;
-        self.stream.write_all(&write_request(method, args)).map_err(silent)?;
+        self.stream.write_all(&write_request(method, args)).map_err(no_answer)?;
         loop {
-            let answer = self.decoder.response();
-            match answer.map_err(|error| Error::caused(Code::DECODE, &doing, error))? {
+            let answer = self.decoder.response().map_err(|error| Error::caused(Code::DECODE, &doing, error))?;
+            match answer {
                 Some(Ok(result)) => return Ok(Ok(result)),
                 Some(Err(text)) => return Ok(Err(Error::new(Code::TRY_AGAIN, format!("{doing}: {text}")))),
-                None => self.receive(deadline).map_err(silent)?,
+                None => self.receive(deadline).map_err(no_answer)?,
             }
         }
     }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 /// The path of the daemon's socket if neither a flag nor the configuration names one.
 pub(crate) const DEFAULT_SOCKET: &str = "/run/cni/dhcp.sock";
-/// The longest value of an option in bytes: a message has its length in one byte.
+/// The longest value of an option in bytes: a message stores the length in one byte.
 const MAX_OPTION: usize = 255;
 
 #[derive(Default, Deserialize)]
@@ -58,8 +58,8 @@ pub(crate) struct Conf {
 }
 
 impl Conf {
-    /// Reads the configuration. `args` is CNI_ARGS, from which an option's `fromArg` takes its
-    /// value; other pairs are ignored.
+    /// Reads the configuration. `args` is CNI_ARGS, of which only the pairs that a `fromArg` names
+    /// are used.
     ///
     /// # Errors
     /// Code 6 for a wrong type, 7 for an invalid option, with Go's texts where it has them.
@@ -74,8 +74,8 @@ impl Conf {
     }
 }
 
-/// Returns the codes and values of the options in `provide`. The pair of `args`, which is CNI_ARGS,
-/// that `fromArg` names comes before `value`. An option without a value is left out.
+/// Returns the codes and values of the options in `provide`. If CNI_ARGS (`args`) has the key that
+/// `fromArg` names, its value replaces `value`. An option with neither is left out.
 ///
 /// # Errors
 /// Code 7 for an invalid option, or a value that is too long.
@@ -84,7 +84,8 @@ fn provided_options(provide: &[Provide], args: &str) -> Result<Vec<(u8, Vec<u8>)
     for Provide { option, value, from_arg } in provide {
         let code = option_code(option)?;
         let mut pairs = args.split(';').filter_map(|pair| pair.split_once('='));
-        let value = match pairs.find(|(key, _)| !key.is_empty() && *key == *from_arg) {
+        let replacement = pairs.find(|(key, _)| !from_arg.is_empty() && *key == *from_arg);
+        let value = match replacement {
             Some((_, value)) => value,
             None if value.is_empty() => continue,
             None => value,
@@ -94,15 +95,15 @@ fn provided_options(provide: &[Provide], args: &str) -> Result<Vec<(u8, Vec<u8>)
             let text = format!("value of option {option} is {length} bytes long, at most {MAX_OPTION} fit");
             return Err(Error::config(text));
         }
-        // The last value of an option counts.
+        // A later item replaces an earlier one with the same code.
         options.retain(|(other, _)| *other != code);
         options.push((code, value.into()));
     }
     Ok(options)
 }
 
-/// Returns the codes of the options in `request`, then the default ones unless an item has
-/// `skipDefault`. Each code occurs once, at its first place.
+/// Returns the codes of the options in `request`, followed by the default ones unless an item has
+/// `skipDefault`. Repeated codes are dropped.
 ///
 /// # Errors
 /// Code 7 for an invalid option.
@@ -118,17 +119,19 @@ fn requested_options(request: &[Request]) -> Result<Vec<u8>> {
     Ok(codes)
 }
 
-/// Returns the path of the daemon's socket, even if other keys of the configuration are invalid.
+/// Returns the path of the daemon's socket. No other key of the configuration is decoded, so that
+/// DEL and GC work even if one is invalid.
 pub(crate) fn socket(conf: &NetConf) -> PathBuf {
     let path = conf.json().get("ipam").and_then(|ipam| ipam.get("daemonSocketPath")).and_then(Json::as_str);
     path.filter(|path| !path.is_empty()).unwrap_or(DEFAULT_SOCKET).into()
 }
 
-/// Returns the keys of `ipam` that the plugin does not read.
+/// Returns the keys of `ipam` that are not known. The interface plugin reads `type` and the keys
+/// outside `ipam`.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
     let mut unknown = json.unknown_keys::<Keys>();
     unknown.retain(|key| {
-        key.path.split_once('.').is_some_and(|(place, rest)| place == "ipam" && !rest.eq_ignore_ascii_case("type"))
+        key.path.split_once('.').is_some_and(|(object, name)| object == "ipam" && !name.eq_ignore_ascii_case("type"))
     });
     unknown
 }
@@ -147,12 +150,11 @@ fn option_code(text: &str) -> Result<u8> {
         ("vendor-class-identifier", 60),
     ];
     let named = names.iter().find(|(name, _)| *name == text).map(|(_, code)| *code);
+    let code = named.or_else(|| text.parse::<u8>().ok());
     // 0 and 255 are padding and the end of a message. The protocol sets the others: requested
     // address, lease time, overload, message type, server, requested options, and longest message.
-    named
-        .or_else(|| text.parse().ok())
-        .filter(|code| !matches!(code, 0 | 50..=55 | 57 | 255))
-        .ok_or_else(|| Error::config(format!("Can not parse option {text:?}")))
+    let code = code.filter(|code| !matches!(code, 0 | 50..=55 | 57 | 255));
+    code.ok_or_else(|| Error::config(format!("Can not parse option {text:?}")))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The recorded leases, for cnitool.
+//! Lists the recorded leases, for cnitool.
 
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
@@ -30,8 +30,8 @@ pub struct Lease {
     pub error: Option<String>,
 }
 
-/// The remaining times of a lease, zero if they are over. All are `None` for a lease without an
-/// end.
+/// The remaining times of a lease; zero once they have passed. All are `None` for a lease that
+/// never ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
     /// The time until the daemon asks the server of the lease to extend it.
@@ -65,16 +65,16 @@ pub fn default_socket() -> PathBuf {
 /// # Errors
 /// Code 5 if the folder of the records cannot be read.
 pub fn list(socket: &Path) -> Result<Vec<Lease>> {
-    let mut leases: Vec<Lease> = Records::of(socket).list()?.into_iter().filter_map(lease_of).collect();
+    let mut leases: Vec<Lease> = Records::for_socket(socket).list()?.into_iter().filter_map(lease_of).collect();
     leases.sort_by(|a, b| (&a.network, &a.container_id, &a.ifname).cmp(&(&b.network, &b.container_id, &b.ifname)));
     Ok(leases)
 }
 
-/// Returns the lease of a record, or `None` if it has none.
+/// Converts a record. Returns `None` for a record without a lease.
 fn lease_of(record: Record) -> Option<Lease> {
     let now = now();
     let remaining = |end: Duration| if end == Duration::MAX { None } else { Some(end.saturating_sub(now)) };
-    let (terms, times) = match &record.held {
+    let (terms, times) = match &record.lease {
         RecordedLease::Nothing => return None,
         RecordedLease::Requested(terms) => (terms, None),
         RecordedLease::Bound(lease) => {

@@ -53,9 +53,9 @@ impl Plugin for Dhcp {
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let daemon = DaemonClient::of(call)?;
-        let args = args(call);
-        // If no daemon answers, nothing has been requested that a rollback must release.
+        let daemon = DaemonClient::for_call(call)?;
+        let args = cmd_args(call);
+        // If the daemon does not answer, nothing has been requested, and there is nothing to undo.
         let connection = daemon.greet()?;
         let mut rollback = call.rollback();
         let (daemon_of_undo, args_of_undo) = (daemon.clone(), args.clone());
@@ -64,20 +64,20 @@ impl Plugin for Dhcp {
         Ok(Added { result, rollback })
     }
 
-    /// Checks that the daemon has a lease for the attachment. As in Go, it acquires a new one if
+    /// Checks that the daemon has a lease for the attachment. As in Go, the daemon acquires one if
     /// there is none.
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        DaemonClient::of(call)?.call(Method::Allocate, &args(call))?.map(drop)
+        DaemonClient::for_call(call)?.call(Method::Allocate, &cmd_args(call))?.map(drop)
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let daemon = DaemonClient::of_unchecked(call);
-        match daemon.call(Method::Release, &args(call)) {
+        let daemon = DaemonClient::for_call_unchecked(call);
+        match daemon.call(Method::Release, &cmd_args(call)) {
             Ok(answer) => answer.map(drop),
             // The daemon does not answer. Without a record there is no lease to release.
             Err(error) => {
                 let key = record::key(&call.container_id, call.conf.name(), &call.ifname);
-                match Records::of(&daemon.socket).find(&key)? {
+                match Records::for_socket(&daemon.socket).find(&key)? {
                     None => Ok(()),
                     Some(_) => {
                         let why = "the attachment has a lease, which only the DHCP daemon can release";
@@ -89,8 +89,8 @@ impl Plugin for Dhcp {
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let daemon = DaemonClient::of_unchecked(call);
-        let stale = Records::of(&daemon.socket).list()?.into_iter().filter(|record| {
+        let daemon = DaemonClient::for_call_unchecked(call);
+        let stale = Records::for_socket(&daemon.socket).list()?.into_iter().filter(|record| {
             record.network == call.conf.name() && !valid.contains(&record.container_id, &record.ifname)
         });
         let mut errors = Vec::new();
@@ -102,19 +102,20 @@ impl Plugin for Dhcp {
                 stdin: call.conf.raw().to_vec(),
                 ..CmdArgs::default()
             };
-            // A daemon that does not answer ends GC. An error that it answers does not.
+            // Without an answer GC ends here; after an answer with an error it continues.
             errors.extend(daemon.call(Method::Release, &args)?.err());
         }
         Error::join(errors)
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
-        DaemonClient::of(call)?.greet().map(drop).map_err(|error| error.with_code(Code::NOT_AVAILABLE))
+        DaemonClient::for_call(call)?.greet().map(drop).map_err(|error| error.with_code(Code::NOT_AVAILABLE))
     }
 }
 
-/// Returns the arguments of the plugin's call, for the daemon.
-fn args(call: &Call<'_>) -> CmdArgs {
+/// Returns the arguments with which the plugin was called, in the form in which the daemon gets
+/// them.
+fn cmd_args(call: &Call<'_>) -> CmdArgs {
     let environment = call.environment;
     CmdArgs {
         container_id: call.container_id.clone(),

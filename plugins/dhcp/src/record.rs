@@ -1,5 +1,5 @@
-//! The records of leases, with which a daemon continues after its predecessor has ended: one file
-//! for each attachment, in a folder beside the socket.
+//! Stores the leases, so that a later daemon can continue them: one file for each attachment, in a
+//! folder beside the socket.
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
@@ -20,7 +20,7 @@ pub(crate) struct Record {
     pub(crate) ifname: String,
     /// CNI_NETNS, without the daemon's prefix.
     pub(crate) netns: String,
-    /// The device and inode numbers of the namespace, because another one may be at its path later.
+    /// The device and inode numbers of the namespace: its path may lead to another one later.
     pub(crate) netns_id: (u64, u64),
     /// The index of the interface.
     pub(crate) index: u32,
@@ -28,8 +28,8 @@ pub(crate) struct Record {
     pub(crate) priority: Option<u32>,
     /// The identity that the client sends.
     pub(crate) client: Client,
-    /// The lease.
-    pub(crate) held: RecordedLease,
+    #[serde(rename = "held")]
+    pub(crate) lease: RecordedLease,
     /// The last error since the lease was granted.
     #[serde(default)]
     pub(crate) error: Option<String>,
@@ -40,7 +40,7 @@ pub(crate) struct Record {
 pub(crate) enum RecordedLease {
     /// No lease has been requested yet, and there is no file.
     Nothing,
-    /// An address has been requested. The server may have leased it.
+    /// An address has been requested. The server may have leased it even if its answer is missing.
     Requested(LeaseParameters),
     /// The attachment has a lease.
     Bound(Lease),
@@ -53,8 +53,8 @@ impl Record {
     }
 }
 
-/// Returns the key of an attachment. It is that of Go's daemon, which is also the client
-/// identifier.
+/// Returns the key of an attachment, which is that of Go's daemon. The default client identifier
+/// contains it.
 pub(crate) fn key(container_id: &str, network: &str, ifname: &str) -> String {
     format!("{container_id}/{network}/{ifname}")
 }
@@ -64,8 +64,9 @@ pub(crate) fn key(container_id: &str, network: &str, ifname: &str) -> String {
 pub(crate) struct Records(PathBuf);
 
 impl Records {
-    /// Returns the folder that belongs to a socket: `/run/cni/dhcp` for `/run/cni/dhcp.sock`.
-    pub(crate) fn of(socket: &Path) -> Records {
+    /// Returns the folder that belongs to a socket: `/run/cni/dhcp` for `/run/cni/dhcp.sock`, and
+    /// `PATH.leases` for a PATH with another extension.
+    pub(crate) fn for_socket(socket: &Path) -> Records {
         match socket.extension() {
             Some(extension) if extension == "sock" => Records(socket.with_extension("")),
             _ => Records(format!("{}.leases", socket.display()).into()),
@@ -77,7 +78,7 @@ impl Records {
         self.0.join(format!("{}.json", sha512_hex(&[key.as_bytes()], 40)))
     }
 
-    /// Replaces an attachment's record. A reader sees the old record or the new one.
+    /// Replaces an attachment's record atomically.
     ///
     /// # Errors
     /// Code 5 if the record cannot be written.
@@ -86,9 +87,13 @@ impl Records {
         let write = || -> io::Result<()> {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
             let temporary = path.with_extension("part");
-            let written = fs::write(&temporary, serde_json::to_vec(record).map_err(io::Error::other)?);
-            // An error of the removal is not reported: the first error is the cause.
-            written.and_then(|()| fs::rename(&temporary, &path)).inspect_err(|_| drop(fs::remove_file(&temporary)))
+            let json = serde_json::to_vec(record).map_err(io::Error::other)?;
+            let written = fs::write(&temporary, json).and_then(|()| fs::rename(&temporary, &path));
+            if written.is_err() {
+                // The first error is reported, not one of this removal.
+                let _ = fs::remove_file(&temporary);
+            }
+            written
         };
         write().map_err(|error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error))
     }
@@ -115,8 +120,8 @@ impl Records {
         read(&self.path(key))
     }
 
-    /// Reads all records. One that cannot be read is left out: its lease is not renewed, and ends
-    /// at the server.
+    /// Reads all records. A record that cannot be read is left out: its lease is not renewed, and
+    /// ends at the server. Returns none if the folder does not exist.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be opened.
@@ -126,19 +131,20 @@ impl Records {
             entries => entries
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", self.0.display()), error))?,
         };
-        // After an error of the folder, the records that were listed before it are still of use.
+        // An error while listing is ignored, because the entries before the error are still useful.
         let paths = entries.flatten().map(|entry| entry.path());
         let paths = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
         Ok(paths.filter_map(|path| read(&path).ok().flatten()).collect())
     }
 }
 
-/// Reads and decodes a file, or returns `None` if there is none.
+/// Reads and decodes a record, or returns `None` if the file does not exist.
 fn read(path: &Path) -> Result<Option<Record>> {
     let failed = |error: io::Error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
     // `cni::file::read` refuses a FIFO, which would block the daemon.
-    match cni::file::read(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        bytes => serde_json::from_slice(&bytes.map_err(failed)?).map(Some).map_err(|error| failed(error.into())),
-    }
+    let bytes = match cni::file::read(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        outcome => outcome.map_err(failed)?,
+    };
+    serde_json::from_slice(&bytes).map(Some).map_err(|error| failed(error.into()))
 }

@@ -1,7 +1,7 @@
 //! Finds the device that a configuration selects on this host.
 //!
-//! Devices are looked up in sysfs, which shows only the interfaces in the host's own namespace: a
-//! device whose interface is in a container has none.
+//! Devices are looked up in sysfs, which only shows the interfaces in the host's own namespace: a
+//! device whose interface is in a container appears to have none.
 
 use std::fs;
 use std::io;
@@ -27,21 +27,21 @@ const DPDK_DRIVERS: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
 /// A device of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// A device that a user-space program drives, so that it has no interface.
+    /// A device without an interface, because a user-space program drives it.
     Dpdk,
-    /// A device with an interface, which the selector selects.
+    /// A device with an interface, and the property by which it is found.
     Interface(Selector),
 }
 
 impl Device {
-    /// Returns the device that `conf` selects. If several keys select one, the order of Go's plugin
-    /// decides: `device`, `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`. A PCI
-    /// device with a driver for DPDK, and `DPDKMode`, come before all of them.
+    /// Returns the device that `conf` selects: [`Dpdk`](Device::Dpdk) if `DPDKMode` is set or the
+    /// PCI device has a driver for DPDK. Otherwise the first key that is set decides, in the order
+    /// of Go's plugin: `device`, `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`.
     ///
     /// # Errors
     /// Code 7, with the texts of Go's plugin, if nothing is selected or this host does not have the
     /// device.
-    pub(crate) fn of(conf: &Conf) -> Result<Device> {
+    pub(crate) fn selected_by(conf: &Conf) -> Result<Device> {
         let (mut pci, mut auxiliary) = (conf.pci.clone(), None);
         if let Some(id) = &conf.device_id {
             if Path::new(PCI).join(id).exists() {
@@ -110,7 +110,8 @@ pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
 /// path, which [`Path::join`] uses unchanged.
 pub(crate) fn list_interfaces(device: &str) -> Vec<String> {
     let mut names = Vec::new();
-    for folder in [pci_folder(device).ok(), Some(Path::new(AUXILIARY).join(device).join("net"))].into_iter().flatten() {
+    let auxiliary_folder = Path::new(AUXILIARY).join(device).join("net");
+    for folder in pci_folder(device).into_iter().chain([auxiliary_folder]) {
         // A folder that does not exist has no interfaces.
         names.extend(entries(&folder).unwrap_or_default());
     }
@@ -123,7 +124,7 @@ fn not_found(reason: impl std::fmt::Display) -> Error {
     Error::config(format!("failed to find host device: {reason}"))
 }
 
-/// Returns the text of an I/O error, for a missing file as Go's plugin writes it.
+/// Returns the text of an I/O error. For a missing file, it is the text of Go's plugin.
 fn go_text(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound => "no such file or directory".to_owned(),
@@ -173,10 +174,10 @@ fn entries(folder: &Path) -> io::Result<Vec<String>> {
 }
 
 /// Returns the interface with the hardware address `mac`. A VLAN or bridge on top of a device often
-/// has the same address: then the device is returned.
+/// has the address of the device. In that case, returns the device.
 ///
 /// # Errors
-/// Code 7 if no interface has the address, or several that are equally suitable.
+/// Code 7 if no interface has the address, or the choice is ambiguous.
 fn find_by_mac(host: &Netlink, mac: Mac) -> Result<Link> {
     let mut links = host.list_links()?;
     links.retain(|link| link.mac == Some(mac));

@@ -3,9 +3,9 @@
 //!
 //! While the interface is in the container, its alias is the name that it had on the host. Go's
 //! plugin does the same, so each plugin can move back an interface that the other one has moved.
-//! When a namespace ends, the kernel moves a hardware interface to the host by itself: the
-//! interface keeps its alias and the name that it had in the container. DEL then finds it by the
-//! alias and renames it.
+//! When a namespace ends, the kernel itself moves a hardware interface to the host, with its alias
+//! and the name that it had in the container. DEL then finds the interface by the alias and renames
+//! it.
 //!
 //! `conf` reads the configuration, `device` finds the device that it selects.
 //! [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK, GC.
@@ -55,7 +55,7 @@ impl Interface for HostDevice {
     }
 
     fn is_in_kernel(&self, conf: &Conf) -> Result<bool> {
-        Ok(Device::of(conf)? != Device::Dpdk)
+        Ok(Device::selected_by(conf)? != Device::Dpdk)
     }
 
     fn is_kind(&self, _link: &Link) -> bool {
@@ -69,7 +69,7 @@ impl Interface for HostDevice {
         context: &AttachmentContext<'a, Conf>,
         rollback: &mut Rollback<'a>,
     ) -> Result<CreatedLink<()>> {
-        let (index, mac) = match Device::of(&context.conf)? {
+        let (index, mac) = match Device::selected_by(&context.conf)? {
             // No interface: index 0, see `CreatedLink`.
             Device::Dpdk => (0, None),
             Device::Interface(selector) => {
@@ -86,13 +86,13 @@ impl Interface for HostDevice {
         Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface_position: 0, link: () })
     }
 
-    /// The interface is this attachment's if it has the hardware address in `prevResult`, or if its
-    /// alias, the name on the host, fits the configuration. Comparing only the hardware address
-    /// does not suffice, because a later plugin may have changed the interface's address.
+    /// The interface belongs to this attachment if it has the hardware address in `prevResult`, or
+    /// if the configuration may have selected it. The address alone does not suffice, because a
+    /// later plugin may have changed it.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
-        let fits_keys = || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner.mac));
-        Some(if has_prev_mac || fits_keys() { Ownership::Ours } else { Ownership::NotOurs })
+        let may_be_selected = || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner.mac));
+        Some(if has_prev_mac || may_be_selected() { Ownership::Ours } else { Ownership::NotOurs })
     }
 
     /// Moves the interface back to the host, where it gets its former name and is down.
@@ -118,7 +118,7 @@ impl Interface for HostDevice {
     /// namespace ended: gives it the name in its alias, and removes the alias.
     fn clean(&self, call: &Call<'_>, _attachment: &AttachmentId) -> Result<()> {
         let (keys, host) = (keys_of(call), Netlink::open()?);
-        // The usual case, which needs no list of all links: the device is on the host again.
+        // Usually the device is already on the host again, and the list of all links is not needed.
         if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
             return Ok(());
         }
@@ -159,8 +159,8 @@ fn move_to_container<'a>(
     rollback.push(format!("move {} back to the host", device.name), move || {
         undo_move(&undo_host, &undo_container, &host_netns, &before)
     });
-    // The alias is set before the move, so that DEL knows the interface even if this process is
-    // killed.
+    // The alias is set before the move, so that DEL recognises the interface even if this process
+    // is killed.
     host.set_alias(device.index, &device.name)?;
     let moved = host.move_link(device.index, &context.netns, &call.ifname, &device.name);
     moved.map_err(|error| {
@@ -235,16 +235,15 @@ impl Keys {
     }
 }
 
-/// Returns a warning, and the configuration's key that it is about, if an ADD with this
-/// configuration would leave this host without a default route. Returns `None` also if that cannot
-/// be found out.
+/// Returns a warning if an ADD with this configuration would leave this host without a default
+/// route, with the key of the configuration that selects the device. Returns `None` after an error.
 pub fn lost_default_route(conf: &NetConf) -> Option<(&'static str, String)> {
-    let Ok(Device::Interface(selector)) = Conf::new(conf, &Notes::silent()).and_then(|conf| Device::of(&conf)) else {
-        return None;
-    };
+    let conf = Conf::new(conf, &Notes::silent()).ok()?;
+    let Device::Interface(selector) = Device::selected_by(&conf).ok()? else { return None };
     let host = Netlink::open().ok()?;
     let device = find(&host, &selector).ok()?;
-    has_the_only_default_routes(&host, &device).ok()?.then(|| (selector.key(), default_route_warning(&device)))
+    let is_lost = has_the_only_default_routes(&host, &device).ok()?;
+    if is_lost { Some((selector.key(), default_route_warning(&device))) } else { None }
 }
 
 /// Returns the warning for a device with the host's only default routes.

@@ -50,8 +50,8 @@ impl Plugin for Loopback {
             let undo = netlink.clone();
             rollback.push("set lo down again", move || undo.set_down(lo.index));
         }
-        // lo is set up before its addresses are read: the kernel adds 127.0.0.1/8 and ::1/128 when
-        // lo goes up, and both belong in the result.
+        // The kernel adds 127.0.0.1/8 and ::1/128 when lo goes up, so lo is set up before its
+        // addresses are read for the result.
         netlink.set_up(lo.index)?;
         let addresses = netlink.list_addresses(lo.index)?;
         if let Some(other) = addresses.iter().find(|address| !address.cidr.address().is_loopback()) {
@@ -85,7 +85,7 @@ impl Plugin for Loopback {
         Ok(())
     }
 
-    /// Succeeds always: every namespace has a `lo`, so ADD needs nothing that could be missing.
+    /// Always succeeds: every namespace has a `lo`, so ADD needs nothing that could be missing.
     fn status(&self, _: &Call<'_>) -> Result<()> {
         Ok(())
     }
@@ -93,7 +93,8 @@ impl Plugin for Loopback {
 
 /// Returns the result of ADD: the interface `lo` with its first IPv4 and its first IPv6 address.
 fn result_for_lo(call: &Call<'_>, addresses: &[Addr]) -> AddResult {
-    let first = |family| addresses.iter().map(|address| address.cidr).find(|cidr| Family::of(cidr.address()) == family);
+    let first_of =
+        |family| addresses.iter().map(|address| address.cidr).find(|cidr| Family::of(cidr.address()) == family);
     AddResult {
         interfaces: vec![Interface {
             name: LO.to_owned(),
@@ -103,7 +104,7 @@ fn result_for_lo(call: &Call<'_>, addresses: &[Addr]) -> AddResult {
         }],
         ips: Family::ALL
             .into_iter()
-            .filter_map(first)
+            .filter_map(first_of)
             .map(|address| IpConfig { interface: Some(0), address, gateway: None })
             .collect(),
         ..AddResult::default()

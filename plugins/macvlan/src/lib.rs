@@ -102,16 +102,16 @@ impl Interface for Macvlan {
     }
 }
 
-/// Returns the error for an invalid hardware address, with the text of Go's plugin. `sources` are
-/// the texts that may contain the address, of which the first that is not empty counts; `reason` is
-/// the error of [`keys::mac`].
+/// Returns the error for an invalid hardware address. `sources` are the texts that may contain the
+/// address: the first non-empty one is used. `reason` is the error of [`keys::mac`].
 ///
-/// Go's plugin has two texts, because its parser refuses a malformed address, and the kernel an
-/// address that no interface can have, such as a multicast address.
+/// The two texts are those of Go's plugin: one for a malformed address, which its parser refuses,
+/// and one for an address that the kernel refuses, such as a multicast address.
 fn mac_error(sources: [&str; 3], reason: &str) -> Error {
     let text = sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default();
-    // `keys::mac` begins its error about a malformed address, and only that one, with "address".
-    Error::config(if reason.starts_with("address") {
+    // `keys::mac` begins only its error about a malformed address with "address".
+    let is_malformed = reason.starts_with("address");
+    Error::config(if is_malformed {
         format!("invalid args {text} for MAC addr: {reason}")
     } else {
         format!("failed to create macvlan: {reason}")

@@ -25,8 +25,8 @@ use cni_plugin::interface::{
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
 
-/// How long ADD waits until both ends of the pair have a carrier, so that they can send frames.
-/// That takes milliseconds, on an overloaded machine longer.
+/// How long ADD waits until both ends of the pair have a carrier and can send frames. This takes
+/// milliseconds, or longer on an overloaded machine.
 const CARRIER_DEADLINE: Duration = Duration::from_secs(5);
 
 /// The scope of the host's IPv4 routes to containers, as Go's plugin sets it (`RT_SCOPE_HOST`).
@@ -105,7 +105,7 @@ impl Interface for Ptp {
     }
 
     /// Enables forwarding, adds the gateways' addresses to the host's end of the pair, and adds a
-    /// route over that end to each of the container's addresses.
+    /// route through this end to each of the container's addresses.
     fn configure_host<'a>(
         &self,
         context: &AttachmentContext<'a, Conf>,
@@ -118,11 +118,10 @@ impl Interface for Ptp {
             sysctl::ensure(forwarding_sysctl(Family::of(ip.address.address())), "1")?;
             // Several addresses may have the same gateway.
             let Some(gateway) = ip.gateway.filter(|gateway| !state.added.contains(gateway)) else { continue };
-            // Without duplicate address detection, so that the gateway answers at once and packets
-            // for the container are forwarded at once.
+            // Duplicate address detection would delay answers of the gateway and forwarded packets.
             context.host.add_address(created.link.index, Cidr::host(gateway), Dad::Skip)?;
-            // The kernel resolves neighbours for forwarded packets from a link-local address. The
-            // one that the kernel adds is tentative at first.
+            // For forwarded packets, the kernel resolves neighbours from a link-local address, and
+            // the one that the kernel adds itself is tentative at first.
             if gateway.is_ipv6() {
                 context.host.add_link_local(created.link.index, created.link.mac)?;
             }

@@ -35,8 +35,8 @@ pub(crate) fn find_missing(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[I
         };
         let routes = netlink.list_routes(family, Some(rule.table))?;
         let has_default = routes.iter().any(|route| route.dst.is_default_route() && route.oif == link.index);
-        // Only a gateway makes a default route certain: without one, the table has a default route
-        // only if the main table had one.
+        // Without a gateway, ADD has copied a default route only if the main table had one. Whether
+        // it had one is not known here.
         if !has_default && conf.gateway(family).or(ip.gateway).is_some() {
             missing.push(format!(
                 "table {}, for packets from {address}, has no default route through {}",

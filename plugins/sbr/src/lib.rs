@@ -2,9 +2,9 @@
 //! CNI_IFNAME, even if the container has other interfaces with other routes. It runs after a plugin
 //! of the same list that has created the interface, and returns that plugin's result.
 //!
-//! Each address gets a rule that leads to a routing table, and the interface's routes move from the
-//! main table into it. With the key `table`, only the rules are added. Rules and routes are in the
-//! container's namespace and vanish with it, so GC has nothing to do.
+//! Each address gets a rule that leads to a routing table of its own, and the interface's routes
+//! move from the main table into these tables. With the key `table`, only the rules are added.
+//! Rules and routes are in the container's namespace and vanish with it, so GC has nothing to do.
 //!
 //! Two calls for one namespace must not choose the same table. Each locks the namespace as Go's
 //! plugin does: with `flock` on the file that CNI_NETNS names. No lock file is created.
@@ -104,8 +104,8 @@ impl Plugin for Sbr {
         };
         let _locked = netns.lock(call.machine, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
-        // The addresses come from both sources: prevResult has them even if the interface does not
-        // exist any more, and the interface has them even if prevResult is missing or invalid.
+        // The addresses are taken from prevResult, in case the interface no longer exists, and from
+        // the interface, in case prevResult is missing or invalid.
         let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();
         let mut addresses: Vec<IpAddr> =
             addresses_of(&prev, &call.ifname).iter().map(|ip| ip.address.address()).collect();

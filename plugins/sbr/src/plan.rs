@@ -25,7 +25,7 @@ const SCOPE_LINK: u8 = 253;
 /// The changes that ADD makes in the container's namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
-    /// The routes to add to the new tables, most of them copies of those in `moved`.
+    /// The routes to add to the new tables: mostly copies of the routes in `moved`.
     table_routes: Vec<SavedRoute>,
     /// The rules to add: one for each address.
     rules: Vec<Rule>,
@@ -42,10 +42,10 @@ impl Plan {
     /// - Code 102 if an address has a rule already.
     /// - Code 100 if the kernel cannot list rules, routes or addresses.
     pub(crate) fn new(netlink: &Netlink, link: &Link, conf: &Conf, ips: &[IpConfig]) -> Result<Plan> {
-        let (mut existing_rules, mut routes) = (Vec::new(), Vec::new());
+        let (mut existing_rules, mut all_routes) = (Vec::new(), Vec::new());
         for family in Family::ALL {
             existing_rules.extend(netlink.list_rules(family)?);
-            routes.extend(netlink.save_routes(family)?);
+            all_routes.extend(netlink.save_routes(family)?);
         }
         for ip in ips {
             let source = Some(Cidr::host(ip.address.address()));
@@ -61,22 +61,23 @@ impl Plan {
             }
             Conf::FreeTables { main_table, .. } => *main_table,
         };
-        let taken = tables_in_use(&existing_rules, &routes);
-        // From here on, `routes` are the interface's routes in the main table.
-        routes.retain(|route| {
+        let taken = tables_in_use(&existing_rules, &all_routes);
+        let mut interface_routes = all_routes;
+        interface_routes.retain(|route| {
             let is_of_used_family = ips.iter().any(|ip| Family::of(ip.address.address()) == route.family());
             route.table_id() == MAIN_TABLE && route.leaves_by(link.index) && is_of_used_family
         });
         let mut plan = Plan::default();
-        // Each address gets the next table that is not in use.
-        for (ip, table) in ips.iter().zip((FIRST_TABLE..).filter(|table| !taken.contains(table))) {
+        let free_tables = (FIRST_TABLE..).filter(|table| !taken.contains(table));
+        for (ip, table) in ips.iter().zip(free_tables) {
             plan.rules.push(Rule::from_host(ip.address.address(), table));
-            let copied = routes_of_address(ip, ips, &routes);
-            plan.table_routes.extend(routes_of_table(ip, conf, link, copied).iter().map(|route| route.in_table(table)));
+            let copied = routes_of_address(ip, ips, &interface_routes);
+            let table_routes = routes_of_table(ip, conf, link, copied);
+            plan.table_routes.extend(table_routes.iter().map(|route| route.in_table(table)));
         }
         // The route to fe80::/64 stays: packets with a link-local source address match no rule, and
         // so use the main table.
-        plan.moved = routes;
+        plan.moved = interface_routes;
         plan.moved.retain(|route| !route.routes().iter().any(is_link_local));
         if main_table == MainTable::SourceHints {
             let addresses = netlink.list_addresses(link.index)?;
@@ -85,13 +86,13 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Implements `addSourceHints`: the main table gets a route to the network of each address,
-    /// with the address as the source, and keeps the routes of link scope that do not conflict with
-    /// them. IPv6 routes have no scope, so only IPv4 routes are kept, as in Go's plugin.
+    /// Implements `addSourceHints`: the main table gets a hint for each address, which is a route
+    /// to the network of the address, with the address as the source. The main table keeps the
+    /// routes of link scope that do not conflict with a hint. IPv6 routes have no scope, so only
+    /// IPv4 routes are kept, as in Go's plugin.
     ///
-    /// `addresses` are those that the interface has. While the kernel still checks that an IPv6
-    /// address is unique (it is tentative), it refuses the address as a source. The route then has
-    /// no source, and the kernel chooses an address of the interface.
+    /// `addresses` are the addresses of the interface. The kernel refuses a tentative IPv6 address
+    /// as a source. The hint for such an address has no source, and the kernel chooses one.
     fn add_hints(&mut self, link: &Link, ips: &[IpConfig], addresses: &[Addr]) {
         let is_tentative = |ip: IpAddr| addresses.iter().any(|addr| addr.cidr.address() == ip && addr.tentative);
         let hint = |ip: &IpConfig| Route {
@@ -121,8 +122,8 @@ impl Plan {
             rollback.push(format!("delete rule {rule}"), move || undo.purge_rule(&rule));
             netlink.add_rule(&rule)?;
         }
-        // Undos run in reverse order, and the restored routes conflict with the hints. So this undo
-        // is registered before those that delete the hints.
+        // Undos run in reverse order. The hints must be deleted before the routes are restored,
+        // because they conflict, so this undo is registered first.
         let (undo, removed) = (netlink.clone(), self.moved.clone());
         rollback.push("put the routes of the main table back", move || {
             // Tries all routes and returns the first error.
@@ -140,9 +141,9 @@ impl Plan {
     }
 }
 
-/// Returns those of `routes`, the routes of the interface, that packets from the address `ip` need:
-/// all routes of the address's family, except those whose gateway or source is in the network of
-/// another address in `ips` but not in the network of `ip`.
+/// Returns the routes that packets from the address `ip` need: all `routes` of the address's
+/// family, except those whose gateway or source is in the network of another address in `ips` but
+/// not in the network of `ip`.
 fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> Vec<SavedRoute> {
     let is_of_other_address = |route: &SavedRoute| {
         !route.belongs_to(ip.address.network()) && ips.iter().any(|other| route.belongs_to(other.address.network()))
@@ -152,8 +153,8 @@ fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> 
 }
 
 /// Returns the routes for the table of the address `ip`: `copied` and, if there is a gateway, a
-/// default route. One to the configured gateway replaces the default routes in `copied`. One to the
-/// gateway that `ip` has is only added if no copied route has the same destination and metric.
+/// default route. A configured gateway replaces the default routes in `copied`. The gateway of `ip`
+/// is only used if no copied route has the same destination and metric as its default route.
 ///
 /// Routes with a gateway come last: the kernel accepts such a route only if it can already reach
 /// the gateway.

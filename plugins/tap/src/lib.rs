@@ -1,10 +1,10 @@
 //! The plugin `tap`: creates a tap in the container's network namespace, an Ethernet interface
 //! whose frames go to and come from a program, such as a virtual machine.
 //!
-//! The tap outlives this process only from the end of ADD on: if ADD is killed before, the kernel
-//! removes it. The exception is a tap with `selinuxContext`. The program `ip` creates that tap,
-//! persistent at once, because the kernel takes the SELinux label of a tap from the program that
-//! creates it.
+//! ADD makes the tap persistent as its last step: if ADD is killed earlier, the kernel removes the
+//! tap. The exception is a tap with `selinuxContext`. The kernel takes the SELinux label of a tap
+//! from the program that creates it, so the program `ip` creates this tap, which is persistent at
+//! once.
 //!
 //! This file reads the configuration and creates the tap. [`cni_plugin::interface`] does the rest.
 
@@ -119,7 +119,7 @@ impl Interface for TapPlugin {
         };
         let spec = TapSpec { name: &call.ifname, owner: conf.owner, group: conf.group, queues: conf.queues };
         let tap = match &conf.selinux_context {
-            // Needs no undo yet: the kernel removes the tap when the value is dropped.
+            // Needs no undo before `finish`: the kernel removes the tap when the value is dropped.
             None => Some(create_tap(context, &spec)?),
             Some(selinux_context) => {
                 register_removal(context, rollback);
@@ -129,7 +129,7 @@ impl Interface for TapPlugin {
         };
         let link = container.link(&call.ifname)?;
         if tap.is_some() {
-            // For the time after `finish`, which makes the tap persistent.
+            // This undo is needed once `finish` has made the tap persistent.
             let undo_container = container.clone();
             rollback.push(format!("delete {}", link.name), move || undo_container.purge_link(link.index).map(drop));
         }
@@ -160,8 +160,8 @@ impl Interface for TapPlugin {
             }
         }
         check.compare_layer3()?;
-        // Duplicate address detection, which Go's plugin leaves enabled, only runs while a program
-        // has the tap open. Otherwise the tap is not in the state running, and waiting is in vain.
+        // Go's plugin leaves duplicate address detection enabled, which only runs while a program
+        // has the tap open (state running). Without a program, it would never end.
         if check.inner.running { check.wait_for_dad(check.settle_deadline()) } else { Ok(()) }
     }
 

@@ -16,10 +16,10 @@ pub(crate) struct Plan {
     vrf: Target,
     /// CNI_IFNAME.
     link: Link,
-    /// The interface's IPv6 addresses, which it loses when it joins.
+    /// The interface's IPv6 addresses, which the kernel deletes when the interface joins.
     addresses: Vec<SavedAddr>,
-    /// The interface's routes, which it loses too. Routes that the kernel adds with each address
-    /// are not included.
+    /// The interface's routes, which the kernel deletes too. Does not include the routes that the
+    /// kernel adds with each address.
     routes: Vec<SavedRoute>,
 }
 
@@ -35,8 +35,8 @@ impl Plan {
     /// be restored afterwards.
     ///
     /// # Errors
-    /// - Code 102 if another kind of interface has the VRF's name, the VRF has another table than
-    ///   the configured one, or the interface already is in a bridge, bond or VRF.
+    /// - Code 102 if another kind of interface has the VRF's name, the VRF's table is not the
+    ///   configured one, or the interface already is in a bridge, bond or VRF.
     /// - Code 4 if the interface does not exist.
     /// - Code 100 if the kernel cannot list its links, addresses, routes or rules.
     pub(crate) fn new(netlink: &Netlink, conf: &Conf, ifname: &str) -> Result<Plan> {
@@ -70,8 +70,8 @@ impl Plan {
     }
 
     /// Creates the VRF if it does not exist, adds the interface to it and restores the interface's
-    /// addresses and routes; those of the main table go to the VRF's table. Registers the undo of a
-    /// change on `rollback` before making the change.
+    /// addresses and routes. Routes of the main table go to the VRF's table. Registers the undo of
+    /// a change on `rollback` before making the change.
     ///
     /// # Errors
     /// - Code 2 if the kernel does not support VRFs.
@@ -103,8 +103,8 @@ impl Plan {
     }
 }
 
-/// Returns the configured table or, if none is configured, the first one that no rule, no route and
-/// no VRF uses. `routes` are all routes of the namespace.
+/// Returns the configured table or, if none is configured, the first table that no rule, route or
+/// VRF uses. `routes` are all routes of the namespace.
 fn table_for_new_vrf(netlink: &Netlink, conf: &Conf, routes: &[SavedRoute]) -> Result<u32> {
     if let Some(table) = conf.table {
         return Ok(table);
@@ -128,8 +128,8 @@ fn create_vrf(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
     })
 }
 
-/// Adds the addresses and routes that the interface has lost by joining or leaving a VRF. Those
-/// that still exist are left as they are.
+/// Adds the addresses and routes that the interface has lost by joining or leaving a VRF. Existing
+/// ones are left unchanged.
 fn restore(netlink: &Netlink, addresses: &[SavedAddr], routes: &[SavedRoute]) -> cni_linux::Result<()> {
     addresses.iter().try_for_each(|address| netlink.restore_address(address))?;
     // Routes through a gateway come last: the kernel accepts a gateway only if a route to it

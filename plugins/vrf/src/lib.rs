@@ -65,8 +65,8 @@ impl Plugin for Vrf {
         Ok(Added { result, rollback })
     }
 
-    /// Fails with code 101 if the interface is not in the VRF, the VRF is down, or it has another
-    /// table than the configured one.
+    /// Fails with code 101 if the interface is not in the VRF, the VRF is down, or the VRF's table
+    /// is not the configured one.
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         call.conf.prev_result()?.ok_or_else(no_prev_result)?;
@@ -131,7 +131,7 @@ fn no_prev_result() -> Error {
     Error::config("missing prevResult from earlier plugin")
 }
 
-/// Returns the text of Go's plugin for a VRF with another table than the configured one.
+/// Returns the text of Go's plugin for a VRF whose table is not the configured one.
 fn different_table_text(name: &str, found: u32) -> String {
     format!("VRF {name} already exist with different routing table {found}")
 }

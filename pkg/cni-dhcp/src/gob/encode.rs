@@ -11,8 +11,8 @@ pub enum Definition<'a> {
     List(i64),
 }
 
-/// Appends the definition of a type with this number: Go's structure `wireType`, which the function
-/// `definition` of the parent module explains. A type without a name in Go gets an empty name.
+/// Appends the definition of the type `id`: Go's structure `wireType`, which the function
+/// `definition` of the parent module explains. `name` is empty for a type that has no name in Go.
 pub fn write_definition(out: &mut Vec<u8>, id: i64, name: &str, definition: Definition<'_>) {
     let mut common = Fields::default();
     common.text(name);
@@ -35,7 +35,7 @@ pub fn write_definition(out: &mut Vec<u8>, id: i64, name: &str, definition: Defi
         }
     };
     let mut wire_type = Fields::default();
-    // The fields of the kinds before this one are not set.
+    // The index of the field that is set is the kind.
     (0..kind).for_each(|_| wire_type.skip());
     wire_type.nested(details);
     // The negative number distinguishes a definition from a value.
@@ -57,13 +57,13 @@ fn write_message(out: &mut Vec<u8>, id: i64, body: &[u8]) {
     out.extend(body);
 }
 
-/// Encodes the fields of a structure, which must be added in their order. A field with the value
-/// zero is left out, as Go does.
+/// Encodes the fields of a structure, which must be added in their order. As in Go, a field with
+/// the value zero is left out.
 #[derive(Clone, Debug)]
 pub struct Fields {
     bytes: Vec<u8>,
-    /// The distance of the next field's index from that of the last field that was not left out. It
-    /// is encoded before the next field. The index before the first field counts as -1.
+    /// The number that is encoded before the next field: the distance of the field's index from
+    /// that of the last field that was not left out, or from -1 if there is none.
     distance: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Finds the leases of Go's daemon, which records nothing. The result cache of libcni has the
+//! Finds the leases of Go's daemon. That daemon records nothing, but libcni's result cache has the
 //! configuration and the result of each attachment.
 
 use std::path::Path;
@@ -31,20 +31,23 @@ pub(super) fn list(cache: &Path, sockets: &[&Path]) -> cni::Result<Vec<Cached>> 
 }
 
 /// Reads a cache entry. Returns `None` if none of its plugins uses dhcp with one of these sockets,
-/// or if its namespace or result is not known.
+/// or if the entry lacks a namespace or a valid result.
 fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     let attachment = &entry.attachment;
     if attachment.netns.is_empty() {
         return None;
     }
-    let pairs: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
-    let args = pairs.join(";");
+    let cni_args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    let cni_args = cni_args.join(";");
     let list = entry.list().ok()?;
     let mut requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, Some(&attachment.capability_args)));
     let (conf, keys) = requests.find_map(|request| {
-        let conf = NetConf::parse(request).ok().filter(|conf| conf.ipam_type() == "dhcp")?;
-        let keys = Conf::read(&conf, &args).ok().filter(|keys| sockets.contains(&keys.socket.as_path()))?;
-        Some((conf, keys))
+        let conf = NetConf::parse(request).ok()?;
+        if conf.ipam_type() != "dhcp" {
+            return None;
+        }
+        let keys = Conf::read(&conf, &cni_args).ok()?;
+        if sockets.contains(&keys.socket.as_path()) { Some((conf, keys)) } else { None }
     })?;
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     let mut result = AddResult::decode(&json, Version::NEWEST).ok()?;
@@ -54,7 +57,7 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
         container_id: attachment.container_id.clone(),
         netns: attachment.netns.clone(),
         ifname: attachment.ifname.clone(),
-        args,
+        args: cni_args,
         ..CmdArgs::default()
     };
     Some(Cached { args, conf, keys, result })

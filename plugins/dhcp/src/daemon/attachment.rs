@@ -1,9 +1,10 @@
-//! The task of one attachment: it sends and receives for the state machine of
-//! [`cni_dhcp::lease`], writes the record, and answers the plugin's calls.
+//! The task of one attachment: it sends and receives messages for the state machine of
+//! [`cni_dhcp::lease`], writes the record, and publishes the status of the lease.
 
 use std::rc::Rc;
 use std::time::Duration;
 
+use cni::Cidr;
 use cni::result::AddResult;
 use cni_dhcp::lease::{Change, Session, Step};
 use cni_dhcp::message::LeaseParameters;
@@ -17,8 +18,8 @@ use crate::record::{Record, RecordedLease};
 
 /// The longest time that the task sleeps before it checks whether the interface still exists.
 const LONGEST_SLEEP: Duration = Duration::from_secs(3600);
-/// The longest sleep after which the task does not check whether the interface still exists. Such a
-/// sleep is one between two messages: if the interface is gone, sending the next one fails.
+/// After a sleep of at most this time, the task does not check whether the interface still exists.
+/// A message follows such a short sleep, and sending it fails if the interface is gone.
 const UNCHECKED_SLEEP: Duration = Duration::from_secs(1);
 /// The pause before the task tries again to add an address or route to the interface.
 const RETRY_PAUSE: Duration = Duration::from_secs(10);
@@ -28,9 +29,9 @@ const INTERFACE_GONE: &str = "the interface no longer exists";
 /// The state of an attachment's lease, from which the daemon answers the plugin's calls.
 #[derive(Clone, Debug)]
 pub(crate) enum Status {
-    /// There has been no lease yet.
+    /// The first lease has not been granted yet.
     Acquiring,
-    /// There is a lease. The value is the result of ADD.
+    /// There is a lease. The value is the result for ADD.
     Leased(Rc<AddResult>),
     /// The lease has ended, for this reason. The task tries to get another.
     Lost(String),
@@ -56,17 +57,17 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    /// Whether the task's lease is for this interface. If it is not, the container has been started
-    /// again with another interface of the same name.
+    /// Whether the task is for this interface. If it is not, the container has been started again,
+    /// and `found` is a new interface of the same name.
     pub(crate) fn is_for(&self, found: &Interface) -> bool {
         let Interface { netns, netns_id, index, mac, .. } = &self.interface;
         let is_same_link = *netns_id == found.netns_id && *index == found.index;
-        // The namespace may have another path now. The task can only renew the lease if the path
-        // that it knows still leads to the interface.
+        // The namespace may have moved to another path. The task can only renew the lease if its
+        // own path still leads to the interface.
         let is_path_valid = *netns == found.netns || !self.interface.is_gone();
-        // A new namespace can get the inode number of a deleted one, so the MAC is compared too.
-        // The plugin tuning may have changed the MAC of the same interface. Then the interface
-        // still has the leased address.
+        // A new namespace can get the inode number of a deleted one, so the MAC is compared too. If
+        // the plugin tuning has changed the MAC of the same interface, the interface still has the
+        // leased address.
         let has_address = || match &*self.status.borrow() {
             Status::Leased(result) => result.ips.iter().any(|ip| found.has_address(ip.address)),
             Status::Acquiring | Status::Lost(_) | Status::Failed(_) => false,
@@ -83,9 +84,20 @@ pub(crate) struct Attachment {
     pub(crate) session: Session,
     pub(crate) status: watch::Sender<Status>,
     pub(crate) commands: mpsc::UnboundedReceiver<LeaseCommand>,
-    /// The address and routes that must still be added to the interface, after a lease with another
-    /// address or after the loss of a lease.
+    /// The result whose address and routes the task must still add to the interface, because the
+    /// address has changed or a lost lease was replaced. For the first lease, the interface plugin
+    /// adds them.
     pub(crate) missing: Option<Rc<AddResult>>,
+}
+
+/// How a task ends.
+enum TaskEnd {
+    /// The daemon ends. The record stays.
+    DaemonEnded,
+    /// There is no lease or interface, for this reason. The record is removed.
+    GaveUp(String),
+    /// A command has released the lease. The task reports its end through this channel.
+    Released(oneshot::Sender<()>),
 }
 
 /// Returns the time since the boot of the machine, including suspension.
@@ -99,14 +111,14 @@ impl Attachment {
     pub(crate) async fn run(mut self) {
         let key = self.record.key();
         match self.maintain_lease(&key).await {
-            End::Kept => {}
-            End::Forgotten(why) => {
+            TaskEnd::DaemonEnded => {}
+            TaskEnd::GaveUp(why) => {
                 log(format_args!("{key}: {why}"));
                 self.purge_record(&key);
                 self.status.send_replace(Status::Failed(why));
                 self.daemon.forget(&key, &self.status);
             }
-            End::Released(done) => {
+            TaskEnd::Released(done) => {
                 self.daemon.forget(&key, &self.status);
                 // Sending fails if the connection of the DEL was closed meanwhile.
                 let _ = done.send(());
@@ -119,13 +131,14 @@ impl Attachment {
         self.log_error(self.daemon.records.purge(key));
     }
 
-    /// Records the lease. An error is only logged, unless it is about the first lease.
+    /// Records the lease and clears the recorded error.
     ///
     /// # Errors
     /// Code 5 if the first lease, for which the plugin still waits, cannot be recorded: a later
-    /// daemon would not know this lease, so it would never be released.
-    fn write_record(&mut self, held: RecordedLease) -> Result<(), cni::Error> {
-        self.record.held = held;
+    /// daemon would not know this lease, so it would never be released. If a later change cannot be
+    /// recorded, the error is only logged.
+    fn write_record(&mut self, lease: RecordedLease) -> Result<(), cni::Error> {
+        self.record.lease = lease;
         self.record.error = None;
         match self.daemon.records.write(&self.record) {
             Err(error) if matches!(*self.status.borrow(), Status::Acquiring) => Err(error),
@@ -141,14 +154,14 @@ impl Attachment {
     fn record_error(&mut self, error: String) {
         if self.record.error.as_ref() != Some(&error) {
             self.record.error = Some(error);
-            if !matches!(self.record.held, RecordedLease::Nothing) {
+            if !matches!(self.record.lease, RecordedLease::Nothing) {
                 self.log_error(self.daemon.records.write(&self.record));
             }
         }
     }
 
-    /// Logs and records an error that may occur again and again. It is only logged if it is not the
-    /// error that was recorded last.
+    /// Records an error that may occur again and again, and logs it unless it is the one that was
+    /// recorded last.
     fn log_repeated_error(&mut self, key: &str, error: String) {
         if self.record.error.as_ref() != Some(&error) {
             log(format_args!("{key}: {error}"));
@@ -164,16 +177,16 @@ impl Attachment {
     }
 
     /// Acquires the lease and renews it, until something ends the task.
-    async fn maintain_lease(&mut self, key: &str) -> End {
+    async fn maintain_lease(&mut self, key: &str) -> TaskEnd {
         if self.session.lease().is_none() {
             log(format_args!("{key}: acquiring lease"));
             let (interface, timeout) = (self.interface.clone(), self.daemon.limits.answer);
             tokio::select! {
-                // A release that waits in the channel comes before the first message.
+                // A command that is already in the channel is processed before any message is sent.
                 biased;
                 end = self.process_commands(key) => return end,
                 up = interface.bring_up(timeout) => if let Err(error) = up {
-                    return End::Forgotten(error);
+                    return TaskEnd::GaveUp(error);
                 },
             }
         }
@@ -191,16 +204,16 @@ impl Attachment {
                     if is_unanswered {
                         self.record_error("the server did not answer the last request to renew the lease".into());
                     }
-                    is_unanswered = self.session.lease().is_some();
-                    if let Err(error) = exchange.send(&self.interface, &bytes, path) {
-                        // The message counts as lost in the network, unless the interface is gone.
+                    let sent = exchange.send(&self.interface, &bytes, path);
+                    is_unanswered = sent.is_ok() && self.session.lease().is_some();
+                    if let Err(error) = sent {
                         exchange.close();
                         if self.interface.is_gone() {
-                            return End::Forgotten(INTERFACE_GONE.into());
+                            return TaskEnd::GaveUp(INTERFACE_GONE.into());
                         }
+                        // The message counts as lost in the network, and is repeated later.
                         let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
                         self.log_repeated_error(key, why);
-                        is_unanswered = false;
                     }
                     continue;
                 }
@@ -211,10 +224,10 @@ impl Attachment {
                 }
                 Step::Failed => {
                     // The server may have leased the address although its answer did not arrive.
-                    if matches!(self.record.held, RecordedLease::Requested(_)) {
+                    if matches!(self.record.lease, RecordedLease::Requested(_)) {
                         self.release(key);
                     }
-                    return End::Forgotten("no more tries".into());
+                    return TaskEnd::GaveUp("no more tries".into());
                 }
             };
             self.add_missing(key);
@@ -223,7 +236,7 @@ impl Attachment {
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
                     if wait > UNCHECKED_SLEEP && self.interface.is_gone() {
-                        return End::Forgotten(INTERFACE_GONE.into());
+                        return TaskEnd::GaveUp(INTERFACE_GONE.into());
                     }
                 }
                 received = exchange.receive() => match received {
@@ -243,7 +256,8 @@ impl Attachment {
         }
     }
 
-    /// Adds the missing address and routes to the interface. After an error they stay missing.
+    /// Adds the missing address and routes to the interface. After an error the next call tries
+    /// again.
     fn add_missing(&mut self, key: &str) {
         let Some(result) = &self.missing else { return };
         match self.interface.add_address_and_routes(result) {
@@ -252,39 +266,40 @@ impl Attachment {
         }
     }
 
-    /// Releases a lease that cannot be recorded, and returns the end of the task.
-    fn give_up_unrecorded(&mut self, key: &str, error: &cni::Error) -> End {
+    /// Releases a lease that cannot be recorded because of `error`. Returns how the task ends.
+    fn give_up_unrecorded(&mut self, key: &str, error: &cni::Error) -> TaskEnd {
         if self.session.lease().is_some() {
             self.release(key);
         }
-        End::Forgotten(error.to_string())
+        TaskEnd::GaveUp(error.to_string())
     }
 
     /// Processes the daemon's commands until one ends the task.
-    async fn process_commands(&mut self, key: &str) -> End {
+    async fn process_commands(&mut self, key: &str) -> TaskEnd {
         loop {
             match self.commands.recv().await {
-                // The daemon ends. The record stays for the next one.
-                None => return End::Kept,
+                // The channel is closed, because the daemon ends.
+                None => return TaskEnd::DaemonEnded,
                 Some(LeaseCommand::CheckInterface) if self.interface.is_gone() => {
-                    return End::Forgotten(INTERFACE_GONE.into());
+                    return TaskEnd::GaveUp(INTERFACE_GONE.into());
                 }
                 Some(LeaseCommand::CheckInterface) => {}
                 Some(LeaseCommand::Release(done)) => {
                     self.release(key);
-                    return End::Released(done);
+                    return TaskEnd::Released(done);
                 }
             }
         }
     }
 
     /// Sends DHCPRELEASE, which servers do not answer, deletes the address, and removes the record.
+    /// Without a lease or interface, only removes the record.
     fn release(&mut self, key: &str) {
-        let terms: Option<LeaseParameters> = match (&self.session.lease(), &self.record.held) {
+        let terms: Option<LeaseParameters> = match (&self.session.lease(), &self.record.lease) {
             (Some(lease), _) => Some(lease.terms.clone()),
-            // The server may have leased the address without an answer that has arrived.
+            // The server may have leased the address although its answer did not arrive.
             (None, RecordedLease::Requested(terms)) => Some(terms.clone()),
-            // A recorded lease without one in the session is lost.
+            // The session has lost the recorded lease.
             (None, RecordedLease::Bound(_) | RecordedLease::Nothing) => None,
         };
         if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
@@ -295,8 +310,8 @@ impl Attachment {
             if let Err(error) = sent {
                 log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
             }
-            // The server may lease the address to another client at once, and the interface may
-            // stay.
+            // The interface may stay, and the server may lease the address to another client at
+            // once.
             self.log_error(self.interface.delete_address(terms.network));
         }
         self.purge_record(key);
@@ -308,41 +323,59 @@ impl Attachment {
     /// That of [`write_record`](Attachment::write_record).
     fn apply_change(&mut self, key: &str, change: Change) -> Result<(), cni::Error> {
         match change {
-            // A requested address is recorded before the request, so that it can be released if the
-            // daemon ends now. The record of a lost lease is not replaced, because with it a daemon
-            // that starts later continues to search.
-            Change::Offered(_) if matches!(*self.status.borrow(), Status::Lost(_)) => return Ok(()),
-            Change::Offered(terms) => return self.write_record(RecordedLease::Requested(terms)),
+            Change::Offered(terms) => self.record_offer(terms),
+            Change::Acquired | Change::Extended => self.apply_lease(key, None),
+            Change::Moved(old) => self.apply_lease(key, Some(old)),
             Change::Lost(network) => {
-                let why = format!("the lease of {} is lost", network.address());
-                log(format_args!("{key}: {why}"));
-                self.log_error(self.interface.delete_address(network));
-                self.missing = None;
-                // A daemon that starts later must see that the lease has ended.
-                if let RecordedLease::Bound(lease) = &mut self.record.held {
-                    lease.terms.seconds = 0;
-                }
-                self.record_error(why.clone());
-                self.status.send_replace(Status::Lost(why));
-                return Ok(());
+                self.apply_loss(key, network);
+                Ok(())
             }
-            Change::Moved(_) | Change::Acquired | Change::Extended => {}
         }
-        // After these changes the session has a lease.
+    }
+
+    /// Records an offered address before it is requested, so that a later daemon can release it if
+    /// this one ends before the answer. Keeps the record of a lost lease: with that record, a later
+    /// daemon continues to search.
+    fn record_offer(&mut self, terms: LeaseParameters) -> Result<(), cni::Error> {
+        if matches!(*self.status.borrow(), Status::Lost(_)) {
+            return Ok(());
+        }
+        self.write_record(RecordedLease::Requested(terms))
+    }
+
+    /// Deletes the address of a lost lease from the interface, and records the loss.
+    fn apply_loss(&mut self, key: &str, network: Cidr) {
+        let why = format!("the lease of {} is lost", network.address());
+        log(format_args!("{key}: {why}"));
+        self.log_error(self.interface.delete_address(network));
+        self.missing = None;
+        // A later daemon must see that the lease has ended.
+        if let RecordedLease::Bound(lease) = &mut self.record.lease {
+            lease.terms.seconds = 0;
+        }
+        self.record_error(why.clone());
+        self.status.send_replace(Status::Lost(why));
+    }
+
+    /// Records and publishes the session's new or extended lease. If the address has changed or a
+    /// lost lease was replaced, adds the address and routes to the interface. `old` is the previous
+    /// address, which is deleted.
+    fn apply_lease(&mut self, key: &str, old: Option<Cidr>) -> Result<(), cni::Error> {
+        // Always present here: the server has just granted the lease.
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
         let has_moved =
             matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
         let is_regained = matches!(*self.status.borrow(), Status::Lost(_));
         let result = Rc::new(lease.terms.result(self.record.priority));
         self.write_record(RecordedLease::Bound(lease.clone()))?;
-        // After the first lease, the interface plugin adds the address.
+        // After the first lease, the interface plugin adds the address instead.
         if has_moved || is_regained {
             self.missing = Some(Rc::clone(&result));
             self.add_missing(key);
         }
         // The old address is deleted after the new one is added, because an interface without an
         // address loses its routes.
-        if let Change::Moved(old) = change {
+        if let Some(old) = old {
             self.log_error(self.interface.delete_address(old));
         }
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
@@ -350,14 +383,4 @@ impl Attachment {
         self.status.send_replace(Status::Leased(result));
         Ok(())
     }
-}
-
-/// How a task ends.
-enum End {
-    /// The daemon ends. The record stays.
-    Kept,
-    /// There is no lease or interface any more, for this reason. The record is removed.
-    Forgotten(String),
-    /// A command has released the lease. The end is reported through this channel.
-    Released(oneshot::Sender<()>),
 }

@@ -8,7 +8,7 @@ use cni_dhcp::message::ReplyMode;
 
 use crate::conf::DEFAULT_SOCKET;
 
-/// What happens with the leases when a signal ends the daemon.
+/// What happens to the leases when a signal ends the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnExit {
     /// The leases and their records stay.
@@ -46,16 +46,18 @@ impl Flags {
         while let Some(arg) = args.next() {
             let name = arg.strip_prefix("--").or_else(|| arg.strip_prefix('-'));
             let name = name.ok_or_else(|| format!("unexpected argument: {arg}"))?;
-            let (name, given) = match name.split_once('=') {
+            let (name, value_in_arg) = match name.split_once('=') {
                 Some((name, value)) => (name, Some(value.to_owned())),
                 None => (name, None),
             };
-            let switch = || is_on(name, given.as_deref().unwrap_or("true"));
-            let mut value =
-                || given.clone().or_else(|| args.next()).ok_or_else(|| format!("flag needs an argument: -{name}"));
+            let is_set = || parse_bool(name, value_in_arg.as_deref().unwrap_or("true"));
+            let mut value = || {
+                let value = value_in_arg.clone().or_else(|| args.next());
+                value.ok_or_else(|| format!("flag needs an argument: -{name}"))
+            };
             match name {
-                "broadcast" => flags.answers = if switch()? { ReplyMode::Broadcast } else { ReplyMode::Unicast },
-                "release-on-exit" => flags.on_exit = if switch()? { OnExit::Release } else { OnExit::Keep },
+                "broadcast" => flags.answers = if is_set()? { ReplyMode::Broadcast } else { ReplyMode::Unicast },
+                "release-on-exit" => flags.on_exit = if is_set()? { OnExit::Release } else { OnExit::Keep },
                 "pidfile" => flags.pidfile = pidfile(value()?)?,
                 "hostprefix" => flags.host_prefix = value()?,
                 "socketpath" => flags.socket = value()?.into(),
@@ -69,8 +71,8 @@ impl Flags {
     }
 }
 
-/// Returns whether the value of a boolean flag means that it is on.
-fn is_on(name: &str, value: &str) -> Result<bool, String> {
+/// Parses the value of the boolean flag `name`.
+fn parse_bool(name: &str, value: &str) -> Result<bool, String> {
     match value {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
@@ -78,15 +80,19 @@ fn is_on(name: &str, value: &str) -> Result<bool, String> {
     }
 }
 
-/// Returns the path of the PID file, or `None` if it is empty.
+/// Checks the path of the PID file, which must be absolute. Returns `None` for an empty one: no PID
+/// file is written.
 fn pidfile(path: String) -> Result<Option<PathBuf>, String> {
-    if !path.is_empty() && !path.starts_with('/') {
-        return Err(format!("Error writing pidfile {path:?}: path not absolute"));
+    if path.is_empty() {
+        Ok(None)
+    } else if path.starts_with('/') {
+        Ok(Some(path.into()))
+    } else {
+        Err(format!("Error writing pidfile {path:?}: path not absolute"))
     }
-    Ok(Some(path).filter(|path| !path.is_empty()).map(PathBuf::from))
 }
 
-/// Returns the duration that is the value of a flag.
+/// Parses the value of the flag `name`, which is a duration.
 fn limit(name: &str, value: &str) -> Result<Duration, String> {
     duration(value).ok_or_else(|| format!("invalid value {value:?} for flag -{name}"))
 }
@@ -112,7 +118,8 @@ fn duration(mut text: &str) -> Option<Duration> {
             "ns" => 1e-9,
             _ => return None,
         };
-        sum = sum.checked_add(Duration::try_from_secs_f64(number.parse::<f64>().ok()? * seconds_of_unit).ok()?)?;
+        let seconds = number.parse::<f64>().ok()? * seconds_of_unit;
+        sum = sum.checked_add(Duration::try_from_secs_f64(seconds).ok()?)?;
         text = rest;
     }
     Some(sum)

@@ -1,7 +1,7 @@
 //! The daemon: it acquires leases for the plugin, renews them, and releases them.
 //!
-//! It has one thread with a task for each attachment, and a few threads that close sockets. The
-//! records have what a daemon that starts later must know.
+//! One thread runs a task for each attachment, and a few threads close sockets. A later daemon
+//! continues with the records.
 
 mod adopt;
 mod attachment;
@@ -38,12 +38,13 @@ use attachment::{Attachment, Handle, LeaseCommand, Status};
 use flags::Flags;
 use network::Interface;
 
-/// The number of the option that has the client identifier.
+/// The code of the option with the client identifier.
 const CLIENT_ID: u8 = 61;
-/// The longest part of an attachment's key in a client identifier: an option has at most 255 bytes,
-/// and the first one is zero.
+/// How many bytes of an attachment's key fit into a client identifier: an option has at most 255
+/// bytes, and the first one is zero.
 const MAX_KEY_IN_ID: usize = 254;
-/// After an interface was deleted, the time to wait for further ones before the tasks check theirs.
+/// How long to wait for further deletions after an interface was deleted, before each task checks
+/// its interface.
 const DELETION_PAUSE: Duration = Duration::from_secs(1);
 /// The pause after a failure to accept a connection, for example because of too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
@@ -54,7 +55,7 @@ const CLOSING_THREADS: usize = 4;
 
 /// The state that all tasks share.
 pub(crate) struct Daemon {
-    /// The flag `-hostprefix`: where the host's root is for this process.
+    /// The flag `-hostprefix`: where this process sees the host's root directory.
     host_prefix: String,
     answers: ReplyMode,
     limits: Limits,
@@ -91,8 +92,8 @@ pub fn run(args: Vec<String>) -> ExitCode {
     }
 }
 
-/// Continues the recorded leases, adopts those of Go's daemon, and serves calls until SIGTERM or
-/// SIGINT. Then releases the leases if the flag `-release-on-exit` is on.
+/// Continues the recorded leases, adopts those of Go's daemon, and handles calls until SIGTERM or
+/// SIGINT. Then releases the leases if the flag `-release-on-exit` is set.
 ///
 /// # Errors
 /// The socket or the PID file cannot be created.
@@ -108,7 +109,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
         host_prefix: flags.host_prefix,
         answers: flags.answers,
         limits: flags.limits,
-        records: Records::of(&path),
+        records: Records::for_socket(&path),
         attachments: RefCell::default(),
     });
     daemon.resume();
@@ -142,14 +143,18 @@ async fn serve(flags: Flags) -> io::Result<()> {
             daemon.release(&key).await;
         }
     }
-    // An error is ignored: a later daemon replaces both files.
-    let files = [Some(&path).filter(|_| owner == socket::SocketOwner::Daemon), flags.pidfile.as_ref()];
-    files.into_iter().flatten().for_each(|file| drop(std::fs::remove_file(file)));
+    // Errors are ignored, because a later daemon replaces both files.
+    if owner == socket::SocketOwner::Daemon {
+        let _ = std::fs::remove_file(&path);
+    }
+    if let Some(pidfile) = &flags.pidfile {
+        let _ = std::fs::remove_file(pidfile);
+    }
     Ok(())
 }
 
 impl Daemon {
-    /// Starts the task of an attachment, whose status follows from its session.
+    /// Starts the task of an attachment. Its first status depends on whether `session` has a lease.
     fn start(self: &Rc<Self>, interface: Interface, record: Record, session: Session) -> Handle {
         let status = match session.lease() {
             Some(lease) => Status::Leased(Rc::new(lease.terms.result(record.priority))),
@@ -158,7 +163,7 @@ impl Daemon {
         self.start_with(interface, record, session, status)
     }
 
-    /// Starts the task of an attachment with this status.
+    /// Starts the task of an attachment with this first status.
     fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, status: Status) -> Handle {
         let (command_sender, commands) = mpsc::unbounded_channel();
         let (status, status_receiver) = watch::channel(status);
@@ -170,7 +175,8 @@ impl Daemon {
         handle
     }
 
-    /// Removes an attachment whose task ends, unless a newer task has the same key by now.
+    /// Removes an attachment whose task ends. `status` identifies the task: a newer task with the
+    /// same key stays.
     fn forget(&self, key: &str, status: &watch::Sender<Status>) {
         let mut attachments = self.attachments.borrow_mut();
         if attachments.get(key).is_some_and(|handle| handle.status.same_channel(&status.subscribe())) {
@@ -178,15 +184,15 @@ impl Daemon {
         }
     }
 
-    /// Returns a path of the host as this process sees it: with the flag `-hostprefix`.
-    fn path(&self, netns: &str) -> PathBuf {
-        format!("{}{netns}", self.host_prefix).into()
+    /// Adds the prefix of the flag `-hostprefix` to a path of the host.
+    fn host_path(&self, path: &str) -> PathBuf {
+        format!("{}{path}", self.host_prefix).into()
     }
 
     /// Returns the interface of a recorded attachment, whether it still exists or not.
     fn recorded_interface(&self, record: &Record) -> Interface {
         Interface {
-            netns: self.path(&record.netns),
+            netns: self.host_path(&record.netns),
             netns_id: record.netns_id,
             name: record.ifname.clone(),
             index: record.index,
@@ -201,9 +207,9 @@ impl Daemon {
             Vec::new()
         });
         for record in records {
-            // An address that was only requested gets no task. DEL releases it, or an ADD requests
-            // it again.
-            if let RecordedLease::Bound(lease) = &record.held {
+            // An address that was only requested gets no task: a DEL releases the address, or an
+            // ADD requests it again.
+            if let RecordedLease::Bound(lease) = &record.lease {
                 let session = Session::resume(record.client.clone(), self.limits, random(), lease.clone());
                 let handle = self.start(self.recorded_interface(&record), record, session);
                 // The interface may have been deleted while no daemon ran. Sending fails only if
@@ -213,17 +219,16 @@ impl Daemon {
         }
     }
 
-    /// Starts tasks for the leases of Go's daemon, which has no records. An attachment in libcni's
-    /// result cache has such a lease if there is no record of it here and its interface has the
-    /// address.
+    /// Starts tasks for the leases of Go's daemon: those of the attachments in libcni's result
+    /// cache that have no record here and whose interface has the cached address.
     fn adopt(self: &Rc<Self>, sockets: &[&Path]) {
-        let found = adopt::list(&self.path(DEFAULT_DIR), sockets).unwrap_or_else(|error| {
+        let cached = adopt::list(&self.host_path(DEFAULT_DIR), sockets).unwrap_or_else(|error| {
             log(format_args!("leases of another daemon are not adopted: {error}"));
             Vec::new()
         });
-        for adopt::Cached { args, conf, keys, result } in found {
+        for adopt::Cached { args, conf, keys, result } in cached {
             let key = key(&args.container_id, conf.name(), &args.ifname);
-            // A record that cannot be read is one of this daemon too.
+            // An unreadable record also means that the lease is not Go's.
             if !matches!(self.records.find(&key), Ok(None)) {
                 continue;
             }
@@ -239,7 +244,7 @@ impl Daemon {
         }
     }
 
-    /// Waits for deleted interfaces, and commands all tasks to check theirs.
+    /// Waits until interfaces are deleted, and commands each task to check its interface.
     async fn watch_deletions(self: Rc<Self>, watch: AsyncFd<Watch>) {
         loop {
             let Ok(mut ready) = watch.readable().await else { return };
@@ -256,8 +261,8 @@ impl Daemon {
         }
     }
 
-    /// Answers the calls of one connection until the client closes it. After an error on the
-    /// connection or in the client's bytes, the daemon closes it.
+    /// Answers the calls of one connection until the client closes it, an I/O error occurs, or the
+    /// client's bytes cannot be decoded.
     async fn serve_connection(self: Rc<Self>, stream: UnixStream) {
         let mut decoder = Connection::default();
         let mut is_greeted = false;
@@ -302,8 +307,8 @@ impl Daemon {
         }
     }
 
-    /// Returns the lease of an attachment as a result. Without one, it starts a task and waits
-    /// until it has acquired a lease or has given up.
+    /// Returns the lease of an attachment as a result. If the attachment has no task, starts one,
+    /// and waits until the task has acquired a lease or has given up.
     ///
     /// # Errors
     /// The text for the plugin: the configuration or interface is unusable, the lease is lost, or
@@ -340,16 +345,15 @@ impl Daemon {
         }
     }
 
-    /// Finds an attachment's interface, and returns it with a new record of the attachment, which
-    /// has no lease yet.
+    /// Returns an attachment's interface, and a new record without a lease.
     ///
     /// # Errors
     /// The text for the plugin: the interface does not exist or has no MAC.
     fn prepare(&self, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<(Interface, Record), String> {
-        let interface = network::find(self.path(&args.netns), &args.ifname)?;
+        let interface = network::find(self.host_path(&args.netns), &args.ifname)?;
         let key = key(&args.container_id, conf.name(), &args.ifname);
         let mut provide = keys.provide;
-        // The client identifier is the one of the configuration or, as in Go, a zero and the key.
+        // The client identifier is the configured one or, as in Go, a zero byte and the key.
         let id = match provide.iter().position(|(code, _)| *code == CLIENT_ID) {
             Some(index) => provide.remove(index).1,
             None => [&[0], &key.as_bytes()[..key.len().min(MAX_KEY_IN_ID)]].concat(),
@@ -363,14 +367,14 @@ impl Daemon {
             index: interface.index,
             priority: keys.priority,
             client: Client { mac: interface.mac.0, id, request: keys.request, provide, answers: self.answers },
-            held: RecordedLease::Nothing,
+            lease: RecordedLease::Nothing,
             error: None,
         };
         Ok((interface, record))
     }
 
-    /// Releases the lease of an attachment, also one that is only in a record. Of the configuration
-    /// only the network's name is read, so that an error in another key does not prevent a DEL.
+    /// Releases the lease of an attachment, even if only a record has it. Reads only the network's
+    /// name from the configuration, so that DEL works even if another key is invalid.
     ///
     /// # Errors
     /// The text for the plugin: the configuration or the record cannot be read.
@@ -380,8 +384,8 @@ impl Daemon {
         if !self.attachments.borrow().contains_key(&key)
             && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
         {
-            // The address was requested by a daemon that was killed before the answer came. The
-            // task releases it.
+            // An earlier daemon was killed after it had requested this address. This task is only
+            // started to release the address.
             let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
             self.start(self.recorded_interface(&record), record, session);
         }
@@ -389,29 +393,30 @@ impl Daemon {
         Ok(())
     }
 
-    /// Commands a task to release its lease, and waits until it has. Does nothing without a task.
+    /// Commands the attachment's task to release its lease, and waits until the task has ended.
+    /// Does nothing if there is no task.
     async fn release(&self, key: &str) {
         let handle = self.attachments.borrow().get(key).cloned();
         if let Some(handle) = handle {
             let (done, released) = oneshot::channel();
-            // Sending fails if the task has just ended, and then there is nothing to release.
+            // Either call fails if the task ends before it processes the command. Then there is no
+            // lease to release.
             if handle.commands.send(LeaseCommand::Release(done)).is_ok() {
-                // An error means that the task has ended before it has processed the command.
                 let _ = released.await;
             }
         }
     }
 }
 
-/// Reads the configuration in the arguments of a call. The error is the text for the plugin.
+/// Reads the configuration from the arguments of a call. The error is the text for the plugin.
 fn read_conf(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
     let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
     let keys = Conf::read(&conf, &args.args).map_err(|error| error.to_string())?;
     Ok((conf, keys))
 }
 
-/// Returns a random number. If the kernel gives none, it is taken from the clock, which is enough
-/// to distinguish transactions.
+/// Returns a random number. If the kernel provides none, returns one from the clock, which is
+/// enough to distinguish transactions.
 fn random() -> u64 {
     getrandom::u64().unwrap_or_else(|_| u64::from(attachment::now().subsec_nanos()))
 }

@@ -1,8 +1,8 @@
 //! The daemon's access to a container's namespace: checks the interface, sends and receives
 //! messages, adds and deletes addresses.
 //!
-//! No descriptor is open between two exchanges with a server. It would keep the namespace alive
-//! after its container has ended, and with it the host's end of a veth.
+//! No descriptor stays open between two exchanges with a server. It would keep the namespace, and
+//! with it the host's end of a veth, alive after the container has ended.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -20,7 +20,8 @@ use tokio::io::unix::AsyncFd;
 /// The UDP ports of DHCP clients and servers.
 const CLIENT_PORT: u16 = 68;
 const SERVER_PORT: u16 = 67;
-/// The buffer for a received frame. Option 57 of each message limits servers to 1500 bytes.
+/// The size in bytes of the buffer for a received frame. Option 57 of each message limits the
+/// answers of servers to 1500 bytes.
 const MAX_FRAME: usize = 2048;
 
 /// An attachment's interface.
@@ -52,20 +53,21 @@ pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
 /// Registers a descriptor with tokio, so that a task can wait until it is readable.
 #[expect(
     deprecated,
-    reason = "its successor is unsafe, for types whose descriptor may be closed or change: these own one"
+    reason = "the successor is unsafe because a type may change its descriptor; the types used here do not"
 )]
 pub(crate) fn registered<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::new(fd)
 }
 
-/// Whether the link has a carrier. If the driver does not report that, an interface that is up
-/// counts as having one. A veth does not count: it reports its carrier a moment later.
+/// Whether the link has a carrier. If the driver does not report the carrier, an interface that is
+/// up counts as having one, except a veth, which reports its carrier a moment later.
 fn has_carrier(link: &Link) -> bool {
     link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
 
 impl Interface {
-    /// Opens the interface's namespace. Returns `None` if it is gone or another one is at its path.
+    /// Opens the interface's namespace. Returns `None` if it is gone or its path leads to another
+    /// one.
     fn open(&self) -> Result<Option<Netns>, Error> {
         match Netns::open(&self.netns) {
             Ok(netns) if netns.id() == self.netns_id => Ok(Some(netns)),
@@ -78,11 +80,13 @@ impl Interface {
     /// Opens a netlink socket in the interface's namespace. Returns `None` if the namespace is
     /// gone.
     fn netlink(&self) -> Result<Option<Netlink>, Error> {
-        self.open()?.map(|netns| netns.run(Netlink::open)?).transpose()
+        match self.open()? {
+            Some(netns) => netns.run(Netlink::open)?.map(Some),
+            None => Ok(None),
+        }
     }
 
-    /// Whether the interface or its namespace is gone. Returns false if that is not known because
-    /// of an error.
+    /// Whether the interface or its namespace is gone. Returns false after an error.
     pub(crate) fn is_gone(&self) -> bool {
         match self.netlink() {
             Ok(Some(netlink)) => matches!(netlink.find_link_by_index(self.index), Ok(None)),
@@ -91,8 +95,8 @@ impl Interface {
         }
     }
 
-    /// Sets the interface up and waits until it has a carrier. Succeeds after `timeout` too,
-    /// because a lease is requested in any case.
+    /// Sets the interface up and waits until it has a carrier. Also succeeds after `timeout`: a
+    /// lease is requested even without a carrier.
     ///
     /// # Errors
     /// The interface or its namespace is gone, or the kernel's error.
@@ -127,8 +131,8 @@ impl Interface {
         addresses.iter().any(|existing| existing.cidr == address)
     }
 
-    /// Adds the address and the routes of a lease. Those that exist already stay as they are. Does
-    /// nothing if the namespace is gone.
+    /// Adds the address and the routes of a lease, unless they exist. Does nothing if the namespace
+    /// is gone.
     pub(crate) fn add_address_and_routes(&self, result: &AddResult) -> Result<(), Error> {
         let Some(netlink) = self.netlink()? else { return Ok(()) };
         let unless_exists =
@@ -142,8 +146,12 @@ impl Interface {
             scope: route.scope,
             ..Route::new(route.dst, route.gw, self.index)
         });
-        // All are tried, even if one of them is invalid. The first error is returned.
-        routes.map(|route| unless_exists(netlink.add_route(&route))).fold(Ok(()), Result::and)
+        // All routes are tried, even if one is invalid. The first error is returned.
+        let mut outcome = Ok(());
+        for route in routes {
+            outcome = outcome.and(unless_exists(netlink.add_route(&route)));
+        }
+        outcome
     }
 
     /// Deletes an address. It is not an error if the interface does not have it or the namespace
@@ -155,13 +163,13 @@ impl Interface {
         }
     }
 
-    /// Opens the sockets for the messages of a path.
+    /// Opens the sockets for messages on a path, in the interface's namespace.
     fn open_socket(&self, path: Path) -> io::Result<Socket> {
         let gone = || io::Error::other("its network namespace no longer exists");
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
         let inside = || -> io::Result<Socket> {
-            // This fails if the interface does not have the leased address yet. The packet socket
-            // can send in its place.
+            // The UDP socket cannot be opened if the interface does not have the leased address
+            // yet. The packet socket then sends instead.
             let udp = match path {
                 Path::Unicast { from, .. } => udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name).ok(),
                 Path::Broadcast | Path::BroadcastFrom(_) => None,
@@ -171,11 +179,11 @@ impl Interface {
         netns.run(inside).map_err(io::Error::other)?
     }
 
-    /// Sends DHCPRELEASE, and closes the sockets. A server on the same link also gets it in a frame
-    /// to the broadcast MAC, because the packet may wait for ARP when the interface is deleted
-    /// right after the release. `network` is the released address with its prefix.
+    /// Sends DHCPRELEASE. A server in `network`, the released address with its prefix, also gets it
+    /// in a frame to the broadcast MAC: the UDP packet may still wait for ARP when the interface is
+    /// deleted right after the release.
     pub(crate) fn send_release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
-        // A release always has such a path: it is sent to the server of the lease.
+        // A release is always unicast, to the server of the lease.
         let Path::Unicast { to, .. } = path else { return Ok(()) };
         let socket = self.open_socket(path)?;
         let mut sent = socket.send(self.mac, bytes, path);
@@ -192,8 +200,7 @@ impl Interface {
 struct Socket {
     /// Sends messages to one server, which the kernel routes. Nothing is read from it.
     udp: Option<UdpSocket>,
-    /// Sends broadcasts, and receives all messages on the interface, also those that a server
-    /// broadcasts to a client with an address (DHCPNAK).
+    /// Sends broadcasts, and receives all messages on the interface, including a broadcast DHCPNAK.
     packet: AsyncFd<PacketSocket>,
 }
 
@@ -232,21 +239,20 @@ impl Socket {
         }
     }
 
-    /// Closes the sockets in another thread, because closing a packet socket takes up to 20 ms, in
-    /// which the other tasks would wait.
+    /// Closes the sockets. Closing a packet socket takes up to 20 ms, so another thread does it,
+    /// and the other tasks do not wait.
     fn close(self) {
         let socket = self.packet.into_inner();
         tokio::task::spawn_blocking(move || drop(socket));
     }
 }
 
-/// The open sockets of an exchange with servers, and the path they are for. `None` if none are
-/// open.
+/// The open sockets of an exchange with servers and their path, or `None` if none are open.
 #[derive(Default)]
 pub(crate) struct Exchange(Option<(Path, Socket)>);
 
 impl Exchange {
-    /// Sends a message. Sockets for another path are closed, and those for this path are opened.
+    /// Sends a message. If the open sockets are for another path, replaces them.
     pub(crate) fn send(&mut self, interface: &Interface, bytes: &[u8], path: Path) -> io::Result<()> {
         if let Some((open_path, socket)) = &self.0
             && *open_path == path

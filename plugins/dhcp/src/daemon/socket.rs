@@ -1,5 +1,5 @@
-//! The daemon's socket: systemd passes it, or the daemon creates it, in place of a file that an
-//! earlier daemon left.
+//! The daemon's socket: systemd passes it, or the daemon creates it and replaces the file of an
+//! earlier daemon.
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
@@ -14,7 +14,7 @@ use tokio::net::UnixListener;
 /// The number of the first descriptor that systemd passes.
 const FIRST_PASSED: u8 = 3;
 
-/// The process that has created the socket and removes its file.
+/// The process that created the socket, and that therefore removes the socket's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SocketOwner {
     /// The daemon.
@@ -23,12 +23,12 @@ pub(super) enum SocketOwner {
     Systemd,
 }
 
-/// Returns the daemon's socket, and the process that removes its file.
+/// Returns the daemon's socket and its owner.
 ///
 /// # Errors
-/// Those of [`passed`] and [`bind`].
+/// Those of [`passed_by_systemd`] and [`bind`].
 pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, SocketOwner)> {
-    let (listener, owner) = match passed()? {
+    let (listener, owner) = match passed_by_systemd()? {
         Some(listener) => (listener, SocketOwner::Systemd),
         None => (bind(path)?, SocketOwner::Daemon),
     };
@@ -40,7 +40,7 @@ pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, SocketOwner)> {
 ///
 /// # Errors
 /// systemd passes several sockets, or the descriptor is invalid.
-fn passed() -> io::Result<Option<StdListener>> {
+fn passed_by_systemd() -> io::Result<Option<StdListener>> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
     if number("LISTEN_PID") != Some(std::process::id()) {
         return Ok(None);
@@ -52,8 +52,7 @@ fn passed() -> io::Result<Option<StdListener>> {
     }
 }
 
-/// Creates the socket's folder and the socket. The file of a daemon that does not run any more is
-/// replaced.
+/// Creates the socket's folder and the socket. Replaces the file of a daemon that has ended.
 ///
 /// # Errors
 /// Another process listens on the path, or the file cannot be created.
@@ -62,26 +61,26 @@ fn bind(path: &Path) -> io::Result<StdListener> {
     if let Some(folder) = path.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
     }
-    match create(path) {
-        Err(error) if error.kind() == ErrorKind::AddrInUse => match StdStream::connect(path) {
-            Ok(other) => {
-                let pid = getsockopt(&other, PeerCredentials).map(|peer| peer.pid()).unwrap_or_default();
-                let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                Err(failed(io::Error::other(format!("process {pid} ({}) already listens on it", name.trim_end()))))
-            }
-            // No process listens on it any more.
-            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-                fs::remove_file(path).and_then(|()| create(path)).map_err(failed)
-            }
-            // The error that is reported is that the path is in use, not that of this connection.
-            Err(_) => Err(failed(error)),
-        },
-        bound => bound.map_err(failed),
+    let in_use = match create(path) {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => error,
+        bound => return bound.map_err(failed),
+    };
+    match StdStream::connect(path) {
+        Ok(other) => {
+            let pid = getsockopt(&other, PeerCredentials).map(|peer| peer.pid()).unwrap_or_default();
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            Err(failed(io::Error::other(format!("process {pid} ({}) already listens on it", name.trim_end()))))
+        }
+        // The file exists, but no process listens on it.
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            fs::remove_file(path).and_then(|()| create(path)).map_err(failed)
+        }
+        Err(_) => Err(failed(in_use)),
     }
 }
 
-/// Creates the socket with the mode 0600. The umask sets it, so that the file never has another
-/// mode; it applies to the whole process, whose other threads start later.
+/// Creates the socket with the mode 0600. The umask sets the mode, so that the file never has
+/// another one. The umask applies to the whole process, but no other thread runs yet.
 fn create(path: &Path) -> io::Result<StdListener> {
     let previous = umask(Mode::from_bits_truncate(0o177));
     let listener = StdListener::bind(path);
