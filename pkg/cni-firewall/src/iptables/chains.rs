@@ -104,10 +104,10 @@ impl Chains<'_> {
         }
     }
 
-    /// Returns the names of the chains to which rules of the chain `name` jump, if the names begin
-    /// with `prefix` and rules of the chains contain this address. The search compares only text or
-    /// bytes, so the result can contain some chains without the address too. With iptables-nft, each
-    /// name with the prefix costs one request.
+    /// Searches the chains to which rules of the chain `name` jump and whose names begin with
+    /// `prefix`. Returns the names of those that have a rule with this address. The result can
+    /// contain some other chains too, because only text or bytes are compared. With iptables-nft,
+    /// each name with the prefix costs one request.
     ///
     /// # Errors
     /// If the chains cannot be read, or if other processes keep changing rules: the reading is

@@ -13,8 +13,8 @@ const ATTEMPTS: usize = 8;
 /// How the additions of an edit are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writer {
-    /// Over netlink if [`transaction::additions`] can express them, else by `iptables-restore`. Only
-    /// for iptables-nft.
+    /// Over netlink if [`transaction::additions`] can express them, else by `iptables-restore`.
+    /// Only for iptables-nft.
     Netlink,
     /// By `iptables-restore`.
     Program,
@@ -69,8 +69,8 @@ impl Iptables<'_> {
             let Some(planned) = self.plan_edits(remaining, &mut plan)? else { return Ok(()) };
             for PlannedEdit { family, variant, edit, text } in planned {
                 let writer = self.choose_writer(family, variant, attempt);
-                // The failed family is the first of the remaining ones. `take` clears the failure, so
-                // that the families after it are not compared with it.
+                // The failed family is the first of the remaining ones. `take` clears the failure,
+                // so that the families after it are not compared with it.
                 if let Some(failure) = last_failure.take()
                     && failure.would_be_repeated(&text, writer)
                 {

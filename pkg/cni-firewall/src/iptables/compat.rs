@@ -1,9 +1,10 @@
 //! Translates rules of iptables-nft, read over netlink, to the words that `iptables -S` prints.
 //!
 //! Only the parts that CNI plugins write are known, in every form that iptables has written since
-//! 1.8.2: as matches of xtables or expressions of nf_tables, and a prefix with a mask or as a load of
-//! its first bytes. A rule with other parts is not [whole](super::Rule::is_whole). No rule may cause
-//! an error or a panic here, because any program may have written it.
+//! 1.8.2: a match can be one of xtables or an expression of nf_tables, and a prefix can be compared
+//! with a mask or by loading only its first bytes. A rule with other parts is not
+//! [whole](super::Rule::is_whole). No rule can make a function here fail or panic, because any
+//! program may have written it.
 
 use super::fields;
 use super::rule::Rule;

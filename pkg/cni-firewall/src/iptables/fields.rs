@@ -48,7 +48,8 @@ pub(super) fn number(bytes: &[u8]) -> Option<u32> {
     bytes.try_into().ok().map(u32::from_ne_bytes)
 }
 
-/// Returns a packet mark as iptables prints it: `0x2000/0x3000`, or `0x2000` if the mask has all bits.
+/// Returns a packet mark as iptables prints it: `0x2000/0x3000`, or `0x2000` if the mask has all
+/// bits.
 pub(super) fn mark_text(value: u32, mask: u32) -> String {
     if mask == u32::MAX { format!("{value:#x}") } else { format!("{value:#x}/{mask:#x}") }
 }

@@ -43,9 +43,9 @@ pub(super) fn can_write_rules(nft: &mut Nft, table: Table, family: Family) -> Re
 }
 
 /// Returns a transaction that creates the edit's chains and rules and, if they are missing, the
-/// table and the base chains to which the rules are added. `None` if `iptables-restore` has to do that:
-/// in a 32-bit process, for words that [`encode`] does not know, and if a base chain is missing in
-/// a table that was made with `nft`.
+/// table and the base chains to which the rules are added. `None` if `iptables-restore` has to do
+/// that: in a 32-bit process, for words that [`encode`] does not know, and if a base chain is
+/// missing in a table that was made with `nft`.
 pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
     if cfg!(target_pointer_width = "32") {
         return Ok(None);

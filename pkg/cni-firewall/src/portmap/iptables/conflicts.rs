@@ -92,8 +92,7 @@ impl IptablesPortMap<'_> {
         probe: &mut LivenessProbe,
     ) -> Result<SearchOutcome> {
         let family = Family::of(container.address());
-        // The ADD does not otherwise need the programs of iptables-legacy, so it can continue if they
-        // fail.
+        // The ADD does not need the programs of iptables-legacy otherwise.
         let is_optional = variant == Variant::Legacy && action == ConflictAction::Keep;
         let skip_if_optional = |error: Error| {
             if is_optional && !error.is_terminated() {

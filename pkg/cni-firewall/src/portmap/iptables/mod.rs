@@ -87,18 +87,19 @@ impl<'m> IptablesPortMap<'m> {
     pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = probe.find_host_link(&wanted.attachment)?;
-        let mut mapped = Vec::new();
+        let mut mapped_families = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let variant = self.variant_for_new_rules(family)?;
-            mapped.push(MappedFamily { family, variant, container, claims, remarks: Vec::new() });
+            mapped_families.push(MappedFamily { family, variant, container, claims, remarks: Vec::new() });
         }
-        let families: Vec<(Family, Variant)> = mapped.iter().map(|mapped| (mapped.family, mapped.variant)).collect();
+        let families: Vec<(Family, Variant)> =
+            mapped_families.iter().map(|mapped| (mapped.family, mapped.variant)).collect();
         let (mut previous, mut living_holder) = (PreviousRules::default(), None);
         let result = self.iptables.change_all(&families, |nat| {
             let family = nat.family();
-            // Always found: `families` was made from `mapped`.
-            let Some(mapped) = mapped.iter_mut().find(|mapped| mapped.family == family) else {
+            // Always found: `families` was made from `mapped_families`.
+            let Some(mapped) = mapped_families.iter_mut().find(|mapped| mapped.family == family) else {
                 return Ok(Some(Edit::new()));
             };
             previous.remember(nat, mapped.variant, wanted)?;
@@ -106,7 +107,7 @@ impl<'m> IptablesPortMap<'m> {
             let plan = plan_family(nat, wanted, container_and_claims, host_link.as_deref(), &mut probe)?;
             if plan.living_holder.is_some() {
                 living_holder = plan.living_holder;
-                // `None` ends the change.
+                // `None` ends the change of both families.
                 return Ok(None);
             }
             mapped.remarks = plan.remarks;
@@ -126,7 +127,7 @@ impl<'m> IptablesPortMap<'m> {
             self.put_back(wanted, &previous)?;
             return Ok(EnsureOutcome::Held(holder));
         }
-        let mut remarks: Vec<String> = mapped.into_iter().flat_map(|mapped| mapped.remarks).collect();
+        let mut remarks: Vec<String> = mapped_families.into_iter().flat_map(|mapped| mapped.remarks).collect();
         if let Err(error) = self.ensure_empty_chains(wanted, host_link.as_deref(), &mut previous, &mut remarks) {
             return Err(self.put_back_after(error, wanted, &previous));
         }

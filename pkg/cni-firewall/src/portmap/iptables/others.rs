@@ -85,7 +85,7 @@ fn plan_displacement_in_chain(
         // `ensure_empty_chains` writes a marker without a mapping: such a marker is kept.
         let mut keeps_marker = section.mappings.is_empty();
         for mapping in &section.mappings {
-            let mut is_dead = false;
+            let mut holder_is_dead = false;
             if let Some(holder) = other.holder_of(section, mapping, claims) {
                 let has_wanted_port = claims.iter().any(|claim| claim.overlaps(&holder.claim));
                 match probe.liveness_of(wanted, &holder)? {
@@ -96,13 +96,13 @@ fn plan_displacement_in_chain(
                     Liveness::Alive => {}
                     Liveness::Dead => {
                         remarks.push(holder.removal_remark(wanted));
-                        is_dead = true;
+                        holder_is_dead = true;
                     }
                     Liveness::Unknown if has_wanted_port => remarks.push(holder.port_taken_remark()),
                     Liveness::Unknown => remarks.push(holder.unknown_owner_remark()),
                 }
             }
-            if is_dead {
+            if holder_is_dead {
                 removed.extend(&mapping.rules);
             } else {
                 kept.push(mapping);

@@ -109,7 +109,7 @@ impl FamilyRules {
     fn plan_put_back(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
         let chain = shape::chain_name(&wanted.attachment);
         if self.rules.is_empty() {
-            // The attachment had no rules before the ADD. The claims of the removed rules are not needed.
+            // The claims of the removed rules are not needed here.
             let _claims = plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;
             return Ok(());
         }
