@@ -85,8 +85,8 @@ impl Chains<'_> {
     }
 
     /// Returns the chain's rules, in order, that contain one of these port numbers or the name of
-    /// the chain `target`. The result can contain some other rules too. An index in the result is
-    /// not a position in the chain.
+    /// the chain `target`. The result can contain some other rules too, because over netlink the
+    /// rules are searched as bytes. An index in the result is not a position in the chain.
     pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
@@ -104,10 +104,10 @@ impl Chains<'_> {
         }
     }
 
-    /// Of the chains to which rules of the chain `name` jump, returns those whose names begin with
-    /// `prefix` and whose rules contain this address. The result can contain some chains without
-    /// the address too. With iptables-nft no rule is decoded, but each name with the prefix costs
-    /// one request.
+    /// Searches the chains to which rules of the chain `name` jump and whose names begin with
+    /// `prefix`. Returns the names of those that have a rule with this address. The result can
+    /// contain some other chains too, because only text or bytes are compared. With iptables-nft,
+    /// each name with the prefix costs one request.
     ///
     /// # Errors
     /// If the chains cannot be read, or if other processes keep changing rules: the reading is
@@ -147,15 +147,15 @@ impl Chains<'_> {
         };
         let table = self.table.in_nf_tables(self.family);
         let found = nft.with_few_retries(|nft| {
-            // The closure of `rules_at_once` sees the bytes of every rule. It collects names, and
-            // returns `false` because no rule has to be decoded.
-            let targets = RefCell::new(BTreeSet::new());
+            // The closure is called with the bytes of every rule. It collects names, and returns
+            // `false` because no rule has to be decoded.
+            let possible_targets = RefCell::new(BTreeSet::new());
             nft.rules_at_once(table, name, |rule| {
-                targets.borrow_mut().extend(names_with_prefix(rule, prefix));
+                possible_targets.borrow_mut().extend(names_with_prefix(rule, prefix));
                 false
             })?;
             let mut found = Vec::new();
-            for target in targets.into_inner() {
+            for target in possible_targets.into_inner() {
                 if nft.has_rule(table, &target, |rule| nft::mentions(rule, &octets))? {
                     found.push(target);
                 }

@@ -10,10 +10,11 @@ use cni_linux::route::Family;
 /// How many times a change is planned at most.
 const ATTEMPTS: usize = 8;
 
-/// How additions to iptables-nft are written.
+/// How the additions of an edit are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writer {
-    /// Over netlink if [`transaction::additions`] can express them; else by `iptables-restore`.
+    /// Over netlink if [`transaction::additions`] can express them, else by `iptables-restore`.
+    /// Only for iptables-nft.
     Netlink,
     /// By `iptables-restore`.
     Program,
@@ -35,11 +36,19 @@ struct FailedEdit {
     error: Error,
 }
 
+impl FailedEdit {
+    /// Whether applying the edit with this text by this `writer` would only repeat the failed
+    /// attempt.
+    fn would_be_repeated(&self, text: &str, writer: Writer) -> bool {
+        self.text == text && self.writer == writer && !is_concurrent_change(&self.error)
+    }
+}
+
 impl Iptables<'_> {
     /// Plans the edits of all `families`, then applies them in order. If an edit cannot be applied,
-    /// usually because another process changed the table in between, the remaining families are
-    /// planned again. If `plan` returns `None`, changes nothing more and returns `Ok`. Sets
-    /// `changed` to how many of the `families`, counted from the first, may have been changed.
+    /// usually because another process changed the table after it was read, this family and those
+    /// after it are planned again. If `plan` returns `None`, changes nothing more and returns `Ok`.
+    /// Sets `changed` to how many of the `families`, counted from the first, may have been changed.
     ///
     /// # Errors
     /// - The lock, `plan` or reading fails.
@@ -60,12 +69,10 @@ impl Iptables<'_> {
             let Some(planned) = self.plan_edits(remaining, &mut plan)? else { return Ok(()) };
             for PlannedEdit { family, variant, edit, text } in planned {
                 let writer = self.choose_writer(family, variant, attempt);
-                // The last failure is that of the first remaining family. `take` clears it, so the
-                // next families are not compared with it.
+                // The failed family is the first of the remaining ones. `take` clears the failure,
+                // so that the families after it are not compared with it.
                 if let Some(failure) = last_failure.take()
-                    && failure.text == text
-                    && failure.writer == writer
-                    && !is_concurrent_change(&failure.error)
+                    && failure.would_be_repeated(&text, writer)
                 {
                     return Err(failure.error);
                 }
@@ -124,12 +131,16 @@ impl Iptables<'_> {
         Ok(lock)
     }
 
-    /// Returns the writer for an attempt; `attempt` counts from 0. With iptables-nft the first
-    /// attempt is made over netlink, the next ones by the program, if it is installed: it may know
-    /// the form that this kernel accepts, or have the better error message.
+    /// Returns the writer for an attempt; `attempt` counts from 0. For iptables-legacy this is
+    /// always the program. For iptables-nft the first attempt uses netlink, and later ones the
+    /// program if it is installed: the kernel may accept the program's form of the rules, and if
+    /// not, the program's error message may be better.
     fn choose_writer(&self, family: Family, variant: Variant, attempt: usize) -> Writer {
-        let has_program = || self.tool(family, variant, ProgramKind::Restore).is_ok();
-        if variant == Variant::Nft && (attempt == 0 || !has_program()) { Writer::Netlink } else { Writer::Program }
+        if variant == Variant::Legacy {
+            return Writer::Program;
+        }
+        let is_installed = || self.tool(family, variant, ProgramKind::Restore).is_ok();
+        if attempt > 0 && is_installed() { Writer::Program } else { Writer::Netlink }
     }
 
     /// Applies one edit. With iptables-legacy the restore program makes all changes, from `text`.

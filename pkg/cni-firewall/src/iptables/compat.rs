@@ -1,9 +1,10 @@
 //! Translates rules of iptables-nft, read over netlink, to the words that `iptables -S` prints.
 //!
 //! Only the parts that CNI plugins write are known, in every form that iptables has written since
-//! 1.8.2: matches of xtables or expressions of nf_tables, and for a prefix a mask or a load of its
-//! first bytes. A rule with other parts is not [whole](super::Rule::is_whole). Nothing here must
-//! fail or panic, because any program may have written the rules.
+//! 1.8.2: a match can be one of xtables or an expression of nf_tables, and a prefix can be compared
+//! with a mask or by loading only its first bytes. A rule with other parts is not
+//! [whole](super::Rule::is_whole). No rule can make a function here fail or panic, because any
+//! program may have written it.
 
 use super::fields;
 use super::rule::Rule;
@@ -11,10 +12,11 @@ use crate::nft::expr::{Base, CmpOp, Expr, MetaKey, Verdict};
 use crate::nft::{self, Listed};
 use cni_linux::route::Family;
 
-/// The words of a rule while its expressions are read. There is a field for each part of the line,
-/// because iptables prints the parts in a fixed order, which the expressions need not have.
+/// The words of a rule while its expressions are read. Each part of the printed line has a field,
+/// because iptables prints the parts in a fixed order, which can differ from that of the
+/// expressions.
 #[derive(Default)]
-struct RuleWords {
+struct RuleParts {
     source: Vec<String>,
     destination: Vec<String>,
     interfaces: Vec<String>,
@@ -45,19 +47,19 @@ enum Loaded {
 /// then not [whole](Rule::is_whole).
 pub(crate) fn rule_in_words(family: Family, listed: Listed) -> Rule {
     let Listed { handle, rule: nft::Rule { exprs, comment, .. }, raw } = listed;
-    let mut words = RuleWords::read(family, &exprs);
+    let mut parts = RuleParts::read(family, &exprs);
     // Some releases of iptables store the comment as nft does: not in an expression.
     if let Some(comment) = comment {
-        words.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
+        parts.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
     }
-    Rule { raw: Some(raw), ..words.into_rule(handle) }
+    Rule { raw: Some(raw), ..parts.into_rule(handle) }
 }
 
 /// Returns these expressions in the words of iptables; unknown expressions are left out. Two forms
 /// of the same rule (a mask or a shorter load) give the same words.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
     // The words do not contain the handle, so its value does not matter.
-    RuleWords::read(family, exprs).into_rule(0).words
+    RuleParts::read(family, exprs).into_rule(0).words
 }
 
 /// Returns what a `meta` expression with this key loads.
@@ -86,10 +88,10 @@ fn loaded_by_payload(family: Family, base: Base, offset: u32, len: u32) -> Loade
     }
 }
 
-impl RuleWords {
+impl RuleParts {
     /// Reads the expressions of one rule. An unknown expression clears `whole`.
-    fn read(family: Family, exprs: &[Expr]) -> RuleWords {
-        let mut words = RuleWords { whole: true, ..RuleWords::default() };
+    fn read(family: Family, exprs: &[Expr]) -> RuleParts {
+        let mut parts = RuleParts { whole: true, ..RuleParts::default() };
         let mut loaded = Loaded::Unknown;
         let mut mask: Option<&[u8]> = None;
         for expr in exprs {
@@ -99,20 +101,20 @@ impl RuleWords {
                     (loaded, mask) = (loaded_by_payload(family, *base, *offset, *len), None);
                 }
                 Expr::Bitwise { mask: bits, xor, .. } => {
-                    words.whole &= xor.iter().all(|byte| *byte == 0);
+                    parts.whole &= xor.iter().all(|byte| *byte == 0);
                     mask = Some(bits);
                 }
-                Expr::Cmp { op, data, .. } => words.read_comparison(family, loaded, mask.take(), *op, data),
-                Expr::XtMatch { name, revision, info } => words.read_match(name, *revision, info),
-                Expr::XtTarget { name, revision, info } => words.read_target(family, name, *revision, info),
-                Expr::Verdict(verdict) => words.read_verdict(verdict),
-                Expr::Masquerade => words.jump("MASQUERADE"),
+                Expr::Cmp { op, data, .. } => parts.read_comparison(family, loaded, mask.take(), *op, data),
+                Expr::XtMatch { name, revision, info } => parts.read_match(name, *revision, info),
+                Expr::XtTarget { name, revision, info } => parts.read_target(family, name, *revision, info),
+                Expr::Verdict(verdict) => parts.read_verdict(verdict),
+                Expr::Masquerade => parts.push_target("MASQUERADE"),
                 // Every rule of iptables has a counter; `-S` does not print it.
                 Expr::Other(name) if name == "counter" => {}
-                _ => words.whole = false,
+                _ => parts.whole = false,
             }
         }
-        words
+        parts
     }
 
     /// Adds the words of a comparison of `loaded` with `data`. With a `mask` only its bits are
@@ -168,13 +170,13 @@ impl RuleWords {
         }
     }
 
-    /// Adds these words to the matches.
-    fn push(&mut self, words: &[&str]) {
+    /// Adds the words of a match.
+    fn push_match(&mut self, words: &[&str]) {
         self.matches.extend(words.iter().map(|word| (*word).to_owned()));
     }
 
-    /// Adds a match of one port, which has the name of the protocol that an earlier expression
-    /// compares: `-m tcp --dport 80`. `data` is the port in network byte order. If `data` does not
+    /// Adds a match of one port: `-m tcp --dport 80`. The match has the name of the protocol that
+    /// an earlier expression compares. `data` is the port in network byte order; if it does not
     /// have two bytes, clears `whole`.
     fn push_port(&mut self, option: &str, data: &[u8]) {
         let Ok(bytes) = <[u8; 2]>::try_from(data) else {
@@ -182,12 +184,12 @@ impl RuleWords {
             return;
         };
         let protocol = self.protocol.clone().unwrap_or_default();
-        self.push(&["-m", &protocol, option, &u16::from_be_bytes(bytes).to_string()]);
+        self.push_match(&["-m", &protocol, option, &u16::from_be_bytes(bytes).to_string()]);
     }
 
     /// Adds a match of the packet's mark.
     fn push_mark(&mut self, value: u32, mask: u32) {
-        self.push(&["-m", "mark", "--mark", &fields::masked(value, mask)]);
+        self.push_match(&["-m", "mark", "--mark", &fields::mark_text(value, mask)]);
     }
 
     /// Adds the words of a match of xtables with the structure `info`. A name, revision or option
@@ -197,25 +199,25 @@ impl RuleWords {
             ("comment", _) => {
                 let end = info.iter().position(|byte| *byte == 0).unwrap_or(info.len());
                 let text = String::from_utf8_lossy(&info[..end]).into_owned();
-                self.push(&["-m", "comment", "--comment", &text]);
+                self.push_match(&["-m", "comment", "--comment", &text]);
             }
             ("multiport", 1) => match fields::multiport(info) {
-                Some((option, ports)) => self.push(&["-m", "multiport", option, &ports]),
+                Some((option, ports)) => self.push_match(&["-m", "multiport", option, &ports]),
                 None => self.whole = false,
             },
             ("addrtype", 1) if fields::is_local_destination(info) => {
-                self.push(&["-m", "addrtype", "--dst-type", "LOCAL"]);
+                self.push_match(&["-m", "addrtype", "--dst-type", "LOCAL"]);
             }
             ("mark", 1) => match fields::mark(info) {
                 Some((value, mask)) => self.push_mark(value, mask),
                 None => self.whole = false,
             },
             ("conntrack", 2 | 3) => match fields::conntrack_states(info) {
-                Some(states) => self.push(&["-m", "conntrack", "--ctstate", &states]),
+                Some(states) => self.push_match(&["-m", "conntrack", "--ctstate", &states]),
                 None => self.whole = false,
             },
             ("tcp" | "udp" | "sctp", 0) => match fields::destination_port(name, info) {
-                Some(port) => self.push(&["-m", name, "--dport", &port.to_string()]),
+                Some(port) => self.push_match(&["-m", name, "--dport", &port.to_string()]),
                 None => self.whole = false,
             },
             _ => self.whole = false,
@@ -223,14 +225,14 @@ impl RuleWords {
     }
 
     /// Adds `-j TARGET`.
-    fn jump(&mut self, target: &str) {
+    fn push_target(&mut self, target: &str) {
         self.target.extend(["-j".to_owned(), target.to_owned()]);
     }
 
     /// Adds the words of a target of xtables with the structure `info`: always the name, and the
     /// options if they are known. An unknown name or option clears `whole`.
     fn read_target(&mut self, family: Family, name: &str, revision: u32, info: &[u8]) {
-        self.jump(name);
+        self.push_target(name);
         match name {
             "MASQUERADE" => self.whole &= !fields::has_masquerade_options(family, info),
             "DNAT" => match fields::dnat_destination(family, revision, info) {
@@ -251,10 +253,10 @@ impl RuleWords {
     /// `whole`.
     fn read_verdict(&mut self, verdict: &Verdict) {
         match verdict {
-            Verdict::Accept => self.jump("ACCEPT"),
-            Verdict::Drop => self.jump("DROP"),
-            Verdict::Return => self.jump("RETURN"),
-            Verdict::Jump(chain) => self.jump(chain),
+            Verdict::Accept => self.push_target("ACCEPT"),
+            Verdict::Drop => self.push_target("DROP"),
+            Verdict::Return => self.push_target("RETURN"),
+            Verdict::Jump(chain) => self.push_target(chain),
             Verdict::Goto(chain) => self.target.extend(["-g".to_owned(), chain.clone()]),
             Verdict::Other(_) => self.whole = false,
         }

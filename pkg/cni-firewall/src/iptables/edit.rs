@@ -56,13 +56,13 @@ impl Edit {
     }
 
     /// Creates a chain that did not exist when the table was read. If another process has created
-    /// the chain since, the edit fails and is planned again, so the rules of the other process
-    /// stay. For chains that containers share.
+    /// the chain since, the edit fails and is planned again, so that the other process's rules are
+    /// not lost.
     pub fn create_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), IfExists::Fail));
     }
 
-    /// Creates a chain, or empties an existing one. For chains of one container.
+    /// Creates a chain, or empties an existing one.
     pub fn replace_chain(&mut self, name: &str) {
         self.chains.push((name.to_owned(), IfExists::Empty));
     }
@@ -126,7 +126,8 @@ impl Edit {
             && self.deleted_chains.is_empty()
     }
 
-    /// Whether the edit creates chains or adds rules. Rules that are put back do not count.
+    /// Whether the edit creates chains or adds rules. These are the changes of iptables-nft that
+    /// `iptables-restore` may have to make. Rules that are put back do not count.
     pub(crate) fn has_additions(&self) -> bool {
         !self.chains.is_empty() || !self.rules.is_empty()
     }

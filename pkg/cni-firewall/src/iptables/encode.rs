@@ -28,8 +28,8 @@ pub(super) struct Encoded {
     pub(super) protocol: u8,
 }
 
-/// Encodes the rule with these words. `None` if a word is unknown, because plugins do not write it:
-/// then `iptables-restore` has to write the rule.
+/// Encodes the rule with these words. `None` for a rule of another form than plugins write, for
+/// example with conditions of a user: then `iptables-restore` has to write the rule.
 pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
     let mut encoder =
         Encoder { family, comparisons: Vec::new(), matches: Vec::new(), protocol: 0, options: BTreeSet::new() };
@@ -279,9 +279,10 @@ fn value_and_mask(text: &str) -> Option<(u32, u32)> {
     }
 }
 
-/// Returns the comparison of the source or destination with `cidr`. `compare_whole` returns the
-/// comparison with a whole address. `None` if `cidr` is invalid or of the other family.
-fn compare_address(family: Family, cidr: &str, compare_whole: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
+/// Returns the comparison of the source or destination with `cidr`. `compare_with` is
+/// [`expr::saddr`] or [`expr::daddr`], which compare with a single address. `None` if `cidr` is
+/// invalid or of the other family.
+fn compare_address(family: Family, cidr: &str, compare_with: fn(IpAddr) -> Vec<Expr>, op: CmpOp) -> Option<Vec<Expr>> {
     let address_bits = if family == Family::V4 { 32 } else { 128 };
     let (address, prefix_len) = match cidr.split_once('/') {
         Some((address, prefix_len)) => (address, decimal::<u32>(prefix_len)?),
@@ -291,7 +292,7 @@ fn compare_address(family: Family, cidr: &str, compare_whole: fn(IpAddr) -> Vec<
     if address.is_ipv4() != (family == Family::V4) || prefix_len > address_bits {
         return None;
     }
-    let mut exprs = compare_whole(address);
+    let mut exprs = compare_with(address);
     if prefix_len < address_bits {
         insert_mask(&mut exprs, &mask(family, prefix_len));
     }

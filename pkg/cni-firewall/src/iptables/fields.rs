@@ -48,8 +48,9 @@ pub(super) fn number(bytes: &[u8]) -> Option<u32> {
     bytes.try_into().ok().map(u32::from_ne_bytes)
 }
 
-/// Returns a mark as iptables prints it: `0x2000/0x3000`, or `0x2000` if the mask has all bits.
-pub(super) fn masked(value: u32, mask: u32) -> String {
+/// Returns a packet mark as iptables prints it: `0x2000/0x3000`, or `0x2000` if the mask has all
+/// bits.
+pub(super) fn mark_text(value: u32, mask: u32) -> String {
     if mask == u32::MAX { format!("{value:#x}") } else { format!("{value:#x}/{mask:#x}") }
 }
 
@@ -68,8 +69,8 @@ pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option
             let full_bytes = mask.iter().take_while(|byte| **byte == 0xff).count();
             let partial_bits = mask.get(full_bytes).map_or(0, |byte| byte.leading_ones() as usize);
             let leading_bits = full_bytes * 8 + partial_bits;
-            let all_bits: u32 = mask.iter().map(|byte| byte.count_ones()).sum();
-            if mask.len() != data.len() || all_bits as usize != leading_bits {
+            let set_bits: u32 = mask.iter().map(|byte| byte.count_ones()).sum();
+            if mask.len() != data.len() || set_bits as usize != leading_bits {
                 return None;
             }
             leading_bits

@@ -12,7 +12,7 @@
 //!
 //! The empty lock file is not removed, because all waiting processes would start over and lose
 //! their place in the queue. One file remains for each namespace in which iptables was changed,
-//! usually one in all, until the next boot empties /run.
+//! usually only one, until the next boot empties /run.
 //!
 //! A thread must not take the lock twice: the second call would wait for the first until its limit.
 
@@ -62,17 +62,13 @@ impl NetnsLock {
         let name = format!("iptables-{}-{}.lock", netns_id.0, netns_id.1);
         let path = folder.join(&name);
         loop {
-            let (file, display_name, remark) = match open(folder, &name) {
-                Ok(file) => (file, path.display().to_string(), None),
-                Err(cause) => {
-                    let remark = format!(
-                        "iptables is locked by the file of the network namespace, because {} cannot be used: {cause}. \
-                         Any process in the namespace can hold that lock",
-                        path.display()
-                    );
-                    let file = netns.try_clone().map_err(preparation_error)?;
-                    (file, format!("the network namespace ({remark})"), Some(remark))
-                }
+            let (file, remark) = match open(folder, &name) {
+                Ok(file) => (file, None),
+                Err(cause) => (netns.try_clone().map_err(preparation_error)?, Some(namespace_remark(&path, &cause))),
+            };
+            let display_name = match &remark {
+                None => path.display().to_string(),
+                Some(remark) => format!("the network namespace ({remark})"),
             };
             let locked_id = file_id(&file.metadata().map_err(preparation_error)?);
             let wait_limit = flock::Limit { deadline, length: limit };
@@ -98,6 +94,16 @@ impl NetnsLock {
     pub fn remark(&self) -> Option<&str> {
         self.remark.as_deref()
     }
+}
+
+/// Returns the remark for a lock on the namespace's own file. `path` is the lock file, which cannot
+/// be used because of `cause`.
+fn namespace_remark(path: &Path, cause: &Cause) -> String {
+    format!(
+        "iptables is locked by the file of the network namespace, because {} cannot be used: {cause}. Any process in \
+         the namespace can hold that lock",
+        path.display()
+    )
 }
 
 /// Returns the device and the inode of a file.

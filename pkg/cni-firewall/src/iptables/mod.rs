@@ -276,12 +276,15 @@ impl<'m> Iptables<'m> {
         variant: Variant,
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
-        self.change_all(&[(family, variant)], |chains| plan(chains).map(Some)).map(drop).map_err(|(_, error)| error)
+        match self.change_all(&[(family, variant)], |chains| plan(chains).map(Some)) {
+            Ok(_) => Ok(()),
+            Err((_, error)) => Err(error),
+        }
     }
 
     /// Makes the changes of several families under one lock. All families are planned before any is
-    /// changed. If `plan` returns `None`, the call returns `Ok` and changes nothing more. If one
-    /// family has to be planned again, all families that are not changed yet are planned again.
+    /// changed. If a change fails, the families that are not changed yet are planned again. If
+    /// `plan` returns `None`, returns `Ok`, but families that are already changed stay changed.
     ///
     /// Returns how many of the `families`, counted from the first, may have been changed. An error
     /// comes with the same count.
@@ -321,9 +324,9 @@ impl<'m> Iptables<'m> {
         Cleaned { unreached, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
     }
 
-    /// Returns the program of this variant. Prefers the chosen restore program, if that has this
-    /// variant: the administrator may have replaced it with a wrapper. Fails if no program of this
-    /// variant is installed.
+    /// Returns the save or restore program of this variant. Prefers the restore program that the
+    /// administrator has chosen, if it has this variant: it may be a wrapper. Fails if no such
+    /// program is installed.
     fn tool(&self, family: Family, variant: Variant, kind: ProgramKind) -> Result<Tool> {
         if kind == ProgramKind::Restore
             && let Some(tool) = tool::chosen_program(&self.folders, self.runner, family)?

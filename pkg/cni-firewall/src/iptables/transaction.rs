@@ -34,14 +34,18 @@ pub(super) fn can_write_rules(nft: &mut Nft, table: Table, family: Family) -> Re
     }
     let masquerade = if family == Family::V4 { xt::MASQUERADE_V4 } else { xt::MASQUERADE_V6 };
     let family = table.in_nf_tables(family).family;
-    let mut has = |extension: xt::Extension, kind| nft.has_extension(family, extension.name, extension.revision, kind);
-    Ok(has(xt::COMMENT, Extension::Match)? && (table != Table::Nat || has(masquerade, Extension::Target)?))
+    let mut kernel_has =
+        |extension: xt::Extension, kind| nft.has_extension(family, extension.name, extension.revision, kind);
+    if !kernel_has(xt::COMMENT, Extension::Match)? {
+        return Ok(false);
+    }
+    Ok(table != Table::Nat || kernel_has(masquerade, Extension::Target)?)
 }
 
-/// Returns the changes that create the edit's chains and rules and, if they are missing, the table
-/// and the base chains to which the rules are added. `None` if `iptables-restore` has to do that:
-/// in a 32-bit process, for words that [`encode`] does not know, and if a base chain is missing in
-/// a table that was made with `nft`.
+/// Returns a transaction that creates the edit's chains and rules and, if they are missing, the
+/// table and the base chains to which the rules are added. `None` if `iptables-restore` has to do
+/// that: in a 32-bit process, for words that [`encode`] does not know, and if a base chain is
+/// missing in a table that was made with `nft`.
 pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
     if cfg!(target_pointer_width = "32") {
         return Ok(None);
@@ -49,7 +53,7 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
     let encoded: Option<Vec<_>> = edit.rules.iter().map(|added| encode::rule(family, &added.words)).collect();
     let Some(encoded) = encoded else { return Ok(None) };
     let mut batch = Batch::new();
-    if !create_base_chains(nft, table, family, edit, &mut batch)? {
+    if !add_missing_base_chains(nft, table, family, edit, &mut batch)? {
         return Ok(None);
     }
     let nft_table = table.in_nf_tables(family);
@@ -69,7 +73,13 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
 /// Adds to `batch` the creation of the base chains to which the edit adds rules, and of the table,
 /// if they are missing. Returns `false` if a base chain is missing in a table that was made with
 /// `nft`: then `iptables-restore` has to make all additions.
-fn create_base_chains(nft: &mut Nft, table: Table, family: Family, edit: &Edit, batch: &mut Batch) -> Result<bool> {
+fn add_missing_base_chains(
+    nft: &mut Nft,
+    table: Table,
+    family: Family,
+    edit: &Edit,
+    batch: &mut Batch,
+) -> Result<bool> {
     let nft_table = table.in_nf_tables(family);
     let mut missing = Vec::new();
     for (name, base) in built_in_chains(table) {
@@ -85,9 +95,9 @@ fn create_base_chains(nft: &mut Nft, table: Table, family: Family, edit: &Edit, 
     }
     let existing_chains = nft.chains(nft_table)?;
     // A base chain that iptables would not create shows that the table was made with `nft`.
-    let is_foreign =
+    let is_made_with_nft =
         |chain: &Chain| chain.base.is_some_and(|base| !built_in_chains(table).contains(&(&chain.name, base)));
-    if existing_chains.iter().any(is_foreign) {
+    if existing_chains.iter().any(is_made_with_nft) {
         return Ok(false);
     }
     // A table without chains may be missing. If the table exists, `ensure_table` has no effect.

@@ -194,8 +194,8 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
 
     let (own_tags, other_tags): (Vec<Tag>, Vec<Tag>) =
         chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.alias == names.alias);
-    let is_requested =
-        |source: Option<Cidr>| addresses.iter().any(|address| Some(Cidr::host(address.address())) == source);
+    let requested_sources: Vec<Cidr> = addresses.iter().map(|address| Cidr::host(address.address())).collect();
+    let is_requested = |source: Option<Cidr>| source.is_some_and(|source| requested_sources.contains(&source));
     for stale in own_tags.iter().filter(|tag| !is_requested(tag.source)) {
         edit.delete(&names.chain, &stale.rule);
     }
@@ -305,8 +305,8 @@ impl PreviousAddresses {
 }
 
 /// Returns the edit that removes the attachment's rules. An untagged jump counts as the
-/// attachment's if it covers one of `addresses`. If `addresses` is empty, every untagged jump does,
-/// unless the attachment has tags.
+/// attachment's if its source covers one of `addresses`. If `addresses` is empty, all untagged
+/// jumps count as the attachment's, unless the attachment has tags.
 pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
     let names = RuleNames::new(attachment);
     let is_own = |alias: &str| alias == names.alias;
@@ -353,8 +353,9 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
 /// is removed if no jump and no tag remains.
 ///
 /// - `is_garbage(alias)`: whether the rules of the attachment with this alias are removed.
-/// - `is_untagged_garbage(source, has_garbage)`: whether an untagged jump with this source is
-///   removed. `has_garbage` is whether `is_garbage` is true for a tag of the chain.
+/// - `is_untagged_garbage(source, has_garbage_tags)`: whether an untagged jump with this source is
+///   removed. `has_garbage_tags` is whether a tag of the chain has an alias for which `is_garbage`
+///   is true.
 /// - `names`: if given, jumps with a different comment stay ([`RuleNames::is_jump`]).
 fn remove(
     nat: &mut Chains<'_>,
@@ -367,7 +368,7 @@ fn remove(
     let Some(content) = nat.chain(chain)?.cloned() else { return Ok(edit) };
     let (garbage_tags, remaining_tags): (Vec<Tag>, Vec<Tag>) =
         content.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.alias));
-    let (mut remaining_jumps, mut remaining_untagged) = (0, 0);
+    let (mut has_remaining_jump, mut has_remaining_untagged) = (false, false);
     let mut remaining_sources: Vec<Cidr> = Vec::new();
     for jump in &nat.rules_leading_to(POSTROUTING, chain)? {
         let source = source(jump);
@@ -375,24 +376,24 @@ fn remove(
             // Another container, whose chain has the same name, needs this jump.
             false
         } else if remaining_tags.iter().any(|tag| tag.source == source) {
-            // A remaining attachment needs one such jump: only duplicates are removed.
+            // A remaining attachment needs one jump with this source: only duplicates are removed.
             source.is_some_and(|source| remaining_sources.contains(&source))
         } else if garbage_tags.iter().any(|tag| tag.source == source) {
             true
         } else {
             // The jump is untagged.
             let is_removed = is_untagged_garbage(source, !garbage_tags.is_empty());
-            remaining_untagged += usize::from(!is_removed);
+            has_remaining_untagged |= !is_removed;
             is_removed
         };
         if is_removed {
             edit.delete(POSTROUTING, jump);
         } else {
             remaining_sources.extend(source);
-            remaining_jumps += 1;
+            has_remaining_jump = true;
         }
     }
-    if remaining_jumps == 0 && remaining_tags.is_empty() {
+    if !has_remaining_jump && remaining_tags.is_empty() {
         edit.delete_chain(chain, &content);
         return Ok(edit);
     }
@@ -400,7 +401,7 @@ fn remove(
         edit.delete(chain, &tag.rule);
     }
     // An untagged jump does not name its network, so it may need any of the ACCEPT rules.
-    if remaining_untagged > 0 {
+    if has_remaining_untagged {
         return Ok(edit);
     }
     let unused_networks: Vec<Cidr> = garbage_tags

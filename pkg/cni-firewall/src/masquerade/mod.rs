@@ -70,14 +70,15 @@ impl<'m> Masquerade<'m> {
         Masquerade::with_folders(machine, notes, Folders::new(std::env::var_os("PATH")))
     }
 
-    /// As [`new`](Masquerade::new), with iptables' programs and lock in these folders.
+    /// Does the same as [`new`](Masquerade::new), but with iptables' programs and lock in these
+    /// folders.
     pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
         Masquerade { machine, notes, folders, open_connections: RefCell::default() }
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
-    /// The attachment's existing rules in the same backend are replaced and stored in `previous`.
-    /// In iptables, that applies only to the families of `addresses`. Without a `backend`, uses
+    /// The attachment's existing rules in the same backend are replaced and stored in `previous`;
+    /// in iptables, only the rules for the families of `addresses`. Without a `backend`, uses
     /// iptables, or nftables if iptables is not installed or does not work.
     ///
     /// # Errors
@@ -95,16 +96,21 @@ impl<'m> Masquerade<'m> {
                 self.ensure_in_iptables(attachment, addresses, previous).map_err(|failure| failure.error)
             }
             Some(Backend::Nftables) => nftables::ensure(attachment, addresses, &previous.nftables),
-            None => self.ensure_in_any(attachment, addresses, previous),
+            None => self.ensure_in_working_backend(attachment, addresses, previous),
         }
     }
 
-    /// Does [`ensure`](Masquerade::ensure) without a backend: tries iptables, then nftables if
-    /// iptables is not installed, or fails and [`Iptables::probe`] finds that it does not work.
-    fn ensure_in_any(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
+    /// Does [`ensure`](Masquerade::ensure) without a given backend: uses iptables. If iptables is
+    /// not installed, or if it fails and [`Iptables::probe`] fails too, uses nftables.
+    fn ensure_in_working_backend(
+        &self,
+        attachment: &AttachmentId,
+        addresses: &[Cidr],
+        previous: &PreviousRules,
+    ) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         for family in families(addresses) {
-            // Without a variant, iptables is not installed.
+            // `None` means that iptables is not installed.
             if iptables.chosen_variant(family)?.is_none() {
                 return nftables::ensure(attachment, addresses, &previous.nftables);
             }
@@ -166,9 +172,9 @@ impl<'m> Masquerade<'m> {
         })
     }
 
-    /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, complete or not: removes the
-    /// rules that `ensure` wrote and restores those that it replaced. Leaves a backend or family
-    /// that `ensure` has not read.
+    /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, even one that failed: removes
+    /// the rules that `ensure` wrote and restores those that it replaced. Does not change a backend
+    /// or family that `ensure` has not read.
     ///
     /// # Errors
     /// A backend or family cannot be changed. The others are still changed, and all failures are
@@ -189,8 +195,8 @@ impl<'m> Masquerade<'m> {
 
     /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
     /// result, empty if unknown. In iptables, rules of a Go plugin do not name the interface, so
-    /// only those for `addresses` are removed. Without `addresses`, all of the container's are,
-    /// unless the attachment has rules of these plugins.
+    /// only those for `addresses` are removed. Without `addresses`, all Go rules of the container
+    /// are removed, unless the attachment has rules of these plugins.
     ///
     /// # Errors
     /// A backend, family or variant cannot be changed. The others are still changed, and all
@@ -302,8 +308,7 @@ impl<'m> Masquerade<'m> {
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
             _ if is_installed => Ok(()),
-            // Without the program, there is a variant if the kernel lets the rules be written over
-            // netlink.
+            // No program is installed, but the rules can be written over netlink.
             Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
@@ -330,7 +335,7 @@ fn families(addresses: &[Cidr]) -> impl Iterator<Item = Family> {
     FAMILIES.into_iter().filter(|family| of_family(addresses, *family).next().is_some())
 }
 
-/// Returns the ones of `addresses` that are of `family`.
+/// Returns the addresses of `family`.
 fn of_family(addresses: &[Cidr], family: Family) -> impl Iterator<Item = Cidr> {
     addresses.iter().copied().filter(move |cidr| Family::of(cidr.address()) == family)
 }

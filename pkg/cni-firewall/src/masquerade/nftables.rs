@@ -101,7 +101,7 @@ fn base_rules() -> [Vec<Expr>; 3] {
     [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
 }
 
-/// Replaces the attachment's rules in one transaction, and stores the existing ones in `previous`.
+/// Replaces the attachment's rules in one transaction, and stores the replaced ones in `previous`.
 pub(super) fn ensure(
     attachment: &AttachmentId,
     addresses: &[Cidr],
@@ -149,9 +149,12 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
         return Ok(false);
     }
     // Compared as text: releases of nft write the same prefix match with different expressions.
+    // Words describe the rules of one family, and this chain has rules of both.
     let as_text = |exprs: &[Expr]| [Family::V4, Family::V6].map(|family| words(family, exprs));
     let rules = nft.rules(TABLE, POSTROUTING)?;
-    Ok(rules.iter().map(|listed| as_text(&listed.rule.exprs)).eq(base_rules().iter().map(|exprs| as_text(exprs))))
+    let existing = rules.iter().map(|listed| as_text(&listed.rule.exprs));
+    let wanted = base_rules();
+    Ok(existing.eq(wanted.iter().map(|exprs| as_text(exprs))))
 }
 
 /// Removes the attachment's rules. Table and chains stay, as with Go.

@@ -11,7 +11,7 @@ use cni_linux::route::Family;
 impl IptablesPortMap<'_> {
     /// Returns a sentence for each difference from the rules that
     /// [`ensure`](IptablesPortMap::ensure) writes; empty if there is none. If both variants have
-    /// the container's chain, only the differences of the variant with fewer are returned. Accepts
+    /// the container's chain, returns only the shorter of their lists of differences. Accepts
     /// the rules of Go's plugin, and duplicates. Does not compare conditions, because the kernel
     /// can return them in another form than the configuration has.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
@@ -19,18 +19,18 @@ impl IptablesPortMap<'_> {
         let mut differences = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
-            let mut fewest: Option<Vec<String>> = None;
+            let mut shortest: Option<Vec<String>> = None;
             for variant in self.iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = self.iptables.read(family, variant)?;
                 if !nat.has_chain(&chain)? {
                     continue;
                 }
                 let found = differences_in(&mut nat, wanted, container, &claims)?;
-                if fewest.as_ref().is_none_or(|fewest| found.len() < fewest.len()) {
-                    fewest = Some(found);
+                if shortest.as_ref().is_none_or(|shortest| found.len() < shortest.len()) {
+                    shortest = Some(found);
                 }
             }
-            let found = fewest.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
+            let found = shortest.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
             let name = program_name(family);
             differences.extend(found.into_iter().map(|difference| format!("{name}: {difference}")));
         }
@@ -56,9 +56,8 @@ fn differences_in(
     let jumps = nat.rules_leading_to(DNAT, &chain)?;
     let chain_rules = nat.rules(&chain)?;
     let sections = shape::sections(chain_rules);
-    let (own, mut unmarked): (Vec<&Section>, Vec<&Section>) =
-        sections.iter().partition(|section| is_own(section, wanted));
-    unmarked.retain(|section| section.marker.is_none());
+    let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
+    let unmarked: Vec<&Section> = others.into_iter().filter(|section| section.marker.is_none()).collect();
     // An unmarked section for another address counts too: it can have the rule that marks
     // connections to a port, because Go makes that rule only once, with the first address.
     let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
@@ -73,7 +72,7 @@ fn differences_in(
         }
         // The first overlapping rule takes precedence.
         if let Some(first) = shape::first_overlapping_claim(chain_rules, claim)
-            && unmarked.iter().any(|section| section.claims().any(|unmarked_claim| unmarked_claim == first))
+            && unmarked.iter().flat_map(|section| section.claims()).any(|unmarked_claim| unmarked_claim == first)
         {
             differences
                 .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));

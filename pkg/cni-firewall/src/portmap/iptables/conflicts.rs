@@ -12,7 +12,7 @@ use cni_linux::route::Family;
 /// The tables that an ADD does not read itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnreadTables {
-    /// The tables of both variants: the ADD uses nf_tables.
+    /// The tables of both variants: the ADD uses the nftables backend.
     Both,
     /// The tables of the variant in which the ADD makes no rules.
     OtherVariant,
@@ -35,8 +35,9 @@ impl IptablesPortMap<'_> {
     /// would cost a process.
     ///
     /// # Errors
-    /// If tables cannot be read or changed. With [`ConflictAction::Keep`] a failing program of
-    /// iptables-legacy is only a remark, because the ADD does not need the program otherwise.
+    /// If tables cannot be read or changed, or on SIGTERM. Missing programs of iptables-legacy are
+    /// only a remark. With [`ConflictAction::Keep`] failing programs are too, because the ADD does
+    /// not need them otherwise.
     pub fn conflicts(
         &mut self,
         wanted: &Forwarding,
@@ -91,6 +92,7 @@ impl IptablesPortMap<'_> {
         probe: &mut LivenessProbe,
     ) -> Result<SearchOutcome> {
         let family = Family::of(container.address());
+        // The ADD does not need the programs of iptables-legacy otherwise.
         let is_optional = variant == Variant::Legacy && action == ConflictAction::Keep;
         let skip_if_optional = |error: Error| {
             if is_optional && !error.is_terminated() {

@@ -53,7 +53,7 @@ struct Plan {
 }
 
 /// A family in which an ADD maps ports.
-struct Target {
+struct MappedFamily {
     family: Family,
     /// The variant in which the rules are made.
     variant: Variant,
@@ -78,8 +78,8 @@ impl<'m> IptablesPortMap<'m> {
     }
 
     /// Writes the rules of `wanted`: IPv4, then IPv6. Both families are checked for living holders
-    /// of the ports before either is changed. On failure the attachment's previous rules are put
-    /// back.
+    /// of the ports before either is changed. On failure, and if there is a living holder, the
+    /// attachment's previous rules are put back.
     ///
     /// # Errors
     /// If rules cannot be written over netlink and iptables is not installed, or if a change fails.
@@ -87,34 +87,37 @@ impl<'m> IptablesPortMap<'m> {
     pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = probe.find_host_link(&wanted.attachment)?;
-        let mut targets = Vec::new();
+        let mut mapped_families = Vec::new();
         for (container, claims) in wanted.families() {
             let family = Family::of(container.address());
             let variant = self.variant_for_new_rules(family)?;
-            targets.push(Target { family, variant, container, claims, remarks: Vec::new() });
+            mapped_families.push(MappedFamily { family, variant, container, claims, remarks: Vec::new() });
         }
-        let families: Vec<(Family, Variant)> = targets.iter().map(|target| (target.family, target.variant)).collect();
+        let families: Vec<(Family, Variant)> =
+            mapped_families.iter().map(|mapped| (mapped.family, mapped.variant)).collect();
         let (mut previous, mut living_holder) = (PreviousRules::default(), None);
         let result = self.iptables.change_all(&families, |nat| {
             let family = nat.family();
-            // Never `None`: `families` was made from `targets`.
-            let target = targets.iter_mut().find(|target| target.family == family);
-            let Some(target) = target else { return Ok(Some(Edit::new())) };
-            previous.remember(nat, target.variant, wanted)?;
-            let own_ports = (target.container, target.claims.as_slice());
-            let plan = plan_family(nat, wanted, own_ports, host_link.as_deref(), &mut probe)?;
+            // Always found: `families` was made from `mapped_families`.
+            let Some(mapped) = mapped_families.iter_mut().find(|mapped| mapped.family == family) else {
+                return Ok(Some(Edit::new()));
+            };
+            previous.remember(nat, mapped.variant, wanted)?;
+            let container_and_claims = (mapped.container, mapped.claims.as_slice());
+            let plan = plan_family(nat, wanted, container_and_claims, host_link.as_deref(), &mut probe)?;
             if plan.living_holder.is_some() {
                 living_holder = plan.living_holder;
+                // `None` ends the change of both families.
                 return Ok(None);
             }
-            target.remarks = plan.remarks;
+            mapped.remarks = plan.remarks;
             Ok(Some(plan.edit))
         });
-        let (changed, error) = match result {
-            Ok(changed) => (changed, None),
-            Err((changed, error)) => (changed, Some(error)),
+        let (changed_count, error) = match result {
+            Ok(changed_count) => (changed_count, None),
+            Err((changed_count, error)) => (changed_count, Some(error)),
         };
-        previous.keep_first(changed);
+        previous.keep_first(changed_count);
         // Families may have been changed before the error, or before another attachment took one of
         // the ports: the previous rules of these families are put back.
         if let Some(error) = error {
@@ -124,7 +127,7 @@ impl<'m> IptablesPortMap<'m> {
             self.put_back(wanted, &previous)?;
             return Ok(EnsureOutcome::Held(holder));
         }
-        let mut remarks: Vec<String> = targets.into_iter().flat_map(|target| target.remarks).collect();
+        let mut remarks: Vec<String> = mapped_families.into_iter().flat_map(|mapped| mapped.remarks).collect();
         if let Err(error) = self.ensure_empty_chains(wanted, host_link.as_deref(), &mut previous, &mut remarks) {
             return Err(self.put_back_after(error, wanted, &previous));
         }
@@ -300,12 +303,15 @@ fn plan_own_rules(
             plan.edit.append(&chain, words);
         }
     }
-    // The chain can still have rules of Go's plugin for another address of the container. They
-    // precede the new rules.
+    // The chain can still have rules of Go's plugin that map the ports to another address of the
+    // container. They precede the new rules.
     if wanted.policy == Policy::RefuseIfAlive {
-        for section in others.iter().filter(|section| section.marker.is_none()) {
-            let older = section.claims().filter(|older| claims.iter().any(|claim| claim.overlaps(older)));
-            plan.remarks.extend(older.map(|older| older_mapping_remark(&older)));
+        let claims_of_go =
+            others.iter().filter(|section| section.marker.is_none()).flat_map(|section| section.claims());
+        for older in claims_of_go {
+            if claims.iter().any(|claim| claim.overlaps(&older)) {
+                plan.remarks.push(older_mapping_remark(&older));
+            }
         }
     }
     let jumps: Vec<&Rule> = candidate_jumps.iter().filter(|rule| rule.target() == Some(&chain)).collect();

@@ -18,7 +18,7 @@ use cni_linux::route::Family;
 /// Adds to `plan` the removal of dead containers' rules: those for the wanted ports, and those that
 /// lead to this container's address. If a living container has a wanted port, stops and sets
 /// `plan.living_holder`. `candidate_jumps` are the rules of [`DNAT`] that may be for the ports. If
-/// the search for rules to the address fails, adds a remark to the plan instead of failing.
+/// the search by address fails, adds a remark to the plan instead of failing.
 pub(super) fn plan_displacement(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -42,7 +42,7 @@ pub(super) fn plan_displacement(
             return Ok(());
         }
     }
-    let mut plan_by_address = || -> Result<()> {
+    let mut plan_address_chains = || -> Result<()> {
         for chain in nat.list_chains_for_address(DNAT, shape::PREFIX, container.address())? {
             if !is_of_other_container(&chain) || port_chains.contains(&chain) {
                 continue;
@@ -56,7 +56,7 @@ pub(super) fn plan_displacement(
     };
     // The wanted ports work even if rules for other ports lead to this container too, so the ADD
     // does not fail.
-    if let Err(error) = plan_by_address() {
+    if let Err(error) = plan_address_chains() {
         plan.remarks.push(format!(
             "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
             container.address()
@@ -82,9 +82,10 @@ fn plan_displacement_in_chain(
     let (mut removed, mut kept): (Vec<&Rule>, Vec<&MappingRules>) = (Vec::new(), Vec::new());
     let mut remarks = Vec::new();
     for section in &sections {
-        // `ensure_empty_chains` writes a marker without a mapping: it is not removed alone.
+        // `ensure_empty_chains` writes a marker without a mapping: such a marker is kept.
         let mut keeps_marker = section.mappings.is_empty();
         for mapping in &section.mappings {
+            let mut holder_is_dead = false;
             if let Some(holder) = other.holder_of(section, mapping, claims) {
                 let has_wanted_port = claims.iter().any(|claim| claim.overlaps(&holder.claim));
                 match probe.liveness_of(wanted, &holder)? {
@@ -92,18 +93,21 @@ fn plan_displacement_in_chain(
                         plan.living_holder = Some(holder);
                         return Ok(());
                     }
+                    Liveness::Alive => {}
                     Liveness::Dead => {
                         remarks.push(holder.removal_remark(wanted));
-                        removed.extend(&mapping.rules);
-                        continue;
+                        holder_is_dead = true;
                     }
-                    Liveness::Alive => {}
                     Liveness::Unknown if has_wanted_port => remarks.push(holder.port_taken_remark()),
                     Liveness::Unknown => remarks.push(holder.unknown_owner_remark()),
                 }
             }
-            kept.push(mapping);
-            keeps_marker = true;
+            if holder_is_dead {
+                removed.extend(&mapping.rules);
+            } else {
+                kept.push(mapping);
+                keeps_marker = true;
+            }
         }
         if !keeps_marker {
             removed.extend(&section.marker);
@@ -137,31 +141,32 @@ fn plan_displacement_in_chain(
 /// A chain of another container, and the data of the ADD that its rules are compared with.
 struct OtherChain<'t> {
     chain: &'t str,
-    /// This attachment.
+    /// The attachment of the ADD.
     attachment: &'t AttachmentId,
-    /// This container's address.
+    /// The address of the ADD's container.
     address: IpAddr,
     /// The network and the container ID from the comment of a jump to the chain; `None` if no jump
     /// has such a comment.
     jump_owner: Option<(&'t str, &'t str)>,
-    /// Whether this attachment or a jump to the chain has conditions: both containers can then have
-    /// the same port, for different packets.
-    has_conditions: bool,
+    /// Whether the ADD's attachment or a jump to the chain has conditions. Both containers can then
+    /// have the same port, for different packets. Conditions are not compared, because the kernel
+    /// can return them in another form than the configuration has.
+    conditions_differ: bool,
 }
 
 impl<'t> OtherChain<'t> {
-    /// Describes `chain`. `jumps` are all rules of [`DNAT`] that jump to it, `wanted` and `address`
-    /// the attachment of the ADD and its container's address.
+    /// Describes `chain`. `jumps` are all rules of [`DNAT`] that jump to the chain; `wanted` and
+    /// `address` are those of the ADD.
     fn new(chain: &'t str, wanted: &'t Forwarding, address: IpAddr, jumps: &'t [Rule]) -> OtherChain<'t> {
-        let has_conditions = !wanted.conditions(Family::of(address)).is_empty()
+        let conditions_differ = !wanted.conditions(Family::of(address)).is_empty()
             || jumps.iter().filter_map(Jump::read).any(|jump| jump.has_conditions);
         let jump_owner = jumps.iter().find_map(|jump| shape::read_comment(jump.comment()?));
-        OtherChain { chain, attachment: &wanted.attachment, address, jump_owner, has_conditions }
+        OtherChain { chain, attachment: &wanted.attachment, address, jump_owner, conditions_differ }
     }
 
     /// Returns the container that has this mapping, if the mapping claims a wanted port or leads to
-    /// this container's address. `None` for any other mapping, for one without a readable claim,
-    /// and if the mapping belongs to this container.
+    /// the address of the ADD's container. `None` for any other mapping, for one without a readable
+    /// claim, and if the mapping belongs to the ADD's container.
     fn holder_of(&self, section: &Section, mapping: &MappingRules, claims: &[ClaimedPort]) -> Option<Holder> {
         let claim = mapping.claim?;
         let leads_here = claim.container.ip() == self.address;
@@ -183,7 +188,7 @@ impl<'t> OtherChain<'t> {
             network: network.map(str::to_owned),
             alias: section.alias().map(str::to_owned),
             had_link: section.had_link(),
-            conditions_differ: self.has_conditions,
+            conditions_differ: self.conditions_differ,
             claim,
         })
     }

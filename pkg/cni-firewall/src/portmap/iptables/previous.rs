@@ -64,14 +64,15 @@ impl PreviousRules {
 
 /// Whether a section of the container's chain belongs to this attachment: its marker names the
 /// attachment, or it has no marker (Go's plugin made it) and all its mappings lead to the
-/// container's addresses. True for the empty section of an empty chain.
+/// container's addresses. True for the empty section of an empty chain, so that undoing an ADD also
+/// removes an empty chain.
 pub(super) fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     match section.alias() {
         Some(alias) => alias == wanted.attachment.alias(),
-        None => section.mappings.iter().all(|mapping| match mapping.claim {
-            Some(claim) => wanted.is_container(claim.container.ip()),
-            None => false,
-        }),
+        None => section
+            .mappings
+            .iter()
+            .all(|mapping| mapping.claim.is_some_and(|claim| wanted.is_container(claim.container.ip()))),
     }
 }
 
@@ -119,8 +120,8 @@ impl FamilyRules {
         if !nat.has_chain(&chain)? {
             edit.create_chain(&chain);
         }
-        let is_unchanged = own.iter().flat_map(|section| section.rules()).eq(&self.rules);
-        if !is_unchanged {
+        let own_rules = own.iter().flat_map(|section| section.rules());
+        if !own_rules.eq(&self.rules) {
             for section in own {
                 delete_section(edit, &chain, section, &claims_of_others);
             }

@@ -86,8 +86,8 @@ impl IptablesPortMap<'_> {
     }
 
     /// Makes removals in every family and variant that may have one of the `chains`. `plan` adds
-    /// the removals in one table to the edit, and returns the claims of the removed rules. An error
-    /// in one family or variant does not stop the others.
+    /// the removals in one table to the edit, and returns the claims of these rules. An error in
+    /// one family or variant does not stop the others, and its claims are returned too.
     fn remove_everywhere(
         &mut self,
         chains: &[&str],
@@ -103,13 +103,13 @@ impl IptablesPortMap<'_> {
             for variant in variants {
                 match self.iptables.can_remove(family, variant) {
                     Ok(true) => {
-                        let mut removed_claims = Vec::new();
+                        let mut planned_claims = Vec::new();
                         results.push(self.iptables.change(family, variant, |nat| {
                             let mut edit = Edit::new();
-                            removed_claims = plan(nat, &mut edit)?;
+                            planned_claims = plan(nat, &mut edit)?;
                             Ok(edit)
                         }));
-                        claims.append(&mut removed_claims);
+                        claims.append(&mut planned_claims);
                     }
                     Ok(false) => {
                         let name = program_name(family);

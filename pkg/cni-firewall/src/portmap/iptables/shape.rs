@@ -195,16 +195,17 @@ pub(super) fn marker_rule(attachment: &AttachmentId, host_link: Option<&str>) ->
 /// Returns the rules of one mapping: those that mark connections for masquerading, then the one
 /// that translates the destination.
 pub(super) fn mapping_rules(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort) -> Vec<RuleWords> {
-    // The sources whose connections are masqueraded, as prefixes; `None` for any source.
-    let mut masqueraded: Vec<Option<String>> = Vec::new();
+    // Prefixes; `None` for any source.
+    let mut masqueraded_sources: Vec<Option<String>> = Vec::new();
     match wanted.snat {
         Snat::No => {}
-        Snat::All => masqueraded.push(None),
+        Snat::All => masqueraded_sources.push(None),
         Snat::Hairpin => {
             // A prefix of length 0 is left out, because iptables does not print it.
-            masqueraded.push(if container.prefix() > 0 { Some(container.network().to_string()) } else { None });
+            let network = if container.prefix() > 0 { Some(container.network().to_string()) } else { None };
+            masqueraded_sources.push(network);
             if container.is_ipv4() {
-                masqueraded.push(Some(full_prefix(Ipv4Addr::LOCALHOST.into())));
+                masqueraded_sources.push(Some(full_prefix(Ipv4Addr::LOCALHOST.into())));
             }
         }
     }
@@ -213,7 +214,7 @@ pub(super) fn mapping_rules(wanted: &Forwarding, container: Cidr, claim: &Claime
         SetMark::Chain(chain) => chain,
     };
     let mut rules = Vec::new();
-    for source in &masqueraded {
+    for source in &masqueraded_sources {
         let mut rule = match_words(source.as_deref(), claim);
         rule.extend(words(["-j", mark_chain]));
         rules.push(rule);
@@ -263,7 +264,8 @@ pub(super) fn read_claim(rule: &Rule) -> Option<ClaimedPort> {
 }
 
 /// The rules of one mapping in a container's chain: those that mark connections, then the DNAT
-/// rule. The last rules before a marker or the chain's end can lack the DNAT rule.
+/// rule. If rules before a marker or at the chain's end have no DNAT rule after them, they count as
+/// a mapping too.
 #[derive(Clone, Debug)]
 pub(super) struct MappingRules {
     /// The claim of the DNAT rule; `None` if there is no such rule, or [`read_claim`] cannot read
@@ -362,9 +364,9 @@ fn is_marker(rule: &Rule) -> bool {
     rule.target().is_none() && rule.comment().is_some_and(|text| AttachmentId::parse(text).is_some())
 }
 
-/// Adds a mapping to the last section in `marked`, or to `unmarked` if there is no section or the
-/// mapping leads to another address than the section: Go's plugin appends its rules after those of
-/// these plugins. A mapping without rules is not added.
+/// Adds a mapping to the last section in `marked`. Exception: Go's plugin appends its rules to the
+/// chain, without a marker, so a mapping to an address that differs from the section's is added to
+/// `unmarked`, as is one before the first marker. A mapping without rules is not added.
 fn add_mapping(mapping: MappingRules, marked: &mut [Section], unmarked: &mut Vec<MappingRules>) {
     if mapping.rules.is_empty() {
         return;
