@@ -160,16 +160,21 @@ impl Kept {
         for name in new_names {
             if self.was_absent(name) {
                 merged.absent.insert(name.to_owned());
-                continue;
+            } else {
+                self.copy_file(name, &merged)?;
             }
-            let (from, to) = (self.file(name), merged.file(name));
-            // A killed process may have left this file.
-            ignore_not_found(fs::remove_file(&to)).map_err(Error::io("remove", &to))?;
-            link_or_copy(&from, &to).map_err(Error::io("keep", &from))?;
         }
         let absent: String = merged.absent.iter().map(|name| format!("{name}\n")).collect();
         replace_list(folder, ABSENT_LIST, &absent, merged.replaced_at)?;
         replace_list(folder, SUMS, &set::text(&merged.programs), merged.replaced_at)
+    }
+
+    /// Links or copies the kept file of this name into the folder of another set.
+    fn copy_file(&self, name: &str, other: &Kept) -> Result<(), Error> {
+        let (from, to) = (self.file(name), other.file(name));
+        // A killed process may have left this file.
+        ignore_not_found(fs::remove_file(&to)).map_err(Error::io("remove", &to))?;
+        link_or_copy(&from, &to).map_err(Error::io("keep", &from))
     }
 }
 

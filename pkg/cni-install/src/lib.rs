@@ -88,7 +88,7 @@ enum Command {
     /// Put back what was there before the last install, or before the first
     ///
     /// Programs that were not there before are removed. A program that another installer has
-    /// replaced since is left as it is, and its kept file stays kept.
+    /// replaced since is left unchanged, and its kept file stays kept.
     ///
     /// A second rollback changes nothing, because the first one leaves no previous set. The
     /// original set is still kept, unless it is the one that was put back. `rollback --original`

@@ -96,7 +96,7 @@ fn escape_quoted(pattern: &str) -> Cow<'_, str> {
             result += &regex_lite::escape(text);
             rest = after;
         } else {
-            // An escaped character, which may be a backslash, stays as it is.
+            // An escaped character, which may be a backslash, stays unchanged.
             let escaped_length = after.chars().next().map_or(0, char::len_utf8);
             let (escaped, after) = after.split_at(escaped_length);
             result.push('\\');

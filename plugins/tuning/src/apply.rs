@@ -95,15 +95,17 @@ impl NamespaceChanges {
     /// Finds the sysctls and the interface, writes the backup, and writes the sysctls.
     fn apply(&self, conf: &Conf) -> Result<NamespaceOutcome> {
         let mut notes = Vec::new();
-        let all = sysctl::find_all(&conf.sysctls)?;
+        let sysctls = sysctl::find_all(&conf.sysctls)?;
         let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
         let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
         let (found, without_value): (Vec<Found>, Vec<Found>) =
-            all.into_iter().partition(|found| !found.sysctl.value.is_empty());
+            sysctls.into_iter().partition(|found| !found.sysctl.value.is_empty());
         // Writing an empty value would change nothing. Go accepts it without a message.
-        notes.extend(without_value.iter().map(|found| {
-            format!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written))
-        }));
+        notes.extend(
+            without_value.iter().map(|found| {
+                format!("sysctl {} has an empty value: it is not changed", shown(&found.sysctl.key.written))
+            }),
+        );
         save_sysctls(&mut record, &found);
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);

@@ -68,7 +68,7 @@ impl Reading {
             ifname => template.replacen(PLACEHOLDER, ifname, 1),
         };
         let mut parts = path.split('/');
-        // `net` alone, which has no further parts to check, is a folder.
+        // The length excludes `net` alone, which is a folder.
         let is_below_net = parts.next() == Some("net")
             && path.len() > "net/".len()
             && !path.contains('\0')
@@ -85,8 +85,10 @@ impl Reading {
     /// pattern must match the path too.
     pub(crate) fn is_permitted(&self, written: &str, matches_a_pattern: impl Fn(&str) -> bool) -> bool {
         let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swapped(path));
-        let is_template_permitted = matches_a_pattern(written) || matches(&self.template);
-        is_template_permitted && (!self.could_ifname_select_another_sysctl() || matches(&self.path))
+        if !matches_a_pattern(written) && !matches(&self.template) {
+            return false;
+        }
+        !self.could_ifname_select_another_sysctl() || matches(&self.path)
     }
 
     /// Whether an interface could have a name that turns the template into a sysctl that is not one
@@ -95,13 +97,10 @@ impl Reading {
     /// has a folder for each interface.
     fn could_ifname_select_another_sysctl(&self) -> bool {
         let parts: Vec<&str> = self.template.split('/').collect();
-        match parts.iter().position(|part| part.contains(PLACEHOLDER)) {
-            None => false,
-            Some(index) => {
-                let folder = index.checked_sub(1).map(|before| parts[before]);
-                parts[index] != PLACEHOLDER || !matches!(folder, Some("conf" | "neigh"))
-            }
-        }
+        let Some(index) = parts.iter().position(|part| part.contains(PLACEHOLDER)) else { return false };
+        let folder = index.checked_sub(1).map(|before| parts[before]);
+        let is_folder_of_interface = parts[index] == PLACEHOLDER && matches!(folder, Some("conf" | "neigh"));
+        !is_folder_of_interface
     }
 }
 

@@ -26,15 +26,15 @@
 //! Each change of `state` is one rename, and every step of a command can be repeated. So a killed
 //! command leaves one of these states, and the next command that changes something first cleans up:
 //! it undoes an installation (`installing <n>` becomes `installed <n-1>` or none), and finishes the
-//! other commands. The exception is `rollback` after an interrupted install: it rolls this install
-//! back, as the last one. A `rollback` that could not put all kept files back ends in
-//! `installed <n>` instead of none.
+//! other commands. The exception is `rollback` after an interrupted install: it rolls that install
+//! back. A `rollback` that could not put all kept files back ends in `installed <n>` instead of
+//! none.
 //!
 //! A kept set is deleted as soon as a rollback to it would change nothing: the plugin folder has
-//! all of its files, and no program that was installed where no file existed. A rollback that left
-//! another installer's program in place keeps the set. The next install and `rollback --original`
-//! delete the previous set too, after they have added it to the original set. `forget` deletes
-//! both sets. All other files that `state` does not need are removed.
+//! all of its files, and none of the programs that were installed where no file existed. A rollback
+//! that left another installer's program in place keeps the set. The next install and a rollback to
+//! the original set also delete the previous set, after they have added it to the original set.
+//! `forget` deletes both sets. All other files that `state` does not need are removed.
 //!
 //! The lock is an flock of the plugin folder itself, so there is no lock file.
 

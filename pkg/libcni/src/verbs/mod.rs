@@ -61,13 +61,13 @@ impl Runtime<'_> {
             return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
         // Runtimes do not call DEL after a failed ADD, so this is the only clean-up.
-        let prev_result = result.as_deref().filter(|_| has_prev_result_in_del(version));
+        let prev_result = if has_prev_result_in_del(version) { result.as_deref() } else { None };
         let failed_dels = self.run_dels(list, attachment, prev_result, OnError::GoOn);
         Err(with_errors_of_dels(add_error, failed_dels))
     }
 
-    /// Runs ADD of all plugins until one fails. Sets `result`, also before an error, to the result
-    /// of the last plugin that succeeded.
+    /// Runs ADD of all plugins until one fails. Sets `result` to the result of the last plugin that
+    /// succeeded, even if a later plugin fails.
     fn run_adds(
         &self,
         list: &NetworkList,
