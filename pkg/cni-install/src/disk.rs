@@ -1,8 +1,8 @@
 //! Reads, writes and compares files.
 //!
-//! Existing files are replaced, never written to, because another process may have them open. The
-//! content of a written file is on the disk when the function returns, its name after [`sync`] of
-//! the folder.
+//! Existing files are replaced, never written to, because another process may have them open. When
+//! a function returns, the content that it wrote is on the disk. The name of the file is on the
+//! disk after a [`sync`] of the folder.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -12,7 +12,8 @@ use std::path::Path;
 use nix::errno::Errno;
 
 /// Makes `to` a hard link of `from` or, if that fails, a copy with the same mode: some file systems
-/// have no hard links, and the kernel's protection of links may forbid one.
+/// have no hard links, and `fs.protected_hardlinks` may forbid one. The copy of a symbolic link is
+/// a link with the same target.
 pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if fs::hard_link(from, to).is_ok() {
         return Ok(());
@@ -28,16 +29,17 @@ pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
 /// Whether both paths are hard links of one file, regular files with equal content and mode, or
 /// symbolic links with the same target. False if `installed` does not exist.
 pub(crate) fn is_same(installed: &Path, kept: &Path) -> io::Result<bool> {
-    let of_kept = fs::symlink_metadata(kept)?;
-    let Some(of_installed) = find_metadata(installed)? else { return Ok(false) };
-    if (of_kept.dev(), of_kept.ino()) == (of_installed.dev(), of_installed.ino()) {
+    let kept_metadata = fs::symlink_metadata(kept)?;
+    let Some(installed_metadata) = find_metadata(installed)? else { return Ok(false) };
+    if (kept_metadata.dev(), kept_metadata.ino()) == (installed_metadata.dev(), installed_metadata.ino()) {
         return Ok(true);
     }
-    if of_kept.is_symlink() && of_installed.is_symlink() {
+    if kept_metadata.is_symlink() && installed_metadata.is_symlink() {
         return Ok(fs::read_link(kept)? == fs::read_link(installed)?);
     }
-    let are_similar = of_kept.is_file() && of_installed.is_file() && of_kept.len() == of_installed.len();
-    Ok(are_similar && of_kept.mode() == of_installed.mode() && read(kept)? == read(installed)?)
+    let may_be_equal =
+        kept_metadata.is_file() && installed_metadata.is_file() && kept_metadata.len() == installed_metadata.len();
+    Ok(may_be_equal && kept_metadata.mode() == installed_metadata.mode() && read(kept)? == read(installed)?)
 }
 
 /// Returns the metadata of the file at `path`, or of the symbolic link itself if it is one. `None`
@@ -53,11 +55,14 @@ pub(crate) fn find_metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
 /// Reads a regular file. Fails for every other kind of file: reading a FIFO, for example, might
 /// never end.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
-    open(path)?.map_or_else(|| Err(io::Error::other("it is not a regular file")), |(_, content)| Ok(content))
+    match open(path)? {
+        Some((_mode, content)) => Ok(content),
+        None => Err(io::Error::other("it is not a regular file")),
+    }
 }
 
-/// Returns the mode and the content of the regular file that `path` or the link there leads to.
-/// `None` if there is no file or it is not a regular one.
+/// Returns the mode and the content of the file at `path`, following symbolic links. `None` if
+/// there is no file or it is not a regular one.
 pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     open(path).or_else(|cause| match cause.raw_os_error().map(Errno::from_raw) {
         // ENOENT: missing, or a link to a missing file; ELOOP: links in a circle; ENXIO: a socket.
@@ -66,7 +71,8 @@ pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>>
     })
 }
 
-/// Reads the mode and content of a file, following links. `None` if it is not a regular file.
+/// Returns the mode and the content of a file, following symbolic links. `None` if it is not a
+/// regular file.
 fn open(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     // Non-blocking, because opening a FIFO without a writer would block.
     let mut file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
@@ -79,7 +85,7 @@ fn open(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     Ok(Some((metadata.mode(), content)))
 }
 
-/// Creates a file with this content and mode. An existing file at `path` is removed before.
+/// Creates a file with this content and mode. An existing file at `path` is removed first.
 pub(crate) fn write_new(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     ignore_not_found(fs::remove_file(path))?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;

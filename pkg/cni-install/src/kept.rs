@@ -58,8 +58,8 @@ impl Kept {
     /// # Errors
     /// If a folder has the name of a program, or a file cannot be linked or copied.
     pub(crate) fn create(plugin_folder: &Path, set: &Set, folder: &Path) -> Result<(), Error> {
-        // The folder exists if an installer was killed here. If it cannot be removed, creating it
-        // fails.
+        // An earlier installer that was killed may have left the folder. If it cannot be removed,
+        // creating it fails.
         let _ = fs::remove_dir_all(folder);
         DirBuilder::new().mode(0o755).create(folder).map_err(Error::io("create the folder", folder))?;
         let mut absent = String::new();
@@ -104,8 +104,9 @@ impl Kept {
         self.programs.iter().any(|program| program.name == name && program.sum == sum)
     }
 
-    /// Returns the names of the kept files that `folder` lacks, or that differ from its files.
-    pub(crate) fn missing_in(&self, folder: &Path) -> Result<Vec<String>, Error> {
+    /// Returns the names of the kept files that are not in `folder`, because it has another file or
+    /// none of this name. Skips kept files that were deleted.
+    pub(crate) fn not_restored_in(&self, folder: &Path) -> Result<Vec<String>, Error> {
         let mut names = Vec::new();
         for name in self.names() {
             let file = self.file(name);
@@ -119,10 +120,11 @@ impl Kept {
     }
 
     /// Merges this set into the kept set in `folder`, which is created if it does not exist. If
-    /// both have a name, what `folder` has for it stays, because it is older.
+    /// both sets have a name, the kept file of `folder` stays, because it is older, and the lists
+    /// of installed programs are merged.
     ///
-    /// `SHA256SUMS` is written last. If the process is killed before, the set in `folder` still has
-    /// the same names and files.
+    /// `SHA256SUMS` is written last, because the names in it are the names of the set. So if the
+    /// process is killed earlier, the set in `folder` is unchanged.
     ///
     /// # Errors
     /// If a file cannot be linked or copied, or a list cannot be written.
@@ -137,9 +139,9 @@ impl Kept {
         // A killed process may have written names to `ABSENT` but not to `SHA256SUMS`.
         merged.absent.retain(|name| existing_names.contains(name));
         let mut new_names = Vec::new();
-        for name in self.names().into_iter().filter(|name| !existing_names.contains(*name)) {
+        for name in self.names() {
             // A kept file that was deleted cannot be added.
-            if self.was_absent(name) || exists(&self.file(name))? {
+            if !existing_names.contains(name) && (self.was_absent(name) || exists(&self.file(name))?) {
                 new_names.push(name);
             }
         }
@@ -150,7 +152,7 @@ impl Kept {
                 merged.programs.push(program.clone());
             }
         }
-        // The set in `folder` already has all names and programs.
+        // Each new name has a new program, so without a new program there is nothing to write.
         if merged.programs.len() == count_before {
             return Ok(());
         }
@@ -158,20 +160,25 @@ impl Kept {
         for name in new_names {
             if self.was_absent(name) {
                 merged.absent.insert(name.to_owned());
-                continue;
+            } else {
+                self.copy_file(name, &merged)?;
             }
-            let (from, to) = (self.file(name), merged.file(name));
-            // A killed process may have left this file.
-            ignore_not_found(fs::remove_file(&to)).map_err(Error::io("remove", &to))?;
-            link_or_copy(&from, &to).map_err(Error::io("keep", &from))?;
         }
         let absent: String = merged.absent.iter().map(|name| format!("{name}\n")).collect();
         replace_list(folder, ABSENT_LIST, &absent, merged.replaced_at)?;
         replace_list(folder, SUMS, &set::text(&merged.programs), merged.replaced_at)
     }
+
+    /// Links or copies the kept file of this name into the folder of another set.
+    fn copy_file(&self, name: &str, other: &Kept) -> Result<(), Error> {
+        let (from, to) = (self.file(name), other.file(name));
+        // A killed process may have left this file.
+        ignore_not_found(fs::remove_file(&to)).map_err(Error::io("remove", &to))?;
+        link_or_copy(&from, &to).map_err(Error::io("keep", &from))
+    }
 }
 
-/// Whether a file, folder or link exists at `path`.
+/// Whether a file, folder or symbolic link exists at `path`.
 pub(crate) fn exists(path: &Path) -> Result<bool, Error> {
     Ok(find_metadata(path).map_err(Error::io("look at", path))?.is_some())
 }
@@ -185,7 +192,7 @@ fn read_text(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// Creates the folder. A file or a link of that name is replaced.
+/// Creates the folder if it does not exist. Replaces a file or symbolic link at `path`.
 fn create_folder(path: &Path) -> io::Result<()> {
     match find_metadata(path)? {
         Some(found) if found.is_dir() => return Ok(()),
@@ -195,8 +202,8 @@ fn create_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o755).create(path)
 }
 
-/// Replaces the list `name` in `folder` atomically and gives it the time of modification
-/// `modified`. The files that were written to the folder before are on the disk before the list is.
+/// Replaces the list `name` in `folder` atomically and sets its modification time to `modified`.
+/// All earlier changes in the folder are on the disk before the list is.
 fn replace_list(folder: &Path, name: &str, text: &str, modified: SystemTime) -> Result<(), Error> {
     let (path, temporary) = (folder.join(name), folder.join(format!(".{name}")));
     write_new(&temporary, text.as_bytes(), 0o644)

@@ -1,9 +1,9 @@
 //! Installs a set of plugins into a folder while runtimes execute programs from it.
 //!
 //! - [`set`]: reads and verifies a folder with programs and their `SHA256SUMS`.
-//! - [`folder`]: installs into the folder that runtimes use, rolls back, forgets, compares. Its
-//!   documentation describes the files and states.
-//! - [`report`]: has the outcomes of the commands and the texts about them.
+//! - [`folder`]: the commands on the folder that runtimes use. Its documentation describes the
+//!   files and states.
+//! - [`report`]: the outcomes of the commands, and their texts.
 //!
 //! This is a separate, static program, because a container image that contains only it and the
 //! plugins installs them onto a node. `scripts/install` runs the same program.
@@ -88,7 +88,7 @@ enum Command {
     /// Put back what was there before the last install, or before the first
     ///
     /// Programs that were not there before are removed. A program that another installer has
-    /// replaced since is left as it is, and its kept file stays kept.
+    /// replaced since is left unchanged, and its kept file stays kept.
     ///
     /// A second rollback changes nothing, because the first one leaves no previous set. The
     /// original set is still kept, unless it is the one that was put back. `rollback --original`
@@ -160,12 +160,17 @@ pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut 
         Err(help) if !help.use_stderr() => return write_line(out, &help.to_string(), 0),
         Err(error) => return write_line(err, &format!("cni-install: {error}"), 2),
     };
-    // Before the work, because process 1 of a container would otherwise lose a signal that arrives
-    // during the work.
-    let blocked_signals = match command.stays().then(block_signals).transpose() {
-        Ok(signals) => signals,
-        Err(cause) => return write_line(err, &format!("cni-install: failed to block SIGTERM and SIGINT: {cause}"), 1),
-    };
+    let mut blocked_signals = None;
+    if command.stays() {
+        // Blocked before the command, because process 1 of a container would otherwise lose a
+        // signal that arrives while the command runs.
+        match block_signals() {
+            Ok(signals) => blocked_signals = Some(signals),
+            Err(cause) => {
+                return write_line(err, &format!("cni-install: failed to block SIGTERM and SIGINT: {cause}"), 1);
+            }
+        }
+    }
     let (text, status) = match execute(&command) {
         Ok(outcome) => outcome,
         Err(error) => return write_line(err, &format!("cni-install: {error}"), 1),
@@ -181,8 +186,8 @@ pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut 
     }
 }
 
-/// Writes the text. Returns the exit status: `status`, but at least 1 if the text cannot be
-/// written.
+/// Writes the text and a newline. Returns the exit status: `status`, but at least 1 if the text
+/// cannot be written.
 fn write_line(stream: &mut dyn Write, text: &str, status: u8) -> u8 {
     match writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush()) {
         Ok(()) => status,
@@ -222,22 +227,29 @@ fn execute(command: &Command) -> Result<(String, u8), Error> {
         },
         Command::Status { .. } => {
             let folder = Folder::open(path)?;
-            let (text, status) = match folder.compare()? {
-                Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
-                Comparison::Interrupted(command) => (
-                    format!(
-                        "{command} in {dest} was interrupted; the next install, rollback or forget completes or undoes it first"
-                    ),
-                    1,
-                ),
-                Comparison::Same(names) => (format!("{dest} holds what was installed: {}", names.join(", ")), 0),
-                Comparison::Different(lines) => {
-                    (format!("{dest} differs from what was installed:\n  {}", lines.join("\n  ")), 1)
-                }
-            };
+            let (text, status) = comparison_text(command, &folder.compare()?);
             (format!("{text}\n{}", folder.kept_sets()?), status)
         }
     })
+}
+
+/// Returns the text about the comparison of the folder with the installed programs, and the exit
+/// status.
+fn comparison_text(command: &Command, comparison: &Comparison) -> (String, u8) {
+    let dest = command.dest().display();
+    match comparison {
+        Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
+        Comparison::Interrupted(interrupted) => (
+            format!(
+                "{interrupted} in {dest} was interrupted; the next install, rollback or forget completes or undoes it first"
+            ),
+            1,
+        ),
+        Comparison::Same(names) => (format!("{dest} holds what was installed: {}", names.join(", ")), 0),
+        Comparison::Different(lines) => {
+            (format!("{dest} differs from what was installed:\n  {}", lines.join("\n  ")), 1)
+        }
+    }
 }
 
 /// Returns the text about a rollback, and the exit status: 1 if a kept file was lost.
@@ -263,8 +275,8 @@ fn rollback_text(command: &Command, report: &RollbackReport) -> (String, u8) {
     }
 }
 
-/// Blocks SIGTERM and SIGINT, so that they stay pending until the program waits for them. For
-/// process 1 of a container the kernel discards signals that are neither handled nor blocked.
+/// Blocks SIGTERM and SIGINT, so that they stay pending until the program waits for them. The
+/// kernel discards signals to process 1 of a container that are neither handled nor blocked.
 fn block_signals() -> nix::Result<SigSet> {
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGTERM);

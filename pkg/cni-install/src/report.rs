@@ -1,4 +1,4 @@
-//! Defines the outcomes of the commands, and the texts about them that are printed.
+//! The outcomes of the commands, and the texts that describe them.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
@@ -51,25 +51,25 @@ pub enum RollbackReport {
     Done(RestoreReport),
 }
 
-/// What happened to each program when a kept set was put back, by names.
+/// The outcome of putting a kept set back: the names of the programs, grouped by what happened.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct RestoreReport {
     /// Programs that were put back.
     pub restored: Vec<String>,
     /// Programs that were removed, because they did not exist before.
     pub removed: Vec<String>,
-    /// Programs that were left as they are, because another installer has replaced or removed them
+    /// Programs that were left unchanged, because another installer has replaced or removed them
     /// since.
     pub left: Vec<String>,
-    /// Programs that were left as they are, because the kept file is gone.
+    /// Programs that were left unchanged, because the kept file is gone.
     pub lost: Vec<String>,
-    /// Kept files that are still kept, because the plugin folder does not have them.
+    /// Kept files that stay kept, because the plugin folder does not have them after the rollback.
     pub still_kept: Vec<String>,
 }
 
 impl RestoreReport {
-    /// Returns a line about each group of names that is not empty. `restored_label` is the line's
-    /// beginning for the programs that were put back.
+    /// Returns a line for each non-empty group of names. `restored_label` begins the line about the
+    /// programs that were put back.
     pub(crate) fn lines(&self, restored_label: &str) -> String {
         let mut text = String::new();
         for (label, names) in [
@@ -103,9 +103,9 @@ pub enum Comparison {
     NothingInstalled,
     /// This command was interrupted: `an installation` or `a rollback`.
     Interrupted(&'static str),
-    /// All programs are as installed; their names.
+    /// All programs are as installed. Has their names.
     Same(Vec<String>),
-    /// Some programs are not as installed; a text for each of those.
+    /// Some programs are not as installed. Has a text for each of these.
     Different(Vec<String>),
 }
 
@@ -130,8 +130,8 @@ pub struct KeptSet {
 }
 
 impl KeptSets {
-    /// Combines the sets that are on the disk. The next install will add the previous set to the
-    /// original one; for the report, this is done here.
+    /// Returns the sets as a rollback would use them. On the disk, the previous set is not part of
+    /// the original one until the next install or `rollback --original` adds it.
     pub(crate) fn new(original: Option<&Kept>, previous: Option<&Kept>) -> KeptSets {
         let sets: Vec<&Kept> = original.into_iter().chain(previous).collect();
         KeptSets {
@@ -143,7 +143,7 @@ impl KeptSets {
 
 impl KeptSet {
     /// Merges several sets, or returns `None` if there are none. If several sets have a name, the
-    /// first of these counts.
+    /// first of these sets is used for it.
     fn merge(sets: &[&Kept]) -> Option<KeptSet> {
         let (mut seen, mut programs, mut absent) = (BTreeSet::new(), Vec::new(), Vec::new());
         for kept in sets {

@@ -1,8 +1,8 @@
 //! Reads a set of programs: a folder with the file `SHA256SUMS`, as `sha256sum` writes it, with one
 //! line per program.
 //!
-//! Other files in the folder do not belong to the set. Names are checked to be plain file names, so
-//! a list cannot name a file in another folder.
+//! Other files in the folder do not belong to the set. A list with a name that is not a plain file
+//! name is refused, so that it cannot name a file in another folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::Error;
 /// The file name of the list of programs, in a set and in a kept set (see `kept.rs`).
 pub const SUMS: &str = "SHA256SUMS";
 
-/// The file name of the list of names under which no file existed, in a kept set (see `kept.rs`).
+/// The file name, in a kept set (see `kept.rs`), of the list of programs that did not exist before.
 /// No program can have this name.
 pub(crate) const ABSENT_LIST: &str = "ABSENT";
 
@@ -66,7 +66,8 @@ impl Set {
     /// Reads a program and verifies its checksum.
     ///
     /// # Errors
-    /// If the program is not a regular file, cannot be read, or has another checksum.
+    /// If the program is not a regular file, cannot be read, or its checksum differs from the
+    /// list's.
     pub fn content(&self, program: &Program) -> Result<Vec<u8>, Error> {
         let path = self.folder.join(&program.name);
         let metadata = fs::symlink_metadata(&path).map_err(Error::io("look at", &path))?;
@@ -99,7 +100,7 @@ pub fn text(programs: &[Program]) -> String {
 /// Parses the text of a list.
 ///
 /// # Errors
-/// If a line is invalid, or a name has two lines: the line's number and the reason.
+/// If a line is invalid, or a name has two lines. The error has the line's number and the reason.
 pub fn parse(text: &str) -> Result<Vec<Program>, String> {
     let programs = parse_lines(text)?;
     for (index, Program { name, .. }) in programs.iter().enumerate() {
@@ -118,15 +119,20 @@ pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
         if sum.len() != 64 || !sum.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
             return Err(format!("line {number}: {sum:?} is not a SHA-256 checksum"));
         }
-        let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-        let is_list = name == SUMS || name == ABSENT_LIST;
-        if name.is_empty() || name.len() > NAME_MAX || name.starts_with('.') || is_list || !name.bytes().all(is_allowed)
-        {
+        if !is_program_name(name) {
             return Err(format!("line {number}: {name:?} is not a program's name"));
         }
         programs.push(Program { name: name.to_owned(), sum: sum.to_owned() });
     }
     Ok(programs)
+}
+
+/// Whether a program may have this name: a plain file name that is neither hidden nor that of a
+/// list.
+fn is_program_name(name: &str) -> bool {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+    let is_list = name == SUMS || name == ABSENT_LIST;
+    (1..=NAME_MAX).contains(&name.len()) && name.bytes().all(is_allowed) && !name.starts_with('.') && !is_list
 }
 
 #[cfg(test)]

@@ -36,13 +36,13 @@ pub(crate) fn write_and_try(staging: &Path, set: &Set, contents: &BTreeMap<&str,
     Ok(())
 }
 
-/// Creates the empty folder `staging`. An existing one is removed before.
+/// Creates the empty folder `staging`. An existing folder is removed first.
 pub(crate) fn create_empty(staging: &Path) -> Result<(), Error> {
     ignore_not_found(fs::remove_dir_all(staging)).map_err(Error::io("remove", staging))?;
     DirBuilder::new().mode(0o700).create(staging).map_err(Error::io("create the folder", staging))
 }
 
-/// Runs the program with the verb VERSION, which needs nothing of the node.
+/// Runs the program with the verb VERSION, which needs no configuration and changes nothing.
 ///
 /// # Errors
 /// If the program cannot be executed, fails, or does not print the versions.

@@ -1,11 +1,11 @@
 //! The folder of network configurations, `/etc/cni/net.d`.
 //!
 //! A file `*.conflist` has a list of plugins, `*.conf` and `*.json` have a single plugin.
-//! Subfolders are not searched, but a list may have further plugins in files `*.conf` of a folder
-//! that has the network's name.
+//! Subfolders are not searched for networks, but a list may have further plugins in files `*.conf`
+//! of a subfolder with the network's name.
 //!
-//! An unreadable or invalid file does not prevent the use of the others: it is reported as a note.
-//! It is an error only if it has the requested network, or if no file has that network.
+//! An unreadable or invalid file is only reported as a note, unless it has the name of the
+//! requested network or no file has that network.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -56,7 +56,7 @@ impl ConfFolder {
     ///
     /// # Errors
     /// - Code 5 if the folder exists and cannot be read.
-    /// - The file's error if an invalid file has the network's name.
+    /// - The error of an invalid file with the network's name, if it comes before every valid one.
     /// - Code 7 with Go's texts if no file has the network. The details are the errors of the
     ///   invalid files.
     pub fn find(&self, name: &str, notes: &Notes) -> Result<NetworkList> {
@@ -111,11 +111,11 @@ fn is_list(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(b".conflist")
 }
 
-/// Parses `raw`, the content of the list at `path`, and appends the plugins of the folder that has
-/// the network's name to those of the list.
+/// Parses `raw`, the content of the list at `path`, and appends the plugins of the subfolder with
+/// the network's name.
 fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
     let mut list = NetworkList::parse_inlined(raw)?;
-    // An invalid name could be the path of any folder. Every verb refuses it later.
+    // An invalid name could be a path out of this folder. Every verb refuses it later.
     if !list.load_only_inlined() && ident::check_network_name(list.name()).is_ok() {
         let folder = path.with_file_name(list.name());
         for path in list_files(&folder, &[".conf"])? {
@@ -128,8 +128,8 @@ fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
     list.require_plugins()
 }
 
-/// Returns the paths of a folder's files with one of these suffixes, sorted by name. Returns none
-/// if the folder does not exist or is not a directory.
+/// Returns the paths of a folder's files with one of these suffixes, sorted by name. The list is
+/// empty if the folder does not exist or is not a directory.
 ///
 /// # Errors
 /// Code 5 if the folder cannot be read.
@@ -145,7 +145,7 @@ fn list_files(folder: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
         let path = entry.map_err(failed)?.path();
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
         let has_suffix = suffixes.iter().any(|suffix| name.ends_with(suffix.as_bytes()));
-        // A dangling symbolic link has no metadata. It is included, and reported when it is read.
+        // A dangling symbolic link has no metadata. It is included, so that reading it reports it.
         let may_be_file = fs::metadata(&path).map_or(true, |metadata| metadata.is_file());
         if has_suffix && may_be_file {
             paths.push(path);

@@ -4,7 +4,7 @@ use serde_json::value::RawValue;
 
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
-use super::request::{AddedKeys, derive};
+use super::request::{AddedKeys, build_request};
 use cni::Result;
 use cni::config::ValidAttachments;
 
@@ -19,5 +19,5 @@ pub fn request(
     capability_args: Option<&Members>,
     valid: Option<&ValidAttachments>,
 ) -> Result<Vec<u8>> {
-    derive(list, plugin, AddedKeys { prev_result, capability_args, valid })
+    build_request(list, plugin, AddedKeys { prev_result, capability_args, valid })
 }

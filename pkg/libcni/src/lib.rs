@@ -51,7 +51,7 @@ pub struct Runtime<'m> {
     pub machine: &'m dyn Machine,
     /// The folders in which plugins are searched: CNI_PATH.
     pub plugin_folders: Vec<PathBuf>,
-    /// The environment variables for plugins. Each call replaces the six of the protocol.
+    /// The environment variables for plugins. Each call replaces the `CNI_*` ones.
     pub environment: Vec<(OsString, OsString)>,
     /// The result cache.
     pub cache: Cache,
@@ -61,8 +61,8 @@ pub struct Runtime<'m> {
     pub notes: Notes,
 }
 
-/// The parameters of a container's interface, which the runtime chooses. The name of the network is
-/// in the [`NetworkList`].
+/// The runtime's parameters for one interface of a container. The name of the network is in the
+/// [`NetworkList`].
 #[derive(Clone, Debug, Default)]
 pub struct Attachment {
     /// CNI_CONTAINERID
@@ -73,7 +73,8 @@ pub struct Attachment {
     pub ifname: String,
     /// CNI_ARGS
     pub args: Vec<(String, String)>,
-    /// The value of each capability. A plugin gets those that it declares.
+    /// The value of each capability. A plugin gets the values for the capabilities that it
+    /// declares.
     pub capability_args: Members,
 }
 

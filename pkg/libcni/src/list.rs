@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::members::{Members, elements};
-use super::request::{AddedKeys, derive};
+use super::request::{AddedKeys, build_request};
 use cni::json::Json;
 use cni::version::{Version, parse_triple};
 use cni::{Code, Error, Result, config};
@@ -48,10 +48,11 @@ impl NetworkList {
         NetworkList::parse_inlined(raw)?.require_plugins()
     }
 
-    /// Parses a list, which may have no plugins, because those of a folder may be added.
+    /// Parses a list whose plugins may all be in its folder. So the key `plugins` may be missing,
+    /// except with `loadOnlyInlinedPlugins`.
     ///
     /// # Errors
-    /// As [`parse`](NetworkList::parse), except that the key `plugins` may be missing.
+    /// As [`parse`](NetworkList::parse), except for the missing key.
     pub(super) fn parse_inlined(raw: &[u8]) -> Result<NetworkList> {
         let failed = |error: Error| error.context("error parsing configuration list");
         let text = String::from_utf8_lossy(raw);
@@ -108,16 +109,16 @@ impl NetworkList {
         &self.name
     }
 
-    /// Returns the version of the specification that the plugins' configurations get, as text. It
-    /// may be empty or unknown.
+    /// Returns the `cniVersion` that is written into the plugins' configurations. It may be empty
+    /// or unsupported.
     pub fn cni_version(&self) -> &str {
         &self.cni_version
     }
 
-    /// Returns the version of the specification that the plugins' configurations get.
+    /// Returns [`cni_version`](NetworkList::cni_version) as a supported version.
     ///
     /// # Errors
-    /// Code 1 if the version is not supported.
+    /// Code 1 if it is not supported.
     pub fn version(&self) -> Result<Version> {
         Version::find(&self.cni_version)
             .ok_or_else(|| config::incompatible("incompatible CNI versions", &self.cni_version))
@@ -134,7 +135,7 @@ impl NetworkList {
         self.disable_gc
     }
 
-    /// Whether the folder of further plugins is not read.
+    /// Whether plugins in the list's folder are ignored.
     pub(super) fn load_only_inlined(&self) -> bool {
         self.load_only_inlined
     }
@@ -151,7 +152,7 @@ impl NetworkList {
     /// # Errors
     /// Code 999 if a value cannot be written as JSON, which does not happen.
     pub fn request(&self, plugin: &PluginConf, capability_args: Option<&Members>) -> Result<Vec<u8>> {
-        derive(self, plugin, AddedKeys { capability_args, ..AddedKeys::default() })
+        build_request(self, plugin, AddedKeys { capability_args, ..AddedKeys::default() })
     }
 
     /// Returns the bytes that the list was parsed from. The result cache stores them.
@@ -258,12 +259,12 @@ fn find_string<'a>(json: &'a Json, key: &str) -> Result<Option<&'a str>> {
     }
 }
 
-/// Returns the boolean under a key, false without the key. A string `true` or `false` in any case
-/// counts as one.
+/// Returns the boolean under a key, false without the key. The strings `true` and `false`, in any
+/// case, are accepted too.
 ///
 /// # Errors
 /// - Code 6 if the value is neither a boolean nor a string.
-/// - Code 7 if the value is another string.
+/// - Code 7 if the value is any other string.
 fn bool_or_false(json: &Json, key: &str) -> Result<bool> {
     match json.get(key) {
         None => Ok(false),
@@ -275,8 +276,8 @@ fn bool_or_false(json: &Json, key: &str) -> Result<bool> {
     }
 }
 
-/// Whether `cni.disable-check` in the value of `args` is true, or a string `true` in any case. The
-/// values under `args` may have any type, so another one is not an error.
+/// Whether `cni.disable-check` in the value of `args` is true, or a string `true` in any case. Any
+/// other value counts as false, because `args` is free-form.
 fn args_disable_check(args: &Json) -> bool {
     match args.get("cni").and_then(|cni| cni.get("disable-check")) {
         Some(Json::Bool(value)) => *value,
@@ -298,8 +299,7 @@ fn highest_version(json: &Json) -> Result<String> {
         Some(Json::Array(items)) => items,
         Some(_) => return Err(Error::new(Code::DECODE, "invalid type of cniVersions: expected a list of strings")),
     };
-    // A missing or empty `cniVersion` counts as none here. `Version::find` takes an empty one for
-    // 0.1.0.
+    // An empty `cniVersion` is excluded, because `Version::find` reads it as 0.1.0.
     let mut highest = Some(single).filter(|text| !text.is_empty()).and_then(Version::find);
     for (index, item) in listed.iter().enumerate() {
         let Json::String(text) = item else {
@@ -307,7 +307,7 @@ fn highest_version(json: &Json) -> Result<String> {
             return Err(Error::new(Code::DECODE, msg));
         };
         parse_triple(text).map_err(|why| Error::config(format!("invalid cniVersions[{index}]: {why}")))?;
-        // A version that is not supported is `None`, which is less than every version.
+        // `find` returns `None` for an unsupported version, and `None` is less than any `Some`.
         highest = highest.max(Version::find(text));
     }
     Ok(highest.map_or_else(|| single.to_owned(), |version| version.to_string()))

@@ -38,15 +38,15 @@ impl Members {
     }
 
     /// Returns the value of a key as Go reads it into a struct: the case of the key is ignored, and
-    /// the last value that is not `null` counts.
+    /// the last value that is not `null` is used.
     pub fn get(&self, name: &str) -> Option<&RawValue> {
-        let is_value_of_name =
-            |(key, value): &&(String, Box<RawValue>)| key.eq_ignore_ascii_case(name) && value.get() != "null";
-        self.0.iter().rev().find(is_value_of_name).map(|(_, value)| &**value)
+        let mut values =
+            self.0.iter().rev().filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| &**value);
+        values.find(|value| value.get() != "null")
     }
 
     /// Returns the value of a key as Go reads it into a map: the key must be exactly `name`, and
-    /// the last one counts.
+    /// the last one is used.
     pub fn get_exact(&self, name: &str) -> Option<&RawValue> {
         self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| &**value)
     }
@@ -57,7 +57,7 @@ impl Members {
     }
 
     /// Sets a key, and removes all keys that differ from it only in the case of ASCII letters. The
-    /// key becomes the last one, which counts if a plugin's decoder, like Go's, also ignores the
+    /// key becomes the last one, so it wins even if a plugin's decoder, like Go's, also ignores the
     /// case of other letters.
     ///
     /// # Errors
@@ -92,19 +92,23 @@ pub(super) fn elements(array: &RawValue) -> Result<Vec<Box<RawValue>>> {
     serde_json::from_str(array.get()).map_err(|error| Error::new(Code::DECODE, error.to_string()))
 }
 
-/// Removes the white space between the tokens of a JSON text. Numbers and strings stay as they are.
+/// Removes the white space between the tokens of a valid JSON text.
 pub(super) fn compact(json: &str) -> String {
+    let mut compacted = String::with_capacity(json.len());
     let (mut in_string, mut escaped) = (false, false);
-    let is_significant = |c: &char| {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' if in_string => escaped = true,
-            '"' => in_string = !in_string,
-            _ => {}
+    for c in json.chars() {
+        if in_string || !matches!(c, ' ' | '\t' | '\r' | '\n') {
+            compacted.push(c);
         }
-        in_string || !matches!(c, ' ' | '\t' | '\r' | '\n')
-    };
-    json.chars().filter(is_significant).collect()
+        if escaped {
+            escaped = false;
+        } else if c == '\\' {
+            escaped = true;
+        } else if c == '"' {
+            in_string = !in_string;
+        }
+    }
+    compacted
 }
 
 impl FromIterator<(String, Box<RawValue>)> for Members {

@@ -34,8 +34,8 @@ impl From<&Attachment> for Variables {
 }
 
 impl Runtime<'_> {
-    /// Runs the plugin `kind`, waits until it has ended, and returns its stdout. What it wrote to
-    /// stderr becomes a note.
+    /// Runs the plugin `kind`, waits until it has ended, and returns its stdout. Its stderr becomes
+    /// a note, unless the returned error quotes it.
     ///
     /// # Errors
     /// - Code 4 if the plugin does not exist.
@@ -48,7 +48,8 @@ impl Runtime<'_> {
             env: Some(self.environment(verb, variables)),
             stdin: request,
             timeout: self.timeout,
-            // After a SIGTERM during ADD, its plugins get a DEL, which must not be cut short.
+            // A SIGTERM during an ADD kills its plugin. The clean-up by DEL must not be
+            // interrupted.
             on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
@@ -57,7 +58,7 @@ impl Runtime<'_> {
             Err(_) => String::new(),
         };
         let outcome = interpret(&program, verb, output).map_err(Error::from);
-        // If a plugin dies without an answer, the error quotes its stderr, so no note repeats it.
+        // The error about a plugin that dies without an answer quotes the stderr.
         let is_quoted = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{stderr:?}")));
         if !stderr.is_empty() && !is_quoted {
             self.notes.note(format_args!("{kind}: {stderr}"));
@@ -66,13 +67,13 @@ impl Runtime<'_> {
     }
 
     /// Returns the environment of a plugin: the runtime's variables, with all six of the protocol
-    /// replaced. Empty ones are set too, so that a plugin does not see those of this process.
+    /// replaced, even by empty values, so that no value from this process remains.
     fn environment(&self, verb: Verb, variables: Variables) -> Vec<(OsString, OsString)> {
         let path = variables.path.unwrap_or_else(|| {
             let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();
             folders.join(":".as_ref())
         });
-        let of_protocol: [(&str, OsString); 6] = [
+        let protocol_variables: [(&str, OsString); 6] = [
             ("CNI_COMMAND", verb.as_str().into()),
             ("CNI_CONTAINERID", variables.container_id.into()),
             ("CNI_NETNS", variables.netns.into()),
@@ -80,15 +81,15 @@ impl Runtime<'_> {
             ("CNI_ARGS", variables.args.into()),
             ("CNI_PATH", path),
         ];
-        let is_of_protocol = |key: &OsString| of_protocol.iter().any(|(name, _)| key == name);
-        let mut all: Vec<_> = self.environment.iter().filter(|(key, _)| !is_of_protocol(key)).cloned().collect();
-        all.extend(of_protocol.into_iter().map(|(name, value)| (name.into(), value)));
+        let is_protocol_variable = |key: &OsString| protocol_variables.iter().any(|(name, _)| key == name);
+        let mut all: Vec<_> = self.environment.iter().filter(|(key, _)| !is_protocol_variable(key)).cloned().collect();
+        all.extend(protocol_variables.into_iter().map(|(name, value)| (name.into(), value)));
         all
     }
 }
 
-/// Adds to an error which plugin failed, and in which verb. The words are those of Go's libcni, for
-/// which other programs search.
+/// Adds to an error which plugin failed, and in which verb. The text is that of Go's libcni,
+/// because other programs search for it.
 pub(super) fn name_plugin(plugin: &PluginConf, verb: &str, error: Error) -> Error {
     error.context(format_args!("plugin {} failed ({verb})", plugin.description()))
 }

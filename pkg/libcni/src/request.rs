@@ -1,8 +1,8 @@
 //! Writes the configuration that one plugin of a list reads on its stdin.
 //!
 //! It is the plugin's object in the list, with the list's `name` and `cniVersion`, and with the
-//! keys of the verb: `prevResult`, `runtimeConfig`, the valid attachments of a GC. `capabilities`
-//! is left out, as the specification says (Go leaves it in).
+//! keys that the verb adds: `prevResult`, `runtimeConfig`, the valid attachments of a GC. As the
+//! specification requires, `capabilities` is removed (Go keeps it).
 
 use serde::Serialize;
 use serde_json::value::RawValue;
@@ -17,7 +17,7 @@ use cni::config::ValidAttachments;
 pub(super) struct AddedKeys<'a> {
     /// `prevResult`: in an ADD the result of the plugin before this one, else the ADD's result.
     pub(super) prev_result: Option<&'a RawValue>,
-    /// The value of each capability. A plugin gets those that it declares, as `runtimeConfig`.
+    /// The value of each capability. Those that the plugin declares become its `runtimeConfig`.
     pub(super) capability_args: Option<&'a Members>,
     /// The valid attachments of a GC.
     pub(super) valid: Option<&'a ValidAttachments>,
@@ -35,13 +35,13 @@ struct WireAttachment<'a> {
 ///
 /// # Errors
 /// Code 999 if a value cannot be written as JSON, which does not happen.
-pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, added: AddedKeys<'_>) -> Result<Vec<u8>> {
+pub(super) fn build_request(list: &NetworkList, plugin: &PluginConf, added: AddedKeys<'_>) -> Result<Vec<u8>> {
     let mut request = plugin.members().clone();
     request.remove("capabilities");
     request.set("cniVersion", list.cni_version())?;
     request.set("name", list.name())?;
     let runtime_config = runtime_config(plugin, added.capability_args);
-    // If the runtime has no values for the plugin, a `runtimeConfig` in the list's file stays.
+    // Without values for the plugin, a `runtimeConfig` that its object already has stays.
     if !runtime_config.is_empty() {
         request.set("runtimeConfig", &runtime_config)?;
     }
@@ -58,7 +58,7 @@ pub(super) fn derive(list: &NetworkList, plugin: &PluginConf, added: AddedKeys<'
     request.to_bytes()
 }
 
-/// Returns the values of those capabilities that the plugin declares, as its `runtimeConfig`.
+/// Returns the `runtimeConfig` of the plugin: the values of the capabilities that it declares.
 fn runtime_config(plugin: &PluginConf, capability_args: Option<&Members>) -> Members {
     let Some(values) = capability_args else { return Members::default() };
     let value_of = |name: &str| values.get_exact(name).map(|value| (name.to_owned(), value.to_owned()));
@@ -72,7 +72,7 @@ mod tests {
     fn request(plugin: &str, extras: AddedKeys<'_>) -> String {
         let text = format!(r#"{{"cniVersion":"1.0.0","name":"n","plugins":[{plugin}]}}"#);
         let list = NetworkList::parse(text.as_bytes()).unwrap();
-        String::from_utf8(derive(&list, &list.plugins()[0], extras).unwrap()).unwrap()
+        String::from_utf8(build_request(&list, &list.plugins()[0], extras).unwrap()).unwrap()
     }
 
     #[test]

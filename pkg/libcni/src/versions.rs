@@ -18,20 +18,21 @@ struct Reply {
 }
 
 impl Runtime<'_> {
-    /// Returns the versions that the plugin `kind` supports by its own answer.
+    /// Asks the plugin `kind` for the versions that it supports.
     ///
     /// # Errors
     /// - Code 4 if the plugin does not exist.
-    /// - Code 6 if its answer cannot be decoded or lacks a key.
-    /// - The plugin's own error.
+    /// - Code 6 if its answer cannot be decoded or lacks a required key.
+    /// - The error that the plugin returned.
     pub fn supported_versions(&self, kind: &str) -> Result<Vec<String>> {
-        // Plugins of the specification's first versions check these variables before the command.
+        // Plugins for the oldest versions of the specification check these variables before the
+        // verb.
         let dummy = || "dummy".to_owned();
         let variables =
             Variables { netns: dummy(), ifname: dummy(), path: Some(dummy().into()), ..Variables::default() };
         let request = format!("{{\"cniVersion\":\"{}\"}}", Version::NEWEST);
         let stdout = match self.run(kind, Verb::Version, variables, request.as_bytes()) {
-            // Only a plugin that supports 0.1.0 alone does not know VERSION.
+            // A plugin that does not know VERSION supports 0.1.0 only.
             Err(error) if error.msg() == "unknown CNI_COMMAND: VERSION" => return Ok(vec!["0.1.0".to_owned()]),
             other => other?,
         };
@@ -40,13 +41,16 @@ impl Runtime<'_> {
                 .with_details(String::from_utf8_lossy(&stdout))
         };
         let reply = Json::parse(&stdout).and_then(|json| json.decode::<Reply>()).map_err(|e| failed(e.to_string()))?;
-        let lacks_list = reply.supported_versions.is_empty();
-        match (reply.cni_version.as_str(), lacks_list) {
-            ("", _) => Err(failed("it lacks cniVersion".to_owned())),
-            (_, false) => Ok(reply.supported_versions),
-            // As in Go: answers of 0.2.0 do not need the list.
-            ("0.2.0", true) => Ok(vec!["0.1.0".to_owned(), "0.2.0".to_owned()]),
-            (_, true) => Err(failed("it lacks supportedVersions".to_owned())),
+        if reply.cni_version.is_empty() {
+            return Err(failed("it lacks cniVersion".to_owned()));
         }
+        if !reply.supported_versions.is_empty() {
+            return Ok(reply.supported_versions);
+        }
+        // As in Go, an answer of version 0.2.0 does not need the list.
+        if reply.cni_version == "0.2.0" {
+            return Ok(vec!["0.1.0".to_owned(), "0.2.0".to_owned()]);
+        }
+        Err(failed("it lacks supportedVersions".to_owned()))
     }
 }

@@ -4,7 +4,7 @@
 //! To match the whole key it needs `^` and `$`. Empty lines and lines that begin with `#` are
 //! ignored. A list without a pattern permits nothing.
 //!
-//! A list that cannot be read is an error; it does not count as absent.
+//! A list that exists but cannot be read is an error.
 
 use std::borrow::Cow;
 use std::io;
@@ -74,7 +74,7 @@ impl AllowList {
                 let (written, allowed) = (cut(&key.written), patterns.join(" "));
                 let msg =
                     format!("Sysctl {written} is not allowed. Only the following sysctls are allowed: [{allowed}]");
-                let details = format!("value {}; by {}", shown(value), self.path.display());
+                let details = format!("value {}; allow-list {}", shown(value), self.path.display());
                 return Err(Error::config(msg).with_details(details));
             }
         }
@@ -82,8 +82,8 @@ impl AllowList {
     }
 }
 
-/// Escapes the literal text between `\Q` and `\E` or the end of the line. Go's regular expressions
-/// have this quoting, the crate regex-lite does not.
+/// Replaces `\Q`, literal text, and `\E` or the end of the line by the escaped text: Go's regular
+/// expressions have this quoting, and the crate regex-lite does not.
 fn escape_quoted(pattern: &str) -> Cow<'_, str> {
     if !pattern.contains(r"\Q") {
         return pattern.into();
@@ -96,7 +96,7 @@ fn escape_quoted(pattern: &str) -> Cow<'_, str> {
             result += &regex_lite::escape(text);
             rest = after;
         } else {
-            // An escaped character, which may be a backslash, stays as it is.
+            // An escaped character, which may be a backslash, stays unchanged.
             let escaped_length = after.chars().next().map_or(0, char::len_utf8);
             let (escaped, after) = after.split_at(escaped_length);
             result.push('\\');

@@ -1,4 +1,4 @@
-//! ADD: reads the present values, writes them to the backup, and changes them.
+//! ADD: reads the current values, writes them to the backup, and then sets the configured values.
 //!
 //! The order of the changes is Go's: the sysctls in the order of the configuration, then MAC,
 //! promiscuous mode, MTU, all-multicast mode and transmit queue. Nothing is changed before the
@@ -24,7 +24,7 @@ use crate::sysctl::{self, Found};
 /// interface.
 ///
 /// # Errors
-/// The rollback has restored what was changed.
+/// After an error, the rollback undoes all changes.
 /// - Code 4 if the interface does not exist, 7 if a sysctl does not exist.
 /// - Code 5 if the backup cannot be read or written, 102 if it belongs to another attachment.
 /// - The kernel's error if it refuses a value or the namespace cannot be entered.
@@ -43,7 +43,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         namespace: Namespace::of(&netns)?,
         interface: None,
     };
-    let visit = Rc::new(Visit {
+    let changes = Rc::new(NamespaceChanges {
         backup,
         previous_backup,
         attachment,
@@ -51,11 +51,11 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         is_backup_written: Cell::new(false),
         written_count: Cell::new(0),
     });
-    // The undo is registered before the changes, so that it also runs after a panic in
-    // `make_changes`. The visit records what must be undone.
-    let (visit_to_undo, netns_of_undo) = (Rc::clone(&visit), Rc::clone(&netns));
-    rollback.push("put sysctls and the backup back as they were", move || visit_to_undo.undo(&netns_of_undo));
-    let outcome = netns.run(|| visit.make_changes(conf))??;
+    // The undo is registered before the changes, so that it also runs after a panic in `apply`,
+    // which records what must be undone.
+    let (changes_to_undo, netns_of_undo) = (Rc::clone(&changes), Rc::clone(&netns));
+    rollback.push("put sysctls and the backup back as they were", move || changes_to_undo.undo(&netns_of_undo));
+    let outcome = netns.run(|| changes.apply(conf))??;
     for note in &outcome.notes {
         call.notes.note(note);
     }
@@ -65,16 +65,16 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     Ok(Added { result: with_changes(call, &netns, &conf.link, prev), rollback })
 }
 
-/// The changes that are made inside the container's namespace: all but those of the interface,
-/// which need only a netlink socket of the namespace. They are made in one visit, because entering
-/// a namespace takes as long as all the rest.
-struct Visit {
+/// The changes that are made by a thread inside the container's namespace: all except those of the
+/// interface, which need only a netlink socket of the namespace. The namespace is entered once for
+/// all of them, because entering takes as long as all the rest.
+struct NamespaceChanges {
     backup: Backup,
     /// The content of the backup before this ADD.
     previous_backup: Option<Content>,
     /// This attachment.
     attachment: Attachment,
-    /// The sysctls to write; unset until the backup is written.
+    /// The sysctls to write. Unset until the backup is written.
     found: OnceCell<Vec<Found>>,
     /// Whether the backup has been written.
     is_backup_written: Cell<bool>,
@@ -82,28 +82,30 @@ struct Visit {
     written_count: Cell<usize>,
 }
 
-/// The outcome of a visit to the namespace.
-struct VisitOutcome {
-    /// The interface before its change, with a netlink socket of the namespace. `None` if the
-    /// configuration does not change the interface.
+/// The outcome of the changes inside the namespace.
+struct NamespaceOutcome {
+    /// The interface, which is not changed yet, with a netlink socket of the namespace. `None` if
+    /// the configuration does not change the interface.
     link: Option<(Netlink, Link)>,
     /// Remarks for the operator.
     notes: Vec<String>,
 }
 
-impl Visit {
+impl NamespaceChanges {
     /// Finds the sysctls and the interface, writes the backup, and writes the sysctls.
-    fn make_changes(&self, conf: &Conf) -> Result<VisitOutcome> {
+    fn apply(&self, conf: &Conf) -> Result<NamespaceOutcome> {
         let mut notes = Vec::new();
-        let all = sysctl::find_all(&conf.sysctls)?;
+        let sysctls = sysctl::find_all(&conf.sysctls)?;
         let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
         let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
         let (found, without_value): (Vec<Found>, Vec<Found>) =
-            all.into_iter().partition(|found| !found.sysctl.value.is_empty());
+            sysctls.into_iter().partition(|found| !found.sysctl.value.is_empty());
         // Writing an empty value would change nothing. Go accepts it without a message.
-        notes.extend(without_value.iter().map(|found| {
-            format!("sysctl {} has an empty value: it is left as it is", shown(&found.sysctl.key.written))
-        }));
+        notes.extend(
+            without_value.iter().map(|found| {
+                format!("sysctl {} has an empty value: it is not changed", shown(&found.sysctl.key.written))
+            }),
+        );
         save_sysctls(&mut record, &found);
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);
@@ -113,7 +115,7 @@ impl Visit {
             self.is_backup_written.set(true);
         }
         self.write_sysctls(self.found.get_or_init(|| found), &mut record)?;
-        Ok(VisitOutcome { link, notes })
+        Ok(NamespaceOutcome { link, notes })
     }
 
     /// Finds the interface, and returns it with a netlink socket of the namespace.
@@ -131,13 +133,12 @@ impl Visit {
         }
     }
 
-    /// Returns the record to which this ADD adds values: the existing record if it belongs to this
-    /// attachment in this namespace, otherwise an empty one. If the interface is another one than
-    /// recorded, returns what [`keep_sysctls_in_force`] keeps. Go's backup files do not name their
-    /// attachment. They are used anyway, because the original values are stored nowhere else.
+    /// Returns the record to which this ADD adds values: what can be used of the existing backup,
+    /// with this attachment. Go's backup files do not name their attachment. They are used anyway,
+    /// because the original values are stored nowhere else.
     ///
     /// # Errors
-    /// Code 102 if the record belongs to another attachment of this boot.
+    /// Code 102 if the backup belongs to another attachment of this boot.
     fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
         let mut this = Attachment { interface: link.map(Interface::from), ..self.attachment.clone() };
         let mut record = match &self.previous_backup {
@@ -149,34 +150,41 @@ impl Visit {
             }
             Some(Content::Record(record, _)) => match &record.attachment {
                 None => (**record).clone(),
-                // Two attachments can have the same file name: `a` with `b_c`, and `a_b` with `c`.
-                Some(other) if (&other.container_id, &other.ifname) != (&this.container_id, &this.ifname) => {
-                    if other.namespace.boot_id == this.namespace.boot_id {
-                        let (path, other_id) = (self.backup.path().display(), &other.container_id);
-                        let msg =
-                            format!("the backup {path} is that of container {other_id}, interface {}", other.ifname);
-                        return Err(Error::new(Code::CONFLICT, msg));
-                    }
-                    // No namespace of an earlier boot exists any more.
-                    Record::default()
-                }
-                // The container has been started again: the new namespace has its own values.
-                Some(same) if same.namespace != this.namespace => Record::default(),
-                Some(same)
-                    if same.interface.is_some() && this.interface.is_some() && same.interface != this.interface =>
-                {
-                    keep_sysctls_in_force(record)
-                }
-                Some(same) => {
-                    // This ADD has not looked up the interface if it does not change it, but an
-                    // earlier ADD may have.
-                    this.interface = this.interface.or_else(|| same.interface.clone());
-                    (**record).clone()
-                }
+                Some(recorded) => self.usable_record(record, recorded, &mut this)?,
             },
         };
         record.attachment = Some(this);
         Ok(record)
+    }
+
+    /// Returns what this ADD uses of `record`, which is a record of the attachment `recorded`: all
+    /// of it, only sysctls, or nothing. Copies the interface to `this` if this ADD has not looked
+    /// it up.
+    ///
+    /// # Errors
+    /// Code 102 if `recorded` is another attachment of this boot.
+    fn usable_record(&self, record: &Record, recorded: &Attachment, this: &mut Attachment) -> Result<Record> {
+        // Two attachments can have the same file name: `a` with `b_c`, and `a_b` with `c`.
+        if (&recorded.container_id, &recorded.ifname) != (&this.container_id, &this.ifname) {
+            if recorded.namespace.boot_id != this.namespace.boot_id {
+                // No namespace of an earlier boot exists any more.
+                return Ok(Record::default());
+            }
+            let (path, other_id) = (self.backup.path().display(), &recorded.container_id);
+            let msg = format!("the backup {path} is that of container {other_id}, interface {}", recorded.ifname);
+            return Err(Error::new(Code::CONFLICT, msg));
+        }
+        // The container has been started again: the new namespace has its own values.
+        if recorded.namespace != this.namespace {
+            return Ok(Record::default());
+        }
+        if this.interface.is_none() {
+            this.interface.clone_from(&recorded.interface);
+        }
+        if recorded.interface.is_some() && recorded.interface != this.interface {
+            return Ok(keep_sysctls_in_force(record));
+        }
+        Ok(record.clone())
     }
 
     /// Writes the sysctls in order. If the kernel returns another text than was written, the backup
@@ -219,10 +227,9 @@ impl Visit {
     }
 }
 
-/// Returns the record without the values of the interface, and without the sysctls that do not have
-/// the written value any more or cannot be read. Used if the namespace has the recorded numbers but
-/// the interface is another one: either the interface was created again, or a new namespace has got
-/// the numbers of a deleted one.
+/// Returns a record with only the sysctls of `record` that still have the written value. Used if
+/// the namespace has the recorded numbers but the interface is another one: either the interface
+/// was created again, or a new namespace has got the numbers of a deleted one.
 fn keep_sysctls_in_force(record: &Record) -> Record {
     let in_force =
         |saved: &&SavedSysctl| cni_linux::sysctl::read(&saved.path).is_ok_and(|current| saved.is_in_force(&current));
@@ -329,13 +336,16 @@ fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()
     if conf.promisc && current.promisc != before.promisc {
         results.push(netlink.set_promisc(index, on_or_off(before.promisc)));
     }
-    if let Some(mac) = before.mac.filter(|_| conf.mac.is_some() && current.mac != before.mac) {
+    if conf.mac.is_some()
+        && current.mac != before.mac
+        && let Some(mac) = before.mac
+    {
         results.push(netlink.set_mac(index, mac));
     }
     Error::join(results.into_iter().filter_map(Result::err).map(Error::from))
 }
 
-/// Returns the state of a link's flag that is on or not.
+/// Converts a boolean to the state of a link's flag.
 pub(crate) fn on_or_off(on: bool) -> LinkFlag {
     if on { LinkFlag::On } else { LinkFlag::Off }
 }
@@ -343,11 +353,12 @@ pub(crate) fn on_or_off(on: bool) -> LinkFlag {
 /// Returns prevResult with the changed MAC and MTU of this interface. Only interfaces with the same
 /// name and namespace are changed: other namespaces may have an interface of the same name.
 fn with_changes(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
-    let path = call.sandbox();
     let is_own_sandbox = |sandbox: &str| {
-        // The paths may differ although the namespace is the same.
-        let is_same = || Netns::open(Path::new(sandbox)).is_ok_and(|other| other.is_same(netns));
-        !sandbox.is_empty() && (sandbox == path || is_same())
+        if sandbox.is_empty() {
+            return false;
+        }
+        // Another path may lead to the same namespace.
+        sandbox == call.sandbox() || Netns::open(Path::new(sandbox)).is_ok_and(|other| other.is_same(netns))
     };
     for interface in result.interfaces.iter_mut().filter(|interface| interface.name == call.ifname) {
         if is_own_sandbox(&interface.sandbox) {

@@ -1,10 +1,9 @@
 //! CHECK: compares sysctls and interface with the configuration, and reports all differences with
 //! Go's texts.
 //!
-//! A list can have several entries of this plugin. CHECK of an earlier entry accepts the value that
-//! a later entry has written. Besides the original values, the backup lists the values that each
-//! entry has written. Promiscuous mode may be on although the configuration does not ask for it,
-//! because a packet capture turns it on.
+//! A list can have several entries of this plugin. So CHECK of an earlier entry accepts the value
+//! that a later entry has written: the backup has the written values too. Promiscuous mode may be
+//! on although the configuration does not ask for it, because a packet capture turns it on.
 
 use std::fmt::Display;
 
@@ -30,8 +29,11 @@ use crate::value::is_same;
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
     let netns = Netns::open(call.netns()?)?;
     let record = own_record(call, &netns)?;
-    let (netlink, sysctls) =
-        netns.run(|| (Netlink::open(), conf.sysctls.iter().map(sysctl::find).collect::<Vec<_>>()))?;
+    let (netlink, sysctls) = netns.run(|| {
+        let netlink = Netlink::open();
+        let sysctls: Vec<Result<Found>> = conf.sysctls.iter().map(sysctl::find).collect();
+        (netlink, sysctls)
+    })?;
     let mut errors: Vec<Error> = sysctls.into_iter().filter_map(|found| check_sysctl(found, &record).err()).collect();
     let is_in_result = prev.find_interface(&call.ifname, call.sandbox()).is_some();
     match netlink?.find_link(&call.ifname)? {
@@ -46,9 +48,9 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     Error::join(errors)
 }
 
-/// Returns the record in the attachment's backup. The record is empty if the backup is missing,
-/// cannot be decoded, or does not name this attachment and namespace: then CHECK accepts only the
-/// values of the configuration.
+/// Returns the record in the attachment's backup, or an empty one if the backup is missing, cannot
+/// be decoded, or does not name this attachment and namespace. With an empty record, CHECK accepts
+/// only the values of the configuration.
 fn own_record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
     let Some(Content::Record(record, _)) = backup.read()? else { return Ok(Record::default()) };
@@ -57,8 +59,8 @@ fn own_record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     Ok(if is_own { *record } else { Record::default() })
 }
 
-/// Compares the value of a sysctl with the configuration. `found` is the result of
-/// [`sysctl::find`]. A value that cannot be read counts as equal.
+/// Compares the value of a sysctl, the result of [`sysctl::find`], with the configuration. A value
+/// that cannot be read, and any value if the configuration's is empty, counts as equal.
 ///
 /// # Errors
 /// Code 101 if the value differs or the sysctl does not exist.
@@ -66,9 +68,12 @@ fn check_sysctl(found: Result<Found>, record: &Record) -> Result<()> {
     let Found { sysctl, path, current } = found.map_err(|error| error.with_code(Code::CHECK_FAILED))?;
     let Some(current) = current else { return Ok(()) };
     let expected = &sysctl.value;
-    let is_of_later_entry = |saved: &SavedSysctl| saved.written.contains(expected) && saved.is_in_force(&current);
     // ADD skips a sysctl whose value in the configuration is empty.
-    if expected.is_empty() || is_same(expected, &current) || record.find_sysctl(&path).is_some_and(is_of_later_entry) {
+    if expected.is_empty() || is_same(expected, &current) {
+        return Ok(());
+    }
+    let is_of_later_entry = |saved: &SavedSysctl| saved.written.contains(expected) && saved.is_in_force(&current);
+    if record.find_sysctl(&path).is_some_and(is_of_later_entry) {
         return Ok(());
     }
     Err(difference(format_args!("value of /proc/sys/{path}"), cut(expected), &current))
@@ -111,7 +116,7 @@ fn check_link(link: &Link, conf: &LinkConf, record: &Record) -> Vec<Error> {
 }
 
 /// Whether the found value is the expected one, or the value that a later entry of the list has
-/// written. `history` has the values that all entries have written, the last one at the end.
+/// written. `history` has the values that all entries have written, the newest last.
 fn is_accepted<T: PartialEq + Copy>(expected: T, found: T, history: &[T]) -> bool {
     found == expected || (history.contains(&expected) && history.last() == Some(&found))
 }

@@ -1,8 +1,8 @@
 //! GC: removes the backups of this network whose attachment is not valid any more.
 //!
-//! No setting is restored: GC does not name namespaces, and those of invalid attachments are gone
-//! or will be soon. Files that do not name this network stay, which includes all files of the Go
-//! plugin.
+//! No setting is restored: GC does not get the paths of namespaces, and the namespaces of invalid
+//! attachments are gone or will be soon. Files that do not name this network stay, which includes
+//! all files of the Go plugin.
 
 use cni::config::ValidAttachments;
 use cni::skel::Call;
@@ -11,11 +11,12 @@ use cni::{Error, Result};
 use crate::backup::{Attachment, Backup, Content, Folder};
 use crate::conf::data_dir;
 
-/// Removes the backups of this network whose attachment is not in `valid`, and its temporary files.
+/// Removes the backups of this network whose attachment is not in `valid`, and the network's
+/// temporary files. A file that cannot be read is noted.
 ///
 /// # Errors
-/// Code 5 if the folder cannot be read, or if files cannot be removed. All other files are removed
-/// first.
+/// Code 5 if the folder cannot be read, or if files cannot be removed. The remaining files are
+/// still processed.
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let folder = Folder::new(data_dir(&call.conf)?, call.conf.name());
     let mut errors = Vec::new();
@@ -38,10 +39,10 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         if network != call.conf.name() {
             continue;
         }
-        // A temporary file with a complete record is not in place, so GC removes it even if its
-        // attachment is valid. A killed ADD has left it: no ADD of this network runs during a GC.
-        let is_in_place = backup.path() == folder.backup(container_id, ifname).path();
-        if is_in_place && valid.contains(container_id, ifname) {
+        // A temporary file is removed even if its record is complete and its attachment valid. A
+        // killed ADD has left it: no ADD of this network runs during a GC.
+        let is_final_path = backup.path() == folder.backup(container_id, ifname).path();
+        if is_final_path && valid.contains(container_id, ifname) {
             continue;
         }
         purge(call, &backup, &mut errors);

@@ -2,7 +2,7 @@
 //!
 //! A setting in `args.cni` overrides the plugin's own key, even if it is `false`, 0 or an empty
 //! MAC, as in Go. The MAC has two more sources. Their order is: `args.cni`, `runtimeConfig`,
-//! CNI_ARGS, the plugin's own key. The plugin bridge has another order for the MAC.
+//! CNI_ARGS, the plugin's own key. The plugin bridge uses a different order.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ pub(crate) struct Sysctl {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LinkConf {
     pub(crate) mac: Option<Mac>,
-    /// Whether promiscuous mode is turned on. If not, it stays as it is.
+    /// Whether promiscuous mode is turned on. If false, the mode is not changed.
     pub(crate) promisc: bool,
     /// In bytes.
     pub(crate) mtu: Option<u32>,
@@ -67,7 +67,7 @@ struct RuntimeConfig {
     mac: String,
 }
 
-/// `args.cni`, in which a value of zero or false differs from an absent key.
+/// `args.cni`, in which 0 and `false` differ from an absent key.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Args {
@@ -105,11 +105,11 @@ impl Conf {
         Conf::parse(conf, "", "")
     }
 
-    /// Reads the configuration. `cni_args_mac` is the value of `MAC` in CNI_ARGS. Both it and
-    /// `ifname` are empty without an attachment.
+    /// Reads the configuration. `cni_args_mac` is the value of `MAC` in CNI_ARGS. Without an
+    /// attachment, `cni_args_mac` and `ifname` are empty.
     fn parse(conf: &NetConf, cni_args_mac: &str, ifname: &str) -> Result<Conf> {
         let raw: Raw = conf.decode()?;
-        // Only checked here: ADD, DEL and GC read the value when they need it.
+        // Only checked here. ADD, DEL and GC read the value when they need it.
         data_dir(conf)?;
         let args = match conf.json().get("args").and_then(|args| args.get("cni")) {
             Some(cni @ Json::Object(_)) => cni
@@ -124,13 +124,14 @@ impl Conf {
             let sources = [raw.runtime_config.mac, cni_args_mac.to_owned(), raw.mac];
             sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
         });
+        let mtu = convert_number("mtu", args.mtu.unwrap_or(raw.mtu))?;
         let link = LinkConf {
-            mac: mac(&mac_text)?,
+            mac: parse_mac(&mac_text)?,
             promisc: args.promisc.unwrap_or(raw.promisc),
             // As in Go, 0 means that the MTU is not changed.
-            mtu: Some(number("mtu", args.mtu.unwrap_or(raw.mtu))?).filter(|mtu| *mtu != 0),
+            mtu: Some(mtu).filter(|mtu| *mtu != 0),
             allmulti: args.allmulti.or(raw.allmulti),
-            txqlen: args.txqlen.or(raw.txqlen).map(|length| number("txQLen", length)).transpose()?,
+            txqlen: args.txqlen.or(raw.txqlen).map(|length| convert_number("txQLen", length)).transpose()?,
         };
         Ok(Conf { sysctls: sysctls.all, link })
     }
@@ -159,7 +160,7 @@ pub(crate) fn data_dir(conf: &NetConf) -> Result<PathBuf> {
 /// The sysctls of a map in their order.
 struct Sysctls {
     all: Vec<Sysctl>,
-    /// The index in `all` by the path of each reading of a key.
+    /// The index in `all` for the path of each [reading](crate::key) of a key.
     by_path: BTreeMap<String, usize>,
 }
 
@@ -193,8 +194,8 @@ impl Sysctls {
         Ok(sysctls)
     }
 
-    /// Adds the sysctls of `other`. One that exists already keeps its place and gets the value of
-    /// `other`.
+    /// Adds the sysctls of `other`. A sysctl that exists already keeps its place and gets the key
+    /// and the value in `other`.
     fn overlay(&mut self, other: Sysctls) {
         for sysctl in other.all {
             match self.find(&sysctl.key) {
@@ -204,7 +205,7 @@ impl Sysctls {
         }
     }
 
-    /// Returns the index of the sysctl with the same path as one of the key's readings.
+    /// Returns the index of a sysctl that may mean the same file as `key`.
     fn find(&self, key: &Key) -> Option<usize> {
         key.readings.iter().find_map(|reading| self.by_path.get(&reading.path)).copied()
     }
@@ -221,7 +222,7 @@ impl Sysctls {
 ///
 /// # Errors
 /// Code 7 with Go's text if it is not a unicast MAC.
-fn mac(text: &str) -> Result<Option<Mac>> {
+fn parse_mac(text: &str) -> Result<Option<Mac>> {
     if text.is_empty() {
         return Ok(None);
     }
@@ -233,11 +234,11 @@ fn mac(text: &str) -> Result<Option<Mac>> {
     Ok(Some(mac))
 }
 
-/// Returns the value of a key. The driver may have tighter limits than this function.
+/// Converts the value of a key. The driver may have tighter limits.
 ///
 /// # Errors
 /// Code 7 if the value is not between 0 and `i32::MAX`.
-fn number(key: &str, value: i64) -> Result<u32> {
+fn convert_number(key: &str, value: i64) -> Result<u32> {
     match u32::try_from(value) {
         Ok(value) if i32::try_from(value).is_ok() => Ok(value),
         _ => Err(Error::config(format!("invalid {key} {value} (must be between 0 and {})", i32::MAX))),

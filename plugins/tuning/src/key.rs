@@ -2,8 +2,8 @@
 //!
 //! Two spellings are in use, `net.ipv4.conf.all.arp_filter` and `net/ipv4/conf/all/arp_filter`. For
 //! Go every dot is a separator. For sysctl(8) the first separator decides, and the other character
-//! is part of a name, such as `eth0.100`. So a key with both characters has two readings, of which
-//! Go's comes first. The first reading whose file exists in the container is used.
+//! is part of a name, such as `eth0.100`. So a key with both characters may mean two paths, its
+//! *readings*. Go's comes first. The first reading whose file exists in the container is used.
 //!
 //! `IFNAME` is replaced by the name of the interface after the separators have been found, so that
 //! dots in that name are not separators. The allow-list checks each reading separately, so that a
@@ -38,8 +38,8 @@ impl Key {
     /// `value` is for errors.
     ///
     /// # Errors
-    /// Code 7 with Go's text if the key is not below `net`, or if it has `IFNAME` and the interface
-    /// is called `all` or `default`.
+    /// Code 7 with Go's text if no reading is below `net`, or if the key has `IFNAME` and the
+    /// interface is called `all` or `default`.
     pub(crate) fn new(written: &str, value: &str, ifname: &str) -> Result<Key> {
         let invalid = |why: &str| {
             let (key, written, value) = (shown(&as_go_reports(written, ifname)), shown(written), shown(value));
@@ -50,8 +50,8 @@ impl Key {
         if readings.is_empty() {
             return invalid("only names of values below net can be set");
         }
-        // In /proc/sys/net, the folders with these names are not those of an interface: `all` is
-        // for all interfaces, `default` for interfaces that will be created.
+        // In /proc/sys/net, the folder `all` is for all interfaces, `default` for interfaces that
+        // will be created.
         if ["all", "default"].contains(&ifname) && written.contains(PLACEHOLDER) {
             return invalid(&format!("{PLACEHOLDER} would be {ifname:?}, which means more than one interface"));
         }
@@ -68,7 +68,7 @@ impl Reading {
             ifname => template.replacen(PLACEHOLDER, ifname, 1),
         };
         let mut parts = path.split('/');
-        // `net` alone, which has no further parts to check, is a folder.
+        // The length excludes `net` alone, which is a folder.
         let is_below_net = parts.next() == Some("net")
             && path.len() > "net/".len()
             && !path.contains('\0')
@@ -85,23 +85,22 @@ impl Reading {
     /// pattern must match the path too.
     pub(crate) fn is_permitted(&self, written: &str, matches_a_pattern: impl Fn(&str) -> bool) -> bool {
         let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swapped(path));
-        let is_template_permitted = matches_a_pattern(written) || matches(&self.template);
-        is_template_permitted && (!self.could_ifname_select_another_sysctl() || matches(&self.path))
+        if !matches_a_pattern(written) && !matches(&self.template) {
+            return false;
+        }
+        !self.could_ifname_select_another_sysctl() || matches(&self.path)
     }
 
-    /// Whether the name of an interface could make the path one of another sysctl than the template
-    /// is meant for: `net/IFNAME/ip_forward` with an interface `ipv4`. Then the path must be
-    /// permitted too. This cannot happen without `IFNAME`, or directly below `conf` and `neigh`,
-    /// where the kernel has a folder for each interface.
+    /// Whether an interface could have a name that turns the template into a sysctl that is not one
+    /// of the interface: `net/IFNAME/ip_forward` with an interface `ipv4`. Impossible without
+    /// `IFNAME`, and if `IFNAME` is a whole name directly below `conf` or `neigh`, where the kernel
+    /// has a folder for each interface.
     fn could_ifname_select_another_sysctl(&self) -> bool {
         let parts: Vec<&str> = self.template.split('/').collect();
-        match parts.iter().position(|part| part.contains(PLACEHOLDER)) {
-            None => false,
-            Some(index) => {
-                let folder = index.checked_sub(1).map(|before| parts[before]);
-                parts[index] != PLACEHOLDER || !matches!(folder, Some("conf" | "neigh"))
-            }
-        }
+        let Some(index) = parts.iter().position(|part| part.contains(PLACEHOLDER)) else { return false };
+        let folder = index.checked_sub(1).map(|before| parts[before]);
+        let is_folder_of_interface = parts[index] == PLACEHOLDER && matches!(folder, Some("conf" | "neigh"));
+        !is_folder_of_interface
     }
 }
 
@@ -118,7 +117,8 @@ fn templates(written: &str) -> impl Iterator<Item = String> {
     std::iter::once(go).chain(sysctl8)
 }
 
-/// Returns the key as Go's error since 1.9 has it: with slashes and the name of the interface.
+/// Returns the key as in the errors of Go's plugins since 1.9: with slashes and the interface's
+/// name.
 fn as_go_reports(written: &str, ifname: &str) -> String {
     let key = written.replace('.', "/");
     if ifname.is_empty() { key } else { key.replacen(PLACEHOLDER, ifname, 1) }
@@ -140,7 +140,7 @@ pub(crate) fn shown(text: &str) -> String {
     if cut.len() == text.len() { format!("{text:?}") } else { format!("{cut:?}... ({} bytes)", text.len()) }
 }
 
-/// Returns a text of up to 200 bytes unchanged, and the first 60 bytes of a longer one.
+/// Returns a text of up to 200 bytes unchanged, and at most the first 60 bytes of a longer one.
 pub(crate) fn cut(text: &str) -> &str {
     if text.len() <= 200 {
         return text;

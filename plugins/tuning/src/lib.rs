@@ -9,8 +9,8 @@
 //!   container; `value`: compares two values.
 //!
 //! The Go plugin, and other entries of this plugin in the same list, use the same backup. The
-//! original values stay in it until DEL restores them and removes the backup. GC only removes the
-//! backup.
+//! original values stay in it until DEL restores them and removes the backup. GC only removes
+//! backups.
 
 mod allowlist;
 mod apply;
@@ -58,11 +58,11 @@ pub struct Saved {
     pub settings: Vec<String>,
 }
 
-/// Returns all backups in the folder that the configuration names. Files that cannot be decoded are
-/// reported to `notes`.
+/// Returns the backups of all networks in the configuration's `dataDir`. Files that cannot be
+/// decoded are reported to `notes`.
 ///
 /// # Errors
-/// Code 5 if the folder or a file cannot be read; 6 if `dataDir` has a wrong type.
+/// Code 5 if the folder or a file cannot be read, 6 if `dataDir` has a wrong type.
 pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
     let mut all = Vec::new();
     for backup in Folder::new(conf::data_dir(conf)?, conf.name()).list()? {

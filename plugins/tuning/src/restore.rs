@@ -16,7 +16,7 @@ use crate::sysctl::write_original;
 use crate::value::is_same;
 
 /// Restores the settings of the attachment and removes its backup. A backup that cannot be decoded
-/// is only removed. The backup of another attachment is only noted.
+/// is noted and removed. The backup of another attachment is noted and stays.
 ///
 /// # Errors
 /// - Code 5 if the backup cannot be read or removed.
@@ -51,8 +51,9 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     backup.purge().map(drop)
 }
 
-/// Restores the settings of the interface and the sysctls. If one of the two fails, the other is
-/// still restored.
+/// Restores the sysctls, and the settings of the interface if it is the recorded one. An error with
+/// the interface does not keep the sysctls from being restored. If the backup is of an earlier
+/// namespace, only notes this.
 ///
 /// # Errors
 /// The kernel's error if the namespace cannot be entered or the interface cannot be read.
@@ -68,7 +69,7 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         let netlink = netns.run(Netlink::open)??;
         if let Some(link) = netlink.find_link(&call.ifname)? {
             let saved = attachment.and_then(|attachment| attachment.interface.as_ref());
-            // Go's files do not identify the interface.
+            // Go's files do not record the interface.
             if saved.is_none_or(|saved| *saved == Interface::from(&link)) {
                 restore_link(call, &netlink, &link, record);
             }
@@ -86,8 +87,8 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     Error::join([interface.err(), sysctls.err()].into_iter().flatten())
 }
 
-/// Restores the settings of the interface that differ, in the reverse order of ADD. Errors are
-/// noted.
+/// Restores the settings of the interface that differ from the record, in the reverse order of ADD.
+/// Errors are noted.
 fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record) {
     let index = link.index;
     let note_error = |outcome: cni_linux::Result<()>| {
@@ -116,8 +117,8 @@ fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record
     }
 }
 
-/// Restores the sysctls of the calling thread's namespace, in the reverse of the order in which
-/// they were written. Returns notes for the operator.
+/// Restores the sysctls of the calling thread's namespace, in the reverse order of ADD. Returns a
+/// note for each sysctl that was not restored.
 fn write_originals(record: &Record) -> Vec<String> {
     let mut notes = Vec::new();
     for saved in record.sysctls.iter().rev() {

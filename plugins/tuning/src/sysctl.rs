@@ -27,7 +27,7 @@ pub(crate) struct Found {
 /// Finds the files of all sysctls.
 ///
 /// # Errors
-/// That of [`find`], for the first sysctl that has one.
+/// The first error of [`find`].
 pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
     sysctls.iter().map(find).collect()
 }
@@ -56,8 +56,8 @@ pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
     Err(Error::config(format!("{msg}: {}", first_failure.unwrap_or_default())))
 }
 
-/// Returns the current value by calling `read`, or `None` if the kernel never lets it be read, so
-/// that there is nothing to restore. `path` is for the error.
+/// Returns the current value, which `read` reads, or `None` if the kernel permanently refuses to
+/// return it. DEL then has nothing to restore. `path` is for the error.
 ///
 /// # Errors
 /// Any other error of reading, for example a lack of memory. ADD then fails, because DEL could not
@@ -78,12 +78,11 @@ pub(crate) fn write_original(path: &str, original: &str) -> cni_linux::Result<()
 }
 
 impl Found {
-    /// Writes the value of the configuration. Returns the value that the kernel has after the
-    /// write, or `None` if that is the written value or cannot be read.
+    /// Writes the value of the configuration, and reads it back. Returns the kernel's value if it
+    /// differs from the written one, or `None` if both are the same or it cannot be read.
     ///
     /// # Errors
-    /// The kernel refuses the value. The error has key and value as the configuration has them, and
-    /// the errno.
+    /// The kernel's refusal, with its errno, and the key and value of the configuration.
     pub(crate) fn write(&self) -> Result<Option<String>> {
         let Sysctl { key, value } = &self.sysctl;
         write(&self.path, value).map_err(|error| {

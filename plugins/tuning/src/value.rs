@@ -3,8 +3,8 @@
 //! The kernel returns `4096\t131072\t6291456\n` after `4096 131072 6291456` was written, and 16
 //! after `0x10`. A number with a leading 0 is octal.
 
-/// Whether both texts are the same value for the kernel: their words are equal, or are equal
-/// numbers.
+/// Whether both texts are the same value for the kernel: each pair of words is equal, or is the
+/// same number.
 pub(crate) fn is_same(one: &str, other: &str) -> bool {
     let (mut one, mut other) = (one.split_whitespace(), other.split_whitespace());
     loop {

@@ -7,9 +7,9 @@
 //!   The newest one is the *previous* set. After `forget` the folder has only `SHA256SUMS`, the
 //!   list of the programs that the install has installed, and is not a kept set any more.
 //! - `original/`, the *original* set: for each name that any install has replaced, the file from
-//!   before the first install. An install adds the previous set to it, before its own kept set
-//!   becomes the previous set. So after the first install, and after installs of an older
-//!   cni-install, this folder does not exist: then the previous set is the original one.
+//!   before the first install. Each install adds the previous set to the original set, before its
+//!   own kept set becomes the previous set. So after only one install, and after installs of an
+//!   older cni-install, this folder does not exist. Then the previous set is the original one too.
 //! - `state`: the installed generation, or the command that is running:
 //!
 //! | command | `state` before | while programs change | afterwards |
@@ -26,15 +26,15 @@
 //! Each change of `state` is one rename, and every step of a command can be repeated. So a killed
 //! command leaves one of these states, and the next command that changes something first cleans up:
 //! it undoes an installation (`installing <n>` becomes `installed <n-1>` or none), and finishes the
-//! other commands. The exception is `rollback` after an interrupted install: it rolls this install
-//! back, as the last one. A `rollback` that could not put all kept files back ends in
-//! `installed <n>` instead of none.
+//! other commands. The exception is `rollback` after an interrupted install: it rolls that install
+//! back. A `rollback` that could not put all kept files back ends in `installed <n>` instead of
+//! none.
 //!
 //! A kept set is deleted as soon as a rollback to it would change nothing: the plugin folder has
-//! all of its files, and no program that was installed where no file existed. A rollback that left
-//! another installer's program in place keeps the set. The next install and `rollback --original`
-//! also delete the previous set, after they have added it to the original set. `forget` deletes
-//! both sets. All other files that `state` does not need are removed.
+//! all of its files, and none of the programs that were installed where no file existed. A rollback
+//! that left another installer's program in place keeps the set. The next install and a rollback to
+//! the original set also delete the previous set, after they have added it to the original set.
+//! `forget` deletes both sets. All other files that `state` does not need are removed.
 //!
 //! The lock is an flock of the plugin folder itself, so there is no lock file.
 
@@ -101,10 +101,10 @@ impl Folder {
             }
             Err(TryLockError::Error(cause)) => return Err(Error::io("lock the folder", path)(cause)),
         }
-        // Between opening and locking another folder may have got this name.
-        let of_locked = handle.metadata().map_err(Error::io("look at the folder", path))?;
-        let of_path = fs::metadata(path).map_err(Error::io("look at the folder", path))?;
-        if (of_locked.dev(), of_locked.ino()) != (of_path.dev(), of_path.ino()) {
+        // Between opening and locking, another folder may have been renamed to this path.
+        let locked = handle.metadata().map_err(Error::io("look at the folder", path))?;
+        let at_path = fs::metadata(path).map_err(Error::io("look at the folder", path))?;
+        if (locked.dev(), locked.ino()) != (at_path.dev(), at_path.ino()) {
             return Err(Error::new(format!(
                 "{} was replaced by another folder during this call; repeat the command",
                 path.display()
@@ -116,12 +116,13 @@ impl Folder {
     /// Installs the programs of `set` and keeps the files that they replace.
     ///
     /// # Errors
-    /// - If a program has another checksum than the set's list, or cannot be written or does not
-    ///   run here. Then no program has been replaced.
-    /// - If a rename fails. Then all programs have been put back, unless the message reports that
-    ///   this failed too.
+    /// - If a program's checksum differs from the set's list, or the program cannot be written or
+    ///   does not run here. No program has been replaced.
+    /// - If a rename fails. All programs have been put back, unless the message reports that this
+    ///   failed too.
     pub fn install(&self, set: &Set) -> Result<(RecoveryReport, InstallReport), Error> {
-        // By checksum, because the programs of the multi-call archive are hard links of one file.
+        // Keyed by checksum: the programs of the multi-call archive are hard links of one file,
+        // which is kept in memory once.
         let mut contents = BTreeMap::new();
         for program in set.programs() {
             contents.insert(program.sum.as_str(), set.content(program)?);
@@ -148,8 +149,8 @@ impl Folder {
         staging::write_and_try(&self.own_path("staging"), set, contents)?;
         let generation = current + 1;
         Kept::create(&self.path, set, &self.generation_folder(generation))?;
-        // After this install, the set that is the previous one now is removed. So the original set
-        // gets its files.
+        // The kept set of this install replaces the previous set, whose files are therefore added
+        // to the original set first.
         self.add_to_original(current)?;
         State::Installing(generation).write(&self.own_folder)?;
         for program in set.programs() {
@@ -167,8 +168,9 @@ impl Folder {
         Ok((recovered, InstallReport::Replaced))
     }
 
-    /// Puts back the files from before the last install, even if that install was interrupted. A
-    /// second rollback does nothing.
+    /// Puts back the files from before the last install, even if that install was interrupted.
+    /// Afterwards no previous set is kept, unless some of its files were not put back because
+    /// another installer has changed the programs.
     ///
     /// # Errors
     /// If a program cannot be put back or removed. The other programs are still processed, and the
@@ -199,13 +201,14 @@ impl Folder {
     }
 
     /// Puts back the files from before the first install, for all names that were installed since.
-    /// A second one does nothing.
+    /// Afterwards no set is kept, unless some files of the original set were not put back because
+    /// another installer has changed the programs.
     ///
     /// # Errors
     /// As [`Folder::rollback`].
     pub fn rollback_to_original(&self) -> Result<(RecoveryReport, RollbackReport), Error> {
         self.run_and_remove_garbage(|| {
-            // This very command was interrupted: it is finished, not recovered and then begun.
+            // This command itself was interrupted. Its completion is the outcome, not a recovery.
             if self.state()? == Some(State::Restoring) {
                 return Ok((RecoveryReport::Nothing, self.finish_rollback(KeptSetId::Original)?));
             }
@@ -222,7 +225,7 @@ impl Folder {
     /// Removes the kept sets. The installed programs stay.
     ///
     /// # Errors
-    /// If they cannot be removed. The next command tries again.
+    /// If the kept sets cannot be removed. The next command tries again.
     pub fn forget(&self) -> Result<(RecoveryReport, ForgetReport), Error> {
         self.run_and_remove_garbage(|| {
             let (recovered, current) = self.recover()?;
@@ -241,14 +244,14 @@ impl Folder {
         })
     }
 
-    /// Returns the sets that a rollback can restore. If a command was interrupted, these are the
-    /// sets after the next command has completed or undone it.
+    /// Returns the kept sets. After an interrupted command, the next command may remove some of
+    /// these.
     ///
     /// # Errors
     /// If the installer's own files cannot be read.
     pub fn kept_sets(&self) -> Result<KeptSets, Error> {
         let previous = match self.state()? {
-            // `rollback --original` deletes the previous set, so its completion does.
+            // Completing the interrupted `rollback --original` deletes the previous set.
             None | Some(State::Restoring) => None,
             Some(
                 State::Installing(generation)
@@ -308,7 +311,8 @@ impl Folder {
         if !report.still_kept.is_empty() {
             kept.add_to(&self.own_path("original"))?;
         }
-        // Without the folder of the install before this one, its programs are unknown.
+        // The earlier generation's folder lists its programs. Without the folder, nothing counts as
+        // installed.
         let before = generation - 1;
         if before > 0 && exists(&self.generation_folder(before))? {
             State::Installed(before).write(&self.own_folder)?;
@@ -351,8 +355,8 @@ impl Folder {
         self.remove_original()?;
         let folder = self.generation_folder(generation);
         let kept_files = self.list_installed(generation)?.into_iter().map(|program| program.name);
-        // Removing this list first makes the folder cease to be a kept set (see `kept.rs`), so a
-        // killed `forget` never leaves a kept set without some of its files.
+        // A folder without `ABSENT` is not a kept set (see `kept.rs`). `ABSENT` is removed first,
+        // so a killed `forget` never leaves a kept set that lacks files.
         for name in std::iter::once(ABSENT_LIST.to_owned()).chain(kept_files) {
             let path = folder.join(name);
             ignore_not_found(fs::remove_file(&path)).map_err(Error::io("remove", &path))?;
@@ -378,7 +382,7 @@ impl Folder {
     }
 
     /// Adds the kept set of the generation to the original set. Does nothing if the generation has
-    /// no kept set, as generation 0, which stands for no install.
+    /// no kept set. Generation 0, which means that nothing is installed, never has one.
     fn add_to_original(&self, generation: u64) -> Result<(), Error> {
         match self.find_kept(generation)? {
             Some(kept) => kept.add_to(&self.own_path("original")),
@@ -434,9 +438,9 @@ impl Folder {
         outcome
     }
 
-    /// Removes the installer's files that `state` does not need, and the installer's own folder if
-    /// it is empty then. Failures are ignored: a file that cannot be removed is reported when it
-    /// has to be created again.
+    /// Removes the installer's files that `state` does not need, and then the installer's own
+    /// folder if it is empty. Failures are ignored: a file that cannot be removed is reported when
+    /// it has to be created again.
     fn remove_garbage(&self) {
         let needed_generations = match self.state() {
             Ok(Some(State::Installing(generation))) => vec![generation, generation - 1],
@@ -444,8 +448,8 @@ impl Folder {
                 vec![generation]
             }
             Ok(None) => vec![],
-            // The rollback to the original set has to be finished first, or it is unknown which
-            // files are needed.
+            // An interrupted rollback to the original set has to be finished first. Without a
+            // readable state, it is unknown which files are needed.
             Ok(Some(State::Restoring)) | Err(_) => return,
         };
         let needed: Vec<PathBuf> =

@@ -20,12 +20,12 @@ enum RestoreOutcome {
 }
 
 impl Folder {
-    /// Puts the kept files back, and removes programs that did not exist before the install. But a
-    /// program that another installer has put in place since stays, and its kept file stays kept.
-    /// Can be repeated after a failure.
+    /// Puts the kept files back, and removes programs that did not exist before the install. A
+    /// program that another installer has replaced or removed since is left unchanged, and its kept
+    /// file stays kept. Can be repeated after a failure.
     ///
     /// # Errors
-    /// All failures, joined; the other programs have been put back.
+    /// All failures, joined. The programs without a failure have been put back.
     pub(super) fn restore(&self, kept: &Kept) -> Result<RestoreReport, Error> {
         let staging = self.own_path("staging");
         staging::create_empty(&staging)?;
@@ -47,7 +47,7 @@ impl Folder {
         if !errors.is_empty() {
             return Err(Error::new(errors.join("; ")));
         }
-        report.still_kept = kept.missing_in(&self.path)?;
+        report.still_kept = kept.not_restored_in(&self.path)?;
         Ok(report)
     }
 
@@ -59,11 +59,11 @@ impl Folder {
                 return Ok(false);
             }
         }
-        Ok(kept.missing_in(&self.path)?.is_empty())
+        Ok(kept.not_restored_in(&self.path)?.is_empty())
     }
 
-    /// Whether the plugin folder has, under this name, a program that cni-install has installed in
-    /// place of the kept file. False if another installer has replaced it.
+    /// Whether the program of this name in the plugin folder is one that cni-install has installed.
+    /// False if another installer has replaced it.
     fn has_installed_program(&self, kept: &Kept, name: &str) -> Result<bool, Error> {
         Ok(self.mode_and_sum(name)?.is_some_and(|(_, sum)| kept.was_installed(name, &sum)))
     }

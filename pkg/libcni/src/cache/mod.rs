@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::request::{AddedKeys, derive};
+use super::request::{AddedKeys, build_request};
 use super::{Attachment, NetworkList, PluginConf};
 use cni::json::Json;
 use cni::result::{AddResult, Interface};
@@ -27,8 +27,6 @@ use cni::version::Version;
 use cni::{AttachmentId, Code, Error, Result, ident};
 
 mod wire;
-
-use wire::Content;
 
 /// The folder of the cache that Go's libcni and cnitool use. The results are in its folder
 /// `results`.
@@ -38,7 +36,7 @@ pub const DEFAULT_DIR: &str = "/var/lib/cni";
 const OWN_FOLDER: &str = ".cni";
 
 /// The number of processes that can write at the same time. It only bounds the search for a free
-/// temporary file: so many processes never write at once.
+/// temporary file, and is never reached in practice.
 const MAX_WRITERS: u32 = 4096;
 
 /// The largest length of a file that is read, in bytes. An entry is shorter: a plugin accepts at
@@ -74,7 +72,18 @@ pub struct Listing {
     pub problems: Vec<String>,
 }
 
-/// The content of an attachment's file.
+/// The content of a file of the cache.
+enum Content {
+    /// The file does not exist.
+    Absent,
+    Entry(Box<Entry>),
+    /// Only a result: the format before cniCacheV1.
+    BareResult(Box<RawValue>),
+    /// The file cannot be decoded, for this reason.
+    Undecodable(String),
+}
+
+/// What the cache has for an attachment that is looked up.
 enum Found {
     /// The file does not exist.
     Nothing,
@@ -82,18 +91,18 @@ enum Found {
     Entry(Box<Entry>),
     /// The entry of another attachment with the same file name. The text names that attachment.
     Another(String),
-    /// Something that cannot be decoded, with the reason.
+    /// The file cannot be decoded, for this reason.
     Undecodable(String),
 }
 
 impl Entry {
-    /// Returns the network's configuration at the time of the ADD. Go's libcni stores the object of
-    /// a single plugin if the ADD was without a list; it becomes a list with this plugin.
+    /// Returns the network's configuration at the time of the ADD. For an ADD without a list, Go's
+    /// libcni stores the object of the single plugin, which this function turns into a list.
     ///
     /// # Errors
     /// Those of [`NetworkList::parse`].
     pub fn list(&self) -> Result<NetworkList> {
-        // If it is neither, the error about a list is returned: single plugins are rare.
+        // If both fail, the error about a list is returned: single plugins are rare.
         NetworkList::parse(&self.config).or_else(|error| NetworkList::parse_single(&self.config).map_err(|_| error))
     }
 
@@ -102,9 +111,9 @@ impl Entry {
         self.attachment.id(&self.network)
     }
 
-    /// Adds the namespace of the container's interface in the result to an entry that has none:
-    /// libcni before 1.2, which Podman 4 and containerd 1.6 use, does not store it. Leaves it empty
-    /// if the result cannot be decoded, which each use of the result reports.
+    /// Takes the namespace from the result if the entry has none: libcni before 1.2, which Podman 4
+    /// and containerd 1.6 use, does not store it. Ignores a result that cannot be decoded: whatever
+    /// uses the result later reports the error.
     fn with_netns_of_result(mut self) -> Entry {
         if self.attachment.netns.is_empty()
             && let Ok(Some(interface)) = self.container_interface()
@@ -130,13 +139,13 @@ impl Entry {
         Ok(result.interfaces.into_iter().find(is_container_interface))
     }
 
-    /// Returns the result as a `prevResult` of `version`, or `None` without a result. It is
-    /// verbatim if it has that version already.
+    /// Returns the result as a `prevResult` of `version`, or `None` without a result. A result that
+    /// already has that version is returned verbatim.
     ///
     /// # Errors
     /// Code 6 if the result cannot be decoded or cannot be expressed in `version`.
     pub fn result_as(&self, version: Version) -> Result<Option<Box<RawValue>>> {
-        self.result.as_deref().map(|result| in_version(result, version)).transpose()
+        self.result.as_deref().map(|result| convert_result(result, version)).transpose()
     }
 
     /// Returns the configuration that `plugin` of `list` reads on its stdin for a CHECK of the
@@ -148,7 +157,7 @@ impl Entry {
     pub fn request(&self, list: &NetworkList, plugin: &PluginConf) -> Result<Vec<u8>> {
         let result = self.result_as(list.version()?)?;
         let capability_args = Some(&self.attachment.capability_args);
-        derive(list, plugin, AddedKeys { prev_result: result.as_deref(), capability_args, valid: None })
+        build_request(list, plugin, AddedKeys { prev_result: result.as_deref(), capability_args, valid: None })
     }
 }
 
@@ -157,7 +166,7 @@ impl Entry {
 ///
 /// # Errors
 /// Code 6 if the result cannot be decoded or cannot be expressed in `version`.
-pub(super) fn in_version(result: &RawValue, version: Version) -> Result<Box<RawValue>> {
+pub(super) fn convert_result(result: &RawValue, version: Version) -> Result<Box<RawValue>> {
     let failed = |why: String| Error::new(Code::DECODE, why);
     let json = Json::parse(result.get().as_bytes()).map_err(|error| failed(error.to_string()))?;
     let decoded = AddResult::decode(&json, version).map_err(|error| failed(error.to_string()))?;
@@ -178,7 +187,7 @@ impl Cache {
     ///
     /// # Errors
     /// - Code 7 with Go's text if a part of the identifier is empty.
-    /// - Code 4 or 7 if a part is invalid, so that the path could be outside the folder.
+    /// - Code 4 or 7 if a part is invalid, because the path could then be outside the folder.
     pub fn path(&self, id: &AttachmentId) -> Result<PathBuf> {
         let AttachmentId { network, container_id, ifname } = id;
         if network.is_empty() || container_id.is_empty() || ifname.is_empty() {
@@ -217,7 +226,7 @@ impl Cache {
     /// - Those of [`path`](Cache::path).
     /// - Code 5 if the folder cannot be created or the file cannot be read.
     /// - [`Code::CONFLICT`] if the file has the entry of this attachment, which needs a DEL first,
-    ///   or that of another one.
+    ///   or the entry of another attachment with the same file name.
     pub(super) fn prepare_for_add(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
         create_folder(&self.folder)?;
@@ -237,12 +246,11 @@ impl Cache {
         }
     }
 
-    /// Stores an entry. If this process is killed meanwhile, the file has the whole entry or is as
-    /// before.
+    /// Stores an entry. The file is replaced atomically.
     ///
     /// # Errors
     /// - Those of [`path`](Cache::path).
-    /// - Code 5 if the entry cannot be written. The file is as before.
+    /// - Code 5 if the entry cannot be written. The file is unchanged.
     pub fn write(&self, entry: &Entry) -> Result<()> {
         let path = self.path(&entry.id())?;
         let failed = |error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error);
@@ -276,7 +284,8 @@ impl Cache {
     /// # Errors
     /// Code 5 if the folder or one of the network's files cannot be read.
     pub fn list(&self, network: &str) -> Result<Listing> {
-        // The files of, for example, `<network>-b` begin like this too, so the entry decides.
+        // The files of a network `<network>-b` have this prefix too, so the entry's network is
+        // compared.
         self.list_entries(&format!("{network}-"), |entry| entry.network == network)
     }
 
@@ -288,34 +297,30 @@ impl Cache {
         self.list_entries("", |_| true)
     }
 
-    /// Returns the entries that `is_wanted` accepts, of the files whose names begin with `prefix`.
-    /// The problems are about all of these files, because a file without a usable entry may belong
-    /// to any network.
+    /// Returns the entries that `is_wanted` accepts, from the files whose names begin with
+    /// `prefix`. Each of these files without a usable entry is a problem, because the file may
+    /// belong to any network.
     fn list_entries(&self, prefix: &str, is_wanted: impl Fn(&Entry) -> bool) -> Result<Listing> {
         let mut listing = Listing::default();
         for path in self.list_files(prefix)? {
             let problem = match read(&path)? {
-                None => continue, // another process has just removed the file
-                Some(Ok(Content::Entry(entry))) => {
-                    if !is_wanted(&entry) {
-                        continue;
-                    }
-                    if path == self.folder.join(file_name(&entry.id())) {
-                        listing.entries.push(*entry);
-                        continue;
-                    }
-                    "its name does not match the attachment that it contains".to_owned()
+                Content::Absent => continue, // another process has just removed the file
+                Content::Entry(entry) if !is_wanted(&entry) => continue,
+                Content::Entry(entry) if path == self.folder.join(file_name(&entry.id())) => {
+                    listing.entries.push(*entry);
+                    continue;
                 }
-                Some(Ok(Content::BareResult(_))) => "it has a result, but does not name its attachment".to_owned(),
-                Some(Err(why)) => why,
+                Content::Entry(_) => "its name does not match the attachment that it contains".to_owned(),
+                Content::BareResult(_) => "it has a result, but does not name its attachment".to_owned(),
+                Content::Undecodable(why) => why,
             };
             listing.problems.push(format!("{}: {problem}", path.display()));
         }
         Ok(listing)
     }
 
-    /// Returns the paths of the files whose names begin with `prefix`, sorted. Returns none if the
-    /// folder does not exist.
+    /// Returns the paths of the files whose names begin with `prefix`, sorted. The list is empty if
+    /// the folder does not exist.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read.
@@ -352,7 +357,8 @@ impl Cache {
         };
         for file in files {
             let path = file.map_err(failed)?.path();
-            // A running process has its file locked. The lock is held until the file is removed.
+            // A process that is still writing its file holds the lock. `_lock` is held until the
+            // file is removed.
             if let Some(_lock) = lock(&path, OpenOptions::new().write(true)).map_err(failed)? {
                 absent_is_fine(fs::remove_file(&path)).map_err(failed)?;
             }
@@ -386,8 +392,8 @@ fn create_folder(folder: &Path) -> Result<()> {
 }
 
 /// Opens and locks a temporary file that no other process uses, and returns it with its path. The
-/// file may have content: its name is `slot-0`, `slot-1`, …, so that the file of a process that was
-/// killed is used again.
+/// names `slot-0`, `slot-1`, … are reused, so the file may still have the content that a killed
+/// process wrote.
 fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     for slot in 0..MAX_WRITERS {
         let path = folder.join(format!("slot-{slot}"));
@@ -400,12 +406,12 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     Err(io::Error::other(format!("{MAX_WRITERS} other processes are writing to this folder; try again")))
 }
 
-/// Opens and locks a temporary file. Returns `None` if another process has the lock, if the file
-/// was renamed to that of an entry in the meantime, if it does not exist and `options` do not
-/// create it, or if it is not a regular file.
+/// Opens and locks a temporary file. Returns `None` if the caller cannot use the file: another
+/// process has locked it or has just renamed it to an attachment's file, it is not a regular file,
+/// or it does not exist and `options` do not create it.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
-    // The type is checked first, because opening a FIFO waits for its other end. The file is not
-    // replaced before it is opened: only root can write to the folder.
+    // The type is checked first, because opening a FIFO waits for its other end. Only root can
+    // write to the folder, so no FIFO replaces the file between this check and `open`.
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Ok(None);
     }
@@ -419,28 +425,27 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
         Err(TryLockError::WouldBlock) => return Ok(None),
         Err(TryLockError::Error(error)) => return Err(error),
     }
-    // If another process renamed the file between `open` and `lock`, the opened file is that of an
-    // entry now, and must not be overwritten.
+    // Another process may have renamed the file between `open` and `try_lock`. The opened file has
+    // that process's entry then, and must not be overwritten.
     let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let opened = inode(file.metadata()?);
     let is_at_path = fs::symlink_metadata(path).is_ok_and(|metadata| inode(metadata) == opened);
     Ok(if is_at_path { Some(file) } else { None })
 }
 
-/// Reads and decodes a file. Returns `None` if it does not exist, and an inner error with the
-/// reason if it cannot be decoded.
+/// Reads and decodes a file.
 ///
 /// # Errors
-/// Code 5 if the file cannot be read, also if it is a folder, because then no entry can be written.
-fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
+/// Code 5 if the file cannot be read. A folder is an error too, because no entry can replace it.
+fn read(path: &Path) -> Result<Content> {
     let absent_or_failed = |error: io::Error| match error.kind() {
         // An attachment whose file name would be too long was never stored.
-        ErrorKind::NotFound | ErrorKind::InvalidFilename => Ok(None),
+        ErrorKind::NotFound | ErrorKind::InvalidFilename => Ok(Content::Absent),
         _ => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),
     };
-    let undecodable = |why: &str| Ok(Some(Err(why.to_owned())));
-    // The type is checked first, because opening a FIFO waits. libcni does not create symbolic
-    // links, so they are not followed. A folder is opened, for the kernel's error.
+    let undecodable = |why: &str| Ok(Content::Undecodable(why.to_owned()));
+    // The type is checked first, because opening a FIFO waits for its other end. libcni does not
+    // create symbolic links, so they are not followed. A folder is opened, for the kernel's error.
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) => return absent_or_failed(error),
@@ -452,26 +457,26 @@ fn read(path: &Path) -> Result<Option<Result<Content, String>>> {
     // One byte more shows that the file is too long.
     match File::open(path).and_then(|file| file.take(MAX_FILE_LENGTH + 1).read_to_end(&mut bytes)) {
         Ok(length) if length as u64 > MAX_FILE_LENGTH => undecodable("it is longer than 64 MiB"),
-        Ok(_) => Ok(Some(wire::decode(&bytes))),
+        Ok(_) => Ok(wire::decode(&bytes).unwrap_or_else(Content::Undecodable)),
         Err(error) => absent_or_failed(error),
     }
 }
 
-/// Reads the file at `path` for the attachment `id`, whose file it is by its name. Compares `id`
-/// with the attachment that the file names.
+/// Reads the file at `path`, the [path](Cache::path) of attachment `id`. Compares `id` with the
+/// attachment that the file names.
 ///
 /// # Errors
 /// Code 5 if the file cannot be read.
 fn read_for(id: &AttachmentId, path: &Path) -> Result<Found> {
     Ok(match read(path)? {
-        None => Found::Nothing,
-        Some(Err(why)) => Found::Undecodable(why),
-        Some(Ok(Content::Entry(entry))) if entry.id() == *id => Found::Entry(entry),
-        Some(Ok(Content::Entry(entry))) => {
+        Content::Absent => Found::Nothing,
+        Content::Undecodable(why) => Found::Undecodable(why),
+        Content::Entry(entry) if entry.id() == *id => Found::Entry(entry),
+        Content::Entry(entry) => {
             let AttachmentId { network, container_id, ifname } = entry.id();
             Found::Another(format!("{ifname} of container {container_id} in network {network}"))
         }
-        Some(Ok(Content::BareResult(result))) => {
+        Content::BareResult(result) => {
             let attachment = Attachment {
                 container_id: id.container_id.clone(),
                 ifname: id.ifname.clone(),

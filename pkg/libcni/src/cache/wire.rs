@@ -8,7 +8,7 @@ use base64::prelude::BASE64_STANDARD;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::Entry;
+use super::{Content, Entry};
 use crate::Attachment;
 use crate::members::{Members, compact};
 use cni::json::Json;
@@ -71,15 +71,7 @@ pub(super) fn encode(entry: &Entry) -> Result<String> {
     Ok(compact(&text))
 }
 
-/// The content of a file that can be decoded.
-pub(super) enum Content {
-    /// An entry.
-    Entry(Box<Entry>),
-    /// Only a result: the format before cniCacheV1.
-    BareResult(Box<RawValue>),
-}
-
-/// Decodes a file: an entry, or a bare result. Any JSON object without the kind of an entry counts
+/// Decodes a file: an entry, or a bare result. A JSON object without the `kind` of an entry counts
 /// as a bare result, which is not decoded further.
 ///
 /// # Errors

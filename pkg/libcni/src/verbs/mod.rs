@@ -1,17 +1,17 @@
 //! The verbs of a whole network: they run its plugins, DEL in reverse order, and update the result
 //! cache.
 //!
-//! As the specification requires, DEL stops at the first error and keeps the cached result, so that
-//! it can be repeated. The DELs after a failed ADD and those of GC run the remaining plugins too
-//! ([`OnError::GoOn`]), because no other DEL of the attachment may follow.
+//! The specification requires that DEL stops at the first error ([`OnError::Stop`]). The DELs after
+//! a failed ADD and those of GC run the remaining plugins too ([`OnError::GoOn`]), because no other
+//! DEL of the attachment may follow.
 
 use serde_json::value::RawValue;
 
-use super::cache::{Entry, Listing, in_version};
+use super::cache::{Entry, Listing, convert_result};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
 use super::plugin::{Variables, name_plugin};
-use super::request::{AddedKeys, derive};
+use super::request::{AddedKeys, build_request};
 use super::{Attachment, Runtime};
 use cni::config::ValidAttachments;
 use cni::delegate::find_plugin;
@@ -41,11 +41,11 @@ impl Runtime<'_> {
     ///   file name.
     ///
     /// Later, the error of the plugin that failed, or code 5 if the cache cannot be written. Then
-    /// all plugins, also those that did not run, get a DEL in reverse order. The errors of these
-    /// DELs are in the details. The cache does not have the attachment.
+    /// all plugins, even those whose ADD did not run, get a DEL in reverse order. The details
+    /// contain the errors of these DELs. The attachment is not cached.
     pub fn add(&self, list: &NetworkList, attachment: &Attachment) -> Result<Box<RawValue>> {
         ident::check_new_interface_name(&attachment.ifname)?;
-        let version = check_call(list, attachment)?;
+        let version = check_parameters(list, attachment)?;
         // A missing plugin is an error before the first one has changed anything.
         for plugin in list.plugins() {
             find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| name_plugin(plugin, "add", error))?;
@@ -53,28 +53,21 @@ impl Runtime<'_> {
         self.cache.prepare_for_add(&attachment.id(list.name()))?;
 
         let mut result = None;
-        let outcome = self.run_adds(list, attachment, version, &mut result).and_then(|()| {
-            let entry = Entry {
-                network: list.name().to_owned(),
-                attachment: attachment.clone(),
-                config: list.raw().to_vec(),
-                result: result.clone(),
-            };
-            self.cache
-                .write(&entry)
-                .map_err(|error| error.context(format_args!("failed to set network {:?} cached result", list.name())))
-        });
+        let mut outcome = self.run_adds(list, attachment, version, &mut result);
+        if outcome.is_ok() {
+            outcome = self.store(list, attachment, result.clone());
+        }
         let Err(add_error) = outcome else {
             return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
         // Runtimes do not call DEL after a failed ADD, so this is the only clean-up.
-        let prev_result = result.as_deref().filter(|_| has_prev_result_in_del(version));
+        let prev_result = if has_prev_result_in_del(version) { result.as_deref() } else { None };
         let failed_dels = self.run_dels(list, attachment, prev_result, OnError::GoOn);
         Err(with_errors_of_dels(add_error, failed_dels))
     }
 
-    /// Runs ADD of all plugins until one fails. Sets `result`, also before an error, to the result
-    /// of the last plugin that succeeded.
+    /// Runs ADD of all plugins until one fails. Sets `result` to the result of the last plugin that
+    /// succeeded, even if a later plugin fails.
     fn run_adds(
         &self,
         list: &NetworkList,
@@ -90,6 +83,22 @@ impl Runtime<'_> {
         Ok(())
     }
 
+    /// Stores the attachment and its result in the cache.
+    ///
+    /// # Errors
+    /// Code 5 if the cache cannot be written.
+    fn store(&self, list: &NetworkList, attachment: &Attachment, result: Option<Box<RawValue>>) -> Result<()> {
+        let entry = Entry {
+            network: list.name().to_owned(),
+            attachment: attachment.clone(),
+            config: list.raw().to_vec(),
+            result,
+        };
+        self.cache
+            .write(&entry)
+            .map_err(|error| error.context(format_args!("failed to set network {:?} cached result", list.name())))
+    }
+
     /// CHECK: checks that the attachment is as its ADD left it. Does nothing if the configuration
     /// disables CHECK.
     ///
@@ -100,7 +109,7 @@ impl Runtime<'_> {
     /// - Code 6 if the cached result cannot be decoded or expressed in the list's version.
     /// - The error of the first plugin that fails.
     pub fn check(&self, list: &NetworkList, attachment: &Attachment) -> Result<()> {
-        let version = check_call(list, attachment)?;
+        let version = check_parameters(list, attachment)?;
         if version < Version::V0_4_0 {
             let msg = format!("configuration version {:?} does not support the CHECK command", list.cni_version());
             return Err(config::incompatible(&msg, list.cni_version()));
@@ -118,17 +127,18 @@ impl Runtime<'_> {
         Ok(())
     }
 
-    /// DEL: detaches a container, with the plugins in reverse order, and removes the cached entry.
-    /// It succeeds if the attachment does not exist. A cached result that cannot be read or decoded
-    /// is noted, and the plugins run without it.
+    /// DEL: detaches a container, with the plugins in reverse order, and then removes the cached
+    /// entry. It is not an error if the cache does not have the attachment. If the cached result
+    /// cannot be read or decoded, this is noted, and the plugins run without it.
     ///
     /// # Errors
     /// - Code 1 if the list's version is not supported.
     /// - Code 4 or 7 if an identifier is invalid.
     /// - The errors of the plugins, joined. The cached entry stays, so that DEL can be repeated.
-    /// - Code 5 if the file of the cached entry cannot be read or removed.
+    /// - Code 5 if all plugins succeeded, but the file of the cached entry cannot be read or
+    ///   removed.
     pub fn del(&self, list: &NetworkList, attachment: &Attachment, on_error: OnError) -> Result<()> {
-        let version = check_call(list, attachment)?;
+        let version = check_parameters(list, attachment)?;
         let id = attachment.id(list.name());
         let mut prev_result = None;
         if has_prev_result_in_del(version) {
@@ -175,8 +185,8 @@ impl Runtime<'_> {
         failed
     }
 
-    /// Returns the cached attachments of a network that are not in `valid`, and the problems with
-    /// files that have no usable entry, whose attachments are not known.
+    /// Returns the cached attachments of a network that are not in `valid`. The problems in the
+    /// listing are about files without a usable entry: their attachments are not known.
     ///
     /// # Errors
     /// - Code 5 if the cache cannot be read.
@@ -192,7 +202,7 @@ impl Runtime<'_> {
 
     /// GC: runs DEL for each cached attachment that is not in `valid`, and then GC of each plugin
     /// if the list's version is 1.1.0 or newer. Does nothing if the configuration disables GC.
-    /// Cache files that cannot be decoded are noted and not changed.
+    /// Cache files without a usable entry are noted and not changed.
     ///
     /// # Errors
     /// - Code 1 if the list's version is not supported.
@@ -219,7 +229,7 @@ impl Runtime<'_> {
         errors.extend(self.cache.clean().err());
         if version >= Version::V1_1_0 {
             for plugin in list.plugins() {
-                let request = derive(list, plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
+                let request = build_request(list, plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
                 let outcome = request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, Variables::default(), &bytes));
                 if let Err(error) = outcome {
                     errors.push(error.context(format_args!("failed to GC plugin {}", plugin.kind())));
@@ -242,7 +252,7 @@ impl Runtime<'_> {
             return Ok(());
         }
         for plugin in list.plugins() {
-            let request = derive(list, plugin, AddedKeys::default())?;
+            let request = build_request(list, plugin, AddedKeys::default())?;
             self.run(plugin.kind(), Verb::Status, Variables::default(), &request)
                 .map_err(|error| name_plugin(plugin, "status", error))?;
         }
@@ -262,21 +272,19 @@ impl Runtime<'_> {
         prev_result: Option<&RawValue>,
     ) -> Result<Vec<u8>> {
         let added = AddedKeys { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
-        self.run(plugin.kind(), verb, attachment.into(), &derive(list, plugin, added)?)
+        self.run(plugin.kind(), verb, attachment.into(), &build_request(list, plugin, added)?)
     }
 }
 
-/// Adds the errors of the DELs after a failed ADD to the details of its error, one line for each
-/// plugin and one for each line of its details. The error of a DEL that equals the ADD's is not
-/// repeated.
+/// Adds the errors of the DELs after a failed ADD to the details of the ADD's error: for each
+/// plugin one line, and the details of its error. An error that equals the ADD's is not repeated.
 fn with_errors_of_dels(add_error: Error, failed_dels: Vec<(&PluginConf, Error)>) -> Error {
     let mut lines: Vec<String> = add_error.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed_dels {
-        // The message about a plugin that gave no answer names the verb, so the verb of the DEL is
-        // replaced before the messages are compared. Only the end of the ADD's message is compared,
-        // because `name_plugin` has put the failed plugin before it.
-        let msg_in_add = error.msg().replace(": DEL: ", ": ADD: ");
-        let is_same = add_error.msg().ends_with(&msg_in_add);
+        // The message about a plugin that gave no answer contains the verb. `name_plugin` has added
+        // a prefix to the ADD's message, so only the ends are compared.
+        let msg_with_add = error.msg().replace(": DEL: ", ": ADD: ");
+        let is_same = add_error.msg().ends_with(&msg_with_add);
         let why = if is_same { "for the same reason" } else { error.msg() };
         lines.push(format!("the DEL after the failed ADD failed too: plugin {} (delete): {why}", plugin.description()));
         if !is_same {
@@ -286,28 +294,28 @@ fn with_errors_of_dels(add_error: Error, failed_dels: Vec<(&PluginConf, Error)>)
     add_error.with_details(lines.join("\n"))
 }
 
-/// Whether DEL of plugins has a `prevResult` in this version of the specification.
+/// Whether a DEL passes `prevResult` to the plugins in this version of the specification.
 fn has_prev_result_in_del(version: Version) -> bool {
     version >= Version::V0_4_0
 }
 
-/// Checks the identifiers and the version, which every plugin would refuse too, before the first
-/// plugin runs. Returns the list's version.
+/// Checks the identifiers and the version before the first plugin runs: every plugin would refuse
+/// invalid ones. Returns the list's version.
 ///
 /// # Errors
 /// - Code 1 if the version is not supported.
 /// - Code 4 if the container ID or the interface name is invalid.
 /// - Code 7 if the network's name is invalid.
-fn check_call(list: &NetworkList, attachment: &Attachment) -> Result<Version> {
+fn check_parameters(list: &NetworkList, attachment: &Attachment) -> Result<Version> {
     ident::check_container_id(&attachment.container_id)?;
     ident::check_network_name(list.name())?;
     ident::check_interface_name(&attachment.ifname)?;
     list.version()
 }
 
-/// Decodes the answer of a plugin to ADD and converts it to the list's version, because the next
-/// plugin may refuse a `prevResult` of another version. An answer without `cniVersion` is in the
-/// list's version. As in Go, `null` is an empty result.
+/// Decodes a plugin's answer to ADD and converts it to `version`, that of the list, because the
+/// next plugin may refuse a `prevResult` of another version. An answer without `cniVersion`, or
+/// with an empty one, is taken to be in `version`. As in Go, `null` is an empty result.
 ///
 /// # Errors
 /// Code 6 if the answer is not a result, or cannot be expressed in the list's version.
@@ -324,12 +332,12 @@ fn read_result(stdout: &[u8], version: Version) -> Result<Box<RawValue>> {
     let text = if has_version {
         answer.to_owned()
     } else {
-        // With the version, `in_version` leaves the other members as the plugin wrote them.
+        // Now `convert_result` returns the members as the plugin wrote them.
         members.set("cniVersion", version.as_str())?;
         String::from_utf8_lossy(&members.to_bytes()?).into_owned()
     };
     let result = RawValue::from_string(text).map_err(|error| Error::new(Code::DECODE, error.to_string()))?;
-    in_version(&result, version).map_err(unusable)
+    convert_result(&result, version).map_err(unusable)
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The folder of the backups: reads, replaces and removes its files.
 //!
-//! The folder is created with the mode 0700, each file with 0600. A file is replaced by renaming
-//! another one, so that it is always complete, even after a crash. Symbolic links in the folder are
-//! not followed.
+//! The folder is created with the mode 0700, each file with 0600. A file is replaced by renaming a
+//! temporary file, so that it is always complete, even if the process is killed. Symbolic links in
+//! the folder are not followed.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -24,8 +24,8 @@ const MAX_SIZE: u64 = 1 << 20;
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
-    /// The suffix of the names of this network's temporary files. GC removes those that a killed
-    /// process has left. It leaves those of other networks, which may be in the course of writing.
+    /// The suffix of the names of this network's temporary files. GC removes these files, which
+    /// killed processes have left. Other networks' files stay: a process may be writing them.
     temporary_suffix: String,
 }
 
@@ -87,29 +87,26 @@ impl Folder {
             Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
         };
         // ADD creates the missing folders of the path in the nearest parent that exists.
-        let mut path = self.path.as_path();
-        loop {
+        for path in self.path.ancestors().filter(|path| !path.as_os_str().is_empty()) {
             match fs::metadata(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return failed(path, error),
                 Ok(metadata) if !metadata.is_dir() => {
                     return failed(path, io::Error::from_raw_os_error(libc::ENOTDIR));
                 }
-                // A file without a name is opened, because the permissions do not show that a file
-                // system is mounted read-only.
-                Ok(_) => match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
-                    Ok(_) => return Ok(()),
-                    // Some file systems do not support files without a name.
-                    Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => return Ok(()),
-                    Err(error) => return failed(path, error),
-                },
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return failed(path, error),
+                Ok(_) => {}
             }
-            path = match path.parent() {
-                Some(parent) if !parent.as_os_str().is_empty() => parent,
-                // Nothing of a relative path exists yet: ADD creates it in the working directory.
-                _ => return Ok(()),
+            // A file without a name is opened, because the permissions do not show that a file
+            // system is mounted read-only.
+            return match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
+                Ok(_) => Ok(()),
+                // Some file systems do not support files without a name.
+                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+                Err(error) => failed(path, error),
             };
         }
+        // No part of a relative path exists yet: ADD creates it in the working directory.
+        Ok(())
     }
 
     /// Creates the folder. Its parents get the mode 0755, because other plugins have folders in
@@ -156,7 +153,7 @@ impl Backup {
         match read() {
             Ok(content) => Ok(Some(content)),
             Err(error) if is_absent(&error) => Ok(None),
-            // Because of `O_NOFOLLOW`.
+            // `O_NOFOLLOW` refuses a symbolic link with this error.
             Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(Some(garbage("it is a symbolic link"))),
             Err(error) => Err(self.failed("read", error)),
         }
@@ -165,12 +162,12 @@ impl Backup {
     /// Creates or replaces the backup. A reader sees the old content or the new one.
     ///
     /// # Errors
-    /// Code 5; then the backup is as before.
+    /// Code 5 if the backup cannot be written. It is unchanged.
     pub(crate) fn write(&self, record: &Record) -> Result<()> {
         self.write_bytes(&record.encode())
     }
 
-    /// Creates or replaces the backup with the bytes that were read from it before.
+    /// Creates or replaces the backup with bytes that were read from it earlier.
     ///
     /// # Errors
     /// As [`write`](Backup::write).
@@ -195,16 +192,16 @@ impl Backup {
         let written = write();
         step.end(format_args!("write {}", self.path.display()), &written);
         written.map_err(|error| {
-            // An error of this removal is not reported: the first error is the cause.
+            // Only the error of the write is reported.
             let _ = fs::remove_file(&temporary);
             self.failed("write", error)
         })
     }
 
-    /// Returns the path of the temporary file that is renamed to the backup. The file's name has a
-    /// hash of the attachment, by which DEL finds the file, and one of the network, by which GC
-    /// does. Hashes keep the name short enough for every attachment. For a temporary file that
-    /// [`Folder::list`] has found, returns its own path.
+    /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
+    /// the attachment, so that DEL can find the file, and a hash of the network, so that GC can.
+    /// Hashes keep the name short enough for every attachment. If this backup is itself a temporary
+    /// file that [`Folder::list`] has found, returns its own path.
     fn temporary(&self) -> PathBuf {
         if self.is_temporary() {
             return self.path.clone();
@@ -228,8 +225,9 @@ impl Backup {
         let temporary =
             purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
         let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
-        let has_existed = *removed.as_ref().unwrap_or(&false);
-        Error::join(temporary.err().into_iter().chain(removed.err())).map(|()| has_existed)
+        let has_existed = removed.as_ref().is_ok_and(|existed| *existed);
+        Error::join(temporary.err().into_iter().chain(removed.err()))?;
+        Ok(has_existed)
     }
 
     /// Returns the error for a failed action: `read`, `write` or `remove`.
@@ -239,14 +237,14 @@ impl Backup {
     }
 }
 
-/// Creates a file with this content. The file gets its name after its content, unless the file
-/// system does not support files without a name.
+/// Creates a file with this content. The file gets its name only when its content is complete, if
+/// the file system supports files without a name.
 ///
 /// # Errors
-/// `AlreadyExists` if the file exists; those of the file system.
+/// `AlreadyExists` if the file exists, or an error of the file system.
 fn create(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
-    // An error is not reported here: writing under the name, below, succeeds or has an error too.
+    // After any failure, the file is created under its name, which reports its own error.
     if let Ok(mut file) = nameless {
         file.write_all(bytes)?;
         let from = format!("/proc/self/fd/{}", file.as_raw_fd());

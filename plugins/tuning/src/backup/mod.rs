@@ -1,8 +1,9 @@
 //! The backup of an attachment: the values before the first change.
 //!
 //! It is the file `<dataDir>/<containerID>_<ifname>.json` in the Go plugin's format, so that either
-//! plugin restores the settings of the interface that the other has saved. Go ignores the further
-//! keys: the attachment, its namespace, sysctls, and the written values.
+//! plugin can restore the interface settings that the other plugin has saved. The Go plugin ignores
+//! the keys that only this plugin writes: the attachment, its namespace, sysctls, and the written
+//! values.
 //!
 //! Both parts of the file's name may contain `_`, so the name does not identify the attachment. The
 //! content does, but not in Go's files.
@@ -57,15 +58,15 @@ pub(crate) struct SavedSysctl {
     pub(crate) path: String,
     /// The value before the first change.
     pub(crate) original: String,
-    /// The values that the entries of the list have written. The last one is in force.
+    /// The values that this plugin's entries in the list have written, each once, the newest last.
     pub(crate) written: Vec<String>,
     /// The value that the kernel returned after the last write, if it differs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reads: Option<String>,
 }
 
-/// The values that the entries of the list have written to the interface. The last one of each is
-/// in force.
+/// The values that this plugin's entries in the list have written to the interface, each once, the
+/// newest last.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Written {
@@ -121,7 +122,7 @@ impl Written {
     }
 }
 
-/// Makes `value` the last one of a history in which each value occurs once.
+/// Moves or adds `value` to the end of a history in which each value occurs once.
 pub(crate) fn make_last<T: PartialEq>(history: &mut Vec<T>, value: T) {
     history.retain(|old| *old != value);
     history.push(value);
@@ -144,7 +145,7 @@ impl From<&Link> for Interface {
     }
 }
 
-/// Returns the identifier that the kernel has chosen at this boot.
+/// Returns the kernel's random identifier of this boot.
 ///
 /// # Errors
 /// Code 5 if it cannot be read.
@@ -153,8 +154,7 @@ pub(crate) fn boot_id() -> Result<String> {
 }
 
 impl Attachment {
-    /// Whether this is another attachment than the call's: its container, interface or network
-    /// differs.
+    /// Whether the container, interface or network differs from that of the call.
     pub(crate) fn is_foreign_to(&self, call: &Call<'_>) -> bool {
         AttachmentId::new(&self.network, &self.container_id, &self.ifname) != call.attachment()
     }
@@ -211,8 +211,8 @@ impl Record {
 }
 
 impl SavedSysctl {
-    /// Whether the current value is the one that was written last, in the spelling of the write or
-    /// in that of the kernel.
+    /// Whether `current` is the value that was written last, as it was written or as the kernel
+    /// returned it.
     pub(crate) fn is_in_force(&self, current: &str) -> bool {
         self.reads.iter().chain(self.written.last()).any(|written| is_same(written, current))
     }
