@@ -133,8 +133,8 @@ fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &Stat
     }
     for found in &own.mappings {
         let OwnMapping { claim, .. } = found;
-        let is_wanted =
-            claims.contains(claim) || claims.iter().any(|wanted| own.is_mapping_of(wanted, found, conditions));
+        let is_wanted = claims.contains(claim)
+            || claims.iter().any(|wanted_claim| own.is_mapping_of(wanted_claim, found, conditions));
         if !is_wanted {
             let address = claim.container;
             differences

@@ -90,11 +90,11 @@ impl Plan {
         for chain in CONTAINER_CHAINS {
             // The program writes to one chain only.
             let by_program = if chain == HOSTPORTS { by_program } else { None };
-            let mut own = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
+            let mut existing = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
             if let Some(mappings) = by_program {
-                own.retain(|listed| !mappings.has_added(listed));
+                existing.retain(|listed| !mappings.has_added(listed));
             }
-            self.previous.record(state.family, chain, &own);
+            self.previous.record(state.family, chain, &existing);
             let new_rules = match (chain, conditions) {
                 (HOSTPORTS, Some(conditions)) => {
                     claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()).collect()
@@ -104,12 +104,12 @@ impl Plan {
             };
             let is_in_place = match by_program {
                 Some(mappings) => mappings.is_in_place(),
-                None => own.iter().map(|listed| &listed.rule.exprs).eq(&new_rules),
+                None => existing.iter().map(|listed| &listed.rule.exprs).eq(&new_rules),
             };
             if is_in_place {
                 continue;
             }
-            for listed in own {
+            for listed in existing {
                 self.batch.delete_rule(table, chain, listed.handle);
             }
             for exprs in new_rules {
