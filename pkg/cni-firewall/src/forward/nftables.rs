@@ -74,7 +74,7 @@ fn by_entry_chain<'a>(
     groups
 }
 
-/// Returns the name and the type of the set for addresses of this family.
+/// Returns the name and the type of the set for addresses of the same family as `address`.
 fn set_of(address: IpAddr) -> (&'static str, SetKind) {
     if address.is_ipv4() { ("cni_pods4", SetKind::Ipv4) } else { ("cni_pods6", SetKind::Ipv6) }
 }

@@ -69,7 +69,7 @@ fn find_own_records(filter: &mut Chains<'_>, owner: &str) -> Result<Vec<Record>>
     Ok(records)
 }
 
-/// Returns the ones of `rules` that have exactly these words.
+/// Returns the rules that have exactly these words.
 fn matching<'r>(rules: &'r [Rule], words: &'r [String]) -> impl Iterator<Item = &'r Rule> {
     rules.iter().filter(move |rule| rule.matches(words))
 }
@@ -326,6 +326,7 @@ fn end_isolation(
 /// Returns the policies for `bridge` whose isolation rules include `rule`.
 fn policies_with_rule(rule: &Rule, bridge: &str) -> Vec<Ingress> {
     let mut policies = vec![Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
+    // The rule of the second stage is the same for both policies.
     if !rule.matches(&stage_2_rule(bridge)) {
         policies.retain(|policy| stage_1_rules(policy).iter().any(|words| rule.matches(words)));
     }
@@ -343,8 +344,8 @@ pub(super) struct PreviousAddresses {
 }
 
 impl PreviousAddresses {
-    /// Reads the addresses that the attachment `owner` has, and which other ones of `addresses`,
-    /// those of the ADD, [`CNI_FORWARD`] already accepts.
+    /// Reads the addresses that the attachment `owner` has, and which of the ADD's `addresses`
+    /// [`CNI_FORWARD`] already accepts for others.
     pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
         let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
         let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
