@@ -89,7 +89,7 @@ impl Identity {
 
     /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
     /// attachment's alias now.
-    pub(super) fn sign(&self, rule: Rule, host_link: LinkMark) -> Rule {
+    pub(super) fn sign(&self, rule: Rule, host_link: HostLink) -> Rule {
         // The second header is that of TAG_HAD_LINK, which has no value.
         let used_bytes = comment_len(&self.comment) + TAG_HEADER_LEN + self.alias.len() + TAG_HEADER_LEN;
         let rule = rule.with_comment(self.comment.clone());
@@ -99,8 +99,8 @@ impl Identity {
             rule.with_tag(TAG_HASHES, self.hashes.clone())
         };
         match host_link {
-            LinkMark::Yes => rule.with_tag(TAG_HAD_LINK, []),
-            LinkMark::No => rule,
+            HostLink::Present => rule.with_tag(TAG_HAD_LINK, []),
+            HostLink::Absent => rule,
         }
     }
 
@@ -208,9 +208,9 @@ impl Identity {
 
 /// Whether a link on the host has the attachment's alias when the attachment's rules are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LinkMark {
-    Yes,
-    No,
+pub(super) enum HostLink {
+    Present,
+    Absent,
 }
 
 /// Returns the comment for a container ID: the ID, or its beginning and a hash if the ID is longer
@@ -280,7 +280,7 @@ mod tests {
     }
 
     fn signed(attachment: &AttachmentId) -> Rule {
-        Identity::new(attachment).sign(Rule::default(), LinkMark::Yes)
+        Identity::new(attachment).sign(Rule::default(), HostLink::Present)
     }
 
     #[test]

@@ -19,7 +19,7 @@ use cni::machine::Machine;
 
 use super::conditions;
 use super::conflict::LivenessProbe;
-use super::identity::{self, Identity, LinkMark};
+use super::identity::{self, HostLink, Identity};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Removal, Snat};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni::AttachmentId;
@@ -144,8 +144,8 @@ impl NftPortMap {
     fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = match probe.find_host_link(&wanted.attachment)? {
-            Some(_) => LinkMark::Yes,
-            None => LinkMark::No,
+            Some(_) => HostLink::Present,
+            None => HostLink::Absent,
         };
         retry_races(|| self.attempt(wanted, stage, host_link, &mut probe))
     }
@@ -156,7 +156,7 @@ impl NftPortMap {
         &mut self,
         wanted: &Forwarding,
         stage: Stage<'_>,
-        host_link: LinkMark,
+        host_link: HostLink,
         probe: &mut LivenessProbe,
     ) -> Result<EnsureOutcome<PreviousRules>> {
         let identity = Identity::new(&wanted.attachment);

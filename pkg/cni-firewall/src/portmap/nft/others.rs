@@ -27,7 +27,7 @@ pub(super) struct ConflictSearch<'o> {
 
 /// The decision about the rules of other containers.
 #[derive(Default)]
-pub(super) struct HolderDecision {
+pub(super) struct ConflictDecision {
     /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub(super) held: Option<Holder>,
     /// The rules of dead containers, which the caller removes: chain and handle.
@@ -44,15 +44,15 @@ impl ConflictSearch<'_> {
         state: &State,
         wanted: &Forwarding,
         probe: &mut LivenessProbe,
-    ) -> Result<HolderDecision> {
-        let mut decision = HolderDecision::default();
+    ) -> Result<ConflictDecision> {
+        let mut decision = ConflictDecision::default();
         // The mappings of dead containers to this container's address.
         let mut stale_mappings = Vec::new();
         for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain != MASQUERADING) {
             let Some(holder) = self.holder_of(&listed.rule) else { continue };
             let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
             match probe.liveness_of(wanted, &holder)? {
-                Liveness::Alive if has_wanted_port => return Ok(HolderDecision { held: Some(holder), ..decision }),
+                Liveness::Alive if has_wanted_port => return Ok(ConflictDecision { held: Some(holder), ..decision }),
                 // Containers of different networks may have the same address.
                 Liveness::Alive => {}
                 Liveness::Dead => {

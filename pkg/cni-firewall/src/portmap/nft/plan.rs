@@ -3,7 +3,7 @@
 use cni::Cidr;
 
 use super::super::conflict::LivenessProbe;
-use super::super::identity::LinkMark;
+use super::super::identity::HostLink;
 use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
 use super::shape::{self, CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
 use super::{ConflictSearch, Identity, NftPortMap, PreviousRules, ProgramMappings, Stage, State};
@@ -15,10 +15,12 @@ use cni_linux::route::Family;
 pub(super) struct FamilyRequest<'a> {
     pub(super) wanted: &'a Forwarding,
     pub(super) identity: &'a Identity,
+    /// The container's address.
     pub(super) container: Cidr,
+    /// The claims of this address.
     pub(super) claims: &'a [ClaimedPort],
     pub(super) stage: Stage<'a>,
-    pub(super) host_link: LinkMark,
+    pub(super) host_link: HostLink,
 }
 
 /// The changes of one transaction, in both families.
