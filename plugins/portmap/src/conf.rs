@@ -173,9 +173,9 @@ fn parse_set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
     match (bit, chain) {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
         (None, Some(chain)) => {
-            let fits = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
+            let is_well_formed = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
             // `check_conditions` refuses control characters and `COMMIT`.
-            if !fits || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
+            if !is_well_formed || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
                 return Err(Error::config(format!(
                     "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
                      without spaces or control characters, and must not begin with - or !"
@@ -212,11 +212,13 @@ fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6:
             None => {}
         }
     }
-    // Go assumes iptables here, and so refuses options of nftables.
-    let implied = match (for_iptables.is_empty(), for_nft.is_empty()) {
-        (true, true) => None,
-        (true, false) => Some(Backend::Nftables),
-        (false, _) => Some(Backend::Iptables),
+    // Go always assumes iptables here, and so refuses options of nftables.
+    let implied = if !for_iptables.is_empty() {
+        Some(Backend::Iptables)
+    } else if !for_nft.is_empty() {
+        Some(Backend::Nftables)
+    } else {
+        None
     };
     let Some(chosen) = configured.or(implied) else { return Ok(None) };
     let (other, options_of_other) = match chosen {
