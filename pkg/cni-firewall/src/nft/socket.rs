@@ -53,8 +53,8 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Returns an error that [`Error::is_unsupported`] recognises. `errno`, which its text has too, is
-/// the kernel's answer.
+/// Returns an error that [`Error::is_unsupported`] recognises. Its text ends with `errno`, the
+/// kernel's answer.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
     Error::new(what, Cause::kernel(libc::EOPNOTSUPP, Some(format!("{why} ({errno})"))))
 }
