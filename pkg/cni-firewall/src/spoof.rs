@@ -84,7 +84,7 @@ fn have_exprs(rules: &[Listed], expected: &[Vec<Expr>]) -> bool {
     rules.iter().map(|listed| &listed.rule.exprs).eq(expected)
 }
 
-/// Returns the MAC that these rules let pass; `None` if they are not exactly its [`mac_rules`].
+/// Returns the MAC that these rules let pass; `None` if they are not the [`mac_rules`] of any MAC.
 fn accepted_mac(rules: &[Listed]) -> Option<Mac> {
     let mac = Mac(ether_saddr_of(&rules.first()?.rule.exprs)?);
     if have_exprs(rules, &mac_rules(mac)) { Some(mac) } else { None }

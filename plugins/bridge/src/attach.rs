@@ -1,5 +1,5 @@
-//! Implements ADD with a new veth pair, and the wait until a port forwards, which chained use
-//! shares.
+//! Implements ADD with a new veth pair. ADD in chained use (module `chained`) shares the wait until
+//! the port forwards.
 //!
 //! The port's flags, VLANs and spoof rules are set before the container's end comes up, so that no
 //! frame passes without them.
@@ -85,15 +85,15 @@ pub(crate) fn wait_for_frames(
     let machine = context.call.machine;
     let deadline = machine.now() + PORT_DEADLINE;
     let wait = || -> cni_linux::Result<()> {
-        let port = context.host.wait_port_forwarding(watch, created.link.port, deadline, machine)?;
+        let link = context.host.wait_port_forwarding(watch, created.link.port, deadline, machine)?;
         // A bridge gets its carrier only when one of its ports forwards.
-        if port.port.is_some_and(|state| state.state == PortState::Forwarding) {
+        if link.port.is_some_and(|port| port.state == PortState::Forwarding) {
             if let Some(gateway_link) = created.link.gateway_link {
                 context.host.wait_carrier(watch, gateway_link, deadline, machine)?;
             }
         } else {
             let notes = &context.call.notes;
-            notes.note(format_args!("{}: STP has not put the port into the forwarding state yet", port.name));
+            notes.note(format_args!("{}: STP has not put the port into the forwarding state yet", link.name));
         }
         context.container.wait_carrier_in(&context.netns, created.index, deadline, machine)
     };

@@ -176,8 +176,8 @@ impl Conf {
         self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
     }
 
-    /// Returns the VLAN of the gateway interface, if there is a gateway; `None` if the gateway's
-    /// address is on the bridge itself.
+    /// Returns the VLAN whose gateway interface gets the gateway's address; `None` if the bridge
+    /// itself gets the address. Does not check whether the configuration has a gateway.
     pub(crate) fn gateway_vlan(&self) -> Option<u16> {
         self.vlans.as_ref().and_then(|vlans| vlans.access)
     }

@@ -196,8 +196,8 @@ fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Lin
 }
 
 /// Completes the creation of the VLAN gateway interface `link`, which an ADD has left unfinished.
-/// Does nothing if another program created the link: then the other end has neither the alias
-/// [`VLAN_GATEWAY`] nor, without an alias, the name `port_name`.
+/// Does nothing if another program created the link. The other end of a link that an ADD created
+/// has the alias [`VLAN_GATEWAY`] or, before the alias is set, the name `port_name`.
 fn complete_vlan_gateway(host: &Netlink, link: &Link, port_name: &str, vlan: u16) -> Result<()> {
     let Some(port_index) = link.peer_index else { return Ok(()) };
     let Some(port) = host.find_link_by_index(port_index)? else { return Ok(()) };

@@ -135,8 +135,8 @@ impl Interface for Bridge {
     }
 
     /// Whether `outer`, the host's end of an interface without a mark, is a port of the configured
-    /// bridge, or of the default bridge if the configuration has no readable name. The Go plugin
-    /// sets no marks.
+    /// bridge, or of the default bridge if the configuration has no readable name. Such an
+    /// interface counts as the Go plugin's, which sets no marks.
     fn owns_unmarked(&self, call: &Call<'_>, host: &Netlink, outer: Option<&Link>) -> Result<bool> {
         let Some(master) = outer.and_then(|outer| outer.master) else { return Ok(false) };
         let configured = call.conf.json().get("bridge").and_then(Json::as_str).filter(|name| !name.is_empty());
@@ -168,7 +168,7 @@ impl Interface for Bridge {
                 device::check_foreign_ports(&host, &link).map_err(not_available)?;
             }
         }
-        // A kernel whose bridge filters VLANs supports that.
+        // A bridge that filters VLANs shows that the kernel supports VLAN filtering.
         if !filters_vlans {
             device::check_vlan_filtering(call, conf)?;
         }

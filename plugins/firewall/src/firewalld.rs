@@ -1,8 +1,8 @@
 //! The backend firewalld: adds a container's addresses to a zone as sources.
 //!
 //! As with Go, the sources are only in firewalld's running configuration, which firewalld loses
-//! when it stops. firewalld does not record owners. [`cni_firewall::forward::sources`] records the
-//! owner of an address before the address is added, until after it is removed.
+//! when it stops. firewalld does not record owners. [`cni_firewall::forward::sources`] has a record
+//! of an address's owner from before the address is added until after it is removed.
 
 use std::cell::RefCell;
 use std::fmt;

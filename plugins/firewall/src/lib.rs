@@ -174,8 +174,8 @@ fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Ve
     };
     let mut missing = zone.check(&rules.addresses)?;
     let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
-    // If there are neither sources nor records, firewalld may have started after the ADD. Then the
-    // ADD has written rules to the default backend.
+    // If sources are missing and there is no record, firewalld may have started after the ADD. Then
+    // the ADD has written rules to the default backend.
     if !missing.is_empty() && !is_recorded && conf.backend.is_none() {
         return Ok(forward.check(rules, forward.default_backend()?)?);
     }

@@ -89,13 +89,12 @@ fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<
 
 /// Whether the backend has any rule of the attachment.
 fn has_rules(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Result<bool> {
-    let addresses: Vec<_> = forwarding.containers.iter().map(|container| container.address()).collect();
     Ok(match backend {
         Backend::Iptables => {
             IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&forwarding.attachment)?
         }
         Backend::Nftables => match NftPortMap::open() {
-            Ok(mut nft) => nft.holds(&forwarding.attachment, &addresses)?,
+            Ok(mut nft) => nft.holds(&forwarding.attachment, &forwarding.addresses())?,
             Err(error) if error.is_unsupported() => false,
             Err(error) => return Err(error.into()),
         },

@@ -173,9 +173,9 @@ fn parse_set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
     match (bit, chain) {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
         (None, Some(chain)) => {
-            let fits = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
+            let is_well_formed = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
             // `check_conditions` refuses control characters and `COMMIT`.
-            if !fits || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
+            if !is_well_formed || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
                 return Err(Error::config(format!(
                     "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
                      without spaces or control characters, and must not begin with - or !"
@@ -212,11 +212,13 @@ fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6:
             None => {}
         }
     }
-    // Go assumes iptables without a configured backend, and so refuses options of nftables.
-    let implied = match (for_iptables.is_empty(), for_nft.is_empty()) {
-        (true, true) => None,
-        (true, false) => Some(Backend::Nftables),
-        (false, _) => Some(Backend::Iptables),
+    // Go always assumes iptables here, and so refuses options of nftables.
+    let implied = if !for_iptables.is_empty() {
+        Some(Backend::Iptables)
+    } else if !for_nft.is_empty() {
+        Some(Backend::Nftables)
+    } else {
+        None
     };
     let Some(chosen) = configured.or(implied) else { return Ok(None) };
     let (other, options_of_other) = match chosen {
@@ -311,6 +313,7 @@ fn ends_in_keyword(word: &str, keyword: &str) -> bool {
 /// Code 7 if one is invalid, or two request the same host port.
 fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     let mut mappings: Vec<Mapping> = Vec::with_capacity(raw.len());
+    // The host ports of the mappings so far, each with the index of its mapping.
     let mut claimed: BTreeMap<ClaimedPort, usize> = BTreeMap::new();
     for (index, raw) in raw.iter().enumerate() {
         let mapping = check_mapping(raw).map_err(|error| match error {
@@ -321,11 +324,12 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
         })?;
         // A map is used because comparing all pairs would take quadratic time in the number of
         // mappings, which the pod's author chooses.
-        let earlier = comparable_claims(&mapping).filter_map(|claim| claimed.insert(claim, index)).min();
+        let earlier = comparable_claims(&mapping).filter_map(|claim| claimed.get(&claim).copied()).min();
         if let Some(earlier) = earlier {
             let msg = format!("portMappings[{index}] requests the same host port as portMappings[{earlier}]");
             return Err(Error::config(format!("{msg}: {} port {}", mapping.protocol, mapping.host_port)));
         }
+        claimed.extend(comparable_claims(&mapping).map(|claim| (claim, index)));
         mappings.push(mapping);
     }
     Ok(mappings)
@@ -341,12 +345,12 @@ fn comparable_claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
 
 /// Checks one mapping.
 fn check_mapping(raw: &RawMapping) -> Result<Mapping, MappingError> {
-    let port = |port: i64, what: &str| match u16::try_from(port) {
+    let check_port = |port: i64, what: &str| match u16::try_from(port) {
         Ok(port @ 1..) => Ok(port),
         _ => Err(MappingError::Port(format!("Invalid {what} port number: {port}"))),
     };
-    let container_port = port(raw.container_port, "container")?;
-    let host_port = port(raw.host_port, "host")?;
+    let container_port = check_port(raw.container_port, "container")?;
+    let host_port = check_port(raw.host_port, "host")?;
     let protocol = match raw.protocol.as_deref().unwrap_or_default() {
         "" => Protocol::Tcp,
         name => Protocol::by_name(name)

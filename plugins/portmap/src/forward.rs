@@ -78,13 +78,14 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
 /// maps no port. [`Conflicts::held`] is always `None`, because the ADD requests no port that
 /// another container could have. A failure is only a note.
 fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
-    let in_nft = |action| match NftPortMap::open() {
+    let search_nft = |action| match NftPortMap::open() {
         Ok(mut nft) => nft.conflicts(forwarding, action),
         Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
         Err(error) => Err(error),
     };
-    let in_iptables = |action| open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
-    let searches: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&in_nft, &in_iptables];
+    let search_iptables =
+        |action| open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
+    let searches: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&search_nft, &search_iptables];
     for search in searches {
         // The first search removes nothing, so it needs no lock of iptables.
         let result = match search(ConflictAction::Keep) {
@@ -244,12 +245,12 @@ pub(crate) fn configured_forwarding(call: &Call<'_>, conf: &Conf, containers: Ve
 /// Returns the first IPv4 and the first IPv6 address in `prev` that is the container's: its
 /// interface is `ifname` in a container, or `prev` does not name an interface for it.
 pub(crate) fn container_addresses(ifname: &str, prev: &AddResult) -> Vec<Cidr> {
-    let is_containers = |index: Option<usize>| match index.and_then(|index| prev.interfaces.get(index)) {
+    let is_of_container = |index: Option<usize>| match index.and_then(|index| prev.interfaces.get(index)) {
         Some(interface) => interface.name == ifname && !interface.sandbox.is_empty(),
         None => true,
     };
     let first_of_family = |family: Family| {
-        let mut addresses = prev.ips.iter().filter(|ip| is_containers(ip.interface)).map(|ip| ip.address);
+        let mut addresses = prev.ips.iter().filter(|ip| is_of_container(ip.interface)).map(|ip| ip.address);
         addresses.find(|address| Family::of(address.address()) == family)
     };
     [Family::V4, Family::V6].into_iter().filter_map(first_of_family).collect()

@@ -4,8 +4,8 @@
 //! `conf` reads the configuration; `forward` implements ADD, `check` CHECK, and `clean` DEL and GC.
 //! [`cni_firewall::portmap`] writes the rules.
 //!
-//! Many runtimes pass no `runtimeConfig` to DEL. So DEL finds the rules by the attachment's key, in
-//! both backends, without the configuration.
+//! Many runtimes pass no `runtimeConfig` to DEL. So DEL finds the rules by the attachment that they
+//! name, in both backends, without the configuration.
 
 mod check;
 mod clean;
@@ -32,8 +32,8 @@ use conf::Conf;
 #[derive(Clone, Copy, Debug)]
 pub struct Portmap;
 
-/// Returns the mappings that a configuration file itself lists, so that each of its attachments
-/// requests them. None if the configuration allows conflicts (`portConflict`) or is invalid.
+/// Returns the mappings in a configuration file itself: each attachment of the file requests these
+/// ports. Empty if the configuration allows conflicts (`portConflict`) or is invalid.
 pub fn fixed_ports(conf: &NetConf) -> Vec<Mapping> {
     match Conf::new(conf) {
         Ok(Conf { policy: Policy::RefuseIfAlive, mappings, .. }) => mappings,

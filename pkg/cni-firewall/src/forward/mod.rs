@@ -165,8 +165,8 @@ impl<'m> Forward<'m> {
     }
 
     /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure`
-    /// wrote and restores those that it replaced. Leaves a backend or family that `ensure` has not
-    /// read.
+    /// wrote and restores those that it replaced. Does not change a backend or family that `ensure`
+    /// has not read.
     ///
     /// # Errors
     /// All failures, joined: a failure in one backend or family does not stop the others.
@@ -286,16 +286,16 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// The reason why it cannot work.
     pub fn probe(&self, backend: Backend, nftables_admin_chain: Option<&EntryChain>) -> Result<()> {
-        match backend {
-            Backend::Nftables => nftables::probe(nftables_admin_chain),
-            // Without the program, there is a variant if the kernel lets the rules be written over
-            // netlink.
-            Backend::Iptables if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
-            Backend::Iptables => Err(Error::new(
-                "failed to find iptables-restore",
-                Cause::text("it is neither in PATH nor in /usr/sbin"),
-            )),
+        if backend == Backend::Nftables {
+            return nftables::probe(nftables_admin_chain);
         }
+        // Without the program, there is a variant if the kernel lets the rules be written over
+        // netlink.
+        if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() {
+            return Ok(());
+        }
+        let cause = Cause::text("it is neither in PATH nor in /usr/sbin");
+        Err(Error::new("failed to find iptables-restore", cause))
     }
 
     /// Opens iptables' table filter.
@@ -313,8 +313,9 @@ struct CheckedFamily {
     accepts_any: bool,
 }
 
-/// Checks the rules of one family in the first variant of iptables that accepts an address or lacks
-/// no rule, or else in the first variant. The variant that the host uses comes first.
+/// Checks the rules of one family. Searches the variants of iptables, the host's own first, and
+/// returns the result of the first one that accepts an address or has all rules. If there is none,
+/// returns the result of the first variant.
 fn check_family_in_iptables(
     iptables: &mut Iptables<'_>,
     rules: &ForwardRules,

@@ -74,7 +74,7 @@ fn by_entry_chain<'a>(
     groups
 }
 
-/// Returns the name and the type of the set for addresses of this family.
+/// Returns the name and the type of the set for addresses of the same family as `address`.
 fn set_of(address: IpAddr) -> (&'static str, SetKind) {
     if address.is_ipv4() { ("cni_pods4", SetKind::Ipv4) } else { ("cni_pods6", SetKind::Ipv6) }
 }
@@ -229,17 +229,17 @@ pub(super) fn ensure(
         let mut existing = PreviousAddresses::default();
         for owners in list_owners(nft)? {
             let table = owners.table();
-            let mut staying: Vec<OwnedAddress> = Vec::new();
+            let mut wanted_here: Vec<OwnedAddress> = Vec::new();
             for (_, group) in groups.iter().filter(|(entry_chain, _)| entry_chain.table() == table) {
-                staying.extend(group.iter().copied().cloned());
+                wanted_here.extend(group.iter().copied().cloned());
             }
             let existing_here: Vec<OwnedAddress> = owners.addresses().filter(|owned| owned.owner == owner).collect();
             if !existing_here.is_empty() {
                 existing.admin_chain = admin_chain.filter(|chain| chain.table() == table).cloned();
                 existing.owned.extend(existing_here);
             }
-            let is_removed = |owned: &OwnedAddress| owned.owner == owner && !staying.contains(owned);
-            remove_addresses(nft, &mut batch, &owners, &is_removed, &staying)?;
+            let is_removed = |owned: &OwnedAddress| owned.owner == owner && !wanted_here.contains(owned);
+            remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
         }
         previous.replace(Some(existing));
         for (entry_chain, group) in &groups {

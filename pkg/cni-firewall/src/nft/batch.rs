@@ -390,7 +390,6 @@ impl Batch {
     pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
         let attributes = vec![
             ChainAttribute::Table(table.name.into()),
-            // Kernels before 4.16 read only the name, newer ones find the chain by the handle.
             ChainAttribute::Name(name.into()),
             ChainAttribute::Handle(handle),
         ];

@@ -3,10 +3,10 @@
 //! [`Batch`] collects changes, and [`Nft::commit`] makes all of them or none. [`Nft::rules`],
 //! [`Nft::chains`] and [`Nft::find_chain`] read.
 //!
-//! A change can depend on objects that were read. For the kernel to refuse it if another process
-//! has changed these objects meanwhile, the change names handles, creates chains with
-//! [`Batch::create_chain`], or requires that no rule has changed ([`Batch::only_at`]). The caller
-//! then reads again ([`raced`]).
+//! A change can depend on objects that were read. Another process may have changed these objects
+//! meanwhile. So that the kernel then refuses the change, the change names handles, creates chains
+//! with [`Batch::create_chain`], or requires that no rule has changed ([`Batch::only_at`]). After
+//! such a refusal ([`raced`]), the caller reads again.
 //!
 //! Needs CAP_NET_ADMIN. The socket belongs to the network namespace that the thread was in when it
 //! opened the socket. On a kernel without nf_tables every call fails with

@@ -21,8 +21,8 @@ const NFNL_MSG_BATCH_BEGIN: u16 = 16;
 const NFNL_MSG_BATCH_END: u16 = 17;
 const NFNL_BATCH_GENID: u16 = 1;
 
-/// The most readings of one list until two successive ones agree. A change of the rules invalidates
-/// at most two readings, so only a constant stream of changes reaches this bound.
+/// The maximum number of readings of one list until two successive ones agree. A change of the
+/// rules invalidates at most two readings, so only a constant stream of changes reaches this bound.
 const READS_MAX: usize = 512;
 /// The bound instead of [`READS_MAX`] within [`Nft::with_few_retries`].
 const FEW_READS_MAX: usize = 4;
@@ -38,7 +38,7 @@ pub struct Nft {
     /// within [`Nft::has_rule`], and from [`Nft::wait_for_generation`] to the next commit, which
     /// fails if the list has changed.
     one_reading_suffices: bool,
-    /// The most readings of one list.
+    /// The maximum number of readings of one list.
     reads_max: usize,
 }
 
@@ -53,8 +53,8 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Returns an error that [`Error::is_unsupported`] recognises. Its text has `errno`, the kernel's
-/// own, less specific one.
+/// Returns an error that [`Error::is_unsupported`] recognises. Its text ends with `errno`, the
+/// kernel's answer.
 fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
     Error::new(what, Cause::kernel(libc::EOPNOTSUPP, Some(format!("{why} ({errno})"))))
 }
@@ -185,7 +185,8 @@ impl Nft {
     }
 
     /// Returns the chain's rules for which `matches` is true, in order. `matches` gets a rule's
-    /// bytes as the kernel sends them: other rules are not decoded, which saves most of the time.
+    /// bytes as the kernel sends them: rules that do not match are not decoded, which saves most of
+    /// the time.
     pub fn rules_where(
         &mut self,
         table: Table<'_>,
@@ -201,7 +202,7 @@ impl Nft {
             if (place.table, place.chain) != (table.name.as_bytes(), chain.as_bytes()) {
                 return None;
             }
-            // Rules that do not match are returned by their handles only: `dump` compares them.
+            // The handle is returned even if the rule does not match: `dump` compares all handles.
             let rule = if matches(payload) { decode::rule(payload) } else { None };
             Some((place.handle, rule))
         })?;

@@ -81,9 +81,9 @@ impl<'w> Reader<'w> {
         is_one
     }
 
-    /// Takes the next token and returns its value by `parse`. Fails with the token if `parse`
+    /// Takes the next token and returns what `parse` makes of it. Fails with the token if `parse`
     /// returns `None`.
-    fn parsed<T>(&mut self, parse: impl Fn(&str) -> Option<T>) -> Result<T, Unknown> {
+    fn parse_next<T>(&mut self, parse: impl Fn(&str) -> Option<T>) -> Result<T, Unknown> {
         let token = self.next();
         parse(token).ok_or_else(|| Unknown { token: token.to_owned() })
     }
@@ -101,12 +101,12 @@ impl<'w> Reader<'w> {
             "oifname" => self.comparison(|reader| reader.interface(MetaKey::OIFNAME)),
             "mark" => self.mark(),
             _ if token == ip_keyword && !has_meta => {
-                let whole_address_match = self.parsed(|token| match token {
-                    "saddr" => Some(expr::saddr as fn(IpAddr) -> Vec<Expr>),
-                    "daddr" => Some(expr::daddr),
-                    _ => None,
-                })?;
-                self.comparison(|reader| reader.address(whole_address_match, family))
+                let match_address: fn(IpAddr) -> Vec<Expr> = match self.next() {
+                    "saddr" => expr::saddr,
+                    "daddr" => expr::daddr,
+                    other => return Err(Unknown { token: other.to_owned() }),
+                };
+                self.comparison(|reader| reader.address(match_address, family))
             }
             _ => {
                 // `Protocol::by_name` ignores case, nft does not.
@@ -135,7 +135,7 @@ impl<'w> Reader<'w> {
     /// Compiles an interface name, with or without quotes. `eth*` matches all names that begin with
     /// `eth`; any other name is compared with the NULs that pad it in the kernel.
     fn interface(&mut self, key: MetaKey) -> Result<Vec<Expr>, Unknown> {
-        self.parsed(|token| {
+        self.parse_next(|token| {
             let name = token.strip_prefix('"').and_then(|token| token.strip_suffix('"')).unwrap_or(token);
             let (beginning, is_whole) = match name.strip_suffix('*') {
                 Some(beginning) => (beginning, false),
@@ -153,10 +153,10 @@ impl<'w> Reader<'w> {
         })
     }
 
-    /// Compiles an address or a prefix. `whole_address_match` is [`expr::saddr`] or
-    /// [`expr::daddr`].
-    fn address(&mut self, whole_address_match: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
-        self.parsed(|token| {
+    /// Compiles an address or a prefix. `match_address`, which is [`expr::saddr`] or
+    /// [`expr::daddr`], returns the match for one address.
+    fn address(&mut self, match_address: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
+        self.parse_next(|token| {
             let (address, prefix) = match token.split_once('/') {
                 Some((address, prefix)) => (address, Some(prefix.parse::<u8>().ok()?)),
                 None => (token, None),
@@ -167,16 +167,16 @@ impl<'w> Reader<'w> {
             if Family::of(address) != family || prefix > bits {
                 return None;
             }
-            let exprs = whole_address_match(address);
+            let exprs = match_address(address);
             Some(if prefix < bits { expr::masked(exprs, prefix) } else { exprs })
         })
     }
 
     /// Compiles the rest of `mark [& NUMBER] [==|!=] NUMBER`.
     fn mark(&mut self) -> Result<Vec<Expr>, Unknown> {
-        let mask = if self.skip_any(&["&", "and"]) { Some(self.parsed(number)?) } else { None };
+        let mask = if self.skip_any(&["&", "and"]) { Some(self.parse_next(number)?) } else { None };
         self.comparison(|reader| {
-            let value = reader.parsed(number)?;
+            let value = reader.parse_next(number)?;
             let mut exprs = vec![Expr::Meta { key: MetaKey::MARK, to: Reg::R1 }];
             if let Some(mask) = mask {
                 exprs.push(Expr::Bitwise { reg: Reg::R1, mask: mask.to_ne_bytes().to_vec(), xor: vec![0; 4] });
@@ -188,9 +188,12 @@ impl<'w> Reader<'w> {
 
     /// Compiles the rest of `PROTOCOL sport [==|!=] PORT`.
     fn source_port(&mut self, protocol: Protocol) -> Result<Vec<Expr>, Unknown> {
-        self.parsed(|token| if token == "sport" { Some(()) } else { None })?;
+        match self.next() {
+            "sport" => {}
+            other => return Err(Unknown { token: other.to_owned() }),
+        }
         self.comparison(|reader| {
-            let port: u16 = reader.parsed(|token| token.parse().ok())?;
+            let port: u16 = reader.parse_next(|token| token.parse().ok())?;
             let mut exprs = expr::l4proto(protocol.number());
             exprs.push(Expr::Payload { base: Base::TRANSPORT, offset: 0, len: 2, to: Reg::R1 });
             exprs.push(Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: port.to_be_bytes().to_vec() });

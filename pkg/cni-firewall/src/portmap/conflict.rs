@@ -104,7 +104,7 @@ pub(super) enum Liveness {
 #[derive(Debug, Default)]
 pub(super) struct LivenessProbe {
     host: Option<Netlink>,
-    /// The results of [`is_routed_only_to`](LivenessProbe::is_routed_only_to) by address, because
+    /// The results of [`is_routed_only_via`](LivenessProbe::is_routed_only_via) by address, because
     /// each reads all routes of the host.
     routed_only_here: BTreeMap<IpAddr, bool>,
 }
@@ -138,7 +138,7 @@ impl LivenessProbe {
         let is_routed_only_here = match self.routed_only_here.get(&address) {
             Some(known) => *known,
             // Routes that cannot be read prove nothing, and do not make the ADD fail.
-            None => self.is_routed_only_to(address, &wanted.links).unwrap_or(false),
+            None => self.is_routed_only_via(address, &wanted.links).unwrap_or(false),
         };
         self.routed_only_here.insert(address, is_routed_only_here);
         Ok(if is_routed_only_here { Liveness::Dead } else { Liveness::Unknown })
@@ -153,7 +153,7 @@ impl LivenessProbe {
     /// Whether packets to this address can leave the host by these interfaces only: in every
     /// routing table that has a non-default route to the address, the most specific routes use
     /// these interfaces. False if no table has such a route.
-    fn is_routed_only_to(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
+    fn is_routed_only_via(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
         let host = self.host()?;
         let mut link_indices = Vec::new();
         for name in links {

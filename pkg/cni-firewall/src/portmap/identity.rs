@@ -44,8 +44,7 @@ const HANDLE_LEN: usize = 8;
 const TAG_HEADER_LEN: usize = 2;
 /// The length of the smallest set of tags: [`TAG_HASHES`], and [`TAG_HAD_LINK`] without a value.
 const TAGS_MIN: usize = TAG_HEADER_LEN + NETWORK_LEN + ALIAS_LEN + TAG_HEADER_LEN;
-/// The longest container ID that fits whole into the comment beside these tags. `nft` accepts
-/// comments of at most 128 bytes.
+/// The longest container ID that fits whole into the comment beside these tags.
 const PLAIN_ID_MAX: usize = userdata::MAX - comment_len("") - TAGS_MIN;
 
 /// The names of one attachment in rules.
@@ -90,7 +89,7 @@ impl Identity {
 
     /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
     /// attachment's alias now.
-    pub(super) fn sign(&self, rule: Rule, host_link: LinkMark) -> Rule {
+    pub(super) fn sign(&self, rule: Rule, host_link: HostLink) -> Rule {
         // The second header is that of TAG_HAD_LINK, which has no value.
         let used_bytes = comment_len(&self.comment) + TAG_HEADER_LEN + self.alias.len() + TAG_HEADER_LEN;
         let rule = rule.with_comment(self.comment.clone());
@@ -100,8 +99,8 @@ impl Identity {
             rule.with_tag(TAG_HASHES, self.hashes.clone())
         };
         match host_link {
-            LinkMark::Yes => rule.with_tag(TAG_HAD_LINK, []),
-            LinkMark::No => rule,
+            HostLink::Present => rule.with_tag(TAG_HAD_LINK, []),
+            HostLink::Absent => rule,
         }
     }
 
@@ -112,16 +111,16 @@ impl Identity {
         let used_bytes = comment_len(&self.comment) + tag_bytes;
         let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / HANDLE_LEN).max(1);
         let mut rules = Vec::new();
-        for handles in handles.chunks(handles_per_rule) {
-            let handle_bytes: Vec<u8> = handles.iter().flat_map(|handle| handle.to_be_bytes()).collect();
+        for chunk in handles.chunks(handles_per_rule) {
+            let handle_bytes: Vec<u8> = chunk.iter().flat_map(|handle| handle.to_be_bytes()).collect();
             let rule = Rule::default().with_comment(self.comment.clone()).with_tag(TAG_HASHES, self.hashes.clone());
             rules.push(rule.with_tag(TAG_TEXT, text_hash(text)).with_tag(TAG_HANDLES, handle_bytes));
         }
         rules
     }
 
-    /// Whether the tagged rules of this attachment in the list are all ownership rules for `text`,
-    /// and name one listed rule for each of its lines: `nft` need not write the rules again.
+    /// Whether `nft` has already written the rules of `text` for this attachment: all tagged rules
+    /// of the attachment are ownership rules for `text`, and these name one existing rule per line.
     pub(super) fn has_rules_of_text(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
         let mut owned_handles = Vec::new();
@@ -130,7 +129,7 @@ impl Identity {
             if listed.rule.tag(TAG_TEXT) != Some(&hash) {
                 return false;
             }
-            owned_handles.extend(handles(&listed.rule));
+            owned_handles.extend(named_handles(&listed.rule));
         }
         let is_listed = |handle: &u64| rules.iter().any(|listed| listed.handle == *handle);
         owned_handles.len() == text.lines().count() && owned_handles.iter().all(is_listed)
@@ -166,8 +165,8 @@ impl Identity {
         let (mut own_handles, mut handles_of_others) = (Vec::new(), Vec::new());
         for listed in rules {
             match self.ownership_of(&listed.rule) {
-                Ownership::This => own_handles.extend(handles(&listed.rule)),
-                _ => handles_of_others.extend(handles(&listed.rule)),
+                Ownership::This => own_handles.extend(named_handles(&listed.rule)),
+                _ => handles_of_others.extend(named_handles(&listed.rule)),
             }
         }
         let is_own = |listed: &&Listed| match self.ownership_of(&listed.rule) {
@@ -209,9 +208,9 @@ impl Identity {
 
 /// Whether a link on the host has the attachment's alias when the attachment's rules are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LinkMark {
-    Yes,
-    No,
+pub(super) enum HostLink {
+    Present,
+    Absent,
 }
 
 /// Returns the comment for a container ID: the ID, or its beginning and a hash if the ID is longer
@@ -236,7 +235,7 @@ fn comment(container_id: &str) -> String {
 }
 
 /// Returns the handles that an ownership rule names; none for any other rule.
-pub(super) fn handles(rule: &Rule) -> Vec<u64> {
+pub(super) fn named_handles(rule: &Rule) -> Vec<u64> {
     let bytes = rule.tag(TAG_HANDLES).unwrap_or_default();
     bytes.as_chunks::<HANDLE_LEN>().0.iter().map(|chunk| u64::from_be_bytes(*chunk)).collect()
 }
@@ -252,9 +251,9 @@ pub(super) fn network(rule: &Rule) -> Option<String> {
     alias(rule).as_deref().and_then(AttachmentId::parse).map(|marked| marked.network)
 }
 
-/// Whether the rule names no network: it has neither of the tags that name an attachment.
-pub(super) fn names_no_network(rule: &Rule) -> bool {
-    rule.tag(TAG_ALIAS).is_none() && rule.tag(TAG_HASHES).is_none()
+/// Whether the rule names a network, by the alias or by a hash.
+pub(super) fn names_any_network(rule: &Rule) -> bool {
+    rule.tag(TAG_ALIAS).is_some() || rule.tag(TAG_HASHES).is_some()
 }
 
 /// Whether a link on the host had the attachment's alias when the rule was made.
@@ -262,7 +261,7 @@ pub(super) fn had_link(rule: &Rule) -> bool {
     rule.tag(TAG_HAD_LINK).is_some()
 }
 
-/// Whether the rule names `network`; a rule without a tag names none.
+/// Whether the rule names `network`; false for a rule without a tag.
 pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
     match (rule.tag(TAG_ALIAS), rule.tag(TAG_HASHES)) {
         (Some(alias), _) => alias.starts_with(AttachmentId::network_prefix(network).as_bytes()),
@@ -281,7 +280,7 @@ mod tests {
     }
 
     fn signed(attachment: &AttachmentId) -> Rule {
-        Identity::new(attachment).sign(Rule::default(), LinkMark::Yes)
+        Identity::new(attachment).sign(Rule::default(), HostLink::Present)
     }
 
     #[test]

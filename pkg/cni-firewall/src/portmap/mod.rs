@@ -127,14 +127,13 @@ impl Forwarding {
         }
     }
 
-    /// Returns the families in which a port is mapped, each as the container's address in it and
-    /// all claims of this address.
+    /// Returns, for each family in which a port is mapped, the container's address and its claims.
     pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
         self.families_with_address().filter(|(_, claims)| !claims.is_empty())
     }
 
-    /// Returns the families in which the container has an address, each as this address and all its
-    /// claims. The claims are empty in a family in which no port is mapped.
+    /// Returns, for each family in which the container has an address, this address and its claims;
+    /// no claims if no port is mapped in the family.
     pub(crate) fn families_with_address(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
         self.containers.iter().map(|container| (*container, self.claims(*container)))
     }
@@ -160,8 +159,8 @@ impl Forwarding {
     }
 }
 
-/// Returns the remark about `older`, a mapping to another address in an existing rule that names
-/// only this container.
+/// Returns the remark about `older`, an existing mapping of this container to another address. The
+/// ADD keeps the mapping, because its rule does not name an attachment.
 fn older_mapping_remark(older: &ClaimedPort) -> String {
     let address = older.container;
     format!(
@@ -173,11 +172,10 @@ fn older_mapping_remark(older: &ClaimedPort) -> String {
 /// The outcome of a removal, in all families and variants of a backend.
 #[derive(Debug)]
 pub struct Removal {
-    /// The claims of all rules that were found, even if a removal failed. The caller must use them
-    /// now: a repeated removal does not find removed rules again.
+    /// The claims of all rules that were found, even if a removal failed. The caller must delete
+    /// their tracked connections now: a repeated removal does not find removed rules again.
     pub claims: Vec<ClaimedPort>,
-    /// A sentence for each rule that was not removed and each table that was not searched for a
-    /// reason that is not an error.
+    /// A sentence for each rule that was kept and each table that was skipped without an error.
     pub remarks: Vec<String>,
     /// Fails with the errors of all removals that failed.
     pub outcome: Result<()>,

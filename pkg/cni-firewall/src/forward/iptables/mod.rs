@@ -35,7 +35,7 @@ mod shape;
 
 pub use shape::ADMIN;
 use shape::{
-    ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, commented, end_of_stage,
+    ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, commented_rule, end_of_stage,
     record_rule, single_address, stage_1_rules, stage_2_rule,
 };
 pub(crate) use shape::{CNI_FORWARD, OWNERS, STAGE_1, read_owner};
@@ -69,7 +69,7 @@ fn find_own_records(filter: &mut Chains<'_>, owner: &str) -> Result<Vec<Record>>
     Ok(records)
 }
 
-/// Returns the ones of `rules` that have exactly these words.
+/// Returns the rules that have exactly these words.
 fn matching<'r>(rules: &'r [Rule], words: &'r [String]) -> impl Iterator<Item = &'r Rule> {
     rules.iter().filter(move |rule| rule.matches(words))
 }
@@ -127,7 +127,7 @@ pub(super) fn ensure(
     let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
     needles.push(admin_chain.as_bytes());
     let existing_rules = filter.find_rules(CNI_FORWARD, &needles, |_| true)?;
-    let jump_to_admin = commented(&[], ADMIN_JUMP_COMMENT, admin_chain);
+    let jump_to_admin = commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain);
     delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &jump_to_admin);
     if !contains(&existing_rules, &jump_to_admin) {
         edit.insert(CNI_FORWARD, jump_to_admin);
@@ -160,14 +160,14 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
     // that does not exist.
     let has_target = filter.has_chain(CNI_FORWARD)? || filter.has_chain(STAGE_1)?;
     let rules = if has_target { find_jumps(filter)? } else { Vec::new() };
-    let jump_to_forward = commented(&[], JUMP_COMMENT, CNI_FORWARD);
+    let jump_to_forward = commented_rule(&[], JUMP_COMMENT, CNI_FORWARD);
     let adds_forward_jump = required.contains(&CNI_FORWARD) && !contains(&rules, &jump_to_forward);
     if adds_forward_jump {
         edit.insert(FORWARD, jump_to_forward.clone());
     }
     delete_duplicates(edit, FORWARD, &rules, &jump_to_forward);
 
-    let jump_to_stage_1 = commented(&[], ISOLATION_COMMENT, STAGE_1);
+    let jump_to_stage_1 = commented_rule(&[], ISOLATION_COMMENT, STAGE_1);
     let existing: Vec<Rule> = matching(&rules, &jump_to_stage_1).cloned().collect();
     if existing.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
@@ -326,6 +326,7 @@ fn end_isolation(
 /// Returns the policies for `bridge` whose isolation rules include `rule`.
 fn policies_with_rule(rule: &Rule, bridge: &str) -> Vec<Ingress> {
     let mut policies = vec![Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
+    // The rule of the second stage is the same for both policies.
     if !rule.matches(&stage_2_rule(bridge)) {
         policies.retain(|policy| stage_1_rules(policy).iter().any(|words| rule.matches(words)));
     }
@@ -343,8 +344,8 @@ pub(super) struct PreviousAddresses {
 }
 
 impl PreviousAddresses {
-    /// Reads the addresses that the attachment `owner` has, and which other ones of `addresses`,
-    /// those of the ADD, [`CNI_FORWARD`] already accepts.
+    /// Reads the addresses that the attachment `owner` has, and which of the ADD's `addresses`
+    /// [`CNI_FORWARD`] already accepts for others.
     pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
         let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
         let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
@@ -404,14 +405,14 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
             missing.push(format!("iptables chain {chain} has no rule {}", words.join(" ")));
         }
     };
-    require(FORWARD, &jumps, &commented(&[], JUMP_COMMENT, CNI_FORWARD));
+    require(FORWARD, &jumps, &commented_rule(&[], JUMP_COMMENT, CNI_FORWARD));
     let forward_rules = filter.rules(CNI_FORWARD)?;
-    require(CNI_FORWARD, forward_rules, &commented(&[], ADMIN_JUMP_COMMENT, admin_chain));
+    require(CNI_FORWARD, forward_rules, &commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain));
     for words in addresses.iter().flat_map(|owned| accept_rules(owned.address)) {
         require(CNI_FORWARD, forward_rules, &words);
     }
     let Some((ingress, bridge)) = isolation else { return Ok(missing) };
-    require(FORWARD, &jumps, &commented(&[], ISOLATION_COMMENT, STAGE_1));
+    require(FORWARD, &jumps, &commented_rule(&[], ISOLATION_COMMENT, STAGE_1));
     let stage_1 = filter.rules(STAGE_1)?;
     for words in stage_1_rules(ingress) {
         require(STAGE_1, stage_1, &words);

@@ -30,7 +30,7 @@ fn words(words: &[&str]) -> Vec<String> {
 }
 
 /// Returns the words of a rule with these matches, this comment and this target.
-pub(super) fn commented(matches: &[&str], comment: &str, target: &str) -> Vec<String> {
+pub(super) fn commented_rule(matches: &[&str], comment: &str, target: &str) -> Vec<String> {
     words(&[matches, &["-m", "comment", "--comment", comment, "-j", target]].concat())
 }
 
@@ -49,22 +49,22 @@ pub(super) fn stage_1_rules(ingress: &Ingress) -> Vec<Vec<String>> {
     let comment = format!("CNI firewall plugin rules (ingressPolicy: {})", ingress.name());
     match ingress {
         Ingress::Open => Vec::new(),
-        Ingress::SameBridge(bridge) => vec![commented(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2)],
+        Ingress::SameBridge(bridge) => vec![commented_rule(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2)],
         Ingress::Isolated(bridge) => vec![
-            commented(&["-i", bridge, "-o", bridge], &comment, "DROP"),
-            commented(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2),
+            commented_rule(&["-i", bridge, "-o", bridge], &comment, "DROP"),
+            commented_rule(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2),
         ],
     }
 }
 
 /// Returns the rule of an isolated bridge in [`STAGE_2`].
 pub(super) fn stage_2_rule(bridge: &str) -> Vec<String> {
-    commented(&["-o", bridge], ISOLATION_COMMENT, "DROP")
+    commented_rule(&["-o", bridge], ISOLATION_COMMENT, "DROP")
 }
 
 /// Returns the last rule of both stages.
 pub(super) fn end_of_stage() -> Vec<String> {
-    commented(&[], ISOLATION_COMMENT, "RETURN")
+    commented_rule(&[], ISOLATION_COMMENT, "RETURN")
 }
 
 /// Returns the record of an address for [`OWNERS`]. The interface matches store the policy, as in

@@ -47,7 +47,7 @@ impl<'s> OwnRules<'s> {
 
     /// Whether `found`, one of the existing mappings, is what the ADD writes for `claim`.
     /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings.
-    fn is_mapping_of(&self, claim: &ClaimedPort, found: &OwnMapping<'_>, conditions: Option<&[Expr]>) -> bool {
+    fn matches_claim(&self, found: &OwnMapping<'_>, claim: &ClaimedPort, conditions: Option<&[Expr]>) -> bool {
         match conditions {
             // Go's mappings have no conditions: it puts them into the base chains.
             Some(_) if self.has_untagged => found.claim == *claim,
@@ -115,7 +115,7 @@ fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &Stat
     let conditions = conditions.as_deref();
     let mut differences = Vec::new();
     for claim in claims {
-        if !own.mappings.iter().any(|found| own.is_mapping_of(claim, found, conditions)) {
+        if !own.mappings.iter().any(|found| own.matches_claim(found, claim, conditions)) {
             let address = claim.container;
             differences.push(format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to {address}"));
         }
@@ -133,8 +133,9 @@ fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &Stat
     }
     for found in &own.mappings {
         let OwnMapping { claim, .. } = found;
-        let is_wanted =
-            claims.contains(claim) || claims.iter().any(|wanted| own.is_mapping_of(wanted, found, conditions));
+        // The mapping of a requested claim counts as requested even if its conditions differ.
+        let is_wanted = claims.contains(claim)
+            || claims.iter().any(|wanted_claim| own.matches_claim(found, wanted_claim, conditions));
         if !is_wanted {
             let address = claim.container;
             differences

@@ -19,7 +19,7 @@ use cni::machine::Machine;
 
 use super::conditions;
 use super::conflict::LivenessProbe;
-use super::identity::{self, Identity, LinkMark};
+use super::identity::{self, HostLink, Identity};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Removal, Snat};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
 use cni::AttachmentId;
@@ -42,8 +42,8 @@ pub use previous::PreviousRules;
 use program::ProgramMappings;
 use shape::{CONTAINER_CHAINS, ENTRY_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
 
-/// The most attempts at a change while other processes change rules between planning and commit. Of
-/// n racing changes, each loses at most n - 1 times.
+/// The maximum number of attempts at a change that fails because other processes have changed rules
+/// since it was planned. Of n racing changes, each fails at most n - 1 times.
 const ATTEMPTS: usize = 1024;
 
 const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
@@ -144,8 +144,8 @@ impl NftPortMap {
     fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = match probe.find_host_link(&wanted.attachment)? {
-            Some(_) => LinkMark::Yes,
-            None => LinkMark::No,
+            Some(_) => HostLink::Present,
+            None => HostLink::Absent,
         };
         retry_races(|| self.attempt(wanted, stage, host_link, &mut probe))
     }
@@ -156,7 +156,7 @@ impl NftPortMap {
         &mut self,
         wanted: &Forwarding,
         stage: Stage<'_>,
-        host_link: LinkMark,
+        host_link: HostLink,
         probe: &mut LivenessProbe,
     ) -> Result<EnsureOutcome<PreviousRules>> {
         let identity = Identity::new(&wanted.attachment);
@@ -226,7 +226,7 @@ impl NftPortMap {
             // The handles that ownership rules name, of any network.
             let mut owned_handles: Vec<u64> = Vec::new();
             for Listed { handle, rule, .. } in rules {
-                let named_handles = identity::handles(rule);
+                let named_handles = identity::named_handles(rule);
                 let is_valid = valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This);
                 if identity::names_network(rule, network) && !is_valid {
                     garbage_handles.push(*handle);
@@ -236,17 +236,10 @@ impl NftPortMap {
             }
             for Listed { handle, rule, .. } in rules {
                 let is_valid_container = valid.iter().any(|identity| Some(&identity.comment) == rule.comment.as_ref());
-                if is_valid_container || owned_handles.contains(handle) || !identity::names_no_network(rule) {
+                if is_valid_container || owned_handles.contains(handle) || identity::names_any_network(rule) {
                     continue;
                 }
-                if let Some((claim, _)) = shape::read_mapping(rule) {
-                    let id = rule.comment.as_deref().unwrap_or("(unknown)");
-                    remarks.insert(format!(
-                        "{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was \
-                         not removed, because it may belong to another network",
-                        claim.container
-                    ));
-                }
+                remarks.extend(unknown_network_remark(rule));
             }
             rules.iter().filter(|listed| garbage_handles.contains(&listed.handle)).collect()
         });
@@ -334,8 +327,8 @@ impl NftPortMap {
         Ok(state)
     }
 
-    /// Finds the missing shared chains and rules. Requires [`MASQUERADING`] unless `snat` is
-    /// [`Snat::No`].
+    /// Adds to `state` the shared chains and rules that do not exist. Ignores [`MASQUERADING`] if
+    /// `snat` is [`Snat::No`].
     fn find_missing(&mut self, state: &mut State, snat: Snat) -> Result<()> {
         let table = shape::table(state.family);
         for name in [HOSTPORTS, HOSTIP_HOSTPORTS, HOSTPORTS_ALL] {
@@ -384,6 +377,18 @@ fn retry_races<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
     }
     let cause = Cause::text(format!("other processes changed the rules during each of {ATTEMPTS} attempts"));
     Err(Error::new("failed to change host ports with nftables", cause))
+}
+
+/// Returns the remark about a mapping that GC keeps because its rule names no network; `None` if
+/// the rule is not a mapping.
+fn unknown_network_remark(rule: &Rule) -> Option<String> {
+    let (claim, _) = shape::read_mapping(rule)?;
+    let id = rule.comment.as_deref().unwrap_or("(unknown)");
+    Some(format!(
+        "{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was not removed, \
+         because it may belong to another network",
+        claim.container
+    ))
 }
 
 /// Whether a rule with exactly these expressions is in the list.

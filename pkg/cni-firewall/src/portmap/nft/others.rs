@@ -17,7 +17,7 @@ use cni_linux::route::Family;
 pub(super) struct ConflictSearch<'o> {
     /// The identity of the attachment of the ADD.
     pub(super) identity: &'o Identity,
-    /// The address of the ADD's container, which the documentation below calls *this container*.
+    /// The address of *this container*, the container of the ADD.
     pub(super) container: Cidr,
     /// The wanted ports.
     pub(super) claims: &'o [ClaimedPort],
@@ -27,7 +27,7 @@ pub(super) struct ConflictSearch<'o> {
 
 /// The decision about the rules of other containers.
 #[derive(Default)]
-pub(super) struct HolderDecision {
+pub(super) struct ConflictDecision {
     /// A living container that has a wanted port. If there is one, nothing must be changed.
     pub(super) held: Option<Holder>,
     /// The rules of dead containers, which the caller removes: chain and handle.
@@ -44,15 +44,16 @@ impl ConflictSearch<'_> {
         state: &State,
         wanted: &Forwarding,
         probe: &mut LivenessProbe,
-    ) -> Result<HolderDecision> {
-        let mut decision = HolderDecision::default();
+    ) -> Result<ConflictDecision> {
+        let mut decision = ConflictDecision::default();
         // The mappings of dead containers to this container's address.
         let mut stale_mappings = Vec::new();
         for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain != MASQUERADING) {
             let Some(holder) = self.holder_of(&listed.rule) else { continue };
             let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
             match probe.liveness_of(wanted, &holder)? {
-                Liveness::Alive if has_wanted_port => return Ok(HolderDecision { held: Some(holder), ..decision }),
+                Liveness::Alive if has_wanted_port => return Ok(ConflictDecision { held: Some(holder), ..decision }),
+                // Containers of different networks may have the same address.
                 Liveness::Alive => {}
                 Liveness::Dead => {
                     decision.dead_rules.push((chain, listed.handle));
@@ -106,8 +107,7 @@ impl ConflictSearch<'_> {
 }
 
 impl State {
-    /// Returns the mappings that name only this container, and lead to none of `addresses` or are
-    /// named by an ownership rule of another attachment.
+    /// Returns the mappings among the [`Identity::rules_to_other_addresses`].
     pub(super) fn mappings_to_other_addresses(&self, identity: &Identity, addresses: &[IpAddr]) -> Vec<ClaimedPort> {
         let mut mappings = Vec::new();
         for (chain, rules) in &self.rules {
@@ -153,8 +153,8 @@ impl State {
 }
 
 impl NftPortMap {
-    /// Reads the rules of one family that may conflict: those of containers that contain a claimed
-    /// port or the address of `container`. Does not look for missing shared chains and rules.
+    /// Reads the rules of one family that may conflict, because they contain a claimed port or the
+    /// address of `container`. Does not look for missing shared chains and rules.
     pub(super) fn read_conflicting(&mut self, container: Cidr, claims: &[ClaimedPort]) -> Result<State> {
         let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
         let table = shape::table(family);

@@ -3,7 +3,7 @@
 use cni::Cidr;
 
 use super::super::conflict::LivenessProbe;
-use super::super::identity::LinkMark;
+use super::super::identity::HostLink;
 use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
 use super::shape::{self, CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
 use super::{ConflictSearch, Identity, NftPortMap, PreviousRules, ProgramMappings, Stage, State};
@@ -15,10 +15,12 @@ use cni_linux::route::Family;
 pub(super) struct FamilyRequest<'a> {
     pub(super) wanted: &'a Forwarding,
     pub(super) identity: &'a Identity,
+    /// The container's address.
     pub(super) container: Cidr,
+    /// The claims of this address.
     pub(super) claims: &'a [ClaimedPort],
     pub(super) stage: Stage<'a>,
-    pub(super) host_link: LinkMark,
+    pub(super) host_link: HostLink,
 }
 
 /// The changes of one transaction, in both families.
@@ -90,11 +92,11 @@ impl Plan {
         for chain in CONTAINER_CHAINS {
             // The program writes to one chain only.
             let by_program = if chain == HOSTPORTS { by_program } else { None };
-            let mut own = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
+            let mut existing = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
             if let Some(mappings) = by_program {
-                own.retain(|listed| !mappings.has_added(listed));
+                existing.retain(|listed| !mappings.has_added(listed));
             }
-            self.previous.record(state.family, chain, &own);
+            self.previous.record(state.family, chain, &existing);
             let new_rules = match (chain, conditions) {
                 (HOSTPORTS, Some(conditions)) => {
                     claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()).collect()
@@ -104,12 +106,12 @@ impl Plan {
             };
             let is_in_place = match by_program {
                 Some(mappings) => mappings.is_in_place(),
-                None => own.iter().map(|listed| &listed.rule.exprs).eq(&new_rules),
+                None => existing.iter().map(|listed| &listed.rule.exprs).eq(&new_rules),
             };
             if is_in_place {
                 continue;
             }
-            for listed in own {
+            for listed in existing {
                 self.batch.delete_rule(table, chain, listed.handle);
             }
             for exprs in new_rules {

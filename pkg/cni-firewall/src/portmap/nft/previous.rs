@@ -70,9 +70,9 @@ impl NftPortMap {
         Ok(())
     }
 
-    /// Adds to `batch` the replacement of the attachment's `own` rules of one chain by those
-    /// recorded before. Returns how many of them cannot be put back, because they used an anonymous
-    /// set.
+    /// Adds to `batch` the replacement of `own`, the attachment's rules in one chain, with
+    /// `recorded`. Returns how many of the recorded rules cannot be put back, because they used an
+    /// anonymous set.
     fn put_back_chain(
         &mut self,
         batch: &mut Batch,

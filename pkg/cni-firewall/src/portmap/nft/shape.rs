@@ -31,6 +31,7 @@ pub(super) const HOSTPORTS: &str = "hostports";
 pub(super) const HOSTIP_HOSTPORTS: &str = "hostip_hostports";
 /// The chain that the base chains jump to. It jumps to [`HOSTIP_HOSTPORTS`] and [`HOSTPORTS`].
 pub(super) const HOSTPORTS_ALL: &str = "hostports_all";
+/// The base chain of the masquerading rules.
 pub(super) const MASQUERADING: &str = "masquerading";
 
 const PREROUTING: (&str, BaseChain) =
