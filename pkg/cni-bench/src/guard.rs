@@ -204,7 +204,7 @@ fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut 
     let ready = cases::prepare(world, folders, case, side)?;
     // The first round is not counted: it creates what later rounds reuse, such as a bridge.
     for round in 0..=ROUNDS {
-        let counted = ready.with_interface(|| measure::counted(world, &ready, case, round))?;
+        let counted = ready.with_interface(|| measure::count_verbs(world, &ready, case, round))?;
         if round == 0 {
             continue;
         }

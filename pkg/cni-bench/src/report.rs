@@ -76,7 +76,7 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
             if extent == Extent::Quick { "--quick: figures that mean little" } else { "full" }.to_owned(),
         ),
         ("Date".to_owned(), output(&["date", "-u", "+%Y-%m-%d %H:%M UTC"])),
-        ("Load at its begin".to_owned(), load()),
+        ("Load at the start".to_owned(), load()),
     ]
 }
 
