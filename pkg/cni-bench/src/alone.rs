@@ -143,8 +143,8 @@ impl Alone {
     }
 
     /// Returns why this machine cannot run the plugin, or `None` if it can. For a plugin with
-    /// `probe`, tries to create such a link on a new node, which the calling thread enters; any error
-    /// of ip(8) means that the kernel lacks this kind of link.
+    /// `probe`, tries to create such a link on a new node, which the calling thread enters; any
+    /// error of ip(8) means that the kernel lacks this kind of link.
     pub(crate) fn obstacle(&self, world: &World) -> Result<Option<&'static str>> {
         if self.place == Place::Dhcp && run(&["dnsmasq", "--version"]).is_err() {
             return Ok(Some("there is no dnsmasq in PATH (Debian's package dnsmasq-base)"));
@@ -165,9 +165,9 @@ impl Alone {
         )
     }
 
-    /// For dhcp, creates the container's interface, which stays for all rounds, starts a DHCP server
-    /// at its other end and the daemon of the plugin in `dir`, and returns both processes. Does
-    /// nothing for other plugins.
+    /// For dhcp, creates the container's interface, which stays for all rounds, starts a DHCP
+    /// server at its other end and the daemon of the plugin in `dir`, and returns both processes.
+    /// Does nothing for other plugins.
     pub(crate) fn start_servers(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
         if self.place != Place::Dhcp {
             return Ok(Vec::new());

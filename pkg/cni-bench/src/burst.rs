@@ -45,9 +45,10 @@ fn start(mut command: Command) -> Result<Pid> {
     Ok(Pid::from_raw(i32::try_from(child.id()).doing("invalid process ID of a plugin")?))
 }
 
-/// Runs `verb`, ADD or DEL, for all containers of `ready` at once. The plugins of one attachment run
-/// one after the other. `results` are the results of the ADDs as DEL's prevResult; empty for ADD. If
-/// a plugin fails, the other attachments still run to their end, and the first error is returned.
+/// Runs `verb`, ADD or DEL, for all containers of `ready` at once. The plugins of one attachment
+/// run one after the other. `results` are the results of the ADDs as DEL's prevResult; empty for
+/// ADD. If a plugin fails, the other attachments still run to their end, and the first error is
+/// returned.
 pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str, results: &[Value]) -> Result<Crowd> {
     let count = ready.containers.len();
     let plugin_count = ready.chain.plugins.len();

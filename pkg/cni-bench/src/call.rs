@@ -66,8 +66,9 @@ impl Streams {
         Ok(Streams { stdin, stdout, stderr })
     }
 
-    /// Returns the result that the plugin wrote, or null if it wrote nothing. `succeeded` is whether
-    /// the plugin exited with 0; if not, fails with the plugin's error and the beginning of its log.
+    /// Returns the result that the plugin wrote, or null if it wrote nothing. `succeeded` is
+    /// whether the plugin exited with 0; if not, fails with the plugin's error and the beginning of
+    /// its log.
     pub(crate) fn outcome(&mut self, call: &Call, succeeded: bool) -> Result<Value> {
         let mut stdout = String::new();
         self.stdout.rewind().doing("failed to read an output")?;

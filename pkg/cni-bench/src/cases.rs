@@ -242,16 +242,16 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Returns the attachment of the container `number` in this round. Its container ID is different
-    /// in each round.
+    /// Returns the attachment of the container `number` in this round. Its container ID is
+    /// different in each round.
     pub(crate) fn attachment(&self, round: usize, number: usize) -> Attachment {
         let netns = self.containers[number].clone();
         Attachment { container: format!("bench-{round}-{number}"), netns, number }
     }
 
-    /// Runs `work` and returns its result. For a chained plugin, the first container has an interface
-    /// during `work`, as if an earlier plugin of the list had created it. The interface stays if
-    /// `work` fails, because the case then ends and its node is removed.
+    /// Runs `work` and returns its result. For a chained plugin, the first container has an
+    /// interface during `work`, as if an earlier plugin of the list had created it. The interface
+    /// stays if `work` fails, because the case then ends and its node is removed.
     pub(crate) fn with_interface<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let Plugins::Alone(plugin) = self.plugins else { return work() };
         let netns = &self.containers[0];

@@ -52,8 +52,8 @@ impl Extent {
         }
     }
 
-    /// Selects the sizes to measure, such as numbers of rules: all in a full run, the first two in a
-    /// quick one.
+    /// Selects the sizes to measure, such as numbers of rules: all in a full run, the first two in
+    /// a quick one.
     pub(crate) fn sizes(self, all: &[usize]) -> Vec<usize> {
         match self {
             Extent::Full => all.to_vec(),
@@ -84,7 +84,7 @@ pub(crate) struct Guard {
 /// What is done with the counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GuardMode {
-    /// Fail if a count exceeds its bound, or if the table and the counts are of different operations.
+    /// Fail if a count exceeds its bound, or if the table has other operations.
     Compare,
     /// Write the counts to the table.
     Update,
