@@ -125,7 +125,7 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
 
 /// Counts the operations of all cases. In a comparison, if an operation exceeds the table, counts
 /// those of the same case and side again, up to [`MAX_RECOUNTS`] times. For a case that this
-/// machine cannot run, returns the lines of the table.
+/// machine cannot run, returns its lines of the table.
 fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
     // No guarded case has the side `Theirs`, so its folder does not matter.
@@ -169,12 +169,12 @@ fn compare(options: &Guard, table: &[Line], counted: &[Line]) -> bool {
             continue;
         };
         if let Some(excess) = old.excess(line) {
-            progress(&format!("more than in the table: {excess}"));
+            progress(&format!("exceeds the table: {excess}"));
             is_good = false;
         } else if line.bound() < old.syscalls {
             // Fewer system calls by more than the tolerance.
             say(&format!(
-                "fewer than in the table: {}: {} system calls, {} in the table",
+                "below the table: {}: {} system calls, {} in the table",
                 line.what, line.syscalls, old.syscalls
             ));
         }
