@@ -26,14 +26,15 @@ pub(crate) struct Alone {
     probe: Option<&'static str>,
 }
 
-/// The position of the plugin in a list, and what it needs there.
+/// How the plugin is called, and what this program prepares for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
+    /// As the first plugin of a list. Nothing is prepared.
     First,
-    /// Behind another plugin: this program creates the interface and the previous result.
+    /// After another plugin. This program creates the interface and the previous result.
     Chained,
-    /// Called for an interface that leads to a DHCP server: this program creates the interface and
-    /// starts the server and the plugin's daemon.
+    /// As an IPAM plugin, for an interface that leads to a DHCP server. This program creates the
+    /// interface, and starts the server and the plugin's daemon.
     Dhcp,
 }
 
@@ -45,12 +46,12 @@ const fn first(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
     Alone { name, conf, place: Place::First, sides: &PLAIN, link: None, probe: None }
 }
 
-/// Returns a plugin that is behind another one.
+/// Returns a plugin that is called after another one.
 const fn chained(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
     Alone { place: Place::Chained, ..first(name, conf) }
 }
 
-/// Returns an interface plugin that is measured with host-local, beside the kernel alone.
+/// Returns an interface plugin with host-local that is compared with the kernel alone too.
 const fn with_kernel(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
     Alone { sides: &WITH_KERNEL, link: Some(link), ..first(name, conf) }
 }
@@ -60,7 +61,7 @@ pub(crate) const HOST_LOCAL: Alone = first("host-local", |_, data| json!({"type"
 /// portmap with one mapping.
 pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained("portmap", |side, _| portmap(side, 1)) };
 
-/// All plugins but bridge, with which the chains begin.
+/// All plugins except bridge, which is measured in chains.
 pub(crate) static ALL: [Alone; 21] = [
     first("loopback", |_, _| json!({"type": "loopback"})),
     HOST_LOCAL,
@@ -141,9 +142,9 @@ impl Alone {
         conf
     }
 
-    /// Returns why this machine cannot run the plugin, or `None` if it can. If some kernels lack
-    /// the plugin's kind of link, enters a new node and creates such a link there: any error of
-    /// ip(8) means that this kernel lacks the kind.
+    /// Returns why this machine cannot run the plugin, or `None` if it can. For a plugin with
+    /// `probe`, tries to create such a link on a new node, which the calling thread enters; any
+    /// error of ip(8) means that the kernel lacks this kind of link.
     pub(crate) fn obstacle(&self, world: &World) -> Result<Option<&'static str>> {
         if self.place == Place::Dhcp && run(&["dnsmasq", "--version"]).is_err() {
             return Ok(Some("there is no dnsmasq in PATH (Debian's package dnsmasq-base)"));
@@ -164,16 +165,17 @@ impl Alone {
         )
     }
 
-    /// For dhcp, creates the container's interface, which stays for all rounds, and starts a DHCP
-    /// server behind it and the daemon of the plugin in `dir`. Returns no process for other
-    /// plugins.
+    /// For dhcp, creates the container's interface, which stays for all rounds, starts a DHCP
+    /// server at its other end and the daemon of the plugin in `dir`, and returns both processes.
+    /// Does nothing for other plugins.
     pub(crate) fn start_servers(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
         if self.place != Place::Dhcp {
             return Ok(Vec::new());
         }
         create_interface(netns)?;
-        let (log, leases) = (data.join("dnsmasq.log"), format!("--dhcp-leasefile={}", data.join("leases").display()));
-        let argv = [
+        let log = data.join("dnsmasq.log");
+        let lease_file = format!("--dhcp-leasefile={}", data.join("leases").display());
+        let server_argv = [
             "dnsmasq",
             "--no-daemon",
             "--conf-file=/dev/null",
@@ -188,24 +190,25 @@ impl Alone {
             "--no-ping",
             "--quiet-dhcp",
             "--dhcp-range=10.8.0.10,10.8.0.250,255.255.255.0,120",
-            &leases,
+            &lease_file,
         ];
         let is_started = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains("started"));
-        let server = Process::start(&argv, &log, is_started)?;
+        let server = Process::start(&server_argv, &log, is_started)?;
         let (program, socket) = (dir.join("dhcp").display().to_string(), dhcp_socket(data));
-        let argv = [&program, "daemon", "-socketpath", &socket.display().to_string()];
+        let daemon_argv = [&program, "daemon", "-socketpath", &socket.display().to_string()];
         let accepts = || UnixStream::connect(&socket).is_ok();
-        Ok(vec![server, Process::start(&argv, &data.join("daemon.log"), accepts)?])
+        let daemon = Process::start(&daemon_argv, &data.join("daemon.log"), accepts)?;
+        Ok(vec![server, daemon])
     }
 
     /// For a chained plugin, creates the interface that the previous plugin of the list would have
     /// created.
-    pub(crate) fn attach(&self, netns: &Path) -> Result<()> {
+    pub(crate) fn add_interface(&self, netns: &Path) -> Result<()> {
         if self.place == Place::Chained { create_interface(netns) } else { Ok(()) }
     }
 
-    /// Removes the interface that [`attach`](Alone::attach) created.
-    pub(crate) fn detach(&self) -> Result<()> {
+    /// Removes the interface that [`add_interface`](Alone::add_interface) created.
+    pub(crate) fn remove_interface(&self) -> Result<()> {
         if self.place == Place::Chained { ip(None, "link del host0") } else { Ok(()) }
     }
 }
@@ -228,7 +231,7 @@ fn dhcp_socket(data: &Path) -> PathBuf {
     data.join("dhcp.sock")
 }
 
-/// Runs commands of ip(8), one in each line, in the namespace `netns`, or on the current node if
+/// Runs commands of ip(8), one per line, in the namespace `netns`, or on the current node if
 /// `netns` is `None`.
 fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
     let net = netns.map(|path| format!("--net={}", path.display()));

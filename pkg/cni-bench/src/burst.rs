@@ -17,13 +17,14 @@ use crate::world::World;
 /// The cost and the results of one verb for many attachments at once.
 #[derive(Debug, Default)]
 pub(crate) struct Crowd {
-    /// From the start of the first process to the end of the last, in milliseconds.
+    /// The time from the start of the first process to the end of the last, in milliseconds.
     pub(crate) wall: f64,
-    /// Of each attachment, from the common start to the end of its last plugin, in milliseconds.
+    /// The time from the start of the first process to the end of each attachment's last plugin, in
+    /// milliseconds.
     pub(crate) latencies: Vec<f64>,
-    /// User and system time of all, in milliseconds.
+    /// The user and system time of all processes, in milliseconds.
     pub(crate) cpu: f64,
-    /// The result of each ADD.
+    /// The result of each attachment's ADD; null for DEL.
     pub(crate) results: Vec<Value>,
 }
 
@@ -31,7 +32,7 @@ pub(crate) struct Crowd {
 struct Progress {
     /// The number of the attachment.
     number: usize,
-    /// How many plugins the verb has run before this one for the attachment.
+    /// The number of plugins that have already run for this attachment.
     step: usize,
     call: Call,
     streams: Streams,
@@ -44,9 +45,10 @@ fn start(mut command: Command) -> Result<Pid> {
     Ok(Pid::from_raw(i32::try_from(child.id()).doing("invalid process ID of a plugin")?))
 }
 
-/// Runs `verb` for all containers of `ready` at once; within an attachment, one plugin after the
-/// other. `results` are the results of earlier ADDs, which DEL gets as prevResult; empty for ADD.
-/// Fails with the first failure of a plugin, after all processes have ended.
+/// Runs `verb`, ADD or DEL, for all containers of `ready` at once. The plugins of one attachment
+/// run one after the other. `results` are the results of the ADDs as DEL's prevResult; empty for
+/// ADD. If a plugin fails, the other attachments still run to their end, and the first error is
+/// returned.
 pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str, results: &[Value]) -> Result<Crowd> {
     let count = ready.containers.len();
     let plugin_count = ready.chain.plugins.len();
@@ -57,7 +59,7 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         let place = if verb == "DEL" { plugin_count - 1 - step } else { step };
         ready.chain.call(verb, place, &ready.attachment(round, number), prev)
     };
-    // The files for the first plugins are created before the time is taken.
+    // The files of the first plugins are created before the measurement starts.
     let mut prepared = Vec::new();
     for number in 0..count {
         let call = call_at(number, 0, results.get(number));
@@ -92,9 +94,9 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
             crowd.latencies.push(ended_after);
             continue;
         }
-        // The result of this ADD so far or, for DEL, that of the earlier ADD.
         let prev = if verb == "ADD" { crowd.results.get(number) } else { results.get(number) };
-        let (step, call) = (step + 1, call_at(number, step + 1, prev));
+        let step = step + 1;
+        let call = call_at(number, step, prev);
         let streams = Streams::new(world.scratch(), number, &call.conf)?;
         let pid = start(call.command(&call.program, &streams)?)?;
         running.insert(pid, Progress { number, step, call, streams });

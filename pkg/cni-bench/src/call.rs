@@ -1,8 +1,8 @@
 //! Runs a plugin once and measures its time.
 //!
-//! The wall time is from just before the process is created to just after it has been reaped,
-//! without the files for its streams, reading its output, and JSON. The CPU time is that of the
-//! process and its own children.
+//! The wall time runs from just before the process is created to just after it has been reaped. It
+//! includes neither the creation of the files for its streams nor the parsing of its output. The
+//! CPU time is that of the process and its own children.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};
@@ -26,7 +26,7 @@ pub(crate) struct Call {
     pub(crate) conf: Value,
 }
 
-/// What one run cost.
+/// What one or more calls cost.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Cost {
     /// The wall time in milliseconds.
@@ -51,8 +51,8 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    /// Creates the files in `scratch`, with `tag` in their names, and writes the configuration to
-    /// stdin.
+    /// Creates the files in `scratch`, and writes the configuration to stdin. Calls that run at the
+    /// same time need different tags, which are a part of the files' names.
     pub(crate) fn new(scratch: &Path, tag: usize, conf: &Value) -> Result<Streams> {
         let open = |name: &str| {
             let path = scratch.join(format!("{name}{tag}"));
@@ -66,22 +66,26 @@ impl Streams {
         Ok(Streams { stdin, stdout, stderr })
     }
 
-    /// Returns the result that the plugin wrote, null if it wrote nothing. Fails with the plugin's
-    /// error if the plugin has failed.
+    /// Returns the result that the plugin wrote, or null if it wrote nothing. `succeeded` is
+    /// whether the plugin exited with 0; if not, fails with the plugin's error and the beginning of
+    /// its log.
     pub(crate) fn outcome(&mut self, call: &Call, succeeded: bool) -> Result<Value> {
-        let mut text = String::new();
-        self.stdout.rewind().and_then(|()| self.stdout.read_to_string(&mut text)).doing("failed to read an output")?;
+        let mut stdout = String::new();
+        self.stdout.rewind().doing("failed to read an output")?;
+        self.stdout.read_to_string(&mut stdout).doing("failed to read an output")?;
+        if succeeded && stdout.trim().is_empty() {
+            return Ok(Value::Null);
+        }
         if succeeded {
-            if text.trim().is_empty() {
-                return Ok(Value::Null);
-            }
-            return serde_json::from_str(&text).doing(format_args!("the output of {call} is not JSON"));
+            return serde_json::from_str(&stdout).doing(format_args!("the output of {call} is not JSON"));
         }
         let mut stderr = String::new();
-        // If this fails, the message is still useful without it.
+        // Without the log, the error is still useful.
         let _ = self.stderr.rewind().and_then(|()| self.stderr.read_to_string(&mut stderr));
-        let message = serde_json::from_str::<Value>(&text).map(|error| error["msg"].to_string()).unwrap_or(text);
-        // The log of a plugin may be long.
+        let message = match serde_json::from_str::<Value>(&stdout) {
+            Ok(error) => error["msg"].to_string(),
+            Err(_) => stdout,
+        };
         let why: String = format!("{} {}", message.trim(), stderr.trim()).chars().take(400).collect();
         Err(Error::new(format!("{call} failed: {}", why.trim())))
     }

@@ -1,7 +1,7 @@
 //! The measured cases: configurations, and the state before each.
 //!
-//! Every side of every case has a node, a data folder and containers of its own, so all use the
-//! same names and addresses, and no case is affected by another one.
+//! Every side of every case has a node, a data folder and containers of its own, so all can use the
+//! same names and addresses.
 
 use std::fs;
 use std::ops::Range;
@@ -52,16 +52,16 @@ pub(crate) const FIREWALL: [Side; 3] = [Side::Ours, Side::OursNft, Side::Theirs]
 pub(crate) enum Plugins {
     Alone(&'static Alone),
     Chain(ChainSpec),
-    /// VERSION of this plugin, nothing else.
+    /// This plugin, for VERSION only.
     Version(&'static str),
 }
 
-/// A chain of bridge with host-local, and the plugins behind bridge.
+/// A chain of bridge with host-local and the plugins after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChainSpec {
     pub(crate) masquerade: bool,
     pub(crate) tuning: bool,
-    /// How many host ports portmap maps; no portmap if 0.
+    /// The number of host ports that portmap maps; no portmap if 0.
     pub(crate) ports: usize,
     /// Whether the attachment also has an IPv6 address.
     pub(crate) dual_stack: bool,
@@ -73,11 +73,11 @@ pub(crate) enum Before {
     Nothing,
     /// This number of reservations in host-local's folder.
     Reservations(usize),
-    /// Reservations of all addresses but four, and a last reserved address from which host-local
-    /// has to search half the range to reach the four.
+    /// Reservations of all addresses except four. host-local searches half of the range from the
+    /// last reserved address before it finds one of the four.
     AlmostFull,
-    /// Rules for this number of mappings, or masqueraded addresses, of other containers, as the
-    /// side's own plugins write them.
+    /// The rules that the side's own plugins write for this number of mappings or masqueraded
+    /// addresses of other containers.
     OthersRules(usize),
     /// This number of rules of other programs: see [`foreign_rules`].
     ForeignRules(usize),
@@ -91,7 +91,7 @@ pub(crate) struct Case {
     pub(crate) plugins: Plugins,
     pub(crate) before: Before,
     pub(crate) sides: Vec<Side>,
-    /// How many attachments to make at once; `None` for one after the other.
+    /// The number of attachments to make at once; `None` for one after the other.
     pub(crate) at_once: Option<usize>,
 }
 
@@ -110,7 +110,7 @@ pub(crate) const WHOLE: ChainSpec = ChainSpec { masquerade: true, tuning: true, 
 pub(crate) const SIMPLE: ChainSpec = ChainSpec { masquerade: false, tuning: false, ports: 0, dual_stack: false };
 /// The plugins whose start-up is measured, and whose size has a target.
 pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
-/// The others, whose sizes are listed.
+/// The other plugins, whose sizes are listed too.
 pub(crate) const OTHERS: [&str; 13] = [
     "bandwidth",
     "dhcp",
@@ -169,13 +169,16 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
         cases.push(Case::new(ALONE, plugin.name, Plugins::Alone(plugin), plugin.sides));
     }
     for dual_stack in [false, true] {
-        for (masquerade, tuning, ports) in
-            [(false, false, 0), (true, false, 0), (true, true, 0), (true, true, 1), (true, true, 10), (true, true, 50)]
-        {
-            let spec = ChainSpec { masquerade, tuning, ports, dual_stack };
+        for spec in [
+            SIMPLE,
+            ChainSpec { masquerade: true, ..SIMPLE },
+            ChainSpec { ports: 0, ..WHOLE },
+            WHOLE,
+            ChainSpec { ports: 10, ..WHOLE },
+            ChainSpec { ports: 50, ..WHOLE },
+        ] {
+            let spec = ChainSpec { dual_stack, ..spec };
             let mut sides = spec.sides().to_vec();
-            // The kernel alone is a side of these cases, not a case of its own, because all sides
-            // of a case are measured in the same rounds, at the same speed of the machine.
             if spec == SIMPLE || spec == WHOLE {
                 sides.push(Side::Kernel);
             }
@@ -239,22 +242,22 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Returns the attachment of the container `number` in this round. Each round has another
-    /// container ID.
+    /// Returns the attachment of the container `number` in this round. Its container ID is
+    /// different in each round.
     pub(crate) fn attachment(&self, round: usize, number: usize) -> Attachment {
         let netns = self.containers[number].clone();
         Attachment { container: format!("bench-{round}-{number}"), netns, number }
     }
 
-    /// Runs `work` and returns its result. If the case is about a chained plugin, the first
-    /// container has an interface during `work`, as a plugin before it in a list would have created
-    /// it. The interface is removed afterwards, except if `work` fails: then the case ends, and its
-    /// namespaces with it.
+    /// Runs `work` and returns its result. For a chained plugin, the first container has an
+    /// interface during `work`, as if an earlier plugin of the list had created it. The interface
+    /// stays if `work` fails, because the case then ends and its node is removed.
     pub(crate) fn with_interface<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let (Plugins::Alone(plugin), Some(netns)) = (self.plugins, self.containers.first()) else { return work() };
-        plugin.attach(netns)?;
+        let Plugins::Alone(plugin) = self.plugins else { return work() };
+        let netns = &self.containers[0];
+        plugin.add_interface(netns)?;
         let value = work()?;
-        plugin.detach()?;
+        plugin.remove_interface()?;
         Ok(value)
     }
 }
@@ -283,12 +286,13 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     let mut ready = Ready { side, node, plugins, chain, containers, floor: None, _servers: servers };
     match case.before {
         Before::Nothing => {}
-        Before::Reservations(count) => reserve(&data, 2..2 + count, None)?,
+        Before::Reservations(count) => reserve(&data, 2..2 + count)?,
         Before::AlmostFull => {
-            // A /20 has 4,093 addresses for containers: all but the first, the last and host 1, the
-            // gateway. Hosts 2 to 5 stay free.
+            // Containers can have the hosts 2 to 4094 of the /20: host 1 is the gateway. Hosts 2 to
+            // 5 stay free, half of the range away from the last reserved host, 2050.
             ready.chain.plugins[0]["ipam"]["ranges"] = json!([[{"subnet": "10.1.0.0/20"}]]);
-            reserve(&data, 6..4095, Some(2050))?;
+            reserve(&data, 6..4095)?;
+            set_last_reserved(&data, 2050)?;
         }
         Before::OthersRules(0) => {}
         Before::OthersRules(count) => others_rules(world, &ready, count)?,
@@ -357,8 +361,12 @@ fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Ve
                 }
             }
             let mut list = vec![bridge];
-            list.extend(spec.tuning.then(tuning));
-            list.extend((spec.ports > 0).then(|| portmap(side, spec.ports)));
+            if spec.tuning {
+                list.push(tuning());
+            }
+            if spec.ports > 0 {
+                list.push(portmap(side, spec.ports));
+            }
             list
         }
     };
@@ -369,39 +377,50 @@ fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Ve
     list
 }
 
-/// Writes reservations in the format of every host-local release, for these hosts of 10.1.0.0/16.
-/// `last_reserved` is the host stored as last reserved, by default the last one written.
-fn reserve(data: &Path, hosts: Range<usize>, last_reserved: Option<usize>) -> Result<()> {
+/// Returns the address with this host part in 10.1.0.0/16.
+fn address_of(host: usize) -> String {
+    format!("10.1.{}.{}", host / 256, host % 256)
+}
+
+/// Writes reservations of these hosts of 10.1.0.0/16 in the format of every host-local release. The
+/// last one becomes the last reserved address.
+fn reserve(data: &Path, hosts: Range<usize>) -> Result<()> {
     let folder = data.join("benchnet");
     fs::create_dir(&folder).doing(format_args!("failed to make {}", folder.display()))?;
-    let name = |host: usize| format!("10.1.{}.{}", host / 256, host % 256);
     for host in hosts.clone() {
-        let path = folder.join(name(host));
+        let path = folder.join(address_of(host));
         fs::write(&path, format!("other-{host}\r\neth0")).doing(format_args!("failed to write {}", path.display()))?;
     }
-    let Some(last) = last_reserved.or(hosts.last()) else { return Ok(()) };
-    let path = folder.join("last_reserved_ip.0");
-    fs::write(&path, name(last)).doing(format_args!("failed to write {}", path.display()))
+    match hosts.last() {
+        Some(last) => set_last_reserved(data, last),
+        None => Ok(()),
+    }
+}
+
+/// Stores `host` as the last reserved address, after which host-local's next search begins.
+fn set_last_reserved(data: &Path, host: usize) -> Result<()> {
+    let path = data.join("benchnet/last_reserved_ip.0");
+    fs::write(&path, address_of(host)).doing(format_args!("failed to write {}", path.display()))
 }
 
 /// Writes the firewall rules of `count` other attachments: makes one attachment, copies its rules
-/// as text with other names, addresses and ports, and removes the attachment.
+/// with different names, addresses and ports, and removes the attachment.
 fn others_rules(world: &World, ready: &Ready, count: usize) -> Result<()> {
-    let at = ready.attachment(0, 0);
+    let attachment = ready.attachment(0, 0);
     let run_call = |call: &Call| call.run(world.scratch()).map(|(output, _)| output);
-    let result = ready.with_interface(|| ready.chain.run("ADD", &at, None, run_call))?;
-    let address = result["ips"][0]["address"].as_str().and_then(|text| text.split('/').next()).unwrap_or_default();
-    if address.is_empty() {
+    let result = ready.with_interface(|| ready.chain.run("ADD", &attachment, None, run_call))?;
+    let Some((address, _prefix_length)) = result["ips"][0]["address"].as_str().and_then(|cidr| cidr.split_once('/'))
+    else {
         return Err(Error::new("the result of an ADD has no address"));
-    }
-    let original = Original { container: &at.container, address };
+    };
+    let original = Original { container: &attachment.container, address };
     if ready.side == Side::OursNft {
         multiply_nft_rules(&original, count)
     } else {
         multiply_iptables_rules(&original, count)
     }?;
     // DEL needs no interface to remove the rules.
-    ready.chain.run("DEL", &at, Some(&result), run_call).map(drop)
+    ready.chain.run("DEL", &attachment, Some(&result), run_call).map(drop)
 }
 
 /// The attachment whose firewall rules are copied.
@@ -411,13 +430,13 @@ struct Original<'a> {
 }
 
 impl Original<'_> {
-    /// Whether a line of a listing of rules is about the attachment.
+    /// Whether a line of a rule listing has the attachment's container ID or address.
     fn is_in(&self, line: &str) -> bool {
         line.contains(self.container) || line.contains(self.address)
     }
 
-    /// Returns the rule for the other attachment `number`, which has its own container, address and
-    /// host port.
+    /// Returns the rule with the container ID, the address and the host port of the attachment
+    /// `number`.
     fn copy(&self, rule: &str, number: usize) -> String {
         // 250 addresses of each of the networks from 10.1.100.0/24 on.
         let address = format!("10.1.{}.{}", 100 + number / 250, 2 + number % 250);
@@ -427,8 +446,8 @@ impl Original<'_> {
     }
 }
 
-/// Adds `count` copies of the attachment's rules and elements in nf_tables: lists the ruleset, puts
-/// the copies of a line before the line, and loads the result in place of the ruleset.
+/// Adds `count` copies of the attachment's rules and elements in nf_tables: lists the ruleset,
+/// inserts copies of each line that has the attachment, and replaces the ruleset with the result.
 fn multiply_nft_rules(original: &Original<'_>, count: usize) -> Result<()> {
     let rules = run(&["nft", "-n", "list", "ruleset"])?;
     if !rules.lines().any(|line| original.is_in(line)) {
@@ -450,20 +469,18 @@ fn multiply_nft_rules(original: &Original<'_>, count: usize) -> Result<()> {
 fn multiply_iptables_rules(original: &Original<'_>, count: usize) -> Result<()> {
     let rules = run(&["iptables-save", "-t", "nat"])?;
     // The jump to the attachment's chain has a comment with the container's ID.
-    let jump = rules
-        .lines()
-        .find(|line| line.starts_with("-A") && line.contains(original.container) && line.contains(" -j CNI-"));
-    let chain = jump.and_then(|line| line.rsplit(" -j ").next()).unwrap_or_default().trim().to_owned();
-    if chain.is_empty() {
+    let is_jump =
+        |line: &&str| line.starts_with("-A") && line.contains(original.container) && line.contains(" -j CNI-");
+    let Some((_, chain)) = rules.lines().find(is_jump).and_then(|line| line.trim().rsplit_once(" -j ")) else {
         return Err(Error::new("the attachment left no chain of its own in iptables"));
-    }
+    };
     let mut text = String::new();
     for line in rules.lines() {
-        if line.contains(&chain) {
+        if line.contains(chain) {
             for number in 1..=count {
                 // The number replaces the end of the hash in the chain's name.
                 let name = format!("{}{number:06}", &chain[..chain.len() - 6]);
-                text.extend([original.copy(line, number).replace(&chain, &name).as_str(), "\n"]);
+                text.extend([original.copy(line, number).replace(chain, &name).as_str(), "\n"]);
             }
         }
         text.extend([line, "\n"]);
@@ -471,9 +488,9 @@ fn multiply_iptables_rules(original: &Original<'_>, count: usize) -> Result<()> 
     feed(&["iptables-restore", "-w"], &text).map(drop)
 }
 
-/// Writes `count` rules as other programs have them: a chain of rules that match address and port.
-/// No rule jumps to the chain, so no packet passes it. With iptables it is in the table `nat`,
-/// which `iptables` reads as a whole; with nftables it is in a table of its own.
+/// Writes a chain of `count` rules like those of other programs, which match address and port. No
+/// rule jumps to the chain. With iptables it is in the table `nat`, which `iptables` reads as a
+/// whole; with nftables it is in a table of its own.
 fn foreign_rules(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {

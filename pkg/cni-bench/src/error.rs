@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-/// An error, which is its text.
+/// An error message.
 #[derive(Debug)]
 pub(crate) struct Error(String);
 
@@ -23,7 +23,7 @@ impl Display for Error {
 
 /// Adds the failed action to an error.
 pub(crate) trait Doing<T> {
-    /// Puts `WHAT: ` before the text of an error.
+    /// Prefixes an error with `WHAT: `.
     fn doing(self, what: impl Display) -> Result<T>;
 }
 

@@ -1,12 +1,9 @@
-//! Measures the floor: what the kernel alone takes for the attachment of an interface plugin with
-//! host-local.
+//! Measures the floor: the time that the kernel alone needs for the attachment of an interface
+//! plugin with host-local.
 //!
 //! This process makes the attachment itself, over one blocking socket per namespace, with the
-//! fewest requests that lead to the same state. For bridge: a reservation under a lock, the veth
-//! pair and its alias, the sysctls for the announcement and for duplicate address detection, the
-//! address, "up", the default route, the wait until the bridge forwards, and the announcement. For
-//! a [`Link`]: the reservation, the link, which is made in the container, the address, "up" and the
-//! default route. Nothing is checked, and nothing is undone after a failure.
+//! fewest requests that lead to the same state. Nothing is checked, and nothing is undone after a
+//! failure.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd as _;
@@ -42,12 +39,12 @@ const LINK_EVENTS: u32 = 1;
 /// No multicast group.
 const NO_EVENTS: u32 = 0;
 
-/// A node on which the floor is measured.
+/// Makes attachments on the current node without a plugin.
 #[derive(Debug)]
 pub(crate) struct Floor {
     data: PathBuf,
     attachment: AttachmentKind,
-    /// The number of the last attachment. An attachment's address is derived from its number.
+    /// The number of the last attachment, from which its address is derived.
     last_number: std::cell::Cell<u32>,
 }
 
@@ -56,9 +53,11 @@ pub(crate) struct Floor {
 pub(crate) enum Link {
     /// A veth pair, of which one end stays on the node.
     Pair,
-    /// This and the next two are on top of the node's `eth0`.
+    /// On top of the node's `eth0`.
     Macvlan,
+    /// On top of the node's `eth0`.
     Ipvlan,
+    /// On top of the node's `eth0`.
     Vlan,
     Dummy,
 }
@@ -66,7 +65,7 @@ pub(crate) enum Link {
 /// What an attachment creates.
 #[derive(Debug)]
 enum AttachmentKind {
-    /// A pair whose end on the node is a port of the bridge with this index.
+    /// A veth pair. Its end on the node is a port of the bridge with this index.
     Port(u32),
     /// A link, and the index of `eth0`.
     Link(Link, u32),
@@ -76,8 +75,8 @@ enum AttachmentKind {
 #[derive(Debug)]
 pub(crate) struct Made {
     link: u32,
-    /// The connection to the namespace in which the link is.
-    netns: Connection,
+    /// The connection to the link's namespace.
+    connection: Connection,
     reservation: PathBuf,
 }
 
@@ -86,27 +85,26 @@ pub(crate) struct Made {
 struct Connection(Socket);
 
 impl Floor {
-    /// Creates a bridge `br0` on the node, up and with the gateway's address. `data` is the folder
-    /// of the reservations.
+    /// Creates the bridge `br0` on the current node, up and with the gateway's address, and makes
+    /// attachments to that bridge. `data` is the folder of the reservations.
     pub(crate) fn of_bridge(data: &Path) -> Result<Floor> {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
-        let attachment = AttachmentKind::Port(Connection::open(NO_EVENTS)?.find("br0")?);
+        let attachment = AttachmentKind::Port(Connection::open(NO_EVENTS)?.index_of("br0")?);
         Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
-    /// Measures attachments with this kind of link, on a node that has an `eth0`. `data` is the
-    /// folder of the reservations.
+    /// Makes attachments with this kind of link. The current node must have an `eth0`. `data` is
+    /// the folder of the reservations.
     pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
-        let attachment = AttachmentKind::Link(link, Connection::open(NO_EVENTS)?.find("eth0")?);
+        let attachment = AttachmentKind::Link(link, Connection::open(NO_EVENTS)?.index_of("eth0")?);
         Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
     /// Makes an attachment with a new address, and returns what it created and its cost.
     pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
-        // The numbers repeat before the addresses leave 10.1.0.0/16. The first hosts are left out:
-        // one is the gateway.
+        // The numbers repeat before the addresses leave 10.1.0.0/16. Host 1 is the gateway.
         self.last_number.set(self.last_number.get() % 60_000 + 1);
         let host = self.last_number.get() + 10;
         let address = [10, 1, (host / 256) as u8, (host % 256) as u8];
@@ -118,11 +116,11 @@ impl Floor {
         let reservation = self.reserve(address)?;
         let netns = File::open(netns).doing("failed to open a namespace")?;
         let mac = [2, 0, address[0], address[1], address[2], address[3]];
-        let (link, netns) = match self.attachment {
+        let (link, connection) = match self.attachment {
             AttachmentKind::Port(bridge) => attach_port(bridge, &netns, mac, address)?,
             AttachmentKind::Link(link, eth0) => attach_link(link, eth0, &netns, address)?,
         };
-        Ok(Made { link, netns, reservation })
+        Ok(Made { link, connection, reservation })
     }
 
     /// Reserves the address as host-local does, under its lock, and returns the reservation's file.
@@ -138,28 +136,29 @@ impl Floor {
         Ok(path)
     }
 
-    /// Removes an attachment. Returns the cost of all of it, and of the RTM_DELLINK alone.
+    /// Removes an attachment. Returns the cost of the whole removal and that of its RTM_DELLINK.
     pub(crate) fn del(&self, made: Made) -> Result<(Cost, Cost)> {
-        let (dellink, all) = timed(|| {
+        let (dellink_cost, whole_cost) = timed(|| {
             let mut message = LinkMessage::default();
             message.header.index = made.link;
-            let ((), dellink) = timed(|| made.netns.ask(RouteNetlinkMessage::DelLink(message), 0).map(drop))?;
+            let (_, dellink_cost) = timed(|| made.connection.ask(RouteNetlinkMessage::DelLink(message), 0))?;
             fs::remove_file(&made.reservation).doing("failed to remove the reservation of an address")?;
-            Ok(dellink)
+            Ok(dellink_cost)
         })?;
-        Ok((all, dellink))
+        Ok((whole_cost, dellink_cost))
     }
 }
 
-/// Does what the bridge plugin does: a veth pair between bridge and container, alias, sysctls,
-/// address, route, the wait until the bridge forwards, the announcement. Returns the index of the
-/// node's end and the connection to the node's namespace.
+/// Makes an attachment as the bridge plugin does: creates a veth pair between the bridge and the
+/// container with its alias, sets sysctls, configures the container's end, waits until the bridge
+/// forwards, and announces the address. Returns the index of the node's end and the connection to
+/// the node's namespace.
 fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Result<(u32, Connection)> {
     let host = Connection::open(NO_EVENTS)?;
-    // The plugin has to look up the bridge too. The index is already known here.
-    host.find("br0")?;
+    // The index is known, but the plugin has to look it up.
+    host.index_of("br0")?;
     let (outer, inner) = host.pair(Some(bridge), netns, Some(mac))?;
-    // Opened before the container's end is set up, so that no change of the port is missed.
+    // Subscribed before the container's end is set up, so that no change of the port is missed.
     let events = Connection::open(LINK_EVENTS)?;
     let mut alias = LinkMessage::default();
     alias.header.index = outer;
@@ -183,8 +182,9 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
     Ok((outer, host))
 }
 
-/// Does what the plugin that creates `link` does. Returns the index of the link that a DEL removes,
-/// and the connection to the namespace of that link.
+/// Makes an attachment with a link of this kind: creates the link in the container's namespace and
+/// configures it. Returns the index of the link that a DEL removes, and the connection to the
+/// namespace of that link.
 fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<(u32, Connection)> {
     // Not `eth0`: kernels before 6.2 refuse a name that the node has, even for another namespace.
     const NAME: &str = "floor0";
@@ -210,13 +210,13 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
     message.attributes.push(LinkAttribute::LinkInfo(info));
     host.ask(RouteNetlinkMessage::NewLink(message), NLM_F_CREATE | NLM_F_EXCL)?;
     let container = inside(netns, || ())?;
-    let index = container.find(NAME)?;
+    let index = container.index_of(NAME)?;
     container.configure(index, address)?;
     Ok((index, container))
 }
 
-/// Runs `work` in a namespace and opens a connection there. Uses a new thread, so that the calling
-/// thread stays in its own namespace.
+/// Runs `work` in a namespace and returns a connection to that namespace. Uses a new thread, so
+/// that the calling thread stays in its own namespace.
 fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     let visit = || -> Result<Connection> {
         setns(netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
@@ -231,7 +231,7 @@ fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     })
 }
 
-/// Runs `work`, and returns its result and its cost: the wall time and this process's CPU time.
+/// Runs `work`, and returns its result and its cost, with this process's CPU time.
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
     let cpu = || -> Result<f64> {
         let usage = getrusage(UsageWho::RUSAGE_SELF).doing("failed to read the CPU time")?;
@@ -257,6 +257,14 @@ fn request_name(message: &RouteNetlinkMessage) -> &'static str {
     }
 }
 
+/// Returns the first link in the kernel's answers.
+fn first_link(answers: Vec<RouteNetlinkMessage>) -> Option<LinkMessage> {
+    answers.into_iter().find_map(|answer| match answer {
+        RouteNetlinkMessage::NewLink(link) => Some(link),
+        _ => None,
+    })
+}
+
 impl Connection {
     /// Opens a socket in the calling thread's namespace, subscribed to these multicast groups:
     /// [`LINK_EVENTS`] or [`NO_EVENTS`].
@@ -268,8 +276,8 @@ impl Connection {
         Ok(Connection(socket))
     }
 
-    /// Sends a request and returns the messages before its acknowledgement. Fails if the kernel
-    /// refuses the request.
+    /// Sends a request and returns the messages that arrive before its acknowledgement. Fails if
+    /// the kernel refuses the request.
     fn ask(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Vec<RouteNetlinkMessage>> {
         let name = request_name(&message);
         let mut message = NetlinkMessage::from(message);
@@ -292,6 +300,7 @@ impl Connection {
                 match reply.payload {
                     NetlinkPayload::InnerMessage(message) => answers.push(message),
                     NetlinkPayload::Error(error) => match error.code {
+                        // The acknowledgement.
                         None => return Ok(answers),
                         Some(_) => return Err(Error::new(format!("the kernel refused {name}: {}", error.to_io()))),
                     },
@@ -304,58 +313,51 @@ impl Connection {
     /// Asks the kernel for the link whose index or name `message` has, and returns it.
     fn link(&self, message: LinkMessage) -> Result<LinkMessage> {
         let answers = self.ask(RouteNetlinkMessage::GetLink(message), 0)?;
-        let link = answers.into_iter().find_map(|answer| match answer {
-            RouteNetlinkMessage::NewLink(link) => Some(link),
-            _ => None,
-        });
-        link.ok_or_else(|| Error::new("the kernel's answer to RTM_GETLINK has no link"))
+        first_link(answers).ok_or_else(|| Error::new("the kernel's answer to RTM_GETLINK has no link"))
+    }
+
+    /// Returns the link with this name.
+    fn link_named(&self, name: &str) -> Result<LinkMessage> {
+        let mut message = LinkMessage::default();
+        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        self.link(message)
     }
 
     /// Returns the index of the link with this name.
-    fn find(&self, name: &str) -> Result<u32> {
-        let mut message = LinkMessage::default();
-        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-        Ok(self.link(message)?.header.index)
+    fn index_of(&self, name: &str) -> Result<u32> {
+        Ok(self.link_named(name)?.header.index)
     }
 
-    /// Creates a veth pair between this namespace and `netns`, and attaches this namespace's end to
-    /// the bridge, if there is one. `mac` is the address of the end in `netns`. Returns the indexes
-    /// of this namespace's end and of the end in `netns`.
+    /// Creates a veth pair between this namespace and `netns`. Attaches this namespace's end to
+    /// `bridge` if that is given, and sets `mac` on the end in `netns` if that is given. Returns
+    /// the indexes of this namespace's end and of the end in `netns`.
     fn pair(&self, bridge: Option<u32>, netns: &File, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
+        const NAME: &str = "vethfloor";
         let mut peer = LinkMessage::default();
         peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
         peer.attributes.extend(mac.map(|mac| LinkAttribute::Address(mac.to_vec())));
         peer.attributes.push(LinkAttribute::NetNsFd(netns.as_raw_fd()));
         let mut host = LinkMessage::default();
         (host.header.flags, host.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
-        host.attributes.push(LinkAttribute::IfName("vethfloor".to_owned()));
+        host.attributes.push(LinkAttribute::IfName(NAME.to_owned()));
         host.attributes.extend(bridge.map(LinkAttribute::Controller));
         host.attributes.push(LinkAttribute::LinkInfo(vec![
             LinkInfo::Kind(InfoKind::Veth),
             LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
         ]));
         let answers = self.ask(RouteNetlinkMessage::NewLink(host), NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
-        let echoed = answers.into_iter().find_map(|answer| match answer {
-            RouteNetlinkMessage::NewLink(link) => Some(link),
-            _ => None,
-        });
-        let created = match echoed {
+        let created = match first_link(answers) {
             Some(link) => link,
             // Kernels before 6.2 do not answer with the created link.
-            None => {
-                let mut message = LinkMessage::default();
-                message.attributes.push(LinkAttribute::IfName("vethfloor".to_owned()));
-                self.link(message)?
-            }
+            None => self.link_named(NAME)?,
         };
-        let inner = created.attributes.iter().find_map(|attribute| match attribute {
+        let peer_index = created.attributes.iter().find_map(|attribute| match attribute {
             LinkAttribute::Link(index) => Some(*index),
             _ => None,
         });
-        Ok((
-            created.header.index,
-            inner.ok_or_else(|| Error::new("the kernel's answer to RTM_NEWLINK lacks the index of the other end"))?,
-        ))
+        let peer_index = peer_index
+            .ok_or_else(|| Error::new("the kernel's answer to RTM_NEWLINK lacks the index of the other end"))?;
+        Ok((created.header.index, peer_index))
     }
 
     /// Gives a link its address, sets it up, and adds the default route.
@@ -382,7 +384,7 @@ impl Connection {
         self.ask(RouteNetlinkMessage::SetLink(message), 0).map(drop)
     }
 
-    /// Adds the default route over 10.1.0.1 and this link.
+    /// Adds the default route via 10.1.0.1 on this link.
     fn default_route(&self, index: u32) -> Result<()> {
         let mut message = RouteMessage::default();
         message.header.address_family = AddressFamily::Inet;
@@ -395,20 +397,19 @@ impl Connection {
         self.ask(RouteNetlinkMessage::NewRoute(message), NLM_F_CREATE | NLM_F_EXCL).map(drop)
     }
 
-    /// Whether the link is up and is a bridge's port in the forwarding state.
+    /// Whether the link is up and is a bridge port in the forwarding state.
     fn forwards(&self, index: u32) -> Result<bool> {
         let mut message = LinkMessage::default();
         message.header.index = index;
         let link = self.link(message)?;
-        let mut forwarding = false;
-        let mut up = false;
+        let (mut is_up, mut is_forwarding) = (false, false);
         for attribute in &link.attributes {
             match attribute {
-                LinkAttribute::OperState(state) => up = *state == State::Up,
+                LinkAttribute::OperState(state) => is_up = *state == State::Up,
                 LinkAttribute::LinkInfo(infos) => {
                     for info in infos {
                         let LinkInfo::PortData(InfoPortData::BridgePort(port)) = info else { continue };
-                        forwarding |= port.iter().any(
+                        is_forwarding |= port.iter().any(
                             |entry| matches!(entry, InfoBridgePort::State(state) if u8::from(*state) == FORWARDING),
                         );
                     }
@@ -416,6 +417,6 @@ impl Connection {
                 _ => {}
             }
         }
-        Ok(up && forwarding)
+        Ok(is_up && is_forwarding)
     }
 }

@@ -1,9 +1,8 @@
 //! The guard: counts what each operation of the plugins costs, and compares it with a table in the
 //! repository. An operation is one verb of a case, for one side.
 //!
-//! Counted are the system calls of the plugins' own processes, and the programs and threads that
-//! they start. On a busy machine waits make a few more system calls. The release of iptables does
-//! not matter, because its system calls are not counted.
+//! It counts the system calls of the plugins' own processes, and the programs and threads that they
+//! start. It does not count the system calls of iptables, which depend on its release.
 
 use std::fs;
 
@@ -15,12 +14,12 @@ use crate::options::{Guard, GuardMode};
 use crate::report::{progress, say};
 use crate::world::World;
 
-/// How often each operation is counted. The lowest figures are used, because a wait may need an
-/// additional system call by chance.
+/// How often each operation is counted. The lowest counts are used, because a wait may by chance
+/// need an additional system call.
 const ROUNDS: usize = 4;
 
-/// The maximum number of times that the operations of a case are counted again if one exceeds the
-/// table: on a busy machine all rounds may have additional calls.
+/// How often the operations of a case are counted again, at most, if one exceeds the table: on a
+/// busy machine all rounds may have additional system calls.
 const MAX_RECOUNTS: usize = 5;
 
 const HEAD: &str = "\
@@ -38,47 +37,49 @@ struct Line {
 }
 
 impl Line {
-    /// Returns the line as the table has it.
+    /// Formats the line for the table.
     fn text(&self) -> String {
         format!("{:<64} {:>5} {:>3} {:>3}\n", self.what, self.syscalls, self.programs, self.threads)
     }
 
     /// Parses a line of the table: the operation, then three numbers.
     fn parse(line: &str) -> Result<Line> {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let parsed = || {
-            let (what, figures) = words.split_at_checked(words.len().checked_sub(3)?)?;
-            let mut figures = figures.iter().map(|word| word.parse().ok());
-            let mut figure = || figures.next().flatten();
-            let (syscalls, programs, threads) = (figure()?, figure()?, figure()?);
-            Some(Line { what: what.join(" "), syscalls, programs, threads })
-        };
-        parsed().ok_or_else(|| {
+        let invalid = || {
             Error::new(format!("this is not a line of the table, which has an operation and three numbers: {line:?}"))
+        };
+        let number = |word: &str| word.parse::<usize>().map_err(|_| invalid());
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [what @ .., syscalls, programs, threads] = words.as_slice() else { return Err(invalid()) };
+        Ok(Line {
+            what: what.join(" "),
+            syscalls: number(syscalls)?,
+            programs: number(programs)?,
+            threads: number(threads)?,
         })
     }
 
-    /// Returns the number of system calls that is still accepted: 3 % more than in this line, plus
-    /// 4 and, for portmap, plus 16.
+    /// Returns the maximum number of system calls that is accepted: 3 % more than in this line,
+    /// plus 4 and, if portmap takes part, plus 16.
     ///
-    /// The 4: a kernel older than that of the table does not answer with a created link, so each of
-    /// up to two links costs one more request, which is two calls. The 16: portmap reads the table
-    /// of connections with a varying number of reads, and runs that differed by 15 calls were seen.
+    /// The 4: kernels before 6.2 do not answer with a created link, so each of up to two links
+    /// costs one more request, which is two system calls. The 16: portmap reads the table of
+    /// connections with a varying number of reads; runs that differed by 15 calls were seen.
     fn bound(&self) -> usize {
-        let reads = if self.what.contains("portmap") { 16 } else { 0 };
-        self.syscalls + self.syscalls / 33 + 4 + reads
+        let portmap_reads = if self.what.contains("portmap") { 16 } else { 0 };
+        self.syscalls + self.syscalls / 33 + 4 + portmap_reads
     }
 
-    /// Describes the figures in `now` that exceed this line of the table; `None` if none does.
-    fn excess(&self, now: &Line) -> Option<String> {
+    /// Describes which counts exceed the bounds of this line of the table; `None` if none does.
+    fn excess(&self, counted: &Line) -> Option<String> {
         let mut wrong = Vec::new();
-        if now.syscalls > self.bound() {
-            wrong.push(format!("{} system calls, {} in the table", now.syscalls, self.syscalls));
+        if counted.syscalls > self.bound() {
+            wrong.push(format!("{} system calls, {} in the table", counted.syscalls, self.syscalls));
         }
-        for (name, now, then) in [("programs", now.programs, self.programs), ("threads", now.threads, self.threads)] {
-            if now > then {
-                wrong.push(format!("{now} {name}, {then} in the table"));
-            }
+        if counted.programs > self.programs {
+            wrong.push(format!("{} programs, {} in the table", counted.programs, self.programs));
+        }
+        if counted.threads > self.threads {
+            wrong.push(format!("{} threads, {} in the table", counted.threads, self.threads));
         }
         (!wrong.is_empty()).then(|| format!("{}: {}", self.what, wrong.join("; ")))
     }
@@ -101,8 +102,8 @@ fn guarded() -> Vec<Case> {
     cases
 }
 
-/// Counts the operations, and compares them with the table or rewrites it. Returns whether all
-/// operations are in the table and within its bounds; `true` after a rewrite.
+/// Counts the operations, and compares them with the table or rewrites it. Returns what [`compare`]
+/// returns, or `true` after a rewrite.
 pub(crate) fn run(options: &Guard) -> Result<bool> {
     let table = read(options)?;
     let counted = count_all(options, &table)?;
@@ -122,8 +123,9 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
     Ok(is_good)
 }
 
-/// Counts the operations of all cases. Operations that exceed the table in a comparison are counted
-/// again, up to [`MAX_RECOUNTS`] times.
+/// Counts the operations of all cases. In a comparison, if an operation exceeds the table, counts
+/// those of the same case and side again, up to [`MAX_RECOUNTS`] times. For a case that this
+/// machine cannot run, returns its lines of the table.
 fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
     // No guarded case has the side `Theirs`, so its folder does not matter.
@@ -132,7 +134,6 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
     let mut counted = Vec::new();
     for case in guarded() {
-        // A case that cannot be counted on this machine keeps its lines of the table.
         if let Plugins::Alone(plugin) = case.plugins
             && let Some(obstacle) = plugin.obstacle(&world)?
         {
@@ -157,8 +158,8 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     Ok(counted)
 }
 
-/// Compares the counted operations with the table, and prints the differences. Returns whether the
-/// same operations are in both, and all within their bounds.
+/// Compares the counted operations with the table, and prints the differences. Returns whether both
+/// have the same operations and all counts are within their bounds.
 fn compare(options: &Guard, table: &[Line], counted: &[Line]) -> bool {
     let mut is_good = true;
     for line in counted {
@@ -168,23 +169,24 @@ fn compare(options: &Guard, table: &[Line], counted: &[Line]) -> bool {
             continue;
         };
         if let Some(excess) = old.excess(line) {
-            progress(&format!("more than before: {excess}"));
+            progress(&format!("exceeds the table: {excess}"));
             is_good = false;
         } else if line.bound() < old.syscalls {
+            // Fewer system calls by more than the tolerance.
             say(&format!(
-                "less than before: {}: {} system calls, {} in the table",
+                "below the table: {}: {} system calls, {} in the table",
                 line.what, line.syscalls, old.syscalls
             ));
         }
     }
     for old in table.iter().filter(|old| !counted.iter().any(|line| line.what == old.what)) {
-        progress(&format!("in the table, and not counted: {}", old.what));
+        progress(&format!("in the table, but not counted: {}", old.what));
         is_good = false;
     }
     is_good
 }
 
-/// Reads the table. An empty one is an error if it is to be compared.
+/// Reads the table. An empty table is an error in a comparison.
 fn read(options: &Guard) -> Result<Vec<Line>> {
     let path = options.table.display();
     let text = fs::read_to_string(&options.table).doing(format_args!("failed to read {path}"))?;
@@ -198,13 +200,13 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
-/// Counts the operations of a case in several rounds. `lines` then has a line for each operation,
-/// with the lowest figures of these rounds and of those that the line had before.
+/// Counts the operations of a case in several rounds. Adds a line for each operation to `lines`,
+/// with the lowest counts of all rounds, or lowers the counts of a line that exists.
 fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut Vec<Line>) -> Result<()> {
     let ready = cases::prepare(world, folders, case, side)?;
-    // The first round is not counted: it creates what later rounds reuse, such as a bridge.
+    // Round 0 is not counted: it creates what later rounds reuse, such as a bridge.
     for round in 0..=ROUNDS {
-        let counted = ready.with_interface(|| measure::counted(world, &ready, case, round))?;
+        let counted = ready.with_interface(|| measure::count_verbs(world, &ready, case, round))?;
         if round == 0 {
             continue;
         }

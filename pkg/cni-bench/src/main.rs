@@ -1,13 +1,11 @@
 //! Measures what one directory of CNI plugins costs compared with another, and with the kernel
 //! alone.
 //!
-//! `scripts/bench` and the guard in `scripts/test` run it. It uses none of the plugins' crates: it
-//! runs plugins as programs of a folder. Everything runs in namespaces that it creates and that end
-//! with it.
+//! `scripts/bench` and the guard in `scripts/test` run it. It runs the plugins as programs and uses
+//! none of their crates. Everything runs in namespaces that it creates and that end with it.
 //!
 //! The speed of a machine changes within minutes, so each round runs every side (each of the
-//! compared folders, and the kernel alone) once: compared values were measured within the same
-//! second.
+//! compared folders, and the kernel alone) once, and compared values are from the same seconds.
 
 mod alone;
 mod burst;
@@ -35,8 +33,8 @@ use options::Job;
 /// Runs the job that the arguments ask for. Exits with 1 after an error, or if [`run`] returns
 /// `false`.
 fn main() -> ExitCode {
-    // Before anything else: `trace::run` starts this program a second time, without arguments, as
-    // the process that the traced plugin replaces.
+    // Before anything else, because `trace::run` starts this program a second time, without
+    // arguments, only to be traced and to exec the plugin.
     if let Some(error) = trace::become_tracee() {
         let _ = writeln!(std::io::stderr(), "cni-bench: {error}");
         return ExitCode::FAILURE;
@@ -51,8 +49,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a job. Returns whether everything could be measured and, for the guard, is within its
-/// bounds.
+/// Runs a job. Returns `false` if a case could not be measured or, in the guard, if the counts do
+/// not match the table.
 fn run(job: Job) -> Result<bool> {
     match job {
         Job::Help => {

@@ -16,12 +16,12 @@ use crate::stats::Samples;
 use crate::trace::{self, Counts};
 use crate::world::World;
 
-/// The verbs in the order of the report, and RTM_DELLINK, the request that is a part of
-/// [`Side::Kernel`]'s DEL.
+/// The verbs in the order of the report. RTM_DELLINK, a request within [`Side::Kernel`]'s DEL, is
+/// reported like a verb.
 const VERBS: [&str; 7] = ["VERSION", "ADD", "CHECK", "DEL", "RTM_DELLINK", "STATUS", "GC"];
 
-/// After this time of the whole run, each further case gets only a few rounds, so that a slow
-/// machine finishes in time too.
+/// After this time of the whole run, each further case gets only a few rounds, so that the run ends
+/// in time on a slow machine too.
 const LATE: Duration = Duration::from_secs(600);
 
 /// The measurements of one verb of one side in one case.
@@ -39,7 +39,8 @@ pub(crate) struct Row {
     pub(crate) counts: Option<Counts>,
 }
 
-/// The measurements of one verb of crowds. A crowd is `count` attachments at once.
+/// The measurements of one verb for crowds of the same size. A crowd is `count` attachments made at
+/// once, so one round of such a case is one crowd.
 #[derive(Debug)]
 pub(crate) struct CrowdRow {
     pub(crate) case: String,
@@ -90,11 +91,7 @@ impl Results {
 
     /// Adds the cost of one call to the row of its verb, which is created if it does not exist.
     fn add(&mut self, case: &Case, side: Side, verb: &'static str, cost: Cost) {
-        let found = self
-            .rows
-            .iter_mut()
-            .find(|row| row.group == case.group && row.case == case.name && row.side == side && row.verb == verb);
-        if let Some(row) = found {
+        if let Some(row) = self.row_mut(case, side, verb) {
             row.wall.push(cost.wall);
             row.cpu.push(cost.cpu);
             return;
@@ -105,8 +102,8 @@ impl Results {
         self.rows.push(Row { group: case.group, case: case.name.clone(), side, verb, wall, cpu, counts: None });
     }
 
-    /// Sorts the rows of each case by verb, then by side with ours first. The cases stay in their
-    /// order.
+    /// Sorts the rows of each case by verb, then by side, and keeps the order of the cases. Sorts
+    /// the crowds by the name of the case, then by count, verb and side.
     fn sort(&mut self) {
         let verb_position = |verb: &str| VERBS.iter().position(|known| *known == verb);
         let name = |row: &Row| format!("{}{}", row.group, row.case);
@@ -118,37 +115,39 @@ impl Results {
 
     /// Stores the counts of a verb in its row. Does nothing if the verb was not measured.
     fn set_counts(&mut self, case: &Case, side: Side, verb: &str, counts: Counts) {
-        let mut rows = self.rows.iter_mut();
-        if let Some(row) =
-            rows.find(|row| row.group == case.group && row.case == case.name && row.side == side && row.verb == verb)
-        {
+        if let Some(row) = self.row_mut(case, side, verb) {
             row.counts = Some(counts);
         }
     }
+
+    /// Returns the row of a verb of a case, to add measurements; `None` if it does not exist yet.
+    fn row_mut(&mut self, case: &Case, side: Side, verb: &str) -> Option<&mut Row> {
+        let mut rows = self.rows.iter_mut();
+        rows.find(|row| row.group == case.group && row.case == case.name && row.side == side && row.verb == verb)
+    }
 }
 
-/// Returns the sizes of the plugins that both folders have. Fails if one lacks a plugin of
+/// Returns the sizes of the plugins that both folders have. Fails if a folder lacks a plugin of
 /// [`cases::FIVE`].
 fn sizes(folders: &Folders) -> Result<Vec<Size>> {
     let mut sizes = Vec::new();
     for plugin in cases::FIVE.into_iter().chain(cases::OTHERS) {
-        let size = |dir: &Path| {
+        let size_in = |dir: &Path| {
             let path = dir.join(plugin);
             path.metadata().map(|file| file.len()).doing(format_args!("failed to find {}", path.display()))
         };
-        let both = size(&folders.ours).and_then(|ours| Ok(Size { plugin, ours, theirs: size(&folders.theirs)? }));
-        match both {
-            Ok(both) => sizes.push(both),
-            Err(error) if cases::FIVE.contains(&plugin) => return Err(error),
+        match (size_in(&folders.ours), size_in(&folders.theirs)) {
+            (Ok(ours), Ok(theirs)) => sizes.push(Size { plugin, ours, theirs }),
+            (Err(error), _) | (_, Err(error)) if cases::FIVE.contains(&plugin) => return Err(error),
             // An older release of the Go plugins lacks some of `cases::OTHERS`.
-            Err(_) => {}
+            _ => {}
         }
     }
     Ok(sizes)
 }
 
-/// Measures all selected cases and writes the report. Returns whether all of them could be
-/// measured. Fails if a binary is missing or a file cannot be written.
+/// Measures all selected cases and writes the report. Returns `false` if a case failed. Cases that
+/// this machine cannot run are skipped, which is not a failure.
 pub(crate) fn all(options: &Bench) -> Result<bool> {
     let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
     std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
@@ -161,7 +160,8 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             Some(count) => format!("{}: {} ({count})", case.group, case.name),
             None => format!("{}: {}", case.group, case.name),
         };
-        if !options.only.is_empty() && !options.only.iter().any(|part| name.contains(part.as_str())) {
+        let is_selected = options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()));
+        if !is_selected {
             continue;
         }
         report::progress(&format!("{:4.0} s  {name}", begin.elapsed().as_secs_f64()));
@@ -183,7 +183,7 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
     }
     results.sort();
     results.machine.push(("The run took".to_owned(), format!("{:.0} s", begin.elapsed().as_secs_f64())));
-    results.machine.push(("Load at its end".to_owned(), report::load()));
+    results.machine.push(("Load at the end".to_owned(), report::load()));
     report::write(&results, &options.out)?;
     Ok(results.failures.is_empty())
 }
@@ -191,19 +191,18 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
 /// Returns the verbs to measure for a case: VERSION alone for a start-up case, otherwise ADD, CHECK
 /// and DEL and, in some cases and only for our plugins, STATUS and GC.
 pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
-    let has_network_verbs =
+    let has_status_and_gc =
         case.group == cases::ALONE || (case.group == cases::CHAINS && matches!(case.plugins, Plugins::Chain(SIMPLE)));
     match (case.plugins, side) {
         (Plugins::Version(_), _) => vec!["VERSION"],
-        // STATUS and GC are of CNI 1.1.0, which a release of the Go plugins of 2022 does not
-        // support.
-        (_, Side::Ours | Side::OursNft) if has_network_verbs => vec!["ADD", "CHECK", "DEL", "STATUS", "GC"],
+        // STATUS and GC need CNI 1.1.0, which older releases of the Go plugins do not support.
+        (_, Side::Ours | Side::OursNft) if has_status_and_gc => vec!["ADD", "CHECK", "DEL", "STATUS", "GC"],
         _ => vec!["ADD", "CHECK", "DEL"],
     }
 }
 
-/// Measures one case for all its sides and adds the measurements to `results`. Then counts the
-/// system calls of the plugins in one more round, unless the case is about attachments at once.
+/// Measures one case for all its sides and adds the measurements to `results`. Then, unless the
+/// case makes attachments at once, counts the system calls of the plugins in one more round.
 fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, results: &mut Results) -> Result<()> {
     let mut sides = Vec::new();
     for side in &case.sides {
@@ -211,55 +210,39 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
             cases::prepare(world, folders, case, *side).doing(format_args!("failed to prepare {}", side.label()))?;
         sides.push(ready);
     }
-    // In the other groups a third of the minimum is enough: their calls vary little.
+    // The warm-up, round 0, creates what later rounds reuse, such as bridges, base chains and an
+    // index. It makes a single attachment even in a case with attachments at once: some of Go's
+    // ADDs fail if several create the shared chains at once.
+    for ready in &sides {
+        ready.node.enter()?;
+        ready.with_interface(|| measure_verbs(world, ready, case, 0)).doing(round_label(ready, 0))?;
+    }
+    // Fewer rounds are enough in the other groups, because their calls vary little.
     let needs_all_rounds = case.group == cases::CHAINS || case.group == cases::ALONE;
     let min = if needs_all_rounds { rounds.min } else { rounds.min.div_ceil(3) };
-    let mut begin = Instant::now();
-    let mut measured = 0;
-    for round in 0.. {
-        // The first round is not measured: it creates what later rounds reuse, such as bridges,
-        // base chains and an index.
-        let is_warm_up = round == 0;
-        if round == 1 {
-            begin = Instant::now();
-        }
+    let begin = Instant::now();
+    for round in 1.. {
+        let measured = round - 1;
         if measured >= rounds.max || (measured >= min && begin.elapsed() >= rounds.time) {
             break;
         }
-        // Each round starts with another side. After as many rounds as there are sides the
-        // direction changes, so that no side always follows the same one: what a side deletes slows
-        // the next one down.
-        let mut order: Vec<&Ready> = sides.iter().collect();
-        order.rotate_left(round % sides.len());
-        if (round / sides.len()) % 2 == 1 {
-            order.reverse();
-        }
-        for ready in order {
+        for ready in order_of_round(&sides, round) {
             ready.node.enter()?;
-            let what = format!("{}, round {round}", ready.side.label());
-            match case.at_once {
-                Some(count) if !is_warm_up => {
-                    merge(&mut results.crowds, crowd(world, ready, case, round, count).doing(what)?);
-                }
-                // Also the warm-up of a crowd, with one attachment: some of Go's ADDs fail if
-                // several create the shared chains at once.
-                _ => {
-                    let costs = ready.with_interface(|| costs(world, ready, case, round)).doing(what)?;
-                    if !is_warm_up {
-                        for (verb, cost) in costs {
-                            results.add(case, ready.side, verb, cost);
-                        }
-                    }
-                }
+            let label = round_label(ready, round);
+            if let Some(count) = case.at_once {
+                merge(&mut results.crowds, measure_crowd(world, ready, case, round, count).doing(label)?);
+                continue;
+            }
+            for (verb, cost) in ready.with_interface(|| measure_verbs(world, ready, case, round)).doing(label)? {
+                results.add(case, ready.side, verb, cost);
             }
         }
-        measured += usize::from(!is_warm_up);
     }
     if case.at_once.is_none() {
         for ready in sides.iter().filter(|ready| ready.side != Side::Kernel) {
             ready.node.enter()?;
             // No measured round has this number, so the container ID is new.
-            for (verb, counts) in ready.with_interface(|| counted(world, ready, case, usize::MAX))? {
+            for (verb, counts) in ready.with_interface(|| count_verbs(world, ready, case, usize::MAX))? {
                 results.set_counts(case, ready.side, verb, counts);
             }
         }
@@ -267,15 +250,33 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
     Ok(())
 }
 
-/// Runs all verbs of a case once, for a new attachment, and returns the cost of each.
-fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Cost)>> {
-    let at = ready.attachment(round, 0);
+/// Names a round of a side in an error.
+fn round_label(ready: &Ready, round: usize) -> String {
+    format!("{}, round {round}", ready.side.label())
+}
+
+/// Returns the sides in their order in this round. The first side changes with every round, and the
+/// direction with every cycle of rounds: what a side deletes slows the next side down, so no side
+/// must always follow the same one.
+fn order_of_round(sides: &[Ready], round: usize) -> Vec<&Ready> {
+    let mut order: Vec<&Ready> = sides.iter().collect();
+    order.rotate_left(round % sides.len());
+    if (round / sides.len()) % 2 == 1 {
+        order.reverse();
+    }
+    order
+}
+
+/// Runs all verbs of a case once, for a new attachment, and returns the cost of each. For
+/// [`Side::Kernel`], these are ADD, DEL, and the RTM_DELLINK of that DEL.
+fn measure_verbs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Cost)>> {
+    let attachment = ready.attachment(round, 0);
     if let Some(floor) = &ready.floor {
-        let (made, add) = floor.add(&at.netns)?;
+        let (made, add) = floor.add(&attachment.netns)?;
         let (del, dellink) = floor.del(made)?;
         return Ok(vec![("ADD", add), ("DEL", del), ("RTM_DELLINK", dellink)]);
     }
-    run_verbs(ready, case, &at, |call, total: &mut Cost| {
+    run_verbs(ready, case, &attachment, |call, total: &mut Cost| {
         let (output, cost) = call.run(world.scratch())?;
         *total += cost;
         Ok(output)
@@ -284,7 +285,12 @@ fn costs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<
 
 /// Runs all verbs of a case once, for a new attachment, under a tracer, and returns the counts of
 /// each.
-pub(crate) fn counted(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Counts)>> {
+pub(crate) fn count_verbs(
+    world: &World,
+    ready: &Ready,
+    case: &Case,
+    round: usize,
+) -> Result<Vec<(&'static str, Counts)>> {
     run_verbs(ready, case, &ready.attachment(round, 0), |call, total: &mut Counts| {
         let (output, counts) = trace::run(call, world.scratch())?;
         total.add(counts);
@@ -292,23 +298,24 @@ pub(crate) fn counted(world: &World, ready: &Ready, case: &Case, round: usize) -
     })
 }
 
-/// Runs all verbs of a case once for the attachment `at`. `run_call` runs each call, adds its cost
-/// to the total of its verb, and returns its output. Returns the total of each verb.
+/// Runs all verbs of a case once for `attachment`, and returns the total of each verb over its
+/// plugins. `run_call` runs one call, adds its cost or counts to the total, and returns its output.
+/// A failed CHECK of [`Side::Theirs`] is left out.
 fn run_verbs<T: Default>(
     ready: &Ready,
     case: &Case,
-    at: &Attachment,
+    attachment: &Attachment,
     mut run_call: impl FnMut(&Call, &mut T) -> Result<Value>,
 ) -> Result<Vec<(&'static str, T)>> {
     let mut totals = Vec::new();
     let mut result: Option<Value> = None;
     for verb in verbs(case, ready.side) {
         let mut total = T::default();
-        match ready.chain.run(verb, at, result.as_ref(), |call| run_call(call, &mut total)) {
+        match ready.chain.run(verb, attachment, result.as_ref(), |call| run_call(call, &mut total)) {
             Ok(output) if verb == "ADD" => result = Some(output),
             Ok(_) => {}
-            // CHECK of some Go releases fails on their own attachment (portmap 1.1.1 with only
-            // IPv4). The other verbs are still measured.
+            // In some Go releases, CHECK fails for an attachment of the same release, for example
+            // in portmap 1.1.1 without IPv6.
             Err(_) if verb == "CHECK" && ready.side == Side::Theirs => continue,
             Err(error) => return Err(error),
         }
@@ -317,9 +324,9 @@ fn run_verbs<T: Default>(
     Ok(totals)
 }
 
-/// Runs ADD and then DEL for `count` attachments at once, and returns a row with the measurements
-/// of this one crowd for each of the two verbs. Fails if a call fails.
-fn crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) -> Result<Vec<CrowdRow>> {
+/// Runs ADD and then DEL for `count` attachments at once, and returns one row for each of the two
+/// verbs. Fails if a call fails.
+fn measure_crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) -> Result<Vec<CrowdRow>> {
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for verb in ["ADD", "DEL"] {

@@ -24,7 +24,7 @@ pub(crate) enum Job {
 /// Measures two sets of plugins and compares them.
 #[derive(Debug)]
 pub(crate) struct Bench {
-    /// The folder of these plugins.
+    /// The folder of this project's plugins.
     pub(crate) ours: PathBuf,
     /// The folder of the plugins to compare with.
     pub(crate) theirs: PathBuf,
@@ -52,8 +52,8 @@ impl Extent {
         }
     }
 
-    /// Returns those of the sizes of a case, such as numbers of rules, that are measured: all, or
-    /// the first two.
+    /// Selects the sizes to measure, such as numbers of rules: all in a full run, the first two in
+    /// a quick one.
     pub(crate) fn sizes(self, all: &[usize]) -> Vec<usize> {
         match self {
             Extent::Full => all.to_vec(),
@@ -74,7 +74,7 @@ pub(crate) struct Rounds {
 /// Compares counts, such as those of system calls, with a table of expected counts.
 #[derive(Debug)]
 pub(crate) struct Guard {
-    /// The folder of these plugins.
+    /// The folder of this project's plugins.
     pub(crate) ours: PathBuf,
     /// The file with the expected counts.
     pub(crate) table: PathBuf,
@@ -84,7 +84,7 @@ pub(crate) struct Guard {
 /// What is done with the counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GuardMode {
-    /// Fail if a count is higher than in the table.
+    /// Fail if a count exceeds its bound, or if the table has other operations.
     Compare,
     /// Write the counts to the table.
     Update,
@@ -114,18 +114,18 @@ pub(crate) fn parse() -> Result<Job> {
             other => return Err(Error::new(format!("command line: unknown argument {other:?}; --help lists all"))),
         }
     }
-    let given = |value: Option<PathBuf>, name: &str| {
+    let required = |value: Option<PathBuf>, name: &str| {
         value.ok_or_else(|| Error::new(format!("command line: {name} is missing")))
     };
     let absolute =
         |path: PathBuf, name: &str| std::path::absolute(&path).doing(format_args!("invalid {name} {}", path.display()));
-    let ours = existing_folder(given(ours, "--ours DIR")?)?;
+    let ours = existing_folder(required(ours, "--ours DIR")?)?;
     if is_guard {
-        let table = absolute(given(table, "--table FILE")?, "--table")?;
+        let table = absolute(required(table, "--table FILE")?, "--table")?;
         return Ok(Job::Guard(Guard { ours, table, mode }));
     }
-    let theirs = existing_folder(given(theirs, "--theirs DIR")?)?;
-    let out = absolute(given(out, "--out DIR")?, "--out")?;
+    let theirs = existing_folder(required(theirs, "--theirs DIR")?)?;
+    let out = absolute(required(out, "--out DIR")?, "--out")?;
     Ok(Job::Bench(Bench { ours, theirs, out, extent, only }))
 }
 

@@ -3,6 +3,8 @@
 //! Only plain shapes and text are used, which every viewer draws alike. A side has the same colour
 //! in all plots.
 
+use std::collections::BTreeSet;
+
 use crate::cases::{AT_ONCE, CHAINS, MAPPINGS, MASQUERADE, RESERVATIONS, SIMPLE, START, Side, WHOLE, grouped};
 use crate::measure::Results;
 use crate::targets::short;
@@ -83,24 +85,25 @@ impl Drawing {
     }
 }
 
-/// The groups of a bar plot: each with its name, and a value for each side.
+/// What a bar plot compares, such as cases: the name of each, and a value for each side.
 type Bars = Vec<(String, Vec<(Side, f64)>)>;
 
-/// Draws horizontal bars in named groups.
-fn bars(title: &str, unit: &str, groups: &Bars) -> String {
+/// Draws a horizontal bar for each value, under the name that it belongs to.
+fn draw_bars(title: &str, unit: &str, bars: &Bars) -> String {
     const LEFT: f64 = 400.0;
     const RIGHT: f64 = 70.0;
     const BAR: f64 = 13.0;
     const GAP: f64 = 9.0;
-    let count: usize = groups.iter().map(|(_, values)| values.len()).sum();
-    let height = 70.0 + count as f64 * BAR + groups.len() as f64 * GAP;
+    let count: usize = bars.iter().map(|(_, values)| values.len()).sum();
+    let height = 70.0 + count as f64 * BAR + bars.len() as f64 * GAP;
     let mut drawing = Drawing { width: 980.0, height, shapes: String::new() };
     drawing.text(20.0, 24.0, "start", 16, title);
-    drawing.legend(20.0, 46.0, &sides_of(groups.iter().flat_map(|(_, values)| values.iter().map(|(side, _)| *side))));
-    let highest = groups.iter().flat_map(|(_, values)| values.iter().map(|(_, value)| *value)).fold(0.0, f64::max);
+    let all_values = || bars.iter().flat_map(|(_, values)| values);
+    drawing.legend(20.0, 46.0, &sorted_sides(all_values().map(|(side, _)| *side)));
+    let highest = all_values().map(|(_, value)| *value).fold(0.0, f64::max);
     let scale = (drawing.width - LEFT - RIGHT) / highest.max(1e-9);
     let mut y = 60.0;
-    for (name, values) in groups {
+    for (name, values) in bars {
         let middle = y + values.len() as f64 * BAR / 2.0 + 4.0;
         drawing.text(LEFT - 8.0, middle, "end", 12, name);
         for (side, value) in values {
@@ -113,21 +116,20 @@ fn bars(title: &str, unit: &str, groups: &Bars) -> String {
     drawing.svg()
 }
 
-/// Returns each side once, sorted.
-fn sides_of(all: impl Iterator<Item = Side>) -> Vec<Side> {
-    let mut sides = Vec::new();
-    for side in all {
-        if !sides.contains(&side) {
-            sides.push(side);
-        }
-    }
-    sides.sort();
-    sides
+/// Sorts sides and removes duplicates.
+fn sorted_sides(sides: impl Iterator<Item = Side>) -> Vec<Side> {
+    sides.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// Draws a line for each side over equidistant `steps`; the scale of the values is logarithmic.
-/// `across` and `up` name the axes. Each series has a value for each step, or `None` for a gap.
-fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side, Vec<Option<f64>>)]) -> String {
+/// Draws a line for each side over equidistant `steps`, on a logarithmic scale. Each series has a
+/// value for each step, or `None` if there is no point.
+fn draw_lines(
+    title: &str,
+    x_label: &str,
+    y_label: &str,
+    steps: &[String],
+    series: &[(Side, Vec<Option<f64>>)],
+) -> String {
     const LEFT: f64 = 70.0;
     const TOP: f64 = 66.0;
     const HEIGHT: f64 = 250.0;
@@ -140,7 +142,7 @@ fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side,
     let x_of = |step: usize| LEFT + 30.0 + (WIDTH - 60.0) * step as f64 / (steps.len().max(2) - 1) as f64;
     let y_of = |value: f64| TOP + HEIGHT * (1.0 - (value.max(1e-3).log10() - lowest) / (highest - lowest));
     drawing.text(20.0, 24.0, "start", 16, title);
-    drawing.legend(20.0, 46.0, &sides_of(series.iter().map(|(side, _)| *side)));
+    drawing.legend(20.0, 46.0, &sorted_sides(series.iter().map(|(side, _)| *side)));
     let mut power = lowest;
     while power <= highest {
         let value = 10f64.powf(power);
@@ -152,7 +154,13 @@ fn lines(title: &str, across: &str, up: &str, steps: &[String], series: &[(Side,
     for (step, name) in steps.iter().enumerate() {
         drawing.text(x_of(step), TOP + HEIGHT + 18.0, "middle", 11, name);
     }
-    drawing.text(LEFT + WIDTH / 2.0, TOP + HEIGHT + 40.0, "middle", 12, &format!("{across} (up: {up}, logarithmic)"));
+    drawing.text(
+        LEFT + WIDTH / 2.0,
+        TOP + HEIGHT + 40.0,
+        "middle",
+        12,
+        &format!("{x_label} (up: {y_label}, logarithmic)"),
+    );
     for (side, values) in series {
         let points: Vec<((f64, f64), f64)> = values
             .iter()
@@ -210,15 +218,15 @@ pub(crate) fn all(results: &Results) -> Vec<(String, String, String)> {
     if !results.sizes.is_empty() {
         let title = "Sizes of the binaries";
         let mega = |bytes: u64| bytes as f64 / 1e6;
-        let groups = results.sizes.iter().map(|size| {
+        let sizes = results.sizes.iter().map(|size| {
             (size.plugin.to_owned(), vec![(Side::Ours, mega(size.ours)), (Side::Theirs, mega(size.theirs))])
         });
-        add("sizes", title, Some(bars(title, "MB", &groups.collect())));
+        add("sizes", title, Some(draw_bars(title, "MB", &sizes.collect())));
     }
     plots
 }
 
-/// Draws the bars of one verb in one group of cases; `None` without figures.
+/// Draws one verb of a group of cases as bars; `None` without figures.
 fn verb_bars(
     results: &Results,
     group: &str,
@@ -226,26 +234,26 @@ fn verb_bars(
     title: &str,
     value: fn(&crate::measure::Row) -> f64,
 ) -> Option<String> {
-    let mut groups: Bars = Vec::new();
+    let mut bars: Bars = Vec::new();
     for row in results.rows.iter().filter(|row| row.group == group && row.verb == verb) {
-        match groups.iter_mut().find(|(name, _)| *name == row.case) {
+        match bars.iter_mut().find(|(name, _)| *name == row.case) {
             Some((_, values)) => values.push((row.side, value(row))),
-            None => groups.push((row.case.clone(), vec![(row.side, value(row))])),
+            None => bars.push((row.case.clone(), vec![(row.side, value(row))])),
         }
     }
-    for (_, values) in &mut groups {
+    for (_, values) in &mut bars {
         values.sort_by_key(|(side, _)| *side);
     }
-    if groups.is_empty() { None } else { Some(bars(title, "ms", &groups)) }
+    if bars.is_empty() { None } else { Some(draw_bars(title, "ms", &bars)) }
 }
 
 /// Draws the attachments per second over the number of attachments at once; `None` without figures.
 fn crowd_lines(results: &Results, case: &str, title: &str) -> Option<String> {
-    let all = || results.crowds.iter().filter(|row| row.case == case && row.verb == "ADD");
-    let mut counts: Vec<usize> = all().map(|row| row.count).collect();
+    let rows = || results.crowds.iter().filter(|row| row.case == case && row.verb == "ADD");
+    let mut counts: Vec<usize> = rows().map(|row| row.count).collect();
     counts.sort_unstable();
     counts.dedup();
-    let series: Vec<(Side, Vec<Option<f64>>)> = sides_of(all().map(|row| row.side))
+    let series: Vec<(Side, Vec<Option<f64>>)> = sorted_sides(rows().map(|row| row.side))
         .into_iter()
         .map(|side| {
             let value = |count: &usize| results.crowd(case, *count, side, "ADD").map(|row| row.per_second.median());
@@ -253,19 +261,19 @@ fn crowd_lines(results: &Results, case: &str, title: &str) -> Option<String> {
         })
         .collect();
     let steps: Vec<String> = counts.iter().map(usize::to_string).collect();
-    let across = format!("attachments {AT_ONCE}");
-    (!steps.is_empty()).then(|| lines(title, &across, "attachments per second", &steps, &series))
+    let x_label = format!("attachments {AT_ONCE}");
+    (!steps.is_empty()).then(|| draw_lines(title, &x_label, "attachments per second", &steps, &series))
 }
 
-/// Draws the wall time of ADD over the number in the names of the cases, `<number> <what>`; `None`
-/// without figures.
+/// Draws the wall time of ADD over the number in the names of the group's cases, which are
+/// `<number> <what>`. Other cases of the group are left out. Returns `None` without figures.
 fn growth_lines(results: &Results, group: &str, what: &str, title: &str) -> Option<String> {
-    let all = || results.rows.iter().filter(|row| row.group == group && row.verb == "ADD");
+    let rows = || results.rows.iter().filter(|row| row.group == group && row.verb == "ADD");
     let number = |case: &str| -> Option<usize> { case.strip_suffix(what)?.trim().replace(',', "").parse().ok() };
-    let mut steps: Vec<usize> = all().filter_map(|row| number(&row.case)).collect();
+    let mut steps: Vec<usize> = rows().filter_map(|row| number(&row.case)).collect();
     steps.sort_unstable();
     steps.dedup();
-    let series: Vec<(Side, Vec<Option<f64>>)> = sides_of(all().map(|row| row.side))
+    let series: Vec<(Side, Vec<Option<f64>>)> = sorted_sides(rows().map(|row| row.side))
         .into_iter()
         .map(|side| {
             let value = |step: &usize| {
@@ -276,5 +284,5 @@ fn growth_lines(results: &Results, group: &str, what: &str, title: &str) -> Opti
         })
         .collect();
     let names: Vec<String> = steps.iter().map(|step| grouped(*step)).collect();
-    (!names.is_empty()).then(|| lines(title, &format!("{what} present"), "ms", &names, &series))
+    (!names.is_empty()).then(|| draw_lines(title, &format!("{what} present"), "ms", &names, &series))
 }

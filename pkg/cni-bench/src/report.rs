@@ -1,8 +1,7 @@
 //! Writes the results: tables as text and Markdown, all figures as JSON, and plots.
 //!
-//! The results go into the folder of `--out DIR`. If there is a page `DIR.md` beside that folder
-//! and it has the two lines [`BEGIN`] and [`END`], the part between them is replaced, so that the
-//! page's figures are those of the newest run. Its other text stays.
+//! The results go into the folder of `--out DIR`. If the page `DIR.md` beside that folder has the
+//! two lines [`BEGIN`] and [`END`], the report replaces the part between them.
 
 use std::fs;
 use std::io::Write as _;
@@ -18,7 +17,7 @@ use crate::plot;
 use crate::targets::{self, short};
 use crate::world::run;
 
-/// The lines in the page between which the report is written.
+/// The report is written between these two lines of the page.
 const BEGIN: &str = "<!-- begin: written by scripts/bench -->";
 const END: &str = "<!-- end: written by scripts/bench -->";
 
@@ -52,16 +51,13 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
     let hypervisor = if field("flags").contains("hypervisor") { ", in a virtual machine" } else { "" };
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let memory = memory.lines().next().and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
-    let output = |argv: &[&str]| run(argv).map(|text| text.trim().to_owned()).unwrap_or_else(|error| error.to_string());
-    // If scripts/lib.sh has unpacked the package, its name is in the file `package` three folders
-    // above the plugins. dpkg names an installed package.
-    let unpacked = folders.theirs.ancestors().nth(3).and_then(|root| fs::read_to_string(root.join("package")).ok());
-    let installed = || {
-        let owner = run(&["dpkg-query", "-S", &folders.theirs.join("bridge").display().to_string()]).ok()?;
-        run(&["dpkg-query", "-W", owner.split(':').next()?]).ok()
+    // The version of a missing program is the error.
+    let output = |argv: &[&str]| match run(argv) {
+        Ok(text) => text.trim().to_owned(),
+        Err(error) => error.to_string(),
     };
-    let package = unpacked.and_then(|text| text.split(' ').next().map(str::to_owned)).or_else(installed);
-    let package = package.map(|text| format!(" ({})", text.trim().replace('\t', " "))).unwrap_or_default();
+    let package = unpacked_package(&folders.theirs).or_else(|| installed_package(&folders.theirs));
+    let package = package.map(|package| format!(" ({package})")).unwrap_or_default();
     let revision = std::env::var("CNI_BENCH_REVISION").unwrap_or_default();
     let ours = if revision.is_empty() { "ours".to_owned() } else { revision };
     vec![
@@ -76,8 +72,23 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
             if extent == Extent::Quick { "--quick: figures that mean little" } else { "full" }.to_owned(),
         ),
         ("Date".to_owned(), output(&["date", "-u", "+%Y-%m-%d %H:%M UTC"])),
-        ("Load at its begin".to_owned(), load()),
+        ("Load at the start".to_owned(), load()),
     ]
+}
+
+/// Returns the name of the package from which `scripts/lib.sh` unpacked the plugins in `folder`:
+/// the first word of the file `package` three folders above; `None` if there is no such file.
+fn unpacked_package(folder: &Path) -> Option<String> {
+    let text = fs::read_to_string(folder.ancestors().nth(3)?.join("package")).ok()?;
+    Some(text.split(' ').next()?.trim().to_owned())
+}
+
+/// Returns the name and version of the installed Debian package that has the plugins in `folder`;
+/// `None` if there is none.
+fn installed_package(folder: &Path) -> Option<String> {
+    let owner = run(&["dpkg-query", "-S", &folder.join("bridge").display().to_string()]).ok()?;
+    let name_and_version = run(&["dpkg-query", "-W", owner.split(':').next()?]).ok()?;
+    Some(name_and_version.trim().replace('\t', " "))
 }
 
 /// A table, which is rendered as text or as Markdown.
@@ -124,9 +135,8 @@ impl Table {
     }
 }
 
-/// Prints the tables to standard output, and writes the JSON and the plots into the folder `out`.
-/// If the page beside the folder has the lines [`BEGIN`] and [`END`], replaces the part between
-/// them.
+/// Prints the tables to standard output, writes the JSON and the plots into the folder `out`, and
+/// updates the page beside the folder.
 pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
     let save = |name: &str, text: &str| {
         let path = out.join(name);
@@ -140,14 +150,17 @@ pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
         save(&name, &svg)?;
         plots.push((name, title));
     }
-    let page = out.with_extension("md");
-    let Ok(old) = fs::read_to_string(&page) else { return Ok(()) };
-    let (Some(begin), Some(end)) = (old.find(BEGIN), old.find(END)) else { return Ok(()) };
     let folder = out.file_name().unwrap_or_default().to_string_lossy();
-    let generated = markdown(results, &plots, &folder);
-    let (before, after) = (old.get(..begin + BEGIN.len()), old.get(end..));
-    let whole = format!("{}\n\n{generated}{}", before.unwrap_or_default(), after.unwrap_or_default());
-    fs::write(&page, whole).doing(format_args!("failed to write {}", page.display()))
+    update_page(&out.with_extension("md"), &markdown(results, &plots, &folder))
+}
+
+/// Replaces the part of the page between [`BEGIN`] and [`END`] with `report`. Does nothing if the
+/// page does not exist or lacks one of these lines.
+fn update_page(page: &Path, report: &str) -> Result<()> {
+    let Ok(old) = fs::read_to_string(page) else { return Ok(()) };
+    let (Some(begin), Some(end)) = (old.find(BEGIN), old.find(END)) else { return Ok(()) };
+    let (before, after) = (&old[..begin + BEGIN.len()], &old[end..]);
+    fs::write(page, format!("{before}\n\n{report}{after}")).doing(format_args!("failed to write {}", page.display()))
 }
 
 /// Returns the report as text.
@@ -177,8 +190,7 @@ fn text(results: &Results) -> String {
     text
 }
 
-/// Returns the report as Markdown. `plots` are pairs of file name and title, in the folder
-/// `folder`.
+/// Returns the report as Markdown. `plots` are the file names and titles of the plots in `folder`.
 fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> String {
     let mut text = String::new();
     for (name, value) in &results.machine {
@@ -221,21 +233,21 @@ fn targets_table(results: &Results) -> Table {
     Table { title: "Targets".to_owned(), head: vec!["what", "target", "reached", "kept"], rows: rows.collect() }
 }
 
-/// Formats a number, or `-` if there is none or it is not finite.
-fn dash(value: Option<f64>) -> String {
+/// Formats a number, or returns `-` if there is none or it is not finite.
+fn number_or_dash(value: Option<f64>) -> String {
     value.filter(|value| value.is_finite()).map_or("-".to_owned(), short)
 }
 
-/// Returns the row of the side `Theirs` to compare `row` with, for the same case and verb. `None`
-/// if there is none, or if `row` is of that side itself.
-fn theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
+/// Returns the row of [`Side::Theirs`] for the same case and verb as `row`; `None` if there is
+/// none, or if `row` is of that side itself.
+fn row_of_theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
     results.row(row.group, &row.case, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs)
 }
 
-/// Returns the table of a group with all figures, one line for each row of the results.
+/// Returns the table of a group with all figures: one line for each row.
 fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     let cells = |row: &&Row| {
-        let theirs = theirs(results, row);
+        let theirs = row_of_theirs(results, row);
         let count = |value: fn(&crate::trace::Counts) -> usize| {
             row.counts.as_ref().map_or("-".to_owned(), |counts| value(counts).to_string())
         };
@@ -246,8 +258,8 @@ fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
             short(row.wall.median()),
             short(row.wall.p99()),
             short(row.cpu.median()),
-            dash(theirs.map(|theirs| row.wall.median() / theirs.wall.median())),
-            dash(theirs.map(|theirs| row.cpu.median() / theirs.cpu.median())),
+            number_or_dash(theirs.map(|theirs| row.wall.median() / theirs.wall.median())),
+            number_or_dash(theirs.map(|theirs| row.cpu.median() / theirs.cpu.median())),
             count(|counts| counts.syscalls),
             count(|counts| counts.programs),
             count(|counts| counts.threads),
@@ -281,24 +293,17 @@ fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
 fn short_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     let mut lines: Vec<Vec<String>> = Vec::new();
     let mut done: Vec<(&str, &str)> = Vec::new();
-    for row in rows.iter().filter(|row| row.verb != "RTM_DELLINK") {
+    for row in rows {
         if done.contains(&(row.case.as_str(), row.verb)) {
             continue;
         }
         done.push((&row.case, row.verb));
-        let median = |side: Side, verb: &str| results.row(group, &row.case, side, verb).map(|row| row.wall.median());
-        let ratio = |side| median(side, row.verb).zip(median(Side::Theirs, row.verb)).map(|(a, b)| a / b);
+        let median = |side: Side| results.row(group, &row.case, side, row.verb).map(|row| row.wall.median());
+        let ratio = |side: Side| Some(median(side)? / median(Side::Theirs)?);
         let mut line = vec![row.case.clone(), row.verb.to_owned()];
-        line.extend(SIDES.iter().map(|side| dash(median(*side, row.verb))));
-        line.extend([dash(ratio(Side::Ours)), dash(ratio(Side::OursNft))]);
+        line.extend(SIDES.iter().map(|side| number_or_dash(median(*side))));
+        line.extend([number_or_dash(ratio(Side::Ours)), number_or_dash(ratio(Side::OursNft))]);
         lines.push(line);
-        // Only the kernel alone has RTM_DELLINK. Its line follows that of DEL.
-        if row.verb == "DEL" && median(Side::Kernel, "RTM_DELLINK").is_some() {
-            let mut line = vec![row.case.clone(), "RTM_DELLINK".to_owned()];
-            line.extend(SIDES.iter().map(|side| dash(median(*side, "RTM_DELLINK"))));
-            line.extend(["-".to_owned(), "-".to_owned()]);
-            lines.push(line);
-        }
     }
     Table {
         title: format!("{} (median wall time, ms)", capital(group)),
@@ -328,7 +333,7 @@ fn crowd_table(results: &Results, rows: &[&CrowdRow]) -> Table {
             short(row.latency.median()),
             short(row.latency.p99()),
             short(row.cpu.median()),
-            dash(theirs.map(|theirs| row.per_second.median() / theirs.per_second.median())),
+            number_or_dash(theirs.map(|theirs| row.per_second.median() / theirs.per_second.median())),
             row.per_second.len().to_string(),
         ]
     };
@@ -347,8 +352,9 @@ fn size_table(results: &Results) -> Table {
     };
     let mut rows: Vec<Vec<String>> =
         results.sizes.iter().map(|size| line(size.plugin, size.ours, size.theirs)).collect();
-    let sum = |of: fn(&crate::measure::Size) -> u64| results.sizes.iter().map(of).sum();
-    rows.push(line("together", sum(|size| size.ours), sum(|size| size.theirs)));
+    let sum_of_ours = results.sizes.iter().map(|size| size.ours).sum();
+    let sum_of_theirs = results.sizes.iter().map(|size| size.theirs).sum();
+    rows.push(line("together", sum_of_ours, sum_of_theirs));
     Table { title: "Sizes (kB)".to_owned(), head: vec!["plugin", "ours", "theirs", "ours/theirs"], rows }
 }
 
@@ -360,14 +366,14 @@ fn capital(text: &str) -> String {
 
 /// Returns all results as JSON.
 fn as_json(results: &Results) -> Value {
-    let three = |value: f64| (value * 1e3).round() / 1e3;
+    let rounded = |value: f64| (value * 1e3).round() / 1e3;
     let machine: serde_json::Map<String, Value> =
         results.machine.iter().map(|(name, value)| (name.clone(), value.clone().into())).collect();
     let rows = results.rows.iter().map(|row| {
         json!({
             "group": row.group, "case": row.case, "side": row.side.label(), "verb": row.verb, "n": row.wall.len(),
-            "wall_ms": {"median": three(row.wall.median()), "p99": three(row.wall.p99())},
-            "cpu_ms": {"median": three(row.cpu.median()), "p99": three(row.cpu.p99())},
+            "wall_ms": {"median": rounded(row.wall.median()), "p99": rounded(row.wall.p99())},
+            "cpu_ms": {"median": rounded(row.cpu.median()), "p99": rounded(row.cpu.p99())},
             "counts": row.counts.as_ref().map(|counts| json!({
                 "syscalls": counts.syscalls, "own_syscalls": counts.own_syscalls, "programs": counts.programs,
                 "threads": counts.threads, "peak_kib": counts.peak,
@@ -377,9 +383,9 @@ fn as_json(results: &Results) -> Value {
     let crowds = results.crowds.iter().map(|row| {
         json!({
             "case": row.case, "count": row.count, "side": row.side.label(), "verb": row.verb,
-            "crowds": row.per_second.len(), "per_second": three(row.per_second.median()),
-            "latency_ms": {"median": three(row.latency.median()), "p99": three(row.latency.p99())},
-            "cpu_ms_each": three(row.cpu.median()),
+            "crowds": row.per_second.len(), "per_second": rounded(row.per_second.median()),
+            "latency_ms": {"median": rounded(row.latency.median()), "p99": rounded(row.latency.p99())},
+            "cpu_ms_each": rounded(row.cpu.median()),
         })
     });
     let sizes =

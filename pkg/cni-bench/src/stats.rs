@@ -20,7 +20,7 @@ impl Samples {
         self.0.len()
     }
 
-    /// Returns the median, NaN without values.
+    /// Returns the median, or NaN without values.
     pub(crate) fn median(&self) -> f64 {
         let sorted = self.sorted();
         match sorted.len() {
@@ -30,8 +30,8 @@ impl Samples {
         }
     }
 
-    /// Returns the 99th percentile by nearest rank: with less than 100 values the greatest, without
-    /// values NaN.
+    /// Returns the 99th percentile by nearest rank, which is the maximum of fewer than 100 values.
+    /// Returns NaN without values.
     pub(crate) fn p99(&self) -> f64 {
         let sorted = self.sorted();
         let rank = (sorted.len() * 99).div_ceil(100);

@@ -3,13 +3,13 @@
 use crate::cases::{CHAINS, FIVE, RESERVATIONS, SIMPLE, START, Side, WHOLE, grouped};
 use crate::measure::{Results, Row};
 
-/// A target, and whether this run kept it.
+/// A target, and the figure that this run reached.
 #[derive(Debug)]
 pub(crate) struct Target {
     pub(crate) what: String,
     pub(crate) bound: String,
     pub(crate) reached: String,
-    /// Whether the target was kept; `None` if this run did not measure it.
+    /// Whether the figure is within the bound; `None` if this run did not measure it.
     pub(crate) kept: Option<bool>,
 }
 
@@ -67,13 +67,13 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
     }
     let many = format!("{} reservations", grouped(60_000));
     for verb in ["ADD", "DEL"] {
-        let of = |side| wall(results.row(RESERVATIONS, &many, side, verb));
+        let wall_of = |side| wall(results.row(RESERVATIONS, &many, side, verb));
         let what = format!("host-local {verb} at {many}: wall, of theirs");
-        targets.push(at_most(what, 0.005, "", ratio(of(Side::Ours), of(Side::Theirs))));
+        targets.push(at_most(what, 0.005, "", ratio(wall_of(Side::Ours), wall_of(Side::Theirs))));
     }
     for (spec, side) in [(SIMPLE, Side::Ours), (WHOLE, Side::Ours), (WHOLE, Side::OursNft)] {
-        let of = |side| results.crowd(&spec.name(), 64, side, "ADD").map(|row| row.per_second.median());
-        let times = ratio(of(side), of(Side::Theirs));
+        let per_second = |side| results.crowd(&spec.name(), 64, side, "ADD").map(|row| row.per_second.median());
+        let times = ratio(per_second(side), per_second(Side::Theirs));
         let backend = if spec == SIMPLE { String::new() } else { format!(", {}", backend(side)) };
         targets.push(Target {
             what: format!("64 ADDs of {} at once{backend}: attachments per second, times theirs", spec.name()),
@@ -83,22 +83,25 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
         });
     }
     for side in [Side::Ours, Side::OursNft] {
-        let of = |side| peak(row(&whole, side, "ADD"));
+        let peak_of = |side| peak(row(&whole, side, "ADD"));
         let what = format!("ADD of {whole}, {}: largest process, of theirs", backend(side));
-        targets.push(at_most(what, 0.25, "", ratio(of(side), of(Side::Theirs))));
+        targets.push(at_most(what, 0.25, "", ratio(peak_of(side), peak_of(Side::Theirs))));
     }
-    let five = || results.sizes.iter().filter(|size| FIVE.contains(&size.plugin));
-    let together: u64 = five().map(|size| size.ours).sum();
+    let sizes_of_five = || results.sizes.iter().filter(|size| FIVE.contains(&size.plugin));
+    let together: u64 = sizes_of_five().map(|size| size.ours).sum();
     targets.push(at_most("The five binaries together", 8.0, " MB", Some(together as f64 / 1e6)));
-    let start = |side, plugin: &str| wall(results.row(START, &format!("VERSION of {plugin}"), side, "VERSION"));
-    let ratios = five().map(|size| ratio(start(Side::Ours, size.plugin), start(Side::Theirs, size.plugin)));
+    let start_time = |side, plugin: &str| wall(results.row(START, &format!("VERSION of {plugin}"), side, "VERSION"));
+    let start_ratio = |plugin: &str| ratio(start_time(Side::Ours, plugin), start_time(Side::Theirs, plugin));
     // `None` if one of the five was not measured.
-    let worst = ratios.collect::<Option<Vec<f64>>>().and_then(|ratios| ratios.into_iter().reduce(f64::max));
+    let start_ratios: Option<Vec<f64>> = sizes_of_five().map(|size| start_ratio(size.plugin)).collect();
+    let worst = start_ratios.and_then(|ratios| ratios.into_iter().reduce(f64::max));
     targets.push(at_most("Start-up (VERSION), the slowest of the five: wall, of theirs", 0.2, "", worst));
     let simple = SIMPLE.name();
-    let limit = wall(row(&simple, Side::Kernel, "ADD"))
-        .zip(start(Side::Ours, "bridge").zip(start(Side::Ours, "host-local")))
-        .map(|(floor, (bridge, ipam))| 2.0 * floor + bridge + ipam);
+    let limit = || {
+        let floor = wall(row(&simple, Side::Kernel, "ADD"))?;
+        Some(2.0 * floor + start_time(Side::Ours, "bridge")? + start_time(Side::Ours, "host-local")?)
+    };
+    let limit = limit();
     let add = wall(row(&simple, Side::Ours, "ADD"));
     targets.push(Target {
         what: format!("ADD of {simple}: twice the kernel alone plus two starts"),

@@ -35,14 +35,14 @@ pub(crate) struct Counts {
     pub(crate) threads: usize,
     /// The memory of the largest process, in KiB.
     pub(crate) peak: usize,
-    /// Of the system calls, those of programs in the plugin's own folder.
+    /// The part of `syscalls` that programs in the plugin's own folder make.
     pub(crate) own_syscalls: usize,
-    /// Of the threads, those of programs in the plugin's own folder.
+    /// The part of `threads` that programs in the plugin's own folder start.
     pub(crate) own_threads: usize,
 }
 
 impl Counts {
-    /// Adds what another call of the same chain did.
+    /// Adds the counts of another call of the same chain. The peak is that of the larger one.
     pub(crate) fn add(&mut self, other: Counts) {
         self.syscalls += other.syscalls;
         self.programs += other.programs;
@@ -53,8 +53,8 @@ impl Counts {
     }
 }
 
-/// Replaces this process by the program to trace, if [`run`] started this process for that.
-/// Otherwise returns `None`. Returns an error if the exec failed.
+/// If [`run`] started this process, waits for the tracer and execs the program to trace; returns
+/// only an error, if the exec failed. Returns `None` in every other process.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
@@ -68,7 +68,7 @@ pub(crate) fn become_tracee() -> Option<Error> {
 /// Runs a plugin, and returns its result and counts. Fails if the plugin fails.
 pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
     let mut streams = Streams::new(scratch, 0, &call.conf)?;
-    // Not this program's path: a build may have replaced the file.
+    // `/proc/self/exe` works even if a build has replaced this program's file.
     let mut command = call.command(Path::new("/proc/self/exe"), &streams)?;
     command.env(TRACEE, &call.program);
     let child = command.spawn().doing(format_args!("failed to run {call}"))?;
@@ -82,18 +82,6 @@ pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
 /// and the counts; programs in `folder` are the plugin's own.
 fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     use ptrace::Options;
-    const EXEC: i32 = ptrace::Event::PTRACE_EVENT_EXEC as i32;
-    const CLONE: i32 = ptrace::Event::PTRACE_EVENT_CLONE as i32;
-    const FORK: i32 = ptrace::Event::PTRACE_EVENT_FORK as i32;
-    const VFORK: i32 = ptrace::Event::PTRACE_EVENT_VFORK as i32;
-    const EXIT: i32 = ptrace::Event::PTRACE_EVENT_EXIT as i32;
-    let mut counts = Counts::default();
-    // The known threads, and whether each is between the entry and the exit of a system call.
-    let mut in_syscall: HashMap<Pid, bool> = HashMap::new();
-    // Threads of programs outside `folder`.
-    let mut foreign: HashSet<Pid> = HashSet::new();
-    // Nothing is counted before the process has become the plugin.
-    let mut begun = false;
     match waitpid(root, None).doing("failed to wait until its process stops")? {
         WaitStatus::Stopped(_, Signal::SIGSTOP) => {}
         other => return Err(Error::new(format!("its process did not stop to be traced: {other:?}"))),
@@ -106,65 +94,110 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_TRACEEXIT
         | Options::PTRACE_O_EXITKILL;
     ptrace::setoptions(root, options).doing("failed to set the options of ptrace")?;
-    // Continues a stopped thread until its next system call or event.
-    let resume = |pid: Pid, signal: Option<Signal>| match ptrace::syscall(pid, signal) {
-        // The thread was killed meanwhile; `waitpid` reports its end later.
-        Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
-        Err(errno) => Err(errno).doing(format_args!("failed to resume {pid}")),
-    };
     resume(root, None)?;
+    let mut tracer = Tracer {
+        folder,
+        counts: Counts::default(),
+        in_syscall: HashMap::new(),
+        foreign: HashSet::new(),
+        has_begun: false,
+    };
     loop {
         match waitpid(None, Some(WaitPidFlag::__WALL)).doing("failed to wait for the traced processes")? {
             WaitStatus::PtraceSyscall(pid) => {
-                let is_entry = in_syscall.entry(pid).or_default();
-                *is_entry = !*is_entry;
-                if *is_entry && begun {
-                    counts.syscalls += 1;
-                    counts.own_syscalls += usize::from(!foreign.contains(&pid));
-                }
+                tracer.on_syscall(pid);
                 resume(pid, None)?;
             }
             WaitStatus::PtraceEvent(pid, _, event) => {
-                match event {
-                    EXEC => {
-                        // The exit of the `execve` call is still to come.
-                        in_syscall.insert(pid, true);
-                        counts.programs += usize::from(begun);
-                        begun = true;
-                        match fs::read_link(format!("/proc/{pid}/exe")) {
-                            Ok(program) if program.parent() == Some(folder) => foreign.remove(&pid),
-                            _ => foreign.insert(pid),
-                        };
-                    }
-                    CLONE | FORK | VFORK => {
-                        // fork and vfork have events of their own, so a clone is a new thread.
-                        if event == CLONE {
-                            counts.threads += usize::from(begun);
-                            counts.own_threads += usize::from(begun && !foreign.contains(&pid));
-                        }
-                        let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
-                        // Until an exec, a thread or process runs the program of its creator.
-                        if foreign.contains(&pid) {
-                            foreign.insert(Pid::from_raw(i32::try_from(child).doing("invalid ID of a new thread")?));
-                        }
-                    }
-                    EXIT => counts.peak = counts.peak.max(high_water(pid).unwrap_or(0)),
-                    _ => {}
-                }
+                tracer.on_event(pid, event)?;
                 resume(pid, None)?;
             }
             WaitStatus::Stopped(pid, signal) => {
-                // A new thread or child begins with a stop that no signal caused.
-                let is_new = !in_syscall.contains_key(&pid);
-                in_syscall.entry(pid).or_default();
-                resume(pid, Some(signal).filter(|signal| !(is_new && *signal == Signal::SIGSTOP)))?;
+                // A new thread or process begins with a SIGSTOP, which must not be delivered.
+                let is_new = !tracer.in_syscall.contains_key(&pid);
+                tracer.in_syscall.entry(pid).or_default();
+                let is_first_stop = is_new && signal == Signal::SIGSTOP;
+                resume(pid, (!is_first_stop).then_some(signal))?;
             }
-            WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, counts)),
+            WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, tracer.counts)),
             WaitStatus::Signaled(pid, signal, _) if pid == root => {
                 return Err(Error::new(format!("its process was ended by {signal}")));
             }
             _ => {}
         }
+    }
+}
+
+/// Continues a stopped thread until its next system call or event. Delivers `signal`, if there is
+/// one, to the thread.
+fn resume(pid: Pid, signal: Option<Signal>) -> Result<()> {
+    match ptrace::syscall(pid, signal) {
+        // ESRCH: the thread was killed meanwhile; `waitpid` reports its end later.
+        Ok(()) | Err(nix::errno::Errno::ESRCH) => Ok(()),
+        Err(errno) => Err(errno).doing(format_args!("failed to resume {pid}")),
+    }
+}
+
+/// The counts so far, and what is known about the traced threads.
+struct Tracer<'a> {
+    /// The plugin's own folder.
+    folder: &'a Path,
+    counts: Counts,
+    /// The known threads, and whether each is between the entry and the exit of a system call.
+    in_syscall: HashMap<Pid, bool>,
+    /// Threads of programs outside `folder`.
+    foreign: HashSet<Pid>,
+    /// Whether the root process has become the plugin. Nothing is counted before.
+    has_begun: bool,
+}
+
+impl Tracer<'_> {
+    /// Counts a system call at its entry.
+    fn on_syscall(&mut self, pid: Pid) {
+        let is_entry = self.in_syscall.entry(pid).or_default();
+        *is_entry = !*is_entry;
+        if *is_entry && self.has_begun {
+            self.counts.syscalls += 1;
+            self.counts.own_syscalls += usize::from(!self.foreign.contains(&pid));
+        }
+    }
+
+    /// Counts an exec or a new thread, notes which program a new process runs, and reads the memory
+    /// of a process that ends.
+    fn on_event(&mut self, pid: Pid, event: i32) -> Result<()> {
+        const EXEC: i32 = ptrace::Event::PTRACE_EVENT_EXEC as i32;
+        const CLONE: i32 = ptrace::Event::PTRACE_EVENT_CLONE as i32;
+        const FORK: i32 = ptrace::Event::PTRACE_EVENT_FORK as i32;
+        const VFORK: i32 = ptrace::Event::PTRACE_EVENT_VFORK as i32;
+        const EXIT: i32 = ptrace::Event::PTRACE_EVENT_EXIT as i32;
+        match event {
+            EXEC => {
+                // The exit of the `execve` call is still to come.
+                self.in_syscall.insert(pid, true);
+                // The first exec is that of the plugin itself.
+                self.counts.programs += usize::from(self.has_begun);
+                self.has_begun = true;
+                match fs::read_link(format!("/proc/{pid}/exe")) {
+                    Ok(program) if program.parent() == Some(self.folder) => self.foreign.remove(&pid),
+                    _ => self.foreign.insert(pid),
+                };
+            }
+            CLONE | FORK | VFORK => {
+                // fork and vfork have their own events, so a clone is a new thread.
+                if event == CLONE {
+                    self.counts.threads += usize::from(self.has_begun);
+                    self.counts.own_threads += usize::from(self.has_begun && !self.foreign.contains(&pid));
+                }
+                let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
+                // Until an exec, a thread or process runs the program of its creator.
+                if self.foreign.contains(&pid) {
+                    self.foreign.insert(Pid::from_raw(i32::try_from(child).doing("invalid ID of a new thread")?));
+                }
+            }
+            EXIT => self.counts.peak = self.counts.peak.max(high_water(pid).unwrap_or(0)),
+            _ => {}
+        }
+        Ok(())
     }
 }
 

@@ -1,8 +1,8 @@
 //! Creates the namespaces in which the benchmark runs.
 //!
 //! After [`World::new`], the process does not see the machine's network and its mounts do not
-//! change the machine's. The namespaces end with the process. Each side has a node of its own, so
-//! that no plugin meets another's rules, and containers of its own.
+//! change the machine's. The namespaces end with the process. Each side has its own containers, and
+//! its own node, so that no plugin finds the rules of another side.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -16,7 +16,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 use crate::error::{Doing as _, Error, Result};
 
-/// The scratch folder, a tmpfs seen by this process and its children alone.
+/// The scratch folder, a tmpfs that only this process and its children see.
 const SCRATCH: &str = "/run";
 
 /// Folders that plugins write to. Each is replaced by a tmpfs that no other process sees.
@@ -25,7 +25,7 @@ const PRIVATE: [&str; 2] = [SCRATCH, "/var/lib"];
 /// The namespaces and the scratch folder of this process.
 #[derive(Debug)]
 pub(crate) struct World {
-    /// The number of paths that were made in the scratch folder.
+    /// The number of paths that were made in the scratch folder, for unused names.
     made: std::cell::Cell<usize>,
 }
 
@@ -100,8 +100,8 @@ impl Node {
 }
 
 impl Process {
-    /// Starts a program on the current node, with its output in the file `log`, and returns it as
-    /// soon as `is_ready`. Fails if the program ends before, or is not ready in time.
+    /// Starts a program on the current node, with its output in the file `log`, and waits until
+    /// `is_ready` returns `true`. Fails if the program ends before, or is not ready in time.
     pub(crate) fn start(argv: &[&str], log: &Path, is_ready: impl Fn() -> bool) -> Result<Process> {
         const LIMIT: Duration = Duration::from_secs(10);
         let shown = argv.join(" ");
@@ -112,7 +112,7 @@ impl Process {
         command.stdin(Stdio::null()).stdout(output).stderr(errors);
         let mut process = Process(command.spawn().doing(format_args!("failed to run `{shown}`"))?);
         let begin = Instant::now();
-        // Neither dnsmasq nor the daemons of dhcp notify this process when they are ready.
+        // Polls, because dnsmasq and the daemons of dhcp do not notify this process.
         while !is_ready() {
             let ended = process.0.try_wait().doing(format_args!("failed to wait for `{shown}`"))?;
             let problem = match ended {
@@ -138,8 +138,8 @@ impl Drop for Process {
     }
 }
 
-/// Creates a network namespace on a temporary thread, and binds it to the path `bind`, if there is
-/// one.
+/// Creates a network namespace, and binds it to the path `bind`, if there is one. Uses a temporary
+/// thread, so that the calling thread stays in its own namespace.
 fn namespace(bind: Option<&Path>) -> Result<File> {
     const OWN: &str = "/proc/thread-self/ns/net";
     let make = || -> Result<File> {

@@ -1,14 +1,14 @@
-//! CNI_ARGS. Only a text with a piece that lacks a key or `=` is refused. The last of duplicate
-//! keys counts. Accepted pairs, joined to a text again, are read as the same pairs. With
-//! `IgnoreUnknown=1`, no key is refused as unknown.
+//! CNI_ARGS. A text is refused only if a piece between semicolons lacks `=` or a key before it. Of
+//! duplicate keys, the last is used. Accepted pairs that are joined to a text again are read as the
+//! same pairs. With `IgnoreUnknown=1`, no key is refused as unknown.
 
 use cni::args::CniArgs;
 
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    let is_pair = |piece: &&str| piece.find('=').is_some_and(|at| at > 0);
-    let is_well_formed = text.split(';').filter(|piece| !piece.is_empty()).all(|piece| is_pair(&piece));
+    let is_pair = |piece: &str| piece.split_once('=').is_some_and(|(key, _)| !key.is_empty());
+    let is_well_formed = text.split(';').all(|piece| piece.is_empty() || is_pair(piece));
     let args = CniArgs::parse(&text);
     assert_eq!(args.is_ok(), is_well_formed, "{text:?}");
     let Ok(args) = args else { return };

@@ -1,10 +1,10 @@
-//! A whole call, with its environment and configuration, through the skeleton and the configuration
-//! reader of each plugin.
+//! A whole call of a plugin, with its environment and configuration: the common part of all plugins
+//! (`cni::skel`), then only the plugin's reader of the configuration.
 //!
 //! An ADD, a VERSION and every failed call print one JSON document; no other call prints anything.
 //! No call fails with code 999 (a defect of the program). For every verb except VERSION, which
-//! reads only `cniVersion`, neither an unknown key nor the case of keys changes the outcome. The
-//! program that would be run for IPAM is a file of exactly that name in a folder of CNI_PATH.
+//! reads only `cniVersion`, neither an unknown key nor the case of keys changes the outcome. An
+//! IPAM plugin is only found as a file that is named exactly like its type, in the searched folder.
 //!
 //! The input: `plugin VERB`, then CNI_CONTAINERID, CNI_IFNAME, CNI_NETNS and CNI_ARGS, a line each;
 //! the rest is stdin.
@@ -84,9 +84,9 @@ impl Plugin for Reader {
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let own = self.read(call)?;
-        let prev = call.conf.prev_result()?;
-        Ok(Added { result: own.or(prev).unwrap_or_default(), rollback: call.rollback() })
+        let result = self.read(call)?;
+        let prev_result = call.conf.prev_result()?;
+        Ok(Added { result: result.or(prev_result).unwrap_or_default(), rollback: call.rollback() })
     }
 
     fn check(&self, call: &Call<'_>) -> Result<()> {
@@ -111,7 +111,8 @@ impl Plugin for Reader {
     }
 }
 
-/// Checks that a plugin of this type is only found as a file of exactly that name. Runs no program.
+/// Checks that a plugin of this type, if it is found in `/bin`, is a file with exactly that name.
+/// Runs no program.
 fn check_found_program(kind: &str) {
     let folder = Path::new("/bin");
     if let Ok(program) = find_plugin(kind, &[folder.to_owned()]) {
@@ -134,32 +135,33 @@ pub fn run(data: &[u8]) {
     let environment = Environment::new(variables);
     let stdin = input.rest();
 
-    let outcome = call(plugin, &environment, stdin);
+    let outcome = run_call(plugin, &environment, stdin);
     if verb == "VERSION" {
         return;
     }
     let Ok(json @ Json::Object(_)) = Json::parse(stdin) else { return };
-    let again = written(&json, |_, key| key.to_owned());
-    // serde_json may read a float with another last bit than it has written. Such documents are
-    // skipped, because no plugin reads floats.
+    let same_keys = |_: usize, key: &str| key.to_owned();
+    let again = to_text(&json, same_keys);
+    // serde_json may read a float back with a different last bit. Such documents are skipped,
+    // because no plugin reads floats.
     if Json::parse(&again).as_ref() != Ok(&json) {
         return;
     }
-    assert_eq!(call(plugin, &environment, &again), outcome, "the same document, written again");
+    assert_eq!(run_call(plugin, &environment, &again), outcome, "the same document, written again");
     // A key that no plugin knows.
     let Json::Object(mut members) = json else { return };
     let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
     members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
     let json = Json::Object(members);
-    assert_eq!(call(plugin, &environment, &written(&json, |_, key| key.to_owned())), outcome, "an unknown key");
+    assert_eq!(run_call(plugin, &environment, &to_text(&json, same_keys)), outcome, "an unknown key");
     // Only the top-level keys are changed: deeper ones may be names in a map, where case matters.
-    let upper_case = written(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
-    assert_eq!(call(plugin, &environment, &upper_case), outcome, "keys in upper case");
+    let upper_case = to_text(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
+    assert_eq!(run_call(plugin, &environment, &upper_case), outcome, "keys in upper case");
 }
 
 /// Runs a call with the configuration `stdin` and checks its output. Returns whether the call
 /// succeeded, and its output.
-fn call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (bool, Vec<u8>) {
+fn run_call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (bool, Vec<u8>) {
     let mut stdout = Vec::new();
     let config = stdin;
     let streams = Streams { stdin: Some(&mut stdin), stdout: &mut stdout, notes: Notes::silent() };
@@ -185,14 +187,15 @@ fn check_output(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
     } else if !succeeded {
         let Some(Json::Number(code)) = json.get("code") else { panic!("no code in {json:?}") };
         let code = code.as_u64().expect("a code that is a number");
-        // The specification and these plugins have codes below 200, and 999 for a defect.
+        // The specification and these plugins use codes below 200; 999 reports a defect.
         assert!((1..200).contains(&code), "code {code}: {json:?}");
         assert!(json.get("msg").and_then(Json::as_str).is_some_and(|msg| !msg.is_empty()));
     }
 }
 
-/// Returns the document as text. `spelling` returns the text of a key from its depth and the key.
-pub(crate) fn written(json: &Json, spelling: impl Fn(usize, &str) -> String + Copy) -> Vec<u8> {
+/// Returns the document as text. `spelling` gets the depth of a key, 0 at the top level, and the
+/// key, and returns the key to write.
+fn to_text(json: &Json, spelling: impl Fn(usize, &str) -> String + Copy) -> Vec<u8> {
     let mut text = String::new();
     write(json, 0, spelling, &mut text);
     text.into_bytes()

@@ -1,14 +1,14 @@
-//! Network lists, as a runtime reads them, and the configuration that each plugin then gets. An
-//! accepted list has plugins, each with a type. A plugin's configuration has the list's name and
-//! version, and in `runtimeConfig` only the capabilities that the plugin declares. All keys that
-//! the runtime does not manage (see `RUNTIME_KEYS`) stay unchanged and in order.
+//! Network lists, as a runtime reads them, and the configuration that the runtime passes to each
+//! plugin. An accepted list has plugins, each with a type. A plugin's configuration has the list's
+//! name and version, and in `runtimeConfig` only the capabilities that the plugin declares. All
+//! keys except `RUNTIME_KEYS` stay unchanged and in order.
 
 use cni::Code;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use libcni::{Members, NetworkList, PluginConf, fuzzing};
 
-/// The keys that the runtime manages: it adds them to a plugin's configuration, or removes them.
+/// The keys that the runtime adds to a plugin's configuration or removes from it.
 const RUNTIME_KEYS: [&str; 7] = [
     "capabilities",
     "cniVersion",
@@ -50,8 +50,8 @@ fn check_request(list: &NetworkList, plugin: &PluginConf) {
     let valid = ValidAttachments::from_iter([("c1", "eth0")]);
     let bytes = fuzzing::request(list, plugin, Some(&result), Some(&args), Some(&valid)).expect("a request");
     let Ok(json @ Json::Object(_)) = Json::parse(&bytes) else {
-        // Not because it is nested too deeply for the parser: the plugin's members are one level
-        // higher than in the list, which was parsed, and the added ones have few levels.
+        // It cannot be nested too deeply for the parser: the plugin's members are one level less
+        // deep than in the list, which was parsed, and the added keys have few levels.
         panic!("the request is not an object: {}", String::from_utf8_lossy(&bytes))
     };
     assert_eq!(json.get("name").and_then(Json::as_str), Some(list.name()));
@@ -63,14 +63,15 @@ fn check_request(list: &NetworkList, plugin: &PluginConf) {
         let Some(Json::Object(config)) = json.get("runtimeConfig") else { panic!("no runtimeConfig") };
         assert!(config.iter().all(|(name, _)| is_declared(name)));
     }
-    let is_own = |(key, _): &(String, Json)| !RUNTIME_KEYS.iter().any(|name| key.eq_ignore_ascii_case(name));
+    let is_plugin_key = |(key, _): &(String, Json)| !RUNTIME_KEYS.iter().any(|name| key.eq_ignore_ascii_case(name));
     let Json::Object(sent) = json else { return };
-    let own: Vec<_> = entries(plugin.members()).into_iter().filter(is_own).collect();
-    assert_eq!(sent.into_iter().filter(is_own).collect::<Vec<_>>(), own);
+    let sent: Vec<_> = sent.into_iter().filter(is_plugin_key).collect();
+    let in_list: Vec<_> = entries(plugin.members()).into_iter().filter(is_plugin_key).collect();
+    assert_eq!(sent, in_list);
     match NetConf::parse(bytes) {
         Ok(conf) => assert_eq!(conf.name(), list.name()),
-        // libcni does not check these when it parses a list, so the plugin refuses them: a version
-        // that is not supported, an invalid name, and a key of a wrong type.
+        // Only the plugin checks these: a version that is not supported, an invalid name, and a key
+        // of a wrong type.
         Err(error) => assert!([Code::INCOMPATIBLE_VERSION, Code::INVALID_CONFIG, Code::DECODE].contains(&error.code())),
     }
 }

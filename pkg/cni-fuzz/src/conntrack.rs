@@ -1,11 +1,13 @@
-//! The kernel's messages about tracked connections. The key with which an entry is deleted has that
-//! entry's tuple, ID and zone, byte for byte, so no other entry can be deleted.
+//! The kernel's messages about tracked connections. The key with which an entry is deleted has the
+//! tuple, ID and zone of that entry, byte for byte, so no other entry can be deleted.
 
 use cni_linux::conntrack::decode_entry;
 use cni_linux::fuzzing::conntrack_key;
 use cni_linux::netlink::wire::{Message, attributes, messages, outcome};
 
+/// The kind of the messages that are decoded as entries (IPCTNL_MSG_CT_NEW).
 const NEW: u16 = 0x100;
+/// The length of the header before the attributes.
 const NFGENMSG: usize = 4;
 const TUPLE_ORIG: u16 = 1;
 const TUPLE_REPLY: u16 = 2;
@@ -22,21 +24,25 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Checks the key of the entry in a message, if it has one.
+/// Checks the key of the entry in a message, if the message has an entry.
 fn check(message: &Message<'_>) {
     let Some(found) = decode_entry(message) else { return };
-    let find = |bytes, sought| attributes(bytes).find(|(kind, _)| *kind == sought).map(|(_, value): (_, &[u8])| value);
-    let (body, key) = (&message.payload[NFGENMSG..], conntrack_key(&found));
+    let body = &message.payload[NFGENMSG..];
+    let key = conntrack_key(&found);
     assert_eq!(key[0], message.payload[0], "the family");
     for kind in [TUPLE_ORIG, ID, ZONE] {
         assert_eq!(find(&key[NFGENMSG..], kind), find(body, kind), "attribute {kind}");
     }
-    // A key has no tuple of the reply, which an entry needs to be decoded. With that tuple added,
-    // the key is decoded as the same entry.
+    // A key with the reply's tuple, which every entry needs, is decoded as the same entry.
     let reply = find(body, TUPLE_REPLY).expect("an entry has a reply");
     let mut again = key.to_vec();
     again.extend(u16::try_from(reply.len() + 4).expect("it came in an attribute").to_ne_bytes());
     again.extend(TUPLE_REPLY.to_ne_bytes());
     again.extend(reply);
     assert_eq!(decode_entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &again }), Some(found));
+}
+
+/// Returns the value of the first attribute of this kind.
+fn find(bytes: &[u8], sought: u16) -> Option<&[u8]> {
+    attributes(bytes).find(|(kind, _)| *kind == sought).map(|(_, value)| value)
 }

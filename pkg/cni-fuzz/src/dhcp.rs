@@ -9,7 +9,7 @@ const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 /// The length of a message before its options.
 const HEADER: usize = 240;
 
-/// Runs the target with one input: as it is, and changed to an answer to this client.
+/// Runs the target with one input: unchanged, and changed to an answer to this client.
 pub fn run(data: &[u8]) {
     check(data);
     let mut bytes = data.to_vec();
@@ -26,22 +26,22 @@ pub fn run(data: &[u8]) {
 
 /// Checks what the client reads from an answer.
 fn check(bytes: &[u8]) {
-    let terms = |request: &[u8]| match client(request).read(bytes, XID)? {
-        Reply::Offer(terms) | Reply::Ack(terms) => Some(terms),
+    let read_lease = |request: &[u8]| match client(request).read(bytes, XID)? {
+        Reply::Offer(lease) | Reply::Ack(lease) => Some(lease),
         Reply::Nak(_) => None,
     };
-    let Some(all) = terms(&DEFAULT_REQUEST) else { return };
-    assert_eq!(all.address().octets(), bytes[16..20], "the offered address");
+    let Some(lease) = read_lease(&DEFAULT_REQUEST) else { return };
+    assert_eq!(lease.address().octets(), bytes[16..20], "the offered address");
     // Fewer than three seconds have no room for three different times.
-    assert!(all.t1 < all.t2 && all.t2 < all.seconds || all.seconds < 3, "{all:?}");
+    assert!(lease.t1 < lease.t2 && lease.t2 < lease.seconds || lease.seconds < 3, "{lease:?}");
     let priority = Some(5);
-    let result = all.result(priority);
+    let result = lease.result(priority);
     assert_eq!((result.ips.len(), result.interfaces.len()), (1, 0));
     assert!(result.routes.iter().all(|route| route.priority == priority));
     let names = result.dns.search.iter().chain([&result.dns.domain]);
     assert!(names.flat_map(|name| name.bytes()).all(|byte| byte.is_ascii_graphic()), "{:?}", result.dns);
     // Without requested options, only the address, the mask and the times are read.
-    let bare = terms(&[]).expect("the same answer");
+    let bare_lease = read_lease(&[]).expect("the same answer");
     let expected = LeaseParameters {
         routers: Vec::new(),
         classless: None,
@@ -50,9 +50,9 @@ fn check(bytes: &[u8]) {
         domain: String::new(),
         search: Vec::new(),
         mtu: None,
-        ..all
+        ..lease
     };
-    assert_eq!(bare, expected);
+    assert_eq!(bare_lease, expected);
 }
 
 /// Returns a client that requests these options.

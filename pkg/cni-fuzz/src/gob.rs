@@ -3,7 +3,7 @@
 //!
 //! The input: two bytes, which are the length of the first part; the rest is both parts.
 
-use cni_dhcp::rpc::Connection;
+use cni_dhcp::rpc::{Connection, RpcError};
 
 use crate::input::Input;
 
@@ -19,16 +19,17 @@ pub fn run(data: &[u8]) {
 
 /// Returns the requests in these parts, as text.
 fn requests(parts: &[&[u8]]) -> Vec<String> {
-    all(parts, |connection| connection.request().map(|request| request.map(|request| format!("{request:?}"))))
+    read_all(parts, |connection| Ok(connection.request()?.map(|request| format!("{request:?}"))))
 }
 
 /// Returns the responses in these parts, as text.
 fn responses(parts: &[&[u8]]) -> Vec<String> {
-    all(parts, |connection| connection.response().map(|answer| answer.map(|answer| format!("{answer:?}"))))
+    read_all(parts, |connection| Ok(connection.response()?.map(|answer| format!("{answer:?}"))))
 }
 
-/// Returns everything that `next` reads from the parts. An error is the last item.
-fn all<E>(parts: &[&[u8]], mut next: impl FnMut(&mut Connection) -> Result<Option<String>, E>) -> Vec<String> {
+/// Returns all messages that `next` reads from the parts. Stops at an error, with `refused` as the
+/// last item. `next` returns `None` if the next message is incomplete.
+fn read_all(parts: &[&[u8]], mut next: impl FnMut(&mut Connection) -> Result<Option<String>, RpcError>) -> Vec<String> {
     let mut connection = Connection::default();
     let mut messages = Vec::new();
     for part in parts {

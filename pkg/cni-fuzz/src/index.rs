@@ -1,10 +1,9 @@
 //! The index of host-local's store: a file with a header and a table of addresses. A valid header
-//! is written back unchanged. Each query to a forged table with valid checksums returns an answer
-//! or an error about damage, without a panic. An index that was kept up to date agrees with a
-//! model.
+//! is written back unchanged. A query to a forged table with valid checksums returns an answer or
+//! an error about damage, and does not panic. An index that is kept up to date agrees with a model.
 //!
-//! The input: one byte that selects what follows: the page of a header, the entries of a forged
-//! table, changes to an index, or the page of a header without its checksum, which is added.
+//! The input: one byte that selects what follows: a header, the entries of a forged table, changes
+//! to an index, or a header without its checksum, which the target adds.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -28,8 +27,8 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Returns an address from a few networks, so that addresses are often neighbours, or at an end of
-/// its family.
+/// Returns an address. Most are from a few small networks, so that they are often neighbours; three
+/// of these networks are at an end of their address family.
 pub(crate) fn address(input: &mut Input<'_>) -> IpAddr {
     let low = input.u16();
     match input.byte() % 6 {
@@ -42,8 +41,7 @@ pub(crate) fn address(input: &mut Input<'_>) -> IpAddr {
     }
 }
 
-/// Returns up to `max` entries as an attacker could forge them: of existing kinds, about existing
-/// addresses.
+/// Returns up to `max` entries of a forged index. Most have an existing kind and address family.
 pub(crate) fn entries(input: &mut Input<'_>, max: usize) -> Vec<CraftedEntry> {
     let mut entries = Vec::new();
     while !input.is_empty() && entries.len() < max {
@@ -78,16 +76,14 @@ fn compare_with_model(input: &mut Input<'_>) {
             break;
         }
         let (address, selector) = (address(input), input.byte() % 8);
-        match selector {
-            0 => {
-                index.set(address, None);
-                model.remove(&address);
-            }
-            // The hash is at least 3: 0 to 2 stand for addresses without a known holder.
-            selector => {
-                index.set(address, Some(u64::from(selector) + 2));
-                model.insert(address, u64::from(selector) + 2);
-            }
+        if selector == 0 {
+            index.set(address, None);
+            model.remove(&address);
+        } else {
+            // The hashes 0 to 2 stand for addresses without a known holder.
+            let hash = u64::from(selector) + 2;
+            index.set(address, Some(hash));
+            model.insert(address, hash);
         }
         assert_eq!(index.holder(address), model.get(&address).copied());
         assert_eq!(index.next_free(address), next_free(&model, address));
@@ -100,8 +96,8 @@ fn compare_with_model(input: &mut Input<'_>) {
     }
 }
 
-/// Returns the lowest address from `from` on that is not in the model; `None` if all up to the
-/// family's last address are.
+/// Returns the lowest address from `from` on that is not in the model; `None` if the model has all
+/// addresses up to the last one of the family.
 fn next_free(model: &BTreeMap<IpAddr, u64>, from: IpAddr) -> Option<IpAddr> {
     let mut at = from;
     while model.contains_key(&at) {

@@ -41,7 +41,8 @@ impl<'a> Input<'a> {
         u128::from_be_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    /// Reads a byte, which is a length, and then that many bytes, or all that remain.
+    /// Reads a byte as a length, and then that many bytes, or all remaining ones if there are
+    /// fewer.
     pub(crate) fn bytes(&mut self) -> &'a [u8] {
         let len = usize::from(self.byte()).min(self.0.len());
         let (bytes, rest) = self.0.split_at(len);

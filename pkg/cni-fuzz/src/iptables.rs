@@ -1,7 +1,7 @@
-//! The text for `iptables-restore`, and users' conditions in it. A reader in this module, which is
-//! independent of the writer, finds in the text exactly the requested commands with the same words.
-//! What `iptables-save` would print for an added rule is read back as the rule's words. An accepted
-//! condition contains no command, target or table, neither of iptables nor of nft.
+//! The text for `iptables-restore`, and users' conditions in it. This module has its own reader,
+//! which finds in the text exactly the requested commands with the same words. The plugins read a
+//! rule's line of `iptables-save` as the words that they wrote. An accepted condition contains no
+//! command, target or table of iptables or nft.
 //!
 //! The input: commands, separated by 0x02. A command is one character and the name of a chain,
 //! followed by words, each after a 0x01. `N` creates the chain, `:` replaces it, `A` appends, `I`
@@ -23,37 +23,41 @@ pub fn run(data: &[u8]) {
     // The output of iptables-save may be anything, but must not make a plugin panic.
     for (name, chain) in fuzzing::saved_chains(&text) {
         assert!(!name.contains('\n'));
-        chain.rules.iter().for_each(|rule| {
-            assert!(rule.target().is_none_or(|target| rule.words().iter().any(|word| word == target)))
-        });
+        for rule in &chain.rules {
+            assert!(rule.target().is_none_or(|target| rule.words().iter().any(|word| word == target)));
+        }
     }
     let (edit, expected) = build_edit(&text);
     let Ok(restore) = fuzzing::restore_text(&edit) else {
-        // Only long words, long lines and control characters may be refused.
-        let is_writable = |word: &String| word.len() < 1024 && !word.chars().any(char::is_control);
-        let is_short = |line: &Words| line.iter().map(|word| 2 * word.len() + 3).sum::<usize>() < 9_000;
-        let is_acceptable = expected.iter().all(|line| is_short(line) && line.iter().all(is_writable));
-        assert!(!is_acceptable, "refused: {expected:?}");
+        assert!(!expected.iter().all(is_writable), "refused: {expected:?}");
         return;
     };
     let mut lines = restore.lines();
     assert_eq!(lines.next(), Some("*nat"));
     assert_eq!(lines.next_back(), Some("COMMIT"));
-    let lines: Vec<Words> = lines.map(read).collect();
+    let lines: Vec<Words> = lines.map(read_line).collect();
     assert_eq!(lines, expected);
     // A line that adds a rule is also a line of a listing by iptables-save. Lines with a quoted
     // chain are skipped, because a listing never quotes a chain's name.
     for line in restore.lines().filter(|line| line.starts_with("-A ") && !line.starts_with("-A \"")) {
-        let (chain, words) = read(line)[1..].split_first().map(|(a, b)| (a.clone(), b.to_vec())).expect("a chain");
+        let words = read_line(line);
+        let [_, chain, rule @ ..] = words.as_slice() else { panic!("no chain in {line:?}") };
         let saved = fuzzing::saved_chains(line);
-        assert_eq!(saved.len(), 1);
-        assert_eq!((saved[0].0.as_str(), saved[0].1.rules[0].words()), (chain.as_str(), words.as_slice()));
+        let [(saved_name, saved_chain)] = saved.as_slice() else { panic!("not one chain in {line:?}") };
+        assert_eq!((saved_name, saved_chain.rules[0].words()), (chain, rule));
     }
 }
 
-/// Returns the edit that the input's commands request, and the lines that its text must have, in
-/// this order: the created chains, the added rules, the deleted rules, and for the deleted chains
-/// first every `-F`, then every `-X`. Checks the input's conditions.
+/// Whether the writer must accept a line: only long words, long lines and control characters may be
+/// refused.
+fn is_writable(line: &Words) -> bool {
+    let is_short = line.iter().map(|word| 2 * word.len() + 3).sum::<usize>() < 9_000;
+    is_short && line.iter().all(|word| word.len() < 1024 && !word.chars().any(char::is_control))
+}
+
+/// Returns the edit that the input's commands request, and the lines that the edit's text must
+/// have: the created chains, the added rules, the deleted rules, and for the deleted chains first
+/// every `-F`, then every `-X`. Also checks the input's conditions.
 fn build_edit(text: &str) -> (Edit, Vec<Words>) {
     let mut edit = Edit::new();
     let (mut created, mut added, mut deleted, mut flushed, mut removed) = (vec![], vec![], vec![], vec![], vec![]);
@@ -99,7 +103,7 @@ fn build_edit(text: &str) -> (Edit, Vec<Words>) {
 
 /// Reads a line as iptables-restore does: `:CHAIN POLICY COUNTERS`, or words that are separated by
 /// blanks and may be quoted.
-fn read(line: &str) -> Words {
+fn read_line(line: &str) -> Words {
     assert!(line.len() < 10_240 && !line.contains(['\n', '\r', '\0']));
     if let Some(chain) = line.strip_prefix(':') {
         let chain = chain.strip_suffix(" - [0:0]").expect("no policy and no counters");
@@ -108,7 +112,7 @@ fn read(line: &str) -> Words {
     words(line)
 }
 
-/// Splits a line into words, and removes their quotes.
+/// Splits a line at blanks outside quotes, and removes the quotes.
 fn words(line: &str) -> Words {
     let (mut words, mut rest) = (Vec::new(), line.trim_start_matches([' ', '\t']));
     while !rest.is_empty() {
@@ -152,8 +156,8 @@ fn check_accepted_conditions(words: &[String]) {
     }
 }
 
-/// Whether iptables would read the word as a command, a target or a table. As with getopt, a long
-/// option may be abbreviated, and several short options without a value may share one word.
+/// Whether iptables would read the word as a command, a target or a table. As getopt allows, a long
+/// option may be abbreviated, and several short options may share one word.
 fn is_command_of_iptables(word: &str) -> bool {
     let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else { return word == "COMMIT" };
     if let Some(long) = options.strip_prefix('-') {
@@ -167,7 +171,7 @@ fn is_command_of_iptables(word: &str) -> bool {
         match option {
             // These options have a value, which is the rest of the word.
             's' | 'd' | 'p' | 'i' | 'o' | 'm' => return false,
-            // A negative number is a value. Of the digits, only 4 and 6 are options.
+            // A negative number, which is a value. Of the digits, only 4 and 6 are options.
             '0'..='3' | '5' | '7'..='9' => return false,
             'f' | 'b' | 'v' | 'n' | 'x' => {}
             _ => return true,
@@ -176,8 +180,8 @@ fn is_command_of_iptables(word: &str) -> bool {
     false
 }
 
-/// How [`nft_tokens`] splits hexadecimal digits with two or more colons. nft recognises addresses
-/// exactly, this reader does not, so both ways are tried.
+/// How [`nft_tokens`] splits hexadecimal digits with two or more colons. Unlike nft, that function
+/// does not parse addresses, so both ways are checked.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Colons {
     /// Each colon is a token of its own.
@@ -186,14 +190,14 @@ enum Colons {
     InAddresses,
 }
 
-/// Splits a text into tokens as nft's scanner does, each as long as possible: words of letters,
-/// digits and `_/.-` that begin with a letter, strings, numbers (`7`, `0x1e`), times (`1h5ms`),
-/// addresses, and every other character by itself.
+/// Splits a text into tokens as nft's scanner does: words that begin with a letter and consist of
+/// letters, digits and `_/.-`, strings, numbers (`7`, `0x1e`), times (`1h5ms`) and addresses, each
+/// as long as possible. Every other character is a token.
 fn nft_tokens(text: &str, colons: Colons) -> Vec<String> {
     let mut tokens = Vec::new();
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
-        let prefix_len = |of: fn(char) -> bool| rest.find(|char| !of(char)).unwrap_or(rest.len());
+        let prefix_len = |is_part: fn(char) -> bool| rest.find(|char| !is_part(char)).unwrap_or(rest.len());
         let address_len = prefix_len(|char| char.is_ascii_hexdigit() || char == ':');
         let end = if first == '"' {
             let close = rest[1..].find('"').map(|at| at + 2);
@@ -212,12 +216,13 @@ fn nft_tokens(text: &str, colons: Colons) -> Vec<String> {
     tokens
 }
 
-/// Returns the length of the number or time at the beginning of the text, in bytes.
+/// Returns the length of the number or time at the beginning of the text, in bytes; 0 if there is
+/// none.
 fn number_len(text: &str) -> usize {
-    let digits = |from: usize, of: fn(&u8) -> bool| text.bytes().skip(from).take_while(of).count();
-    let mut end = digits(0, u8::is_ascii_digit);
+    let count_from = |start: usize, is_digit: fn(&u8) -> bool| text.bytes().skip(start).take_while(is_digit).count();
+    let mut end = count_from(0, u8::is_ascii_digit);
     if text.starts_with("0x") || text.starts_with("0X") {
-        let hexadecimal = digits(2, u8::is_ascii_hexdigit);
+        let hexadecimal = count_from(2, u8::is_ascii_hexdigit);
         return if hexadecimal > 0 { 2 + hexadecimal } else { end };
     }
     while end > 0 {
@@ -225,7 +230,7 @@ fn number_len(text: &str) -> usize {
             break;
         };
         end += unit.len();
-        end += digits(end, u8::is_ascii_digit);
+        end += count_from(end, u8::is_ascii_digit);
     }
     end
 }

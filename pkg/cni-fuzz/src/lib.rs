@@ -1,10 +1,10 @@
 //! Fuzzing targets: for each kind of input from outside, a function that takes any bytes and panics
-//! if a property does not hold. The head of each module describes its property.
+//! if a property does not hold. The head of each module describes its properties.
 //!
-//! libFuzzer calls them from the crate `fuzz/`, which is outside the workspace and needs a nightly
-//! compiler. `tests/corpus.rs` calls them in `scripts/test` for each input of `fuzz/corpus/`. The
-//! plugins' crates make their private functions available in modules `fuzzing`, behind a feature
-//! that only this crate enables.
+//! libFuzzer calls the targets from the crate `fuzz/`, which is outside the workspace and needs a
+//! nightly compiler. `tests/corpus.rs`, which `scripts/test` runs, calls them with each input of
+//! `fuzz/corpus/`. Modules named `fuzzing` in the other crates make private functions available,
+//! behind a feature that only this crate enables.
 //!
 //! Targets change neither the kernel's network state nor files outside their own temporary folders.
 

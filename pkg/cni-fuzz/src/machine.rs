@@ -1,5 +1,4 @@
-//! A [`Machine`] for the targets: it runs no program, and one fixed path is the plugin's own
-//! namespace.
+//! A [`Machine`] for the targets, which need no program and no real namespace.
 
 use std::io;
 use std::path::Path;
@@ -7,11 +6,11 @@ use std::time::Instant;
 
 use cni::machine::{Child, Machine, Output, RunError};
 
-/// A machine that runs no program.
+/// A machine that runs no program and treats [`OWN_NETNS`] as the plugin's own namespace.
 #[derive(Debug)]
 pub(crate) struct NoMachine;
 
-/// The path that counts as the plugin's own namespace.
+/// The path of the plugin's own namespace. No file needs to exist there.
 pub(crate) const OWN_NETNS: &str = "/own";
 
 impl Machine for NoMachine {

@@ -1,4 +1,4 @@
-//! Rules of nf_tables in netlink messages. Any bytes are read without a panic. A rule that can be
+//! Rules of nf_tables in netlink messages. No bytes make the reader panic. A rule that can be
 //! written is read back unchanged, with its comment and its tags. A rule with a comment still has a
 //! comment when it is translated to the words of iptables.
 //!
@@ -18,7 +18,7 @@ use crate::input::Input;
 /// The length of a netlink message's header.
 const NLMSGHDR: usize = 16;
 const NFTA_RULE_HANDLE: u16 = 3;
-/// The lowest kind of a tag in a rule's user data. Lower kinds are those of nft.
+/// The lowest kind of these plugins' tags in a rule's user data. nft uses the lower kinds.
 const FIRST_TAG: u8 = 0x80;
 
 /// Runs the target with one input.
@@ -32,9 +32,10 @@ fn read(bytes: &[u8]) {
     check_payload(bytes);
     let (comment, tags) = fuzzing::read_userdata(bytes);
     if let Some(written) = fuzzing::userdata(comment.as_deref(), &tags) {
-        // These plugins never write a tag of a lower kind.
-        let can_be_written = tags.iter().all(|(kind, _)| *kind >= FIRST_TAG);
-        assert!(!can_be_written || fuzzing::read_userdata(&written) == (comment, tags));
+        let are_own_tags = tags.iter().all(|(kind, _)| *kind >= FIRST_TAG);
+        if are_own_tags {
+            assert_eq!(fuzzing::read_userdata(&written), (comment, tags));
+        }
     }
     for message in wire::messages(bytes) {
         let _ = wire::outcome(&message);
@@ -51,7 +52,7 @@ fn check_payload(bytes: &[u8]) {
     if let Some(place) = place {
         assert_eq!(place.handle, listed.handle);
     }
-    // A comment that was not UTF-8 has been read with replacement characters.
+    // A comment that is not UTF-8 is read with replacement characters, so its bytes differ.
     if let Some(comment) = listed.rule.comment.as_deref().filter(|comment| !comment.contains('\u{fffd}')) {
         let wanted = comment.as_bytes();
         assert!(wanted.is_empty() || bytes.windows(wanted.len()).any(|part| part == wanted));
@@ -108,7 +109,7 @@ fn write_and_read(input: &mut Input<'_>) {
     check_payload(&payload);
 }
 
-/// Returns a name. It has no NUL, which ends a name in the kernel.
+/// Returns a name without NUL, which would end the name in the kernel.
 fn name(input: &mut Input<'_>) -> String {
     input.text().replace('\0', "")
 }

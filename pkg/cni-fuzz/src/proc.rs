@@ -1,19 +1,24 @@
-//! Two texts of the kernel. `/proc/net/nf_conntrack` lists connections, so that some of them can be
-//! deleted: only connections to the requested ports are read from it, each with its own key.
-//! `/proc/locks` lists locks: a process is only found as the holder of a file's lock if a complete
-//! line names the process and the file's inode.
+//! Two texts of the kernel. `/proc/net/nf_conntrack` lists connections: only those to the requested
+//! ports are read, each with the key that deletes this connection. `/proc/locks` lists locks: a
+//! process is found as the holder of a file's lock only if a complete line has the process and the
+//! file's inode.
+
+use std::net::IpAddr;
 
 use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, decode_entry};
 use cni_linux::fuzzing::{conntrack_key, conntrack_text, lock_holder};
 use cni_linux::netlink::wire::Message;
 
+/// The kind of the messages that are decoded as entries (IPCTNL_MSG_CT_NEW).
 const NEW: u16 = 0x100;
 const NESTED: u16 = 1 << 15;
 const TUPLE_REPLY: u16 = 2;
 const TUPLE_IP: u16 = 1;
+const IP_V4_SOURCE: u16 = 1;
+const IP_V6_SOURCE: u16 = 3;
 
-/// The file whose lock is asked for: its device and inode.
+/// The device and the inode of the file that the holder of the lock is asked for.
 const DEVICE: (u64, u64) = (0xfd, 1);
 const INODE: u64 = 77;
 
@@ -37,11 +42,11 @@ fn connections(text: &str) {
     }
 }
 
-/// Returns the entry that is decoded from the key of `found` and a reply from the same address.
+/// Returns the entry that is decoded from the key of `found`, completed with the reply's tuple.
 fn from_key(found: &Entry) -> Option<Entry> {
     let (kind, address) = match found.answered_by {
-        std::net::IpAddr::V4(address) => (1, address.octets().to_vec()),
-        std::net::IpAddr::V6(address) => (3, address.octets().to_vec()),
+        IpAddr::V4(address) => (IP_V4_SOURCE, address.octets().to_vec()),
+        IpAddr::V6(address) => (IP_V6_SOURCE, address.octets().to_vec()),
     };
     let reply = attribute(TUPLE_REPLY | NESTED, &attribute(TUPLE_IP | NESTED, &attribute(kind, &address)));
     let payload = [conntrack_key(found), &reply].concat();

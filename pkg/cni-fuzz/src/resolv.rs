@@ -1,5 +1,5 @@
-//! A resolver's configuration file. No value is empty or has white space. What was read is the same
-//! after it was written as such a file, or as the `dns` of a result, and read again.
+//! A resolver's configuration file. No value is empty or has white space. The values are the same
+//! after they are written as a resolver's file, or as the `dns` of a result, and read again.
 
 use std::fmt::Write as _;
 

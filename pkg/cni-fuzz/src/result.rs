@@ -1,7 +1,6 @@
-//! Results. A result that was read in one version can be written in every version; only a result
-//! without an address cannot be written in a version below 0.3.0. What was written is read back as
-//! the same result, without the parts that the version cannot express, and written again as the
-//! same bytes.
+//! Results. A result that was read in one version can be written in every version, except that a
+//! result without an address cannot be written in a version below 0.3.0. A written result is read
+//! back without the parts that its version cannot express, and is then written as the same bytes.
 
 use cni::json::Json;
 use cni::result::{AddResult, Interface, ResultError, Route};
@@ -11,7 +10,7 @@ use cni::version::{Shape, Version};
 pub fn run(data: &[u8]) {
     let Ok(json) = Json::parse(data) else { return };
     for version in [Version::V0_2_0, Version::V0_4_0, Version::V1_1_0] {
-        // In this version, and in the one that the result itself names.
+        // Fails if the result names a version of a different form.
         let as_version = AddResult::decode_as(&json, version);
         let as_named = AddResult::decode(&json, version);
         if let (Ok(as_version), Ok(as_named)) = (&as_version, &as_named) {
@@ -39,7 +38,7 @@ pub(crate) fn check_versions(result: &AddResult) {
         assert_eq!(json.get("cniVersion").and_then(Json::as_str), Some(version.as_str()));
         let back = AddResult::decode_as(&json, version).expect("what we write we read");
         assert_eq!(back, expressible(result, version), "{version}");
-        assert_eq!(back.encode(version).expect("what was written once is written again"), bytes, "{version}");
+        assert_eq!(back.encode(version).expect("what was read is written again"), bytes, "{version}");
     }
 }
 
@@ -61,13 +60,16 @@ fn expressible(result: &AddResult, version: Version) -> AddResult {
         part.interfaces.clear();
         part.unknown = result.unknown.without_elements();
         // This form has one address of each family, and routes only in a family with an address.
-        let first = |is_ipv4: bool| result.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4);
-        let families: Vec<bool> = [true, false].into_iter().filter(|is_ipv4| first(*is_ipv4).is_some()).collect();
-        part.ips = families.iter().filter_map(|is_ipv4| first(*is_ipv4)).cloned().collect();
-        part.ips.iter_mut().for_each(|ip| ip.interface = None);
-        let routes_of = |is_ipv4: bool| result.routes.iter().filter(move |route| route.dst.is_ipv4() == is_ipv4);
-        part.routes =
-            families.iter().flat_map(|is_ipv4| routes_of(*is_ipv4)).map(|r| Route::new(r.dst, r.gw)).collect();
+        part.ips.clear();
+        part.routes.clear();
+        for is_ipv4 in [true, false] {
+            let Some(first) = result.ips.iter().find(|ip| ip.address.is_ipv4() == is_ipv4) else { continue };
+            let mut ip = first.clone();
+            ip.interface = None;
+            part.ips.push(ip);
+            let routes = result.routes.iter().filter(|route| route.dst.is_ipv4() == is_ipv4);
+            part.routes.extend(routes.map(|route| Route::new(route.dst, route.gw)));
+        }
     }
     part
 }

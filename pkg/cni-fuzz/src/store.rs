@@ -1,7 +1,7 @@
-//! host-local's folder with arbitrary contents, and verbs on it. An ADD gives only free addresses
-//! and writes a file with mode 0600 for each. DEL and GC succeed and remove only reservations that
-//! they should remove; because of a forged index they may miss some of these. Nothing else changes,
-//! in the folder or outside, whatever files, links, folders and forged indexes are there.
+//! host-local's folder with arbitrary files, links, folders and forged indexes, and verbs on it. An
+//! ADD gives only free addresses and writes a file with mode 0600 for each. DEL and GC succeed and
+//! remove only reservations that they should remove; because of a forged index they may miss some.
+//! Nothing else changes, in the folder or outside.
 //!
 //! The input: the folder's contents, then the verbs.
 
@@ -23,7 +23,7 @@ use crate::machine::NoMachine;
 /// The maximum time to wait for the lock.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// The files in the folder: the content of a regular file, or `None` for anything else.
+/// The entries of the folder by name: the content of a regular file, or `None` for anything else.
 type Files = BTreeMap<String, Option<Vec<u8>>>;
 
 /// Runs the target with one input.
@@ -42,9 +42,9 @@ pub fn run(data: &[u8]) {
         if input.is_empty() {
             break;
         }
-        // The low three bits select the verb, the next two the container, then one the interface:
-        // 0 and 1 are ADD, 2 ADD with a requested address, 3 and 4 DEL, 5 GC, 6 list and STATUS,
-        // 7 replaces the index by a forged one.
+        // The low three bits select what is done: 0 and 1 are ADD, 2 ADD with a requested address,
+        // 3 and 4 DEL, 5 GC, 6 list and STATUS, 7 replaces the index with a forged one. The next
+        // two bits select the container, and the next one the interface.
         let selector = input.byte();
         let verb = selector % 8;
         if verb == 7 {
@@ -69,7 +69,7 @@ pub fn run(data: &[u8]) {
             0..=2 => {
                 let mut requested = Requested::none();
                 if verb == 2 {
-                    // If this address is refused, the ADD requests none.
+                    // If the address is refused, the ADD runs without a requested address.
                     let _ = requested.add("ips", [address(&mut input).to_string().as_str()]);
                 }
                 let reserved = locked.reserve(&owner, &sets, &requested);
@@ -80,8 +80,10 @@ pub fn run(data: &[u8]) {
                 check_removal(&folder, &before, removed, &reservations_of(&before, &owner));
             }
             5 => {
-                let valid: Vec<&[u8]> = vec![b"c2\r\neth0", b"c2"];
-                let garbage = reservations(&before, |content| !valid.contains(&content));
+                // Everything except the reservations of container c2, also in the format without
+                // an interface.
+                let kept: [&[u8]; 2] = [b"c2\r\neth0", b"c2"];
+                let garbage = reservations(&before, |text| !kept.contains(&text));
                 let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC");
                 assert!(collected.error.is_none());
                 let removed = collected.removed.iter().map(|reservation| reservation.address).collect();
@@ -103,9 +105,9 @@ pub fn run(data: &[u8]) {
     assert_eq!(names, ["data", "outside"]);
 }
 
-/// Checks that an ADD wrote a file for each address of its lease, changed no other file except
-/// `last_reserved_ip.*`, and gave no address that was already reserved. `lease` is `None` if the
-/// ADD failed; then no file may have changed.
+/// Checks that an ADD wrote a file for each address of its lease and gave no address that was
+/// already reserved. If the ADD failed, `lease` is `None`. No other file must have changed, except
+/// `last_reserved_ip.*`.
 fn check_add(folder: &Path, before: &Files, owner: &Owner, sets: &RangeSets, lease: Option<Lease>) {
     let mut expected = before.clone();
     if let Some(lease) = lease {
@@ -113,10 +115,12 @@ fn check_add(folder: &Path, before: &Files, owner: &Owner, sets: &RangeSets, lea
         for (range, address) in lease.addresses {
             let name = address.to_string();
             assert!(range.contains(address) && sets.sets().iter().all(|set| !set.is_gateway(address)));
-            // A file that is not a reservation, such as an empty one, does not reserve its address.
-            let is_free =
-                |content: &Option<Vec<u8>>| content.as_deref().is_some_and(|text| reservation_text(text).is_none());
-            assert!(before.get(&name).is_none_or(is_free), "{name} was already reserved");
+            // A regular file that is not a reservation, such as an empty one, reserves no address.
+            let is_free = match before.get(&name) {
+                None => true,
+                Some(content) => content.as_deref().is_some_and(|text| reservation_text(text).is_none()),
+            };
+            assert!(is_free, "{name} was already reserved");
             let metadata = fs::metadata(folder.join(&name)).expect("a file");
             assert_eq!(metadata.permissions().mode() & 0o7777, 0o600);
             expected.insert(name, Some(text_of(owner).into_bytes()));
@@ -129,9 +133,8 @@ fn check_add(folder: &Path, before: &Files, owner: &Owner, sets: &RangeSets, lea
     assert_eq!(after, expected);
 }
 
-/// Checks that DEL or GC removed only reservations in `removable`, and changed no other file. Does
-/// not check that all of `removable` were removed: a forged index may hide reservations until the
-/// next rebuild.
+/// Checks that DEL or GC removed only reservations in `removable`, and changed no other file. They
+/// need not have removed all of them: a forged index may hide reservations until it is rebuilt.
 fn check_removal(folder: &Path, before: &Files, removed: Vec<IpAddr>, removable: &[String]) {
     let removed: Vec<String> = removed.iter().map(ToString::to_string).collect();
     assert!(removed.iter().all(|name| removable.contains(name)), "{removed:?} of {removable:?}");
@@ -140,7 +143,8 @@ fn check_removal(folder: &Path, before: &Files, removed: Vec<IpAddr>, removable:
     assert_eq!(files(folder), expected);
 }
 
-/// Creates files, links and folders in the folder. Returns whether its lock can be taken.
+/// Creates files, links and folders in `folder`, some of them links to `outside`. Returns whether
+/// the folder's lock can be taken: not if a folder is in place of the lock.
 fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
     let mut is_lockable = true;
     for _ in 0..input.byte() % 12 {
@@ -155,8 +159,7 @@ fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
             continue;
         }
         let kind = input.byte() % 16;
-        // The store follows a link in place of the lock. No such link is created here, because it
-        // would lead outside the folder.
+        // The lock is never a link here, because the store would follow it out of the folder.
         let made = match kind {
             0 => fs::create_dir(&path),
             1 if name != "lock" => symlink(outside, &path),
@@ -168,8 +171,10 @@ fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
             11 => fs::write(&path, b"\0\0\0"),
             _ => fs::write(&path, input.bytes()),
         };
-        // The store cannot open a folder in place of the lock.
-        is_lockable &= made.is_err() || !(name == "lock" && kind == 0);
+        let is_folder = made.is_ok() && kind == 0;
+        if name == "lock" && is_folder {
+            is_lockable = false;
+        }
     }
     is_lockable
 }
@@ -180,18 +185,17 @@ fn sets() -> RangeSets {
     RangeSets::check(&[], &RangeConf::default(), &[set("10.0.0.0/28"), set("fd00::/125")]).expect("two sets")
 }
 
-/// Returns all entries of the folder except the lock.
+/// Returns all entries of the folder except the lock, which exists only if a process needed it.
 fn files(folder: &Path) -> Files {
     let entries = fs::read_dir(folder).expect("the folder");
     let paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
-    let regular = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
-    let content = |path: &Path| regular(path).then(|| fs::read(path).expect("a file"));
+    let is_regular = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
+    let content = |path: &Path| is_regular(path).then(|| fs::read(path).expect("a file"));
     let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
-    // The lock is left out: whether it exists depends only on whether a process has needed it.
     paths.iter().filter(|path| name(path) != "lock").map(|path| (name(path), content(path))).collect()
 }
 
-/// Returns the names of the reservations whose text fulfils the condition.
+/// Returns the names of the reservations with a text for which `condition` returns `true`.
 fn reservations(files: &Files, condition: impl Fn(&[u8]) -> bool) -> Vec<String> {
     let text = |content: &Option<Vec<u8>>| reservation_text(content.as_deref()?);
     let is_selected = |(name, content): &(&String, &Option<Vec<u8>>)| {
@@ -200,14 +204,14 @@ fn reservations(files: &Files, condition: impl Fn(&[u8]) -> bool) -> Vec<String>
     files.iter().filter(is_selected).map(|(name, _)| name.clone()).collect()
 }
 
-/// Returns the names of the reservations of a container's interface. If there are none, returns
-/// those of the container without an interface, as old releases of host-local wrote them.
+/// Returns the names of the reservations of `owner`. If there are none, returns those with only the
+/// owner's container, as old releases of host-local wrote them.
 fn reservations_of(files: &Files, owner: &Owner) -> Vec<String> {
     let found = reservations(files, |text| text == text_of(owner).as_bytes());
     if found.is_empty() { reservations(files, |text| text == owner.id().as_bytes()) } else { found }
 }
 
-/// Returns the content of a reservation's file.
+/// Returns the content of a file that reserves an address for `owner`.
 fn text_of(owner: &Owner) -> String {
     format!("{}\r\n{}", owner.id(), owner.ifname())
 }

@@ -1,6 +1,6 @@
-//! `SHA256SUMS`, the list of programs that are installed. Each accepted name is a plain file name
-//! and not that of the list itself, and no name occurs twice. A list that was written again is read
-//! as the same.
+//! `SHA256SUMS`, the list of programs to install. Each accepted name is a plain file name other
+//! than `SHA256SUMS`, and no name occurs twice. An accepted list that is written again is read
+//! unchanged.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path};

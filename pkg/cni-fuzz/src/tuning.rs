@@ -1,7 +1,7 @@
 //! The sysctl keys, the allow-list and the backup of the plugin tuning. A key may mean several
-//! files, all in `/proc/sys/net`. The list `.`, which matches every key, permits all of them. Any
-//! other list permits only files among these. A list with a further pattern permits the same files
-//! or more, and a list of comments permits none. A backup is read as it was written.
+//! files, all in `/proc/sys/net`. The list `.`, which matches every key, permits all of them; any
+//! other list permits some of them or none. An additional pattern never forbids a file that the
+//! list permits, and a list of comments permits none. A backup is read as it was written.
 //!
 //! The input: the key and the interface, a line each; the rest is the list. If the first line is
 //! `backup`, the rest is a backup.
@@ -21,9 +21,8 @@ pub fn run(data: &[u8]) {
     }
     let ifname = input.line_text();
     let list = input.rest();
-    // All files that the key may mean.
-    let Some(all) = permitted(b".", &key, &ifname) else { return };
-    assert!(!all.is_empty());
+    let Some(all_files) = permitted(b".", &key, &ifname) else { return };
+    assert!(!all_files.is_empty());
     // Each line of the list as a comment.
     let commented: Vec<u8> = [b"# ", list].concat();
     let commented: Vec<u8> = commented
@@ -33,7 +32,7 @@ pub fn run(data: &[u8]) {
         .collect();
     assert!(permitted(&commented, &key, &ifname).is_none_or(|files| files.is_empty()));
     let Some(files) = permitted(list, &key, &ifname) else { return };
-    assert!(files.iter().all(|file| all.contains(file)));
+    assert!(files.iter().all(|file| all_files.contains(file)));
     let more = permitted(&[list, b"\n^net[./]core"].concat(), &key, &ifname).unwrap_or_default();
     assert!(files.iter().all(|file| more.contains(file)), "{files:?} {more:?}");
     // The interface matters only if the key has the placeholder IFNAME.
