@@ -164,7 +164,7 @@ impl Netlink {
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
         // Without NLM_F_ECHO: the kernel would send the echo in the other namespace, to whichever
         // socket has this connection's port ID there.
-        let created = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
+        let created = self.request(Kind::NewLink, &creation_request(spec), NLM_F_CREATE | NLM_F_EXCL);
         created.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }
 
@@ -180,7 +180,7 @@ impl Netlink {
 }
 
 /// Returns the request that creates the interface.
-fn request(spec: &StackedSpec<'_>) -> LinkRequest {
+fn creation_request(spec: &StackedSpec<'_>) -> LinkRequest {
     let options = match spec.stacked {
         Stacked::Macvlan(mode) => {
             let mut options = new_attribute(MODE_OR_ID, &(mode as u32).to_ne_bytes());
