@@ -111,15 +111,15 @@ impl Stacked {
     /// and malformed options.
     pub(super) fn decode(kind: &str, options: &[u8]) -> Option<Stacked> {
         let value = attribute(options, MODE_OR_ID)?;
-        let u16_value = || value.first_chunk().copied().map(u16::from_ne_bytes);
+        let u16_value = value.first_chunk().copied().map(u16::from_ne_bytes);
         match kind {
             "macvlan" => {
                 let number = u32::from_ne_bytes(*value.first_chunk()?);
                 MacvlanMode::ALL.into_iter().find(|mode| *mode as u32 == number).map(Stacked::Macvlan)
             }
             // These modes are numbered from 0, in the order of `ALL`.
-            "ipvlan" => IpvlanMode::ALL.get(usize::from(u16_value()?)).copied().map(Stacked::Ipvlan),
-            "vlan" => u16_value().map(Stacked::Vlan),
+            "ipvlan" => IpvlanMode::ALL.get(usize::from(u16_value?)).copied().map(Stacked::Ipvlan),
+            "vlan" => u16_value.map(Stacked::Vlan),
             _ => None,
         }
     }
