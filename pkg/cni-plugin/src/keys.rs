@@ -55,8 +55,8 @@ pub enum Masquerading {
     /// The packets keep their source address.
     #[default]
     Off,
-    /// The packets get the host's address, by rules of this backend; with `None`, of the one that
-    /// the host has.
+    /// The packets get the host's address. The rules are those of this backend; `None` stands for
+    /// the backend that the host has.
     On(Option<Backend>),
 }
 
@@ -89,8 +89,8 @@ pub fn mtu(configured: i64, accepted: RangeInclusive<u32>) -> Result<Option<u32>
 /// empty.
 ///
 /// # Errors
-/// The address is invalid: the end of the Go plugins' message, with the reason. The caller puts the
-/// beginning of its plugin's message before it.
+/// The address is invalid. The text is only the end of the Go plugins' message: the caller adds the
+/// beginning, which differs between the plugins.
 pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;
