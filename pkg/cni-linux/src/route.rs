@@ -214,12 +214,12 @@ impl Netlink {
         let request = if paths.len() == 1 { route_request(first) } else { multipath_request(first, paths) };
         self.request(Kind::NewRoute, &request, flags).map(drop).map_err(|cause| {
             let gateways: Vec<String> = paths.iter().filter_map(|path| path.gw).map(|gw| gw.to_string()).collect();
-            let doing = if gateways.is_empty() {
+            let failure = if gateways.is_empty() {
                 format!("failed to add route {}", first.dst)
             } else {
                 format!("failed to add route {} via {}", first.dst, gateways.join(" and "))
             };
-            Error::new(doing, cause)
+            Error::new(failure, cause)
         })
     }
 

@@ -50,8 +50,8 @@ impl std::fmt::Display for Rule {
 }
 
 impl Netlink {
-    /// Adds a rule, for the family of its source, which must be set. Without a priority the rule is
-    /// added even if the same rule exists.
+    /// Adds a rule. The rule must have a source, which determines the family. Without a priority
+    /// the rule is added even if the same rule exists.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the same rule with the same priority exists.

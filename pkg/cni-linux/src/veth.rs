@@ -165,8 +165,8 @@ impl Netlink {
         result
     }
 
-    /// Adds to the EEXIST of a failed creation which of the two names is in use. Returns any other
-    /// cause unchanged.
+    /// If a creation failed with EEXIST, stores in the cause which of the two names is in use.
+    /// Returns any other cause unchanged.
     ///
     /// Looks up only the peer's name: if it is in use, another host name would not help. If no link
     /// is found, the host end's name must be the one in use.

@@ -181,7 +181,7 @@ impl Conntrack {
     /// [`Error::is_unsupported`] if the kernel does not offer connection tracking over netlink, or
     /// does not support a filter in `request`.
     fn request_entries(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
-        const DOING: &str = "failed to list the tracked connections";
+        const FAILURE: &str = "failed to list the tracked connections";
         for _ in 0..DUMP_ATTEMPTS {
             let mut entries = Vec::new();
             let is_consistent = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
@@ -191,28 +191,30 @@ impl Conntrack {
                     entries.push(entry);
                 }
             });
-            match is_consistent.map_err(|cause| Error::new(DOING, cause)) {
+            match is_consistent.map_err(|cause| Error::new(FAILURE, cause)) {
                 Ok(true) => return Ok(entries),
                 Ok(false) => {}
                 // The kernel answers EINVAL if it has no connection tracking over netlink.
-                Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(DOING, Errno::EOPNOTSUPP)),
+                Err(error) if error.errno() == Some(libc::EINVAL) => {
+                    return Err(Error::new(FAILURE, Errno::EOPNOTSUPP));
+                }
                 Err(error) => return Err(error),
             }
         }
         Err(Error::new(
-            DOING,
+            FAILURE,
             Cause::text(format!("the table changed during each of {DUMP_ATTEMPTS} attempts to read it")),
         ))
     }
 
     /// Deletes an entry. Returns `false` if it no longer exists.
     fn delete(&mut self, entry: &Entry) -> Result<bool> {
-        let doing = format!(
+        let failure = format!(
             "failed to delete the tracked {} connection to {} that {} answers",
             entry.protocol, entry.destination, entry.answered_by
         );
         let deleted = self.socket.ask(IPCTNL_MSG_CT_DELETE, NLM_F_ACK, &entry.key, &mut |_| {});
-        match deleted.map_err(|cause| Error::new(doing, cause)) {
+        match deleted.map_err(|cause| Error::new(failure, cause)) {
             Ok(_) => Ok(true),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),

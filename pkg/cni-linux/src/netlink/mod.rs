@@ -148,8 +148,8 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Returns the request as the log names it: its type and description, or for a dump (`NLM_F_DUMP`
-    /// in `flags`) only its type.
+    /// Returns the request as the log names it: its type and description, or only its type for a
+    /// dump (`NLM_F_DUMP` in `flags`).
     fn name(self, flags: u16) -> String {
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);

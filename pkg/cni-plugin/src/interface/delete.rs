@@ -99,17 +99,17 @@ impl<I: Interface> Links<'_, '_, I> {
             }
         };
         let Some(netns) = netns else { return self.purge_host_end(&host, PortAction::GiveBack) };
-        let had_ifname = self.remove_inside(&host, &netns);
-        let host_end_removed = match had_ifname {
-            // The host's end has usually disappeared with CNI_IFNAME, but the end of an earlier ADD
-            // whose DEL was lost has not.
+        let inside_removed = self.remove_inside(&host, &netns);
+        let host_end_removed = match inside_removed {
+            // CNI_IFNAME existed. The host's end has usually disappeared with it, but the end of an
+            // earlier ADD whose DEL was lost has not.
             Ok(true) => self.purge_named_host_ends(&host).map(drop),
             // Both ends may have been renamed, so all aliases are searched.
             Ok(false) => self.purge_host_end(&host, PortAction::GiveBack),
             // Addresses may remain in the container.
             Err(_) => self.purge_host_end(&host, PortAction::TakeOff),
         };
-        Error::join([had_ifname.err(), host_end_removed.err()].into_iter().flatten())
+        Error::join([inside_removed.err(), host_end_removed.err()].into_iter().flatten())
     }
 
     /// Removes the attachment's interfaces in the container's namespace. Returns whether there was
@@ -139,8 +139,8 @@ impl<I: Interface> Links<'_, '_, I> {
     }
 
     /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. If its end on the
-    /// host has this attachment's port mark, gives it back instead. Leaves any other interface, with
-    /// a note unless its end has another attachment's port mark.
+    /// host has this attachment's port mark, gives it back instead. Leaves any other interface,
+    /// with a note unless its end has another attachment's port mark.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
@@ -192,9 +192,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(if is_ours { Ownership::Ours } else { Ownership::NotOurs })
     }
 
-    /// Whether `inner` belongs to this attachment. Called if no alias names an attachment, because a
-    /// Go plugin created `inner` or the ADD was killed before it set the alias. `outer` is the end
-    /// on the host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
+    /// Whether `inner` belongs to this attachment. Called if no alias names an attachment, because
+    /// a Go plugin created `inner` or the ADD was killed before it set the alias. `outer` is the
+    /// end on the host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
     /// `prevResult` has for CNI_IFNAME decides. Without that MAC, the plugin's
     /// [`owns_unmarked`](Interface::owns_unmarked) decides.
     fn is_ours_without_alias(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {

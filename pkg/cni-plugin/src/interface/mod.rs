@@ -184,8 +184,8 @@ pub trait Interface {
     fn owns_unmarked(&self, call: &Call<'_>, _host: &Netlink, _outer: Option<&Link>) -> Result<bool> {
         let Some(path) = call.netns.as_deref() else { return Ok(false) };
         // A path that cannot be examined is treated like the host's namespace: nothing is removed.
-        let is_own = call.machine.is_own_netns(path).unwrap_or(true);
-        Ok(!is_own)
+        let is_host_netns = call.machine.is_own_netns(path).unwrap_or(true);
+        Ok(!is_host_netns)
     }
 
     /// DEL: decides whether `inner`, which is CNI_IFNAME, belongs to this attachment. `None` leaves
