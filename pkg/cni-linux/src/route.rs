@@ -150,9 +150,10 @@ impl Route {
     /// and, for IPv4, scope. Does not compare the other fields, such as the protocol.
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
-        let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
+        let mtu_and_mss = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
         self.conflicts_with(other)
-            && (self.gw, self.oif, scope(self), metrics(self)) == (other.gw, other.oif, scope(other), metrics(other))
+            && (self.gw, self.oif, scope(self)) == (other.gw, other.oif, scope(other))
+            && mtu_and_mss(self) == mtu_and_mss(other)
     }
 }
 

@@ -66,8 +66,10 @@ pub enum Masquerading {
 /// Code 7 with the Go plugins' text for an unknown name.
 pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
     let Some(name) = name.and_then(non_empty) else { return Ok(None) };
-    let known = Backend::by_name(&name);
-    known.map(Some).ok_or_else(|| Error::config(format!("unknown ipmasq backend {name:?}")))
+    match Backend::by_name(&name) {
+        Some(backend) => Ok(Some(backend)),
+        None => Err(Error::config(format!("unknown ipmasq backend {name:?}"))),
+    }
 }
 
 /// Checks the key `mtu`. Returns `None` for 0, which leaves the kernel's default.

@@ -394,14 +394,18 @@ pub(super) fn wait_until_usable(
 ) -> Result<()> {
     // An IPv4 address accepts packets as soon as it is added.
     for address in addresses.into_iter().filter(IpAddr::is_ipv6) {
-        if !netlink.is_local_address(address)? {
-            let what = format!("{address} to become usable");
-            let check = || Ok(netlink.is_local_address(address)?.then_some(()));
-            let deadline = call.machine.now() + USABLE_DEADLINE;
-            match open_watch()?.wait(&what, deadline, call.machine, check) {
-                Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
-                outcome => outcome?,
-            }
+        if netlink.is_local_address(address)? {
+            continue;
+        }
+        let what = format!("{address} to become usable");
+        let deadline = call.machine.now() + USABLE_DEADLINE;
+        let waited = open_watch()?.wait(&what, deadline, call.machine, || {
+            let is_usable = netlink.is_local_address(address)?;
+            Ok(is_usable.then_some(()))
+        });
+        match waited {
+            Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
+            result => result?,
         }
     }
     Ok(())
