@@ -91,8 +91,8 @@ pub fn mtu(configured: i64, accepted: RangeInclusive<u32>) -> Result<Option<u32>
 /// empty.
 ///
 /// # Errors
-/// The address is invalid. The text is only the end of the Go plugins' message: the caller adds the
-/// beginning, which differs between the plugins.
+/// The address is invalid. The text is the end of the Go plugins' messages, whose beginnings
+/// differ.
 pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;
