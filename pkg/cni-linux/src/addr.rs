@@ -156,7 +156,7 @@ impl Netlink {
 
     /// Adds an address with these flags. Fails with EEXIST if the interface has the address.
     fn add_with_flags(&self, index: u32, cidr: Cidr, flags: AddressFlags) -> Result<()> {
-        let mut message = message(index, cidr);
+        let mut message = address_request(index, cidr);
         // Neither a /31 (RFC 3021) nor a /32 has a broadcast address.
         if let IpAddr::V4(broadcast) = cidr.last()
             && cidr.prefix() < 31
@@ -176,14 +176,14 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_not_found`] if the interface does not have the address, or does not exist.
     pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
-        self.request(Kind::DelAddress, &message(index, cidr), 0)
+        self.request(Kind::DelAddress, &address_request(index, cidr), 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to delete {cidr} from {}", self.label(index)), cause))
     }
 }
 
 /// Returns a request with the attributes that identify an address.
-fn message(index: u32, cidr: Cidr) -> AddressMessage {
+fn address_request(index: u32, cidr: Cidr) -> AddressMessage {
     let mut message = AddressMessage::default();
     message.header.index = index;
     message.header.prefix_len = cidr.prefix();

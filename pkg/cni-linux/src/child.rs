@@ -142,12 +142,13 @@ impl Running {
         // A debugger can delay the reaping of a child that has ended. Block until it is possible:
         // the pidfd is readable already, so with `try_wait` the caller's loop would spin.
         let reaped = if self.has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
-        self.exit = match reaped {
+        match reaped {
+            Ok(exit) => self.exit = exit,
             // std does not repeat an interrupted call; the caller's loop calls this function again.
             // If the child has ended, `wait_for_event` returns at once.
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
-            reaped => reaped?,
-        };
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
         Ok(())
     }
 
@@ -184,7 +185,7 @@ impl Drop for Running {
 /// Writes as much of `input` as the pipe takes at once, and removes it from `input`. Closes the
 /// pipe (sets it to `None`) after the last byte, or when the child has closed its end.
 ///
-/// Fails on any other error of the pipe: the child would take a part of the input for the whole.
+/// Fails on any other error of the pipe, because the child would take partial input for the whole.
 fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
     while let Some(stdin) = pipe {
         if input.is_empty() {

@@ -17,10 +17,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// A failure. Displays as `failed to add 10.1.2.3/24 to eth0: File exists (os error 17): <the
 /// kernel's explanation>`.
 #[derive(Debug, thiserror::Error)]
-#[error("{doing}: {cause}{}", Others(.others))]
+#[error("{failure}: {cause}{}", Others(.others))]
 pub struct Error {
     /// The failed action with its object: `failed to add 10.1.2.3/24 to eth0`.
-    doing: String,
+    failure: String,
     /// Later errors of the same work, appended to the message.
     others: Vec<Error>,
     #[source]
@@ -164,7 +164,7 @@ impl Cause {
         matches!(self.0, Reason::Terminated)
     }
 
-    /// Adds to the kernel's error for a new veth pair which of the pair's names is in use. Returns
+    /// Stores in the kernel's error for a new veth pair which of the two names is in use. Returns
     /// any other cause unchanged.
     pub(crate) fn with_taken_name(self, what: TakenName) -> Cause {
         match self.0 {
@@ -189,15 +189,15 @@ impl Cause {
 }
 
 impl Error {
-    /// Returns an error. `doing` names the failed action and its object: `failed to delete eth0`.
-    pub fn new(doing: impl fmt::Display, cause: impl Into<Cause>) -> Error {
-        Error { doing: doing.to_string(), cause: cause.into(), others: Vec::new() }
+    /// Returns an error. `failure` names the failed action and its object: `failed to delete eth0`.
+    pub fn new(failure: impl fmt::Display, cause: impl Into<Cause>) -> Error {
+        Error { failure: failure.to_string(), cause: cause.into(), others: Vec::new() }
     }
 
-    /// Puts `doing: ` before the message.
+    /// Puts `context: ` before the message.
     #[must_use]
-    pub fn context(mut self, doing: impl fmt::Display) -> Error {
-        self.doing = format!("{doing}: {}", self.doing);
+    pub fn context(mut self, context: impl fmt::Display) -> Error {
+        self.failure = format!("{context}: {}", self.failure);
         self
     }
 
@@ -277,11 +277,11 @@ impl From<Error> for cni::Error {
     /// signal, 102 if another attachment uses the object, else 100. A caller that knows a better
     /// code (for an unsupported VLAN setting, for example) sets it with [`cni::Error::with_code`].
     fn from(error: Error) -> cni::Error {
-        let Error { doing, cause, others } = error;
+        let Error { failure, cause, others } = error;
         let others = others.into_iter().map(cni::Error::from);
         if let Reason::NoNetns { .. } = &cause.0 {
             // The message begins with Go's text, which callers compare with.
-            let text = format!("{doing}: {cause} (CNI_NETNS)");
+            let text = format!("{failure}: {cause} (CNI_NETNS)");
             return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text).and(others);
         }
         let code = match &cause.0 {
@@ -289,7 +289,7 @@ impl From<Error> for cni::Error {
             Reason::Held(_) => cni::Code::CONFLICT,
             _ => cni::Code::KERNEL,
         };
-        cni::Error::caused(code, doing, cause).and(others)
+        cni::Error::caused(code, failure, cause).and(others)
     }
 }
 

@@ -18,7 +18,7 @@ impl Netlink {
     /// Sets the hardware address in the neighbour entry of `ip` on the interface `index`. Returns
     /// `false` if there is no entry.
     pub fn correct_neighbour(&self, index: u32, ip: IpAddr, mac: Mac) -> Result<bool> {
-        let mut message = message(index, ip);
+        let mut message = neighbour_request(index, ip);
         message.header.state = NeighbourState::Reachable;
         message.attributes.push(NeighbourAttribute::LinkLayerAddress(mac.0.to_vec()));
         match self.request(Kind::NewNeighbour, &message, NLM_F_REPLACE) {
@@ -32,7 +32,7 @@ impl Netlink {
 }
 
 /// Returns a request about the neighbour entry of `ip` on the interface `index`.
-fn message(index: u32, ip: IpAddr) -> NeighbourMessage {
+fn neighbour_request(index: u32, ip: IpAddr) -> NeighbourMessage {
     let mut message = NeighbourMessage::default();
     message.header.family = if ip.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
     message.header.ifindex = index;

@@ -255,7 +255,7 @@ impl Emitable for TrafficRequest {
 }
 
 impl Body for TrafficRequest {
-    fn words(&self) -> Vec<String> {
+    fn describe(&self) -> Vec<String> {
         let kind = attribute(&self.attributes, TCA_KIND).map(text);
         kind.into_iter().chain([format!("dev index {}", self.index)]).collect()
     }

@@ -150,9 +150,10 @@ impl Route {
     /// and, for IPv4, scope. Does not compare the other fields, such as the protocol.
     pub fn is_same(&self, other: &Route) -> bool {
         let scope = |route: &Route| if route.dst.is_ipv4() { route.scope.unwrap_or(0) } else { 0 };
-        let metrics = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
+        let mtu_and_mss = |route: &Route| (route.mtu.unwrap_or(0), route.advmss.unwrap_or(0));
         self.conflicts_with(other)
-            && (self.gw, self.oif, scope(self), metrics(self)) == (other.gw, other.oif, scope(other), metrics(other))
+            && (self.gw, self.oif, scope(self)) == (other.gw, other.oif, scope(other))
+            && mtu_and_mss(self) == mtu_and_mss(other)
     }
 }
 
@@ -180,7 +181,7 @@ impl Netlink {
     /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) route exists, which may be
     /// identical: see [`Netlink::list_conflicting`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
-        self.request(Kind::NewRoute, &message(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
+        self.request(Kind::NewRoute, &route_request(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
         })
     }
@@ -211,15 +212,15 @@ impl Netlink {
     /// `paths` is empty.
     fn add_paths(&self, paths: &[Route], flags: u16) -> Result<()> {
         let Some(first) = paths.first() else { return Ok(()) };
-        let message = if paths.len() == 1 { message(first) } else { multipath_message(first, paths) };
-        self.request(Kind::NewRoute, &message, flags).map(drop).map_err(|cause| {
+        let request = if paths.len() == 1 { route_request(first) } else { multipath_request(first, paths) };
+        self.request(Kind::NewRoute, &request, flags).map(drop).map_err(|cause| {
             let gateways: Vec<String> = paths.iter().filter_map(|path| path.gw).map(|gw| gw.to_string()).collect();
-            let doing = if gateways.is_empty() {
+            let failure = if gateways.is_empty() {
                 format!("failed to add route {}", first.dst)
             } else {
                 format!("failed to add route {} via {}", first.dst, gateways.join(" and "))
             };
-            Error::new(doing, cause)
+            Error::new(failure, cause)
         })
     }
 
@@ -323,7 +324,7 @@ impl Netlink {
 }
 
 /// Returns the request that adds a route.
-fn message(route: &Route) -> RouteMessage {
+fn route_request(route: &Route) -> RouteMessage {
     let mut message = RouteMessage::default();
     message.header = RouteHeader {
         address_family: Family::of(route.dst.address()).number(),
@@ -358,8 +359,8 @@ fn message(route: &Route) -> RouteMessage {
 
 /// Returns the request that adds one route over the gateways of `paths`; everything else is taken
 /// from `first`.
-fn multipath_message(first: &Route, paths: &[Route]) -> RouteMessage {
-    let mut message = message(&Route { gw: None, ..*first });
+fn multipath_request(first: &Route, paths: &[Route]) -> RouteMessage {
+    let mut message = route_request(&Route { gw: None, ..*first });
     // The interface is given for each gateway instead.
     message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Oif(_)));
     let to_next_hop = |path: &Route| {

@@ -50,19 +50,19 @@ impl std::fmt::Display for Rule {
 }
 
 impl Netlink {
-    /// Adds a rule, for the family of its source, which must be set. Without a priority the rule is
-    /// added even if the same rule exists.
+    /// Adds a rule. The rule must have a source, which determines the family. Without a priority
+    /// the rule is added even if the same rule exists.
     ///
     /// # Errors
     /// [`Error::is_exists`] if the same rule with the same priority exists.
     pub fn add_rule(&self, rule: &Rule) -> Result<()> {
-        let added = self.request(Kind::NewRule, &message(rule), NLM_F_CREATE | NLM_F_EXCL);
+        let added = self.request(Kind::NewRule, &rule_request(rule), NLM_F_CREATE | NLM_F_EXCL);
         added.map(drop).map_err(|cause| Error::new(format_args!("failed to add rule {rule}"), cause))
     }
 
     /// Deletes a rule if it exists.
     pub fn purge_rule(&self, rule: &Rule) -> Result<()> {
-        let Err(cause) = self.request(Kind::DelRule, &message(rule), 0) else { return Ok(()) };
+        let Err(cause) = self.request(Kind::DelRule, &rule_request(rule), 0) else { return Ok(()) };
         let error = Error::new(format_args!("failed to delete rule {rule}"), cause);
         if error.is_not_found() { Ok(()) } else { Err(error) }
     }
@@ -79,7 +79,7 @@ impl Netlink {
 }
 
 /// Returns the request that adds or deletes a rule.
-fn message(rule: &Rule) -> RuleMessage {
+fn rule_request(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.action = RuleAction::ToTable;
     message.attributes.push(RuleAttribute::Table(rule.table));

@@ -41,8 +41,8 @@ impl<'m, F: AsFd> Stream<'m, F> {
     /// [`ErrorKind::TimedOut`] if it is not ready after a termination signal or at the deadline.
     fn wait_until_ready(&mut self, event: PollFlags) -> io::Result<BorrowedFd<'_>> {
         let deadline = *self.deadline.get_or_insert_with(|| self.machine.now() + self.patience);
-        // A signal that `terminated` has read no longer makes the machine's descriptor ready, so it
-        // could not end a wait.
+        // The machine's descriptor no longer reports a signal that `terminated` has read. So after
+        // such a signal, the loop polls once, without waiting.
         let was_terminated = self.machine.was_terminated();
         loop {
             let time_left =

@@ -165,9 +165,11 @@ impl Netlink {
         result
     }
 
-    /// Adds to the EEXIST of a failed creation which of the two names is in use; returns any other
-    /// cause unchanged. If both names are in use, adds the peer's, because another host name would
-    /// not help. So only the peer's name is looked up; if no link is found, adds the host end's.
+    /// If a creation failed with EEXIST, stores in the cause which of the two names is in use.
+    /// Returns any other cause unchanged.
+    ///
+    /// Looks up only the peer's name: if it is in use, another host name would not help. If no link
+    /// is found, the host end's name must be the one in use.
     fn add_taken_name(&self, spec: &VethSpec<'_>, cause: Cause) -> Cause {
         if cause.errno() != Some(libc::EEXIST) {
             return cause;

@@ -81,14 +81,14 @@ impl Netlink {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
             VlanFlags::Access => BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged,
         };
-        self.request(Kind::SetLink, &request(index, vid, flags, target), 0)
+        self.request(Kind::SetLink, &vlan_request(index, vid, flags, target), 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
     }
 
     /// Removes a port, or a bridge itself, from a VLAN.
     pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
-        let request = request(index, vid, BridgeVlanInfoFlags::empty(), target);
+        let request = vlan_request(index, vid, BridgeVlanInfoFlags::empty(), target);
         self.request(Kind::DelLink, &request, 0)
             .map(drop)
             .map_err(|cause| Error::new(format_args!("failed to remove VLAN {vid} from {}", self.label(index)), cause))
@@ -96,7 +96,7 @@ impl Netlink {
 }
 
 /// Returns the request that adds a port or bridge to a VLAN, or removes it from the VLAN.
-fn request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
+fn vlan_request(index: u32, vid: u16, flags: BridgeVlanInfoFlags, target: Target) -> LinkRequest {
     /// The interface's master handles the request.
     const BRIDGE_FLAGS_MASTER: u16 = 1;
     /// The interface itself handles the request.
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn a_request_has_the_bytes_that_the_bridge_program_sends() {
         let access = BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged;
-        let bytes = request(7, 100, access, Target::Port).bytes();
+        let bytes = vlan_request(7, 100, access, Target::Port).bytes();
         let (family, index, attributes) = (bytes[0], &bytes[4..8], &bytes[16..]);
         assert_eq!((i32::from(family), index), (libc::AF_BRIDGE, 7u32.to_ne_bytes().as_slice()));
         // IFLA_AF_SPEC (26) of 20 bytes: IFLA_BRIDGE_FLAGS (0) = BRIDGE_FLAGS_MASTER (1),

@@ -55,8 +55,8 @@ pub enum Masquerading {
     /// The packets keep their source address.
     #[default]
     Off,
-    /// The packets get the host's address, by rules of this backend; with `None`, of the one that
-    /// the host has.
+    /// The packets get the host's address. The rules are those of this backend; `None` stands for
+    /// the backend that the host has.
     On(Option<Backend>),
 }
 
@@ -66,8 +66,10 @@ pub enum Masquerading {
 /// Code 7 with the Go plugins' text for an unknown name.
 pub fn masquerade_backend(name: Option<String>) -> Result<Option<Backend>> {
     let Some(name) = name.and_then(non_empty) else { return Ok(None) };
-    let known = Backend::by_name(&name);
-    known.map(Some).ok_or_else(|| Error::config(format!("unknown ipmasq backend {name:?}")))
+    match Backend::by_name(&name) {
+        Some(backend) => Ok(Some(backend)),
+        None => Err(Error::config(format!("unknown ipmasq backend {name:?}"))),
+    }
 }
 
 /// Checks the key `mtu`. Returns `None` for 0, which leaves the kernel's default.
@@ -89,8 +91,8 @@ pub fn mtu(configured: i64, accepted: RangeInclusive<u32>) -> Result<Option<u32>
 /// empty.
 ///
 /// # Errors
-/// The address is invalid: the end of the Go plugins' message, with the reason. The caller puts the
-/// beginning of its plugin's message before it.
+/// The address is invalid. The text is the end of the Go plugins' messages, whose beginnings
+/// differ.
 pub fn mac(sources: [&str; 3]) -> Result<Option<Mac>, String> {
     let Some(text) = sources.into_iter().find(|text| !text.is_empty()) else { return Ok(None) };
     let mac: Mac = text.parse().map_err(|_| format!("address {text}: invalid MAC address"))?;

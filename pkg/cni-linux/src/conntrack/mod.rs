@@ -65,8 +65,8 @@ const CTA_PROTO_DST_PORT: u16 = 3;
 /// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// Those that none of the claims' containers answers, but for example an earlier container.
-    /// Used at ADD.
+    /// Those that none of the claims' containers answers, for example connections to an earlier
+    /// container. Used at ADD.
     Others,
     /// Those that the claim's container answers. Used at DEL.
     Own,
@@ -128,17 +128,9 @@ impl Conntrack {
         if claims.is_empty() || tracked_count == Some(0) {
             return Ok(0);
         }
-        let selection = Selection::of(claims);
-        let from_text = match tracked_count {
-            Some(entry_count) if text::is_cheaper(entry_count) => text::read_entries(&selection),
-            _ => None,
-        };
-        let entries = match from_text {
-            Some(entries) => entries,
-            None => match self.list_entries(&selection) {
-                Err(error) if error.is_unsupported() => return Ok(0),
-                entries => entries?,
-            },
+        let entries = match self.read_entries(&Selection::of(claims), tracked_count) {
+            Err(error) if error.is_unsupported() => return Ok(0),
+            entries => entries?,
         };
         let mut host_addresses = HostAddresses::default();
         let (mut deleted_count, mut first_error) = (0, None);
@@ -159,6 +151,20 @@ impl Conntrack {
         }
     }
 
+    /// Returns the entries with one of the selected ports, read as text if that is cheaper, else
+    /// over netlink. `tracked_count` is the number of entries in the table, if it is known.
+    ///
+    /// # Errors
+    /// [`Error::is_unsupported`] if the kernel does not offer connection tracking over netlink.
+    fn read_entries(&mut self, selection: &Selection, tracked_count: Option<u64>) -> Result<Vec<Entry>> {
+        if tracked_count.is_some_and(text::is_cheaper)
+            && let Some(entries) = text::read_entries(selection)
+        {
+            return Ok(entries);
+        }
+        self.list_entries(selection)
+    }
+
     /// Returns the entries with one of the selected ports, read over netlink.
     fn list_entries(&mut self, selection: &Selection) -> Result<Vec<Entry>> {
         match self.request_entries(selection, &selection.request()) {
@@ -175,7 +181,7 @@ impl Conntrack {
     /// [`Error::is_unsupported`] if the kernel does not offer connection tracking over netlink, or
     /// does not support a filter in `request`.
     fn request_entries(&mut self, selection: &Selection, request: &[u8]) -> Result<Vec<Entry>> {
-        const DOING: &str = "failed to list the tracked connections";
+        const FAILURE: &str = "failed to list the tracked connections";
         for _ in 0..DUMP_ATTEMPTS {
             let mut entries = Vec::new();
             let is_consistent = self.socket.ask(IPCTNL_MSG_CT_GET, NLM_F_DUMP, request, &mut |message| {
@@ -185,28 +191,30 @@ impl Conntrack {
                     entries.push(entry);
                 }
             });
-            match is_consistent.map_err(|cause| Error::new(DOING, cause)) {
+            match is_consistent.map_err(|cause| Error::new(FAILURE, cause)) {
                 Ok(true) => return Ok(entries),
                 Ok(false) => {}
                 // The kernel answers EINVAL if it has no connection tracking over netlink.
-                Err(error) if error.errno() == Some(libc::EINVAL) => return Err(Error::new(DOING, Errno::EOPNOTSUPP)),
+                Err(error) if error.errno() == Some(libc::EINVAL) => {
+                    return Err(Error::new(FAILURE, Errno::EOPNOTSUPP));
+                }
                 Err(error) => return Err(error),
             }
         }
         Err(Error::new(
-            DOING,
+            FAILURE,
             Cause::text(format!("the table changed during each of {DUMP_ATTEMPTS} attempts to read it")),
         ))
     }
 
     /// Deletes an entry. Returns `false` if it no longer exists.
     fn delete(&mut self, entry: &Entry) -> Result<bool> {
-        let doing = format!(
+        let failure = format!(
             "failed to delete the tracked {} connection to {} that {} answers",
             entry.protocol, entry.destination, entry.answered_by
         );
         let deleted = self.socket.ask(IPCTNL_MSG_CT_DELETE, NLM_F_ACK, &entry.key, &mut |_| {});
-        match deleted.map_err(|cause| Error::new(doing, cause)) {
+        match deleted.map_err(|cause| Error::new(failure, cause)) {
             Ok(_) => Ok(true),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),
@@ -220,9 +228,8 @@ fn tracked_connections() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
-/// Whether an entry is to be deleted: for one of the claims, the entry targets the claim and is in
-/// `scope`, and the claim has a host address or the entry's destination is an address of this host.
-/// Fails if the host's addresses cannot be listed.
+/// Whether an entry is to be deleted: it targets one of the claims and is in `scope`, and its
+/// destination is an address of this host. Fails if the host's addresses cannot be listed.
 fn must_delete(
     entry: &Entry,
     claims: &[ClaimedPort],
@@ -236,7 +243,12 @@ fn must_delete(
             FlushScope::Others => !claims.iter().any(|other| is_answered_by_container(entry, other)),
             FlushScope::Own => is_answered_by_container(entry, claim),
         };
-        if is_in_scope && (claim.host_ip.is_some() || host_addresses.contains(entry.destination.ip())?) {
+        if !is_in_scope {
+            continue;
+        }
+        // A claim without a host address is also targeted by connections to other hosts that pass
+        // through this host.
+        if claim.host_ip.is_some() || host_addresses.contains(entry.destination.ip())? {
             return Ok(true);
         }
     }

@@ -46,8 +46,9 @@ pub(super) fn read_entries(selection: &Selection) -> Option<Vec<Entry>> {
     let mut previous_text: Option<String> = None;
     for _ in 0..READINGS {
         let (text, pages) = read_text().ok()?;
-        let has_same_connections = |previous: String| connection_words(&previous).eq(connection_words(&text));
-        if pages <= 1 || previous_text.is_some_and(has_same_connections) {
+        let is_confirmed =
+            previous_text.is_some_and(|previous| connection_words(&previous).eq(connection_words(&text)));
+        if pages <= 1 || is_confirmed {
             return parse(&text, selection);
         }
         previous_text = Some(text);

@@ -212,8 +212,8 @@ impl Netlink {
     }
 
     /// Whether the namespace of a veth's other end is being torn down, or the veth itself no longer
-    /// exists. The kernel removes such a veth soon; on a busy machine that takes up to a second.
-    /// `false` if `link` has no other end in another namespace.
+    /// exists. With that namespace the kernel also removes the veth; on a busy machine that takes
+    /// up to a second. Returns `false` if `link` has no other end in another namespace.
     pub fn peer_is_gone(&self, link: &Link) -> Result<bool> {
         let (Some(netns_id), Some(peer_index)) = (link.peer_netnsid, link.peer_index) else { return Ok(false) };
         // -1 is NETNSA_NSID_NOT_ASSIGNED: a namespace that is being torn down has lost its ID.

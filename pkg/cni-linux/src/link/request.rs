@@ -194,8 +194,50 @@ impl Emitable for LinkRequest {
 }
 
 impl Body for LinkRequest {
-    fn words(&self) -> Vec<String> {
-        words(self.index, (self.flags, self.change), &self.attributes)
+    /// Describes a request about a link: `index 7 down mtu 1400`, or without an index
+    /// `br0 type bridge`.
+    fn describe(&self) -> Vec<String> {
+        let mut words = Vec::new();
+        if self.index != 0 {
+            words.push(format!("index {}", self.index));
+        }
+        for (flag, on, off) in [
+            (libc::IFF_UP, "up", "down"),
+            (libc::IFF_PROMISC, "promisc on", "promisc off"),
+            (libc::IFF_ALLMULTI, "allmulticast on", "allmulticast off"),
+        ] {
+            let flag = flag.cast_unsigned();
+            if self.change & flag != 0 {
+                words.push(if self.flags & flag != 0 { on } else { off }.to_owned());
+            }
+        }
+        for (kind, value) in attributes(&self.attributes) {
+            // Used only for the attributes whose value is a number.
+            let number = native_u32(value).unwrap_or_default();
+            match kind {
+                // Without an index, the name identifies the link; with one, the name is to be set.
+                libc::IFLA_IFNAME if self.index == 0 => words.insert(0, text(value)),
+                libc::IFLA_IFNAME => words.push(format!("name {}", text(value))),
+                libc::IFLA_MTU => words.push(format!("mtu {number}")),
+                libc::IFLA_ADDRESS => words.extend(Mac::from_slice(value).map(|mac| format!("address {mac}"))),
+                libc::IFLA_IFALIAS => words.push(format!("alias {:?}", text(value))),
+                libc::IFLA_GROUP => words.push(format!("group {number}")),
+                libc::IFLA_TXQLEN => words.push(format!("txqueuelen {number}")),
+                libc::IFLA_MASTER if number == 0 => words.push("nomaster".to_owned()),
+                libc::IFLA_MASTER => words.push(format!("master index {number}")),
+                libc::IFLA_LINK => words.push(format!("link index {number}")),
+                libc::IFLA_NET_NS_FD => words.push("netns of the container".to_owned()),
+                libc::IFLA_LINKINFO => words.extend(describe_info(value)),
+                libc::IFLA_AF_SPEC => {
+                    // `struct bridge_vlan_info`: flags and VLAN ID.
+                    if let Some([_, _, low, high, ..]) = attribute(value, IFLA_BRIDGE_VLAN_INFO) {
+                        words.push(format!("vid {}", u16::from_ne_bytes([*low, *high])));
+                    }
+                }
+                _ => {}
+            }
+        }
+        words
     }
 }
 
@@ -204,62 +246,18 @@ fn terminated(text: &str) -> Vec<u8> {
     [text.as_bytes(), &[0]].concat()
 }
 
-/// Describes a request in the words of `ip link`, for the log. `change` is the mask of the flags
-/// that the request sets or clears; `flags` has those that it sets.
-fn words(index: u32, (flags, change): (u32, u32), encoded: &[u8]) -> Vec<String> {
-    let mut words = Vec::new();
-    if index != 0 {
-        words.push(format!("index {index}"));
-    }
-    for (flag, on, off) in [
-        (libc::IFF_UP, "up", "down"),
-        (libc::IFF_PROMISC, "promisc on", "promisc off"),
-        (libc::IFF_ALLMULTI, "allmulticast on", "allmulticast off"),
-    ] {
-        let flag = flag.cast_unsigned();
-        if change & flag != 0 {
-            words.push(if flags & flag != 0 { on } else { off }.to_owned());
-        }
-    }
-    for (kind, value) in attributes(encoded) {
-        // Meaningless for attributes whose value is not a number, which do not use it.
-        let number = native_u32(value).unwrap_or_default();
-        match kind {
-            // Without an index, the name identifies the link; with one, the name is to be set.
-            libc::IFLA_IFNAME if index == 0 => words.insert(0, text(value)),
-            libc::IFLA_IFNAME => words.push(format!("name {}", text(value))),
-            libc::IFLA_MTU => words.push(format!("mtu {number}")),
-            libc::IFLA_ADDRESS => words.extend(Mac::from_slice(value).map(|mac| format!("address {mac}"))),
-            libc::IFLA_IFALIAS => words.push(format!("alias {:?}", text(value))),
-            libc::IFLA_GROUP => words.push(format!("group {number}")),
-            libc::IFLA_TXQLEN => words.push(format!("txqueuelen {number}")),
-            libc::IFLA_MASTER if number == 0 => words.push("nomaster".to_owned()),
-            libc::IFLA_MASTER => words.push(format!("master index {number}")),
-            libc::IFLA_LINK => words.push(format!("link index {number}")),
-            libc::IFLA_NET_NS_FD => words.push("netns of the container".to_owned()),
-            libc::IFLA_LINKINFO => words.extend(info_words(value)),
-            libc::IFLA_AF_SPEC => {
-                // `struct bridge_vlan_info`: flags and VLAN ID.
-                if let Some([_, _, low, high, ..]) = attribute(value, IFLA_BRIDGE_VLAN_INFO) {
-                    words.push(format!("vid {}", u16::from_ne_bytes([*low, *high])));
-                }
-            }
-            _ => {}
-        }
-    }
-    words
-}
-
-/// Describes the content of `IFLA_LINKINFO`, as [`words`] does; for a veth with its other end.
-fn info_words(info: &[u8]) -> Vec<String> {
+/// Describes the content of `IFLA_LINKINFO` for the log; for a veth with its other end.
+fn describe_info(info: &[u8]) -> Vec<String> {
     let mut words = Vec::new();
     let kind = attribute(info, libc::IFLA_INFO_KIND).map(text);
     words.extend(kind.as_ref().map(|kind| format!("type {kind}")));
     if let Some(options) = attribute(info, libc::IFLA_INFO_DATA) {
         let peer = if kind.as_deref() == Some("veth") { attribute(options, VETH_INFO_PEER) } else { None };
         words.push(match peer.and_then(|peer| peer.get(HEADER..)) {
-            // The description of the other end has neither an index nor flags.
-            Some(peer) => format!("peer ( {} )", self::words(0, (0, 0), peer).join(" ")),
+            Some(peer) => {
+                let peer = LinkRequest { attributes: peer.to_vec(), ..LinkRequest::without_index() };
+                format!("peer ( {} )", peer.describe().join(" "))
+            }
             None => "with options".to_owned(),
         });
     }
@@ -276,7 +274,7 @@ mod tests {
     use netlink_packet_route::link::{InfoBridge, InfoData, InfoKind, InfoVeth, LinkAttribute, LinkInfo, LinkMessage};
 
     fn words(request: &LinkRequest) -> String {
-        request.words().join(" ")
+        request.describe().join(" ")
     }
 
     #[test]

@@ -111,15 +111,15 @@ impl Stacked {
     /// and malformed options.
     pub(super) fn decode(kind: &str, options: &[u8]) -> Option<Stacked> {
         let value = attribute(options, MODE_OR_ID)?;
-        let u16_value = || value.first_chunk().copied().map(u16::from_ne_bytes);
+        let u16_value = value.first_chunk().copied().map(u16::from_ne_bytes);
         match kind {
             "macvlan" => {
                 let number = u32::from_ne_bytes(*value.first_chunk()?);
                 MacvlanMode::ALL.into_iter().find(|mode| *mode as u32 == number).map(Stacked::Macvlan)
             }
             // These modes are numbered from 0, in the order of `ALL`.
-            "ipvlan" => IpvlanMode::ALL.get(usize::from(u16_value()?)).copied().map(Stacked::Ipvlan),
-            "vlan" => u16_value().map(Stacked::Vlan),
+            "ipvlan" => IpvlanMode::ALL.get(usize::from(u16_value?)).copied().map(Stacked::Ipvlan),
+            "vlan" => u16_value.map(Stacked::Vlan),
             _ => None,
         }
     }
@@ -164,7 +164,7 @@ impl Netlink {
     pub fn create_stacked(&self, spec: &StackedSpec<'_>) -> Result<()> {
         // Without NLM_F_ECHO: the kernel would send the echo in the other namespace, to whichever
         // socket has this connection's port ID there.
-        let created = self.request(Kind::NewLink, &request(spec), NLM_F_CREATE | NLM_F_EXCL);
+        let created = self.request(Kind::NewLink, &creation_request(spec), NLM_F_CREATE | NLM_F_EXCL);
         created.map(drop).map_err(|cause| Error::new(format_args!("failed to create {}", spec.stacked.kind()), cause))
     }
 
@@ -180,7 +180,7 @@ impl Netlink {
 }
 
 /// Returns the request that creates the interface.
-fn request(spec: &StackedSpec<'_>) -> LinkRequest {
+fn creation_request(spec: &StackedSpec<'_>) -> LinkRequest {
     let options = match spec.stacked {
         Stacked::Macvlan(mode) => {
             let mut options = new_attribute(MODE_OR_ID, &(mode as u32).to_ne_bytes());

@@ -135,8 +135,8 @@ pub(crate) enum Kind {
 
 /// The body of a request.
 pub(crate) trait Body: Emitable {
-    /// Returns the content as words, like the arguments of ip(8), for the log.
-    fn words(&self) -> Vec<String>;
+    /// Describes the content for the log, in words like the arguments of ip(8).
+    fn describe(&self) -> Vec<String>;
 }
 
 /// A request. The packet crate's enum of all requests is not used, because it links the code for
@@ -148,13 +148,13 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Returns the request as the log names it: its type and words, or for a dump (`NLM_F_DUMP`
-    /// in `flags`) only its type.
+    /// Returns the request as the log names it: its type and description, or only its type for a
+    /// dump (`NLM_F_DUMP` in `flags`).
     fn name(self, flags: u16) -> String {
         if flags & NLM_F_DUMP == NLM_F_DUMP {
             return format!("netlink {:?} (all)", self.kind);
         }
-        let words: String = self.body.words().iter().map(|word| format!(" {word}")).collect();
+        let words: String = self.body.describe().iter().map(|word| format!(" {word}")).collect();
         format!("netlink {:?}{words}", self.kind)
     }
 

@@ -13,14 +13,14 @@ use super::Body;
 use crate::mac::Mac;
 use crate::route;
 
-/// Returns the words for an interface. A request has only its index, not its name.
+/// Describes an interface. A request has only its index, not its name.
 fn dev(index: u32) -> String {
     format!("dev index {index}")
 }
 
 impl Body for AddressMessage {
     /// Describes an address: `10.1.2.3/24 dev index 5 broadcast 10.1.2.255`.
-    fn words(&self) -> Vec<String> {
+    fn describe(&self) -> Vec<String> {
         let address = self;
         let mut words = vec![dev(address.header.index)];
         for attribute in &address.attributes {
@@ -36,7 +36,7 @@ impl Body for AddressMessage {
 
 impl Body for RouteMessage {
     /// Describes a route: `10.1.0.0/16 via 10.1.2.1 dev index 5`.
-    fn words(&self) -> Vec<String> {
+    fn describe(&self) -> Vec<String> {
         let route = self;
         let (mut to, mut words) = ("default".to_owned(), Vec::new());
         for attribute in &route.attributes {
@@ -61,7 +61,7 @@ impl Body for RouteMessage {
 
 impl Body for RuleMessage {
     /// Describes a rule: `from 10.1.2.3/32 lookup 100`.
-    fn words(&self) -> Vec<String> {
+    fn describe(&self) -> Vec<String> {
         let rule = self;
         let mut words = Vec::new();
         for attribute in &rule.attributes {
@@ -78,7 +78,7 @@ impl Body for RuleMessage {
 
 impl Body for NeighbourMessage {
     /// Describes a neighbour entry: `10.1.2.3 dev index 5 lladdr 02:00:00:00:00:01`.
-    fn words(&self) -> Vec<String> {
+    fn describe(&self) -> Vec<String> {
         let neighbour = self;
         let mut words = vec![dev(neighbour.header.ifindex)];
         for attribute in &neighbour.attributes {

@@ -132,8 +132,8 @@ pub fn attribute(bytes: &[u8], kind: u16) -> Option<&[u8]> {
     attributes(bytes).find(|(other, _)| *other == kind).map(|(_, value)| value)
 }
 
-/// Returns the first attribute of this type as a number in network byte order; `None` if there is
-/// none, or its value does not have exactly 4 bytes.
+/// Decodes the first attribute of this type, a number in network byte order; `None` if there is no
+/// such attribute, or its value does not have exactly 4 bytes.
 pub fn number(bytes: &[u8], kind: u16) -> Option<u32> {
     attribute(bytes, kind).and_then(u32_be)
 }

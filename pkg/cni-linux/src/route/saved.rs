@@ -11,7 +11,7 @@ use netlink_packet_route::route::{
     RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteNextHopFlags, RouteType,
 };
 
-use super::{Family, Route, message, parse, to_ip, unicast_routes};
+use super::{Family, Route, parse, route_request, to_ip, unicast_routes};
 use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink};
 
@@ -21,7 +21,7 @@ pub struct SavedRoute(RouteMessage);
 
 impl From<&Route> for SavedRoute {
     fn from(route: &Route) -> SavedRoute {
-        SavedRoute(message(route))
+        SavedRoute(route_request(route))
     }
 }
 

@@ -126,8 +126,8 @@ fn bring_up<'a, I: Interface>(
         plugin.wait_for_frames(context, created, watch)?;
     }
     if let Some(watch) = &dad_watch {
-        // ADD does not wait for the host's addresses here: their detection takes seconds, and no
-        // first packet of the container depends on it.
+        // ADD does not wait for the host's addresses here: their detection takes seconds, and the
+        // container's first packets do not depend on it.
         layer3::wait_for_dad(&context.container, watch, created.index, context.call.machine)?;
     } else {
         layer3::wait_until_usable(&context.host, host_state.added, context.call, Watch::open)?;

@@ -10,7 +10,7 @@ use cni::result::{AddResult, IpConfig};
 use cni_linux::{Link, Netlink};
 
 /// The alias of a host end that another plugin created and that is now a port of this plugin's
-/// bridge: `cni-port:<attachment> <first address>+<address count> <earlier alias>`.
+/// bridge: `cni-port:<attachment> <position of the first address>+<address count> <earlier alias>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortMark {
     /// The attachment that the port belongs to, in the form of [`AttachmentId::alias`].

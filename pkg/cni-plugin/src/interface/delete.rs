@@ -99,17 +99,17 @@ impl<I: Interface> Links<'_, '_, I> {
             }
         };
         let Some(netns) = netns else { return self.purge_host_end(&host, PortAction::GiveBack) };
-        let had_ifname = self.remove_inside(&host, &netns);
-        let host_end_removed = match had_ifname {
-            // The host's end has usually disappeared with CNI_IFNAME, but the end of an earlier ADD
-            // whose DEL was lost has not.
+        let inside_removed = self.remove_inside(&host, &netns);
+        let host_end_removed = match inside_removed {
+            // CNI_IFNAME existed. The host's end has usually disappeared with it, but the end of an
+            // earlier ADD whose DEL was lost has not.
             Ok(true) => self.purge_named_host_ends(&host).map(drop),
             // Both ends may have been renamed, so all aliases are searched.
             Ok(false) => self.purge_host_end(&host, PortAction::GiveBack),
             // Addresses may remain in the container.
             Err(_) => self.purge_host_end(&host, PortAction::TakeOff),
         };
-        Error::join([had_ifname.err(), host_end_removed.err()].into_iter().flatten())
+        Error::join([inside_removed.err(), host_end_removed.err()].into_iter().flatten())
     }
 
     /// Removes the attachment's interfaces in the container's namespace. Returns whether there was
@@ -138,9 +138,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, or gives it back if
-    /// its end on the host has this attachment's port mark. Leaves any other interface: silently if
-    /// its end has another attachment's port mark, else with a note.
+    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. If its end on the
+    /// host has this attachment's port mark, gives it back instead. Leaves any other interface,
+    /// with a note unless its end has another attachment's port mark.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
@@ -176,7 +176,7 @@ impl<I: Interface> Links<'_, '_, I> {
     /// Returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end
     /// on the host. The plugin's [`claims`](Interface::claims) decides, if it returns a decision.
     /// Otherwise an alias that names an attachment decides, if there is one. Otherwise `inner` must
-    /// be of the plugin's kind, and [`owns_unmarked`](Self::owns_unmarked) decides.
+    /// be of the plugin's kind, and [`is_ours_without_alias`](Self::is_ours_without_alias) decides.
     fn ownership(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<Ownership> {
         if let Some(ownership) = self.plugin.claims(self.call, self.prev, inner) {
             return Ok(ownership);
@@ -187,16 +187,17 @@ impl<I: Interface> Links<'_, '_, I> {
         let is_ours = if names_attachment {
             self.attachment.is_on(alias)
         } else {
-            self.plugin.is_kind(inner) && self.owns_unmarked(host, inner, outer)?
+            self.plugin.is_kind(inner) && self.is_ours_without_alias(host, inner, outer)?
         };
         Ok(if is_ours { Ownership::Ours } else { Ownership::NotOurs })
     }
 
-    /// Whether `inner` belongs to this attachment although no alias names an attachment: a Go
-    /// plugin created it, or its ADD was killed before it set the alias. `outer` is its end on the
-    /// host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
-    /// `prevResult` has for CNI_IFNAME decides. Without that MAC, the plugin decides.
-    fn owns_unmarked(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
+    /// Whether `inner` belongs to this attachment. Called if no alias names an attachment, because
+    /// a Go plugin created `inner` or the ADD was killed before it set the alias. `outer` is the
+    /// end on the host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
+    /// `prevResult` has for CNI_IFNAME decides. Without that MAC, the plugin's
+    /// [`owns_unmarked`](Interface::owns_unmarked) decides.
+    fn is_ours_without_alias(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))
         {

@@ -86,14 +86,15 @@ impl Layer3 {
         self.ips.iter().map(|ip| ip.address).collect()
     }
 
-    /// Returns the gateway of each address, with the prefix length of that address, without
-    /// duplicates. Leaves out the IPv4 gateway of an IPv6 address whose prefix is longer than 32.
+    /// Returns the gateways as addresses for a link of the host that acts as the gateway: each with
+    /// the prefix length of the container's address, without duplicates.
     pub fn gateways(&self) -> Vec<Cidr> {
         let mut gateways = Vec::new();
         for ip in &self.ips {
-            if let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix()))
-                && !gateways.contains(&gateway)
-            {
+            let Some(gateway) = ip.gateway else { continue };
+            // `None` only for the IPv4 gateway of an IPv6 address whose prefix is longer than 32.
+            let Some(gateway) = Cidr::new(gateway, ip.address.prefix()) else { continue };
+            if !gateways.contains(&gateway) {
                 gateways.push(gateway);
             }
         }
@@ -101,9 +102,9 @@ impl Layer3 {
     }
 
     /// Adds a default route for each address family that has a gateway, beginning with the family
-    /// of the first address. If IPAM lists a default route of the family with a gateway, adds none.
-    /// If IPAM lists one without a gateway, in the main table and with metric 0, sets the gateway
-    /// of that route instead.
+    /// of the first address. If IPAM's answer has a default route of the family
+    /// - with a gateway, adds none;
+    /// - without a gateway, in the main table and with metric 0, sets the gateway of that route.
     fn add_default_routes(&mut self) {
         let mut families = Family::ALL;
         if self.ips.first().is_some_and(|ip| !ip.address.is_ipv4()) {
@@ -116,20 +117,20 @@ impl Layer3 {
             if self.routes.iter().any(|route| route.dst.network() == default && route.gw.is_some()) {
                 continue;
             }
-            let existing = self.routes.iter_mut().find(|route| {
+            let without_gateway = self.routes.iter_mut().find(|route| {
                 route.dst.network() == default
                     && route.table.is_none_or(|table| table == 0 || table == MAIN_TABLE)
                     && route.priority.unwrap_or(0) == 0
             });
-            match existing {
+            match without_gateway {
                 Some(route) => route.gw = Some(gateway),
                 None => self.routes.push(ResultRoute::new(default, Some(gateway))),
             }
         }
     }
 
-    /// Returns the first gateway of an address family, which routes of the family without a gateway
-    /// use. Returns `None` if no address of the family has a gateway.
+    /// Returns the gateway for the family's routes that name none: the first gateway of an address
+    /// of the family. Returns `None` if no address of the family has a gateway.
     fn family_gateway(&self, family: Family) -> Option<IpAddr> {
         self.ips.iter().filter(|ip| Family::of(ip.address.address()) == family).find_map(|ip| ip.gateway)
     }
@@ -192,15 +193,19 @@ impl Layer3 {
 
     /// Returns the routes that the kernel gets: first those of `subnet_routes`, then the routes of
     /// the result, in the result's order. `interface_index` is the index of CNI_IFNAME.
-    pub(super) fn kernel_routes(&self, interface_index: u32) -> impl Iterator<Item = Route> + '_ {
-        self.subnet_routes(interface_index).into_iter().chain(self.routes.iter().map(move |route| Route {
-            mtu: route.mtu,
-            advmss: route.advmss,
-            priority: route.priority,
-            table: route.table,
-            scope: route.scope,
-            ..Route::new(route.dst.network(), self.next_hop(route), interface_index)
-        }))
+    pub(super) fn kernel_routes(&self, interface_index: u32) -> Vec<Route> {
+        let mut routes = self.subnet_routes(interface_index);
+        for route in &self.routes {
+            routes.push(Route {
+                mtu: route.mtu,
+                advmss: route.advmss,
+                priority: route.priority,
+                table: route.table,
+                scope: route.scope,
+                ..Route::new(route.dst.network(), self.next_hop(route), interface_index)
+            });
+        }
+        routes
     }
 
     /// Returns the routes by which the container reaches its subnets. For
@@ -274,7 +279,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
         }
     }
     container.set_up(index)?;
-    let routes: Vec<Route> = layer3.kernel_routes(index).collect();
+    let routes = layer3.kernel_routes(index);
     let mut left_out: Vec<Route> = Vec::new();
     for paths in merge_conflicting(&routes) {
         let route = paths[0];
@@ -286,7 +291,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
             }
         }
     }
-    // The result's routes are the last ones in `routes`, in the same order.
+    // `routes` ends with the result's routes, in the same order.
     let result_routes = std::mem::take(&mut layer3.routes);
     let kernel_routes = &routes[routes.len() - result_routes.len()..];
     for (result_route, kernel_route) in result_routes.into_iter().zip(kernel_routes) {
@@ -340,6 +345,7 @@ fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRo
     if existing.iter().any(|other| other.is_same(route)) {
         return Ok(AddedRoute::InForce);
     }
+    // Also if `existing` is empty: it lists only unicast routes, not for example a blackhole route.
     if existing.iter().all(|other| other.is_connected(index)) {
         container.add_route_in_front(paths)?;
         return Ok(AddedRoute::InForce);
@@ -388,14 +394,18 @@ pub(super) fn wait_until_usable(
 ) -> Result<()> {
     // An IPv4 address accepts packets as soon as it is added.
     for address in addresses.into_iter().filter(IpAddr::is_ipv6) {
-        if !netlink.is_local_address(address)? {
-            let what = format!("{address} to become usable");
-            let check = || Ok(netlink.is_local_address(address)?.then_some(()));
-            let deadline = call.machine.now() + USABLE_DEADLINE;
-            match open_watch()?.wait(&what, deadline, call.machine, check) {
-                Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
-                outcome => outcome?,
-            }
+        if netlink.is_local_address(address)? {
+            continue;
+        }
+        let what = format!("{address} to become usable");
+        let deadline = call.machine.now() + USABLE_DEADLINE;
+        let waited = open_watch()?.wait(&what, deadline, call.machine, || {
+            let is_usable = netlink.is_local_address(address)?;
+            Ok(is_usable.then_some(()))
+        });
+        match waited {
+            Err(error) if error.is_deadline() => call.notes.note(format_args!("{error}")),
+            result => result?,
         }
     }
     Ok(())

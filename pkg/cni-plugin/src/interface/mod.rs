@@ -184,8 +184,8 @@ pub trait Interface {
     fn owns_unmarked(&self, call: &Call<'_>, _host: &Netlink, _outer: Option<&Link>) -> Result<bool> {
         let Some(path) = call.netns.as_deref() else { return Ok(false) };
         // A path that cannot be examined is treated like the host's namespace: nothing is removed.
-        let is_own = call.machine.is_own_netns(path).unwrap_or(true);
-        Ok(!is_own)
+        let is_host_netns = call.machine.is_own_netns(path).unwrap_or(true);
+        Ok(!is_host_netns)
     }
 
     /// DEL: decides whether `inner`, which is CNI_IFNAME, belongs to this attachment. `None` leaves
@@ -396,6 +396,8 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         }
     }
 
+    /// Returns for each answer the error with which ADD would reject it, or `None` if ADD would
+    /// accept it. `earlier` has the addresses that earlier plugins gave to the container.
     fn examine_answers(&self, conf: &NetConf, answers: &[AddResult], earlier: &[Cidr]) -> Result<Vec<Option<Error>>> {
         let mut earlier_ips = Vec::new();
         for address in earlier {
@@ -450,8 +452,8 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 }
 
-/// Returns the error of an ADD whose CNI_IFNAME exists already: code 102, for a veth with the Go
-/// plugin's text.
+/// Returns the error, code 102, of an ADD whose CNI_IFNAME exists already. For a veth, the text is
+/// the Go plugin's.
 pub fn name_taken<I: Interface>(attachment: &AttachmentId) -> Error {
     match I::HOST_END {
         HostEnd::Veth { .. } => veth::name_taken(&attachment.ifname, &attachment.host_name(0)),

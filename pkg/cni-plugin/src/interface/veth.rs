@@ -122,8 +122,8 @@ pub fn refuse_router_advertisements(link: &str) {
     let _ = sysctl::write(&format!("net/ipv6/conf/{link}/accept_ra"), "0");
 }
 
-/// Returns a random MAC for a link to be created. The kernel would choose one too, but udev's MAC
-/// policy may change that one; it leaves an address that was set at the creation.
+/// Returns a random MAC for a link to be created. udev's MAC policy may change an address that the
+/// kernel chose, but not one that was set at creation.
 ///
 /// # Errors
 /// Code 5 if the kernel returns no random bytes.

@@ -49,9 +49,9 @@ fn a_subnet_behind_its_gateway_has_two_routes() {
     let ipam = AddResult::decode(&Json::parse(ipam.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
     let policy = Layer3Policy { subnet: SubnetRoute::ThroughGateway, ..Layer3Policy::default() };
     let made = Layer3::new(&ipam, &policy, 1, &[]).unwrap();
-    let routes: Vec<String> = made.kernel_routes(1).map(|route| route.to_string()).collect();
+    let routes: Vec<String> = made.kernel_routes(1).iter().map(ToString::to_string).collect();
     assert_eq!(routes, ["10.1.0.1/32", "10.1.0.0/24 via 10.1.0.1", "fe80::1/128", "0.0.0.0/0 via 10.1.0.1"]);
-    assert_eq!(made.kernel_routes(1).next().unwrap().source, Some([10, 1, 0, 5].into()));
+    assert_eq!(made.kernel_routes(1)[0].source, Some([10, 1, 0, 5].into()));
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn a_route_on_the_link_may_carry_the_next_ones_gateway() {
         Gateway::None,
     )
     .unwrap();
-    let hops: Vec<_> = made.kernel_routes(1).map(|route| route.gw.is_some()).collect();
+    let hops: Vec<_> = made.kernel_routes(1).iter().map(|route| route.gw.is_some()).collect();
     assert_eq!(hops, [false, true, true]);
 }
 
@@ -104,7 +104,7 @@ fn the_unspecified_ipv4_address_is_not_a_gateway() {
         Gateway::None,
     )
     .unwrap();
-    assert_eq!(made.kernel_routes(1).map(|route| route.gw).collect::<Vec<_>>(), [None]);
+    assert_eq!(made.kernel_routes(1).iter().map(|route| route.gw).collect::<Vec<_>>(), [None]);
     assert!(
         layer3(r#"{"ips":[{"address":"fd00::5/64"}],"routes":[{"dst":"fd01::/64","gw":"::"}]}"#, Gateway::None)
             .is_err()
