@@ -212,7 +212,8 @@ impl Index {
     }
 
     /// Step 1 of a change: makes the header dirty. Returns `false`, and changes nothing, if another
-    /// program has changed the folder since the index was opened.
+    /// program has changed the folder since the index was opened. An index in memory is not
+    /// compared with the folder, because no later verb uses it.
     pub(crate) fn begin(&mut self, folder: &File) -> Result<bool, TableError> {
         if let Storage::File(file) = &self.table.storage {
             if Stamp::of(&folder.metadata()?) != self.header.stamp {
@@ -256,8 +257,8 @@ impl Index {
     }
 
     /// Writes an index that is in memory to the file at `path`, which is replaced atomically, and
-    /// uses the file from then on. The header is clean if the folder has a new stamp. Writes
-    /// nothing if the index is in a file already.
+    /// uses the file from then on. The header is clean if `has_new_stamp` is
+    /// set. Writes nothing if the index is in a file already.
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         self.header.clean = self.has_new_stamp;
@@ -457,8 +458,8 @@ impl Header {
         let counter = Counter { family: family(range.first()), first, last, used: 0, last_used: self.sequence };
         if self.counters.len() < header::COUNTERS {
             self.counters.push(counter);
-        } else if let Some(oldest) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
-            *oldest = counter;
+        } else if let Some(least_recent) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
+            *least_recent = counter;
         }
     }
 }

@@ -55,13 +55,15 @@ impl Locked {
     /// # Errors
     /// Code 5 if the file exists and cannot be read.
     pub(super) fn read(&self, address: IpAddr) -> Result<Content> {
-        let doing = || format!("failed to read {}/{address}", self.folder.path.display());
-        index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
+        index::read(&self.folder.file, address).map_err(|error| {
+            let path = self.folder.path.display();
+            Error::caused(Code::IO, format_args!("failed to read {path}/{address}"), error)
+        })
     }
 
     /// Tries again to read the files that were unreadable when the index was built. Returns `true`
-    /// if one of them can be read now, so that the index should be rebuilt. If not, writes a note,
-    /// only once.
+    /// if one of them can be read now: then the index should be rebuilt. If all that are tried are
+    /// still unreadable, writes a note, only once.
     ///
     /// At most [`MAX_RETRIED`] files are tried, because a broken disk takes long for each and other
     /// processes wait for the lock. GC reads all files in any case.

@@ -68,7 +68,7 @@ impl Locked {
             if matches!(record.holder, Holder::Content(recorded) if valid_hashes.contains(&recorded)) {
                 continue;
             }
-            // The content of the file decides, not the index.
+            // The index is enough to keep a reservation, but not to remove one.
             match self.read(record.address) {
                 Ok(Content::Text(text)) if !valid_hashes.contains(&hash(&text)) => {
                     invalid.push(Reservation::of(&self.folder, record.address, &text));

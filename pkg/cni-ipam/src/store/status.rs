@@ -58,11 +58,11 @@ impl Store {
             Some(usage) => usage,
             None => self.usage_by_files(sets)?,
         };
-        // The search reads the whole index, so it is left out if every set has free addresses.
+        // `reclaimable` reads the whole index, so it is not called if every set has free addresses.
         if usage.iter().any(Usage::is_exhausted) {
-            let reclaimable = self.reclaimable().unwrap_or_default();
-            for (usage, reclaimable) in usage.iter_mut().zip(usage_of(sets, &reclaimable)) {
-                usage.used = usage.used.saturating_sub(reclaimable.used);
+            let reclaimable = usage_of(sets, &self.reclaimable().unwrap_or_default());
+            for (usage, Usage { used: reclaimable, .. }) in usage.iter_mut().zip(reclaimable) {
+                usage.used = usage.used.saturating_sub(reclaimable);
             }
         }
         Ok(usage)
@@ -147,8 +147,9 @@ impl Store {
     }
 
     /// Checks that ADD can write to the network's folder or, if that does not exist, to the nearest
-    /// existing folder above it. If only the disk is full, which may pass by itself, returns
-    /// `Ok(Some(error))` with the error of ADD, code 5.
+    /// existing folder above it. Returns `Ok(None)` if it can. If only the disk is full, returns
+    /// `Ok(Some(error))` with the error that ADD would return, code 5: a full disk may get free
+    /// space without an operator.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be written until an operator repairs something.
@@ -156,17 +157,18 @@ impl Store {
         for path in self.path().ancestors() {
             // The last ancestor of a relative path is empty.
             let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
-            let failed = |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
+            let not_writable =
+                |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
             match std::fs::metadata(path) {
                 Ok(metadata) if metadata.is_dir() => {
-                    access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
-                    let is_full = is_full(path).map_err(|errno| failed(errno.into()))?;
-                    return Ok(is_full.then(|| failed(std::io::ErrorKind::StorageFull.into())));
+                    access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| not_writable(errno.into()))?;
+                    let is_full = is_full(path).map_err(|errno| not_writable(errno.into()))?;
+                    return Ok(is_full.then(|| not_writable(std::io::ErrorKind::StorageFull.into())));
                 }
-                Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
+                Ok(_) => return Err(not_writable(std::io::ErrorKind::NotADirectory.into())),
                 // With a dangling symbolic link, ADD could not create the folder.
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound && !path.is_symlink() => {}
-                Err(error) => return Err(failed(error)),
+                Err(error) => return Err(not_writable(error)),
             }
         }
         Ok(None)
