@@ -81,7 +81,8 @@ pub(crate) struct Index {
     header: Header,
     /// The path of the index file, or `None` if the index is in memory or is only read.
     path: Option<PathBuf>,
-    /// Whether `header.stamp` is new, so that the next header may be written as clean.
+    /// Whether the folder was stamped after the header was last written, so that the next header
+    /// may be clean.
     has_new_stamp: bool,
 }
 
@@ -176,7 +177,7 @@ fn read_records(path: &Path, host: &Host) -> Option<(HashMap<IpAddr, Record>, He
 }
 
 impl Index {
-    /// Returns a new index in memory with these records, which have different addresses. The index
+    /// Returns a new index in memory with these records, at most one for each address. The index
     /// counts the same ranges as `old_header`, the header of the index that it replaces.
     pub(crate) fn build(records: &[Record], old_header: &Header, host: &Host) -> Result<Index, TableError> {
         let unreadable = records.iter().any(|record| record.holder == Holder::Unreadable);

@@ -40,11 +40,11 @@ pub(super) struct Reserved {
 }
 
 impl Reserved {
-    /// Returns the addresses.
+    /// Returns the addresses, if every file of the owner could be read.
     ///
     /// # Errors
     /// The errors joined, code 5, if there are any: then addresses may be missing.
-    pub(super) fn complete(self) -> Result<Vec<IpAddr>> {
+    pub(super) fn require_complete(self) -> Result<Vec<IpAddr>> {
         Error::join(self.errors).map(|()| self.addresses)
     }
 }
@@ -141,7 +141,7 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.
     pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        self.attempt(|locked| locked.find_by_owner(owner))?.complete()
+        self.attempt(|locked| locked.find_by_owner(owner))?.require_complete()
     }
 
     /// Returns all reservations. Reads every file whose name is an address. The result also lists

@@ -147,7 +147,7 @@ impl Locked {
         set: &RangeSet,
         requested: Option<IpAddr>,
     ) -> Result<Choice, Trouble> {
-        let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.complete()?;
+        let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.require_complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
             let is_requested = |address: IpAddr| requested.is_none_or(|requested| requested == address);
             let reusable = reserved.iter().find(|address| is_requested(**address) && set.can_allocate(**address));
@@ -160,7 +160,7 @@ impl Locked {
         }
         // Very old reservations name only the container. They are not reused, because they may
         // belong to another interface, but they too make this a repeated ADD.
-        reserved.extend(self.find_by_content(owner.id().as_bytes())?.complete()?);
+        reserved.extend(self.find_by_content(owner.id().as_bytes())?.require_complete()?);
         if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
             return Err(self.repeated_add_error(owner, *address, &reserved).into());
         }
