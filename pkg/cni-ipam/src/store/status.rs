@@ -60,9 +60,9 @@ impl Store {
         };
         // `reclaimable` reads the whole index, so it is not called if every set has free addresses.
         if usage.iter().any(Usage::is_exhausted) {
-            let reclaimable = usage_of(sets, &self.reclaimable().unwrap_or_default());
-            for (usage, Usage { used: reclaimable, .. }) in usage.iter_mut().zip(reclaimable) {
-                usage.used = usage.used.saturating_sub(reclaimable);
+            let reclaimable = self.reclaimable().unwrap_or_default();
+            for (usage, set) in usage.iter_mut().zip(sets.sets()) {
+                usage.used = usage.used.saturating_sub(count_in(set, &reclaimable));
             }
         }
         Ok(usage)
@@ -147,9 +147,8 @@ impl Store {
     }
 
     /// Checks that ADD can write to the network's folder or, if that does not exist, to the nearest
-    /// existing folder above it. Returns `Ok(None)` if it can. If only the disk is full, returns
-    /// `Ok(Some(error))` with the error that ADD would return, code 5: a full disk may get free
-    /// space without an operator.
+    /// existing folder above it. Returns `Ok(None)` if ADD can. If only the disk is full, which may
+    /// pass without a repair, returns `Ok(Some(error))`: the error that ADD would get, code 5.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be written until an operator repairs something.
@@ -186,11 +185,12 @@ fn is_full(path: &Path) -> nix::Result<bool> {
 
 /// Returns the usage of each set if exactly these addresses are occupied.
 fn usage_of(sets: &RangeSets, occupied: &[IpAddr]) -> Vec<Usage> {
-    let usage_of_set = |set: &RangeSet| {
-        let used = occupied.iter().filter(|address| set.can_allocate(**address)).count();
-        Usage::of(set, used as u128)
-    };
-    sets.sets().iter().map(usage_of_set).collect()
+    sets.sets().iter().map(|set| Usage::of(set, count_in(set, occupied))).collect()
+}
+
+/// Returns how many of the addresses belong to the set and are not its gateways.
+fn count_in(set: &RangeSet, addresses: &[IpAddr]) -> u128 {
+    addresses.iter().filter(|address| set.can_allocate(**address)).count() as u128
 }
 
 /// Returns the number of used addresses of a set according to the index's counters, or `None` if
