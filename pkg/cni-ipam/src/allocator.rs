@@ -66,8 +66,8 @@ fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut 
         match occupied.next_free(from)? {
             Some(found) if number(found) > number(to) => return Ok(None),
             Some(found) if !set.is_gateway(found) => return Ok(Some(found)),
-            // A gateway is skipped. After the last address of the family, there is none to continue
-            // with.
+            // A gateway is skipped. `to` may be the last address of the family, so the search must
+            // not continue after it.
             Some(gateway) if gateway == to => return Ok(None),
             Some(gateway) => from = address(gateway, number(gateway) + 1),
             None => return Ok(None),

@@ -46,7 +46,7 @@ pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
 }
 
 /// Returns the gateway of a range with these values of `subnet` and `gateway`. Returns `None` if
-/// one cannot be parsed.
+/// the subnet is missing, or if a text cannot be parsed.
 fn gateway_of(subnet: Option<&Json>, gateway: Option<&Json>) -> Option<Cidr> {
     let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
     match gateway.and_then(Json::as_str) {

@@ -27,8 +27,8 @@ impl Host {
     /// Reads `/etc/machine-id` and the kernel's boot ID below `root`, which is `/` outside tests.
     /// An ID that is missing, empty or uninitialised is unknown.
     pub fn read(root: &Path) -> Host {
-        let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
-        let host = Host::new(&text("etc/machine-id"), &text("proc/sys/kernel/random/boot_id"));
+        let read_or_empty = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
+        let host = Host::new(&read_or_empty("etc/machine-id"), &read_or_empty("proc/sys/kernel/random/boot_id"));
         Host { uptime: root.join("proc/uptime"), ..host }
     }
 

@@ -96,7 +96,7 @@ fn create_folder(path: &Path) -> Result<()> {
 fn is_at_path(file: &File, path: &Path) -> bool {
     let identity = |metadata: Metadata| (metadata.dev(), metadata.ino());
     match (file.metadata(), std::fs::metadata(path)) {
-        (Ok(of_file), Ok(of_path)) => identity(of_file) == identity(of_path),
+        (Ok(opened), Ok(at_path)) => identity(opened) == identity(at_path),
         _ => false,
     }
 }

@@ -55,8 +55,8 @@ impl AttachmentId {
 
     /// Returns the alias of this attachment's links: `cni:<network>/<containerID>/<ifname>`. If
     /// that is longer than 255 bytes, the alias has `#` and the first 32 hex digits of the SHA-512
-    /// of the container ID instead of the ID. This is short enough for every network name that ADD
-    /// accepts (up to 200 bytes).
+    /// of the container ID instead of the ID. With the hash, the alias is short enough for every
+    /// network name that ADD accepts (up to 200 bytes).
     pub fn alias(&self) -> String {
         let AttachmentId { network, container_id, ifname } = self;
         let full = format!("cni:{network}/{container_id}/{ifname}");

@@ -81,10 +81,10 @@ impl Cidr {
         self.0.contains(address)
     }
 
-    /// Returns the address after the network's own address, with the same prefix length. IPAM
-    /// plugins use it as the gateway if the configuration has none. The network of a `/32` or
-    /// `/128` does not contain it. Returns `None` if the network's address is the highest of its
-    /// address family.
+    /// Returns the address after the network's own address, with the same prefix length: the
+    /// gateway that IPAM plugins use if the configuration has none. With a prefix length of 32
+    /// (IPv4) or 128 (IPv6), the address is outside the network. Returns `None` if the network's
+    /// address is the highest of its address family.
     pub fn first(&self) -> Option<Cidr> {
         let first = match self.network().address() {
             IpAddr::V4(v4) => IpAddr::V4(u32::from(v4).checked_add(1)?.into()),

@@ -152,8 +152,8 @@ impl From<RuntimeDns> for Dns {
 /// exists, even if it is an empty object. Otherwise `conf_dns`, the configuration's `dns`, is used
 /// unless it is empty.
 ///
-/// A `runtime_dns` of a wrong type is noted and ignored, because it works with the Go plugins,
-/// which do not read `runtimeConfig.dns`.
+/// A `runtime_dns` of a wrong type is noted and ignored: the Go plugins do not read
+/// `runtimeConfig.dns`, so such a configuration works with them.
 pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
     if let Some(json) = runtime_dns {
         match json.decode::<RuntimeDns>() {
@@ -169,11 +169,11 @@ pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) ->
 /// # Errors
 /// Code 6 if `raw` is not a JSON object.
 pub(crate) fn parse_object(raw: &[u8]) -> Result<Json> {
-    let error = |why: String| Error::new(Code::DECODE, format!("error unmarshall network config: {why}"));
+    let decode_error = |why: String| Error::new(Code::DECODE, format!("error unmarshall network config: {why}"));
     match Json::parse(raw) {
         Ok(json @ Json::Object(_)) => Ok(json),
-        Ok(_) => Err(error("it is not a JSON object".to_owned())),
-        Err(why) => Err(error(why.to_string())),
+        Ok(_) => Err(decode_error("it is not a JSON object".to_owned())),
+        Err(why) => Err(decode_error(why.to_string())),
     }
 }
 

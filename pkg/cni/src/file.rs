@@ -1,4 +1,4 @@
-//! Reads files, and simplifies paths, that an operator has named.
+//! Reads files whose paths an operator has configured, and simplifies paths.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};

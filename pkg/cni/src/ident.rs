@@ -78,7 +78,8 @@ pub fn check_host_link_name(key: &str, name: &str) -> Result<()> {
     }
 }
 
-/// Returns why a new link must not get a name that is otherwise valid, or `None` if it may.
+/// Returns why a new link must not get this name, although [`invalid_link_name`] accepts it.
+/// Returns `None` if the name is allowed.
 fn reason_against_new_link(name: &str) -> Option<&'static str> {
     if name.contains('%') {
         // The kernel replaces `%d` in the name of a new link with a number.
@@ -110,7 +111,8 @@ struct InvalidName<'a> {
     details: &'a str,
 }
 
-/// Returns why the kernel does not accept a text as the name of a link, or `None` if it does.
+/// Returns why the kernel does not accept a text as the name of a link, or `None` if the text is a
+/// valid name.
 fn invalid_link_name(name: &str) -> Option<InvalidName<'_>> {
     let invalid = |msg, details| Some(InvalidName { msg, details });
     if name.is_empty() {

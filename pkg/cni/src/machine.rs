@@ -26,7 +26,7 @@ pub trait Machine {
     /// has an empty signal mask, and the kernel kills it if this process dies.
     ///
     /// # Errors
-    /// See [`RunError`]. The program no longer runs then, either.
+    /// See [`RunError`]. The program is not running in this case either.
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError>;
 }
 

@@ -1,9 +1,9 @@
 //! A stack of undos, one for each change that an ADD has made.
 //!
-//! A plugin pushes an undo after the change, or before the change if the kernel's answer may be
-//! lost, so that the plugin would not know its outcome. The skeleton gets the stack in
-//! [`Added`](crate::skel::Added) and commits it after the whole result has been written. Dropping
-//! an uncommitted stack, on an error or a panic, runs the undos, newest first.
+//! A plugin pushes an undo after the change. If a lost answer of the kernel could leave the outcome
+//! of the change unknown, the plugin pushes the undo before the change. The skeleton gets the stack
+//! in [`Added`](crate::skel::Added) and commits it after the whole result has been written.
+//! Dropping an uncommitted stack, on an error or a panic, runs the undos, newest first.
 //!
 //! An undo removes only objects that this attachment alone uses: never a bridge, never a shared
 //! chain.

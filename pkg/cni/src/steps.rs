@@ -56,8 +56,8 @@ impl Step {
         }
     }
 
-    /// Logs the run of a program and how it ended. If it failed, also logs its output (key `said`)
-    /// and its input (key `request`).
+    /// Logs the run of a program and how it ended (key `end`). If the program failed, also logs its
+    /// output (key `said`) and its input (key `request`).
     pub fn end_program(self, what: impl fmt::Display, stdin: &[u8], output: &Output) {
         let Some(begun) = self.0 else { return };
         let ms = begun.elapsed().as_secs_f64() * 1e3;

@@ -227,8 +227,8 @@ fn check_range_sets(keys: &Keys, version: Version) -> Result<RangeSets> {
     Ok(sets)
 }
 
-/// The known keys of `ipam` that are not in [`Ipam`]. They are read one by one, so that an error in
-/// another key does not make DEL fail.
+/// The known keys of `ipam` that are not in [`Ipam`]. The skeleton reads `type`. The other keys are
+/// read one by one, so that an error in another key does not make DEL fail.
 const SEPARATE_KEYS: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
 
 /// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read.

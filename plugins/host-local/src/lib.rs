@@ -36,9 +36,9 @@ pub struct HostLocal;
 /// short because the runtime's own deadline is probably near.
 const ROLLBACK_LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Returns examples of results of an ADD with this configuration, with an address from each range,
-/// so that a caller can check routes and gateways. Returns none if the configuration has no ranges,
-/// because the runtime provides them.
+/// Returns example results of an ADD with this configuration, so that a caller can check routes and
+/// gateways. Each range occurs in at least one result. Returns no results if the configuration has
+/// no ranges, because the runtime provides them.
 ///
 /// # Errors
 /// The error of the ADD.
@@ -49,16 +49,16 @@ pub fn possible_results(conf: &NetConf) -> Result<Vec<AddResult>> {
     let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
     let sets = conf.sets.sets();
     let most_ranges = sets.iter().map(|set| set.ranges().len()).max().unwrap_or_default();
-    // The result with an address from each set: from the range with this index, or from the last
-    // range if the set has fewer.
-    let result = |index: usize| {
+    // Returns a result with an address from each set: from the range with this index, or from the
+    // last range if the set has fewer.
+    let example_with_range = |index: usize| {
         let ips = sets.iter().filter_map(|set| {
             let range = set.ranges().get(index).or(set.ranges().last())?;
             ip_config(range, range.last())
         });
         AddResult { ips: ips.collect(), routes: conf.routes.clone(), ..AddResult::default() }
     };
-    Ok((0..most_ranges).map(result).collect())
+    Ok((0..most_ranges).map(example_with_range).collect())
 }
 
 /// The part of a network's configuration that tools need to inspect its addresses.
@@ -99,13 +99,14 @@ impl Plugin for HostLocal {
         let conf = AddConf::read(conf, &cni::args::CniArgs::default())?;
         let requested = conf.requested.assign(&conf.sets, &Notes::silent())?;
         for (position, (set, requested)) in conf.sets.sets().iter().zip(requested).enumerate() {
-            let failed = |reason: String| Error::config(format!("failed to allocate for range {position}: {reason}"));
+            let allocation_error =
+                |reason: String| Error::config(format!("failed to allocate for range {position}: {reason}"));
             match requested {
                 Some(address) if set.is_gateway(address) => {
-                    return Err(failed(format!("requested ip {address} is subnet's gateway")));
+                    return Err(allocation_error(format!("requested ip {address} is subnet's gateway")));
                 }
                 None if set.capacity() == 0 => {
-                    return Err(failed(format!("no IP addresses available in range set: {set}")));
+                    return Err(allocation_error(format!("no IP addresses available in range set: {set}")));
                 }
                 Some(_) | None => {}
             }

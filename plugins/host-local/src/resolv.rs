@@ -21,13 +21,13 @@ const MAX_SIZE: u64 = 1 << 20;
 /// # Errors
 /// Code 5 if it cannot be read or is longer than 1 MiB.
 pub(crate) fn read(path: &Path) -> Result<Dns> {
-    let failed = |error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
+    let read_error = |error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
     let mut bytes = Vec::new();
     // Opening a FIFO without a writer would block without O_NONBLOCK.
-    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(failed)?;
-    file.take(MAX_SIZE + 1).read_to_end(&mut bytes).map_err(failed)?;
+    let file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path).map_err(read_error)?;
+    file.take(MAX_SIZE + 1).read_to_end(&mut bytes).map_err(read_error)?;
     if bytes.len() as u64 > MAX_SIZE {
-        return Err(failed(std::io::Error::other("it is longer than 1 MiB")));
+        return Err(read_error(std::io::Error::other("it is longer than 1 MiB")));
     }
     Ok(parse(&String::from_utf8_lossy(&bytes)))
 }

@@ -97,16 +97,16 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
 /// Code 4 if a value cannot be parsed, or if CNI_ARGS has an unknown key.
 fn ips_of_cni_args(args: &CniArgs) -> Result<Vec<IpConfig>> {
     args.check_known(&["IP", "GATEWAY"])?;
-    let list = |key| args.get(key).filter(|list| !list.is_empty()).into_iter().flat_map(|list| list.split(','));
-    let invalid = |error: Error| error.with_code(Code::INVALID_ENVIRONMENT);
+    let items_of = |key| args.get(key).filter(|list| !list.is_empty()).into_iter().flat_map(|list| list.split(','));
+    let with_args_code = |error: Error| error.with_code(Code::INVALID_ENVIRONMENT);
     let mut ips = Vec::new();
-    for text in list("IP").map(str::trim) {
-        let address = parse_cidr(text, "the 'ip' field is expected to be in CIDR notation").map_err(invalid)?;
+    for text in items_of("IP").map(str::trim) {
+        let address = parse_cidr(text, "the 'ip' field is expected to be in CIDR notation").map_err(with_args_code)?;
         ips.push(IpConfig { interface: None, address, gateway: None });
     }
-    for text in list("GATEWAY").map(str::trim) {
-        let gateway =
-            parse_ip(text).ok_or_else(|| invalid(Error::config(format!("invalid gateway address: {text}"))))?;
+    for text in items_of("GATEWAY").map(str::trim) {
+        let invalid = || Error::new(Code::INVALID_ENVIRONMENT, format!("invalid gateway address: {text}"));
+        let gateway = parse_ip(text).ok_or_else(invalid)?;
         for ip in ips.iter_mut().filter(|ip| ip.address.contains(gateway)) {
             ip.gateway = Some(gateway);
         }

@@ -12,6 +12,7 @@ use std::net::IpAddr;
 use cni::args::CniArgs;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
+use cni::result::IpConfig;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 
@@ -48,8 +49,9 @@ impl Plugin for Static {
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
         for ip in expected.ips.iter().filter(|ip| ip.gateway.is_some()) {
             let address = ip.address.address();
-            let mut in_prev = prev.ips.iter().filter(|prev| prev.address.address() == address);
-            let Some(differing) = in_prev.find(|prev| prev.gateway != ip.gateway) else { continue };
+            let has_other_gateway =
+                |found: &&IpConfig| found.address.address() == address && found.gateway != ip.gateway;
+            let Some(differing) = prev.ips.iter().find(has_other_gateway) else { continue };
             let gateway_or_none =
                 |gateway: Option<IpAddr>| gateway.map_or("none".to_owned(), |gateway| gateway.to_string());
             let msg = format!("static: Failed to match addr {address} on interface {}", call.ifname);

@@ -144,8 +144,8 @@ pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Opt
             // All addresses from `start` to the end of this word are occupied. Continue one level
             // up, with the first address of the next word.
             let addresses_per_word = 1_u128.checked_shl((level + 1) * BITS_PER_LEVEL);
-            let next_word = addresses_per_word.and_then(|addresses| (number + 1).checked_mul(addresses));
-            let Some(next) = next_word.filter(|next| *next <= family.max()) else { return Ok(None) };
+            let next_word_start = addresses_per_word.and_then(|addresses| (number + 1).checked_mul(addresses));
+            let Some(next) = next_word_start.filter(|next| *next <= family.max()) else { return Ok(None) };
             (level, start) = (level + 1, next);
             continue;
         }

@@ -81,7 +81,8 @@ pub(crate) struct Index {
     header: Header,
     /// The path of the index file, or `None` if the index is in memory or is only read.
     path: Option<PathBuf>,
-    /// Whether `header.stamp` is new, so that the next header may be written as clean.
+    /// Whether the folder was stamped after the header was last written, so that the next header
+    /// may be clean.
     has_new_stamp: bool,
 }
 
@@ -176,7 +177,7 @@ fn read_records(path: &Path, host: &Host) -> Option<(HashMap<IpAddr, Record>, He
 }
 
 impl Index {
-    /// Returns a new index in memory with these records, which have different addresses. The index
+    /// Returns a new index in memory with these records, at most one for each address. The index
     /// counts the same ranges as `old_header`, the header of the index that it replaces.
     pub(crate) fn build(records: &[Record], old_header: &Header, host: &Host) -> Result<Index, TableError> {
         let unreadable = records.iter().any(|record| record.holder == Holder::Unreadable);
@@ -212,7 +213,8 @@ impl Index {
     }
 
     /// Step 1 of a change: makes the header dirty. Returns `false`, and changes nothing, if another
-    /// program has changed the folder since the index was opened.
+    /// program has changed the folder since the index was opened. An index in memory is not
+    /// compared with the folder, because no later verb uses it.
     pub(crate) fn begin(&mut self, folder: &File) -> Result<bool, TableError> {
         if let Storage::File(file) = &self.table.storage {
             if Stamp::of(&folder.metadata()?) != self.header.stamp {
@@ -256,8 +258,8 @@ impl Index {
     }
 
     /// Writes an index that is in memory to the file at `path`, which is replaced atomically, and
-    /// uses the file from then on. The header is clean if the folder has a new stamp. Writes
-    /// nothing if the index is in a file already.
+    /// uses the file from then on. The header is clean if `has_new_stamp` is
+    /// set. Writes nothing if the index is in a file already.
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         self.header.clean = self.has_new_stamp;
@@ -457,8 +459,8 @@ impl Header {
         let counter = Counter { family: family(range.first()), first, last, used: 0, last_used: self.sequence };
         if self.counters.len() < header::COUNTERS {
             self.counters.push(counter);
-        } else if let Some(oldest) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
-            *oldest = counter;
+        } else if let Some(least_recent) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
+            *least_recent = counter;
         }
     }
 }

@@ -33,7 +33,8 @@ pub(super) fn oldest_key(set: &RangeSet, rank: u32) -> Key {
 pub(super) fn oldest_of(records: &[Record], set: &RangeSet) -> Vec<IpAddr> {
     let mut oldest: Vec<(Timestamp, IpAddr)> = Vec::with_capacity(COUNT + 1);
     for record in records {
-        // Such a file had usually just changed when it was read, so it counts as the newest.
+        // A file whose ctime is unreliable had usually just changed when it was read, so it counts
+        // as the newest.
         let since = if record.ctime == UNRELIABLE_CTIME { (i64::MAX, 0) } else { record.ctime };
         let entry = (since, record.address);
         // Checked first, because the other conditions take longer.

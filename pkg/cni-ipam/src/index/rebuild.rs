@@ -85,13 +85,13 @@ pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) 
                 continue;
             }
         };
-        // Unreadable files are tried again. So are foreign files, because older builds did not read
-        // files that are too long.
+        // Unreadable files are tried again. So are foreign files: older builds recorded every file
+        // that is too long as foreign, even if it names an owner.
         let reusable = known.get(&address).filter(|record| {
             !matches!(record.holder, Holder::Unreadable | Holder::Foreign) && is_same(record, &metadata)
         });
         records.push(match reusable {
-            // The file's ctime replaces that of a provisional record.
+            // A provisional record has no exact ctime, so it gets that of the file.
             Some(record) => Record { ctime: ctime(&metadata), ..*record },
             None => new_record(address, &metadata, read(folder, address), now),
         });

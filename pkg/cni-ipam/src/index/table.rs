@@ -129,7 +129,7 @@ type Slot = [u8; SLOT_LENGTH];
 /// hashes are stored in files, and those of the standard library may change.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     let fnv = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
-    // In a record, 0 to 2 stand for `Holder::Free`, `Unknown` and `Unread`.
+    // In a record, 0 to 2 stand for `Holder::Free`, `Foreign` and `Unreadable`.
     mix(fnv).max(3)
 }
 

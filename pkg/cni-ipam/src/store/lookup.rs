@@ -40,11 +40,11 @@ pub(super) struct Reserved {
 }
 
 impl Reserved {
-    /// Returns the addresses.
+    /// Returns the addresses, if every file of the owner could be read.
     ///
     /// # Errors
     /// The errors joined, code 5, if there are any: then addresses may be missing.
-    pub(super) fn complete(self) -> Result<Vec<IpAddr>> {
+    pub(super) fn require_complete(self) -> Result<Vec<IpAddr>> {
         Error::join(self.errors).map(|()| self.addresses)
     }
 }
@@ -55,13 +55,15 @@ impl Locked {
     /// # Errors
     /// Code 5 if the file exists and cannot be read.
     pub(super) fn read(&self, address: IpAddr) -> Result<Content> {
-        let doing = || format!("failed to read {}/{address}", self.folder.path.display());
-        index::read(&self.folder.file, address).map_err(|error| Error::caused(Code::IO, doing(), error))
+        index::read(&self.folder.file, address).map_err(|error| {
+            let path = self.folder.path.display();
+            Error::caused(Code::IO, format_args!("failed to read {path}/{address}"), error)
+        })
     }
 
     /// Tries again to read the files that were unreadable when the index was built. Returns `true`
-    /// if one of them can be read now, so that the index should be rebuilt. If not, writes a note,
-    /// only once.
+    /// if one of them can be read now: then the index should be rebuilt. If all that are tried are
+    /// still unreadable, writes a note, only once.
     ///
     /// At most [`MAX_RETRIED`] files are tried, because a broken disk takes long for each and other
     /// processes wait for the lock. GC reads all files in any case.
@@ -139,7 +141,7 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.
     pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        self.attempt(|locked| locked.find_by_owner(owner))?.complete()
+        self.attempt(|locked| locked.find_by_owner(owner))?.require_complete()
     }
 
     /// Returns all reservations. Reads every file whose name is an address. The result also lists

@@ -237,15 +237,15 @@ fn address_list(addresses: &[IpAddr]) -> String {
 /// # Errors
 /// Code 5 if `data_dir` cannot be read.
 pub fn networks(data_dir: &Path) -> Result<Vec<String>> {
-    let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", data_dir.display()), error);
+    let list_error = |error| Error::caused(Code::IO, format_args!("failed to list {}", data_dir.display()), error);
     let entries = match std::fs::read_dir(data_dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(failed(error)),
+        Err(error) => return Err(list_error(error)),
     };
     let mut names = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(failed)?;
+        let entry = entry.map_err(list_error)?;
         // `.cni`, which has the sidecars, is not a valid network name.
         if let Some(name) = entry.file_name().to_str()
             && cni::ident::check_network_name(name).is_ok()
@@ -409,11 +409,11 @@ impl Locked {
                 Some(index) => index,
                 None => self.rebuild()?,
             };
-            // A file that can be read now may be one that the operation needs.
-            let can_read_more = self.retry_unreadable(&index)?;
-            self.index = Some(if can_read_more { self.rebuild()? } else { index });
+            // A file that was unreadable and now can be read may belong to the operation's owner.
+            let has_become_readable = self.retry_unreadable(&index)?;
+            self.index = Some(if has_become_readable { self.rebuild()? } else { index });
         }
-        // It is `Some` now.
+        // Always `Some` here.
         self.index.as_mut().ok_or(Trouble::Stale)
     }
 
@@ -429,12 +429,12 @@ impl Locked {
         self.trust = self.trust.min(trust);
     }
 
-    /// Reads the folder and returns a new index, which is also written to the disk. If it cannot be
-    /// written, it stays in memory.
+    /// Reads the folder and returns a new index, which is also written to the disk. If the index
+    /// file cannot be written, the index stays in memory and a note reports the error.
     fn rebuild(&mut self) -> Result<Index, Trouble> {
         let path = self.store.index_path();
-        // The stamp is set before the folder is read. If the folder is changed meanwhile, the
-        // kernel changes the mtime, so the next verb does not use this index.
+        // The folder's mtime is set before the folder is read. If another program then changes the
+        // folder, the kernel changes the mtime, and the next verb does not use this index.
         let stamp = match self.trust {
             Trust::Nothing => None,
             _ => self.prepare_rebuild(),
@@ -447,10 +447,10 @@ impl Locked {
         };
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io_error("read", error))?;
+        // The new index counts the ranges of the old index and those of this ADD.
         for range in self.range_sets.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
             old_header.start_counting(range);
         }
-        // The new index counts the ranges of the old index and those of this ADD.
         let mut index = Index::build(&records, &old_header, host)?;
         if let Some(range_sets) = &self.range_sets {
             index.store_oldest(range_sets, &records)?;

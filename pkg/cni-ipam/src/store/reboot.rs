@@ -101,7 +101,8 @@ impl Locked {
     }
 
     /// Returns the addresses of the reservations that can be reclaimed, which the caller then
-    /// releases. Stores in the index that these need not be searched again.
+    /// releases. Updates the index's [`oldest_reclaimable`](index::Index::oldest_reclaimable), so
+    /// that the next verb need not search again.
     ///
     /// # Errors
     /// - [`Trouble::Stale`] if the index must be rebuilt first.
@@ -141,7 +142,7 @@ impl Store {
             return None;
         }
         let header = index::peek_header(&path)?;
-        // In an index of an earlier boot, the field does not say anything about this boot.
+        // An index of an earlier boot does not count the reservations of that boot as reclaimable.
         if header.boot == host.boot() && header.oldest_reclaimable.is_none() {
             return None;
         }

@@ -68,7 +68,7 @@ impl Locked {
             if matches!(record.holder, Holder::Content(recorded) if valid_hashes.contains(&recorded)) {
                 continue;
             }
-            // The content of the file decides, not the index.
+            // The index is enough to keep a reservation, but not to remove one.
             match self.read(record.address) {
                 Ok(Content::Text(text)) if !valid_hashes.contains(&hash(&text)) => {
                     invalid.push(Reservation::of(&self.folder, record.address, &text));
@@ -149,8 +149,8 @@ impl Locked {
         (removed, Error::join(errors).err())
     }
 
-    /// Does step 1 of a change of the folder (see the head of the module `index`). Returns `false`
-    /// if the index does not describe the folder any more, so that the change should not continue.
+    /// Makes the header of the index dirty, before the folder is changed (step 1 in the head of the
+    /// module `index`). Returns `false` if the index does not describe the folder any more.
     pub(super) fn begin_change(&mut self) -> Result<bool, Trouble> {
         // Sets `self.index`. The returned reference would borrow `self.folder` too.
         self.index()?;
@@ -160,9 +160,9 @@ impl Locked {
         }
     }
 
-    /// Does steps 3 to 5 after the folder has been changed (see the head of the module `index`).
-    /// `update` is step 4. If a step fails, the index file stays dirty, so the next verb rebuilds
-    /// it. Does nothing if the index was dropped.
+    /// Brings the index up to date after the folder has been changed (steps 3 to 5 in the head of
+    /// the module `index`). `update` changes the table, which is step 4. If a step fails, the index
+    /// file stays dirty, so the next verb rebuilds it. Does nothing if the index was dropped.
     pub(super) fn finish_change(&mut self, update: impl FnOnce(&mut Index) -> Result<(), TableError>) {
         let Some(mut index) = self.index.take() else { return };
         match self.update_index(&mut index, update) {

@@ -95,8 +95,10 @@ impl Locked {
             // The addresses that the owner does not have yet, each with the position of its set.
             let mut new: Vec<(usize, IpAddr)> = Vec::with_capacity(choices.len());
             for (position, (set, Choice { address, is_reused })) in sets.sets().iter().zip(choices).enumerate() {
-                // Every choice is in a range of its set.
-                addresses.extend(set.find(address).map(|range| (range.clone(), address)));
+                // Always `Some`: the address was chosen from a range of the set.
+                if let Some(range) = set.find(address) {
+                    addresses.push((range.clone(), address));
+                }
                 if !is_reused {
                     new.push((position, address));
                 }
@@ -145,7 +147,7 @@ impl Locked {
         set: &RangeSet,
         requested: Option<IpAddr>,
     ) -> Result<Choice, Trouble> {
-        let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.complete()?;
+        let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.require_complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
             let is_requested = |address: IpAddr| requested.is_none_or(|requested| requested == address);
             let reusable = reserved.iter().find(|address| is_requested(**address) && set.can_allocate(**address));
@@ -158,9 +160,9 @@ impl Locked {
         }
         // Very old reservations name only the container. They are not reused, because they may
         // belong to another interface, but they too make this a repeated ADD.
-        reserved.extend(self.find_by_content(owner.id().as_bytes())?.complete()?);
+        reserved.extend(self.find_by_content(owner.id().as_bytes())?.require_complete()?);
         if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
-            return Err(self.repeated(owner, *address, &reserved).into());
+            return Err(self.repeated_add_error(owner, *address, &reserved).into());
         }
         if let Some(address) = requested {
             return Ok(Choice { address, is_reused: false });
@@ -168,10 +170,10 @@ impl Locked {
         let last = self.folder.last_reserved(position);
         match allocator::next_in_round_robin(set, last, &mut IndexedAddresses(self.index()?))? {
             Some(address) => Ok(Choice { address, is_reused: false }),
-            // A program that ignores the lock may have removed a reservation. A rebuild notices
-            // that.
+            // A program that ignores the lock may have removed a reservation, and the index may
+            // have missed that. A rebuild misses nothing.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
-            None => Err(self.exhausted(set)?.into()),
+            None => Err(self.exhausted_error(set)?.into()),
         }
     }
 
@@ -196,7 +198,7 @@ impl Locked {
 
     /// Returns the error, code 102, for an owner that already has this address of a set. The
     /// details list all addresses of the owner, which are `reserved`.
-    fn repeated(&self, owner: &Owner, address: IpAddr, reserved: &[IpAddr]) -> Error {
+    fn repeated_add_error(&self, owner: &Owner, address: IpAddr, reserved: &[IpAddr]) -> Error {
         let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
         let listed: Vec<String> = reserved.iter().take(MAX_LISTED).map(|address| self.describe(*address)).collect();
         let advice = match self.store.options.on_repeat {
@@ -210,7 +212,7 @@ impl Locked {
 
     /// Returns the error, code 11, for a set without a free address. The details name the holders
     /// of the oldest reservations.
-    fn exhausted(&mut self, set: &RangeSet) -> Result<Error, Trouble> {
+    fn exhausted_error(&mut self, set: &RangeSet) -> Result<Error, Trouble> {
         let total = set.capacity();
         let mut error = Error::new(
             Code::TRY_AGAIN,
@@ -265,7 +267,7 @@ impl Locked {
                     created.push(record);
                     continue;
                 }
-                // The index had the address as free.
+                // According to the index, the address was free.
                 Ok(LinkOutcome::Exists) => Trouble::Stale,
                 Err(error) => {
                     let doing = format!("failed to create {}/{address}", self.folder.path.display());

@@ -58,11 +58,11 @@ impl Store {
             Some(usage) => usage,
             None => self.usage_by_files(sets)?,
         };
-        // The search reads the whole index, so it is left out if every set has free addresses.
+        // `reclaimable` reads the whole index, so it is not called if every set has free addresses.
         if usage.iter().any(Usage::is_exhausted) {
             let reclaimable = self.reclaimable().unwrap_or_default();
-            for (usage, reclaimable) in usage.iter_mut().zip(usage_of(sets, &reclaimable)) {
-                usage.used = usage.used.saturating_sub(reclaimable.used);
+            for (usage, set) in usage.iter_mut().zip(sets.sets()) {
+                usage.used = usage.used.saturating_sub(count_in(set, &reclaimable));
             }
         }
         Ok(usage)
@@ -147,8 +147,8 @@ impl Store {
     }
 
     /// Checks that ADD can write to the network's folder or, if that does not exist, to the nearest
-    /// existing folder above it. If only the disk is full, which may pass by itself, returns
-    /// `Ok(Some(error))` with the error of ADD, code 5.
+    /// existing folder above it. Returns `Ok(None)` if ADD can. If only the disk is full, which may
+    /// pass without a repair, returns `Ok(Some(error))`: the error that ADD would get, code 5.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be written until an operator repairs something.
@@ -156,17 +156,18 @@ impl Store {
         for path in self.path().ancestors() {
             // The last ancestor of a relative path is empty.
             let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
-            let failed = |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
+            let not_writable =
+                |error| Error::caused(Code::IO, format_args!("{} cannot be written", path.display()), error);
             match std::fs::metadata(path) {
                 Ok(metadata) if metadata.is_dir() => {
-                    access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| failed(errno.into()))?;
-                    let is_full = is_full(path).map_err(|errno| failed(errno.into()))?;
-                    return Ok(is_full.then(|| failed(std::io::ErrorKind::StorageFull.into())));
+                    access(path, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|errno| not_writable(errno.into()))?;
+                    let is_full = is_full(path).map_err(|errno| not_writable(errno.into()))?;
+                    return Ok(is_full.then(|| not_writable(std::io::ErrorKind::StorageFull.into())));
                 }
-                Ok(_) => return Err(failed(std::io::ErrorKind::NotADirectory.into())),
+                Ok(_) => return Err(not_writable(std::io::ErrorKind::NotADirectory.into())),
                 // With a dangling symbolic link, ADD could not create the folder.
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound && !path.is_symlink() => {}
-                Err(error) => return Err(failed(error)),
+                Err(error) => return Err(not_writable(error)),
             }
         }
         Ok(None)
@@ -184,11 +185,12 @@ fn is_full(path: &Path) -> nix::Result<bool> {
 
 /// Returns the usage of each set if exactly these addresses are occupied.
 fn usage_of(sets: &RangeSets, occupied: &[IpAddr]) -> Vec<Usage> {
-    let usage_of_set = |set: &RangeSet| {
-        let used = occupied.iter().filter(|address| set.can_allocate(**address)).count();
-        Usage::of(set, used as u128)
-    };
-    sets.sets().iter().map(usage_of_set).collect()
+    sets.sets().iter().map(|set| Usage::of(set, count_in(set, occupied))).collect()
+}
+
+/// Returns how many of the addresses belong to the set and are not its gateways.
+fn count_in(set: &RangeSet, addresses: &[IpAddr]) -> u128 {
+    addresses.iter().filter(|address| set.can_allocate(**address)).count() as u128
 }
 
 /// Returns the number of used addresses of a set according to the index's counters, or `None` if

@@ -136,28 +136,31 @@ impl Environment {
         if let Some(name) = self.not_utf8.first() {
             return Err(invalid_utf8(name));
         }
+        let has_attachment = verb.has_attachment();
+        if has_attachment && !self.container_id.is_empty() {
+            ident::check_container_id(&self.container_id)?;
+        }
+        if has_attachment && !self.ifname.is_empty() {
+            match verb {
+                Verb::Add => ident::check_new_interface_name(&self.ifname)?,
+                // Less strict than for ADD: an earlier release or a Go plugin may have created the
+                // interface.
+                _ => ident::check_interface_name(&self.ifname)?,
+            }
+        }
         let variables = [
-            ("CNI_CONTAINERID", &self.container_id, verb.has_attachment()),
+            ("CNI_CONTAINERID", &self.container_id, has_attachment),
             ("CNI_NETNS", &self.netns, matches!(verb, Verb::Add | Verb::Check)),
-            ("CNI_IFNAME", &self.ifname, verb.has_attachment()),
+            ("CNI_IFNAME", &self.ifname, has_attachment),
             ("CNI_PATH", &self.path, verb != Verb::Version),
         ];
         let mut missing_names = Vec::new();
         for (name, value, is_needed) in variables {
-            if !is_needed {
-                continue;
-            }
-            match name {
-                _ if value.is_empty() => missing_names.push(name),
-                "CNI_CONTAINERID" => ident::check_container_id(value)?,
-                "CNI_IFNAME" if verb == Verb::Add => ident::check_new_interface_name(value)?,
-                // Less strict than for ADD: an earlier release or a Go plugin may have created the
-                // interface.
-                "CNI_IFNAME" => ident::check_interface_name(value)?,
-                _ => {}
+            if is_needed && value.is_empty() {
+                missing_names.push(name);
             }
         }
-        if missing_names.is_empty() { Ok(()) } else { Err(missing(&missing_names)) }
+        if missing_names.is_empty() { Ok(()) } else { Err(missing_variables(&missing_names)) }
     }
 
     /// Returns the environment of a delegate: all variables of this call, with `verb` as
@@ -179,6 +182,6 @@ fn invalid_utf8(name: &str) -> Error {
 }
 
 /// Returns the error, code 4, that names all missing variables.
-pub(super) fn missing(names: &[&str]) -> Error {
+pub(super) fn missing_variables(names: &[&str]) -> Error {
     Error::new(Code::INVALID_ENVIRONMENT, format!("required env variables [{}] missing", names.join(",")))
 }

@@ -178,7 +178,7 @@ impl Call<'_> {
     /// # Errors
     /// Code 4 if it is not set, which the skeleton rules out for ADD and CHECK.
     pub fn netns(&self) -> Result<&Path> {
-        self.netns.as_deref().ok_or_else(|| environment::missing(&["CNI_NETNS"]))
+        self.netns.as_deref().ok_or_else(|| environment::missing_variables(&["CNI_NETNS"]))
     }
 
     /// Returns CNI_NETNS as it was given, for comparison with the `sandbox` of a result's
