@@ -33,7 +33,10 @@ pub fn read(call: &Call<'_>) -> Result<AddResult> {
             assert!(address.is_none_or(|address| set.find(address).is_some()));
         }
     }
-    assert_eq!(StoreLocation::read(&call.conf, &Notes::silent())?, conf.location, "DEL must use the store of ADD");
+    // Only ADD reads `reuse`.
+    let read_by_del = StoreLocation::read(&call.conf, &Notes::silent())?;
+    let expected = StoreLocation { on_repeat: read_by_del.on_repeat, ..conf.location };
+    assert_eq!(read_by_del, expected, "DEL must use the store of ADD");
     Ok(AddResult { routes: conf.routes, ..AddResult::default() })
 }
 
