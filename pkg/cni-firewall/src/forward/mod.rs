@@ -158,7 +158,7 @@ impl<'m> Forward<'m> {
             {
                 stored.push((family, *variant, iptables::PreviousAddresses::read(filter, &owner, &addresses)?));
             }
-            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain).map(Some)
+            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, &[]).map(Some)
         });
         // How many families were changed does not matter: `put_back` undoes every stored one.
         outcome.map(drop).map_err(|(_, error)| error)
@@ -185,10 +185,9 @@ impl<'m> Forward<'m> {
             }));
         }
         for (family, variant, previous_addresses) in previous.iptables.take() {
-            let addresses = rules.of_family(family);
             results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
                 iptables.change(family, variant, |filter| {
-                    previous_addresses.put_back(filter, &owner, &addresses, &rules.iptables_admin_chain)
+                    previous_addresses.put_back(filter, &owner, &rules.iptables_admin_chain)
                 })
             }));
         }
