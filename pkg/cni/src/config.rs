@@ -109,6 +109,16 @@ impl NetConf {
         self.json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))
     }
 
+    /// Like [`decode`](NetConf::decode), but the error has the message of Go's plugins bandwidth,
+    /// portmap and sbr.
+    ///
+    /// # Errors
+    /// As [`decode`](NetConf::decode).
+    pub fn decode_chained<T: DeserializeOwned>(&self) -> Result<T> {
+        let text = "failed to parse network configuration";
+        self.json.decode().map_err(|error| Error::caused(Code::DECODE, text, error))
+    }
+
     /// Decodes `prevResult`. Returns `None` if it is absent.
     ///
     /// # Errors
