@@ -215,7 +215,7 @@ pub(crate) fn version_text(json: &Json) -> Result<String> {
 }
 
 /// Returns an error of code 1 about a configuration's `cniVersion`, with Go's details.
-pub fn incompatible(msg: &str, cni_version: &str) -> Error {
+pub(crate) fn incompatible(msg: &str, cni_version: &str) -> Error {
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
     Error::new(Code::INCOMPATIBLE_VERSION, msg)
         .with_details(format!("config is \"{cni_version}\", plugin supports [{}]", supported.join(" ")))

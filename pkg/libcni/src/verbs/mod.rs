@@ -17,7 +17,7 @@ use cni::config::ValidAttachments;
 use cni::delegate::find_plugin;
 use cni::skel::Verb;
 use cni::version::Version;
-use cni::{AttachmentId, Code, Error, Result, config, ident};
+use cni::{AttachmentId, Code, Error, Result, ident};
 
 /// What DEL does after a plugin has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +112,7 @@ impl Runtime<'_> {
         let version = check_parameters(list, attachment)?;
         if version < Version::V0_4_0 {
             let msg = format!("configuration version {:?} does not support the CHECK command", list.cni_version());
-            return Err(config::incompatible(&msg, list.cni_version()));
+            return Err(Error::new(Code::INCOMPATIBLE_VERSION, msg));
         }
         if list.disable_check() {
             return Ok(());
