@@ -133,8 +133,8 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         if snapshot.cached.iter().any(|entry| entry.id().alias() == attachment.alias()) {
             continue;
         }
-        let delete_link = || format!("ip link delete dev {}", quoted(&link.name));
-        let command = del_command(snapshot, attachment).unwrap_or_else(delete_link);
+        let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
+        let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
         leftovers.push(Leftover {
             kind: "link",
             what: format!(
@@ -256,12 +256,12 @@ fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
     }
 }
 
-/// Returns an attachment that a rule's owner may be. `None` if the rule does not have the network
-/// and the container ID. If the rule has no interface, `eth0` is assumed.
+/// Returns an attachment that a rule's owner may be, or `None` if the rule lacks the network or the
+/// container ID, or its comment is truncated. If the rule has no interface, `eth0` is assumed.
 fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
     let (network, container) = (owner.network.as_ref()?, owner.container.as_ref()?);
     let attachment = AttachmentId::new(network, container, owner.ifname.as_deref().unwrap_or("eth0"));
-    // A rule whose comment is truncated does not match.
+    // A truncated comment does not match.
     owner.matches(&attachment).then_some(attachment)
 }
 

@@ -32,7 +32,8 @@ pub(crate) struct Snapshot {
     pub(crate) links: Vec<Link>,
     /// The attachment that a link's alias names, and the link. Without ifbs: all these links
     /// disappear with the container. If the alias has only the hash of a long container ID, the
-    /// attachment's container ID is `#` and the hash; only comparing aliases finds it then.
+    /// attachment's container ID is `#` and the hash, so it differs from the one in the result
+    /// cache. The aliases of both are equal.
     pub(crate) aliased_links: Vec<(AttachmentId, Link)>,
     /// bandwidth's ifbs, which remain when the container disappears. An ifb of the Go plugin has no
     /// alias, so its attachment is `None`.
@@ -166,7 +167,9 @@ fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, E
     let mut confs: Vec<NetConf> = Vec::new();
     for list in networks {
         for plugin in list.plugins().iter().filter(|plugin| plugin.kind() == "tuning") {
-            confs.extend(list.request(plugin, None).and_then(NetConf::parse));
+            if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) {
+                confs.push(conf);
+            }
         }
     }
     // Without `dataDir`, this configuration selects the default folder.
