@@ -192,9 +192,9 @@ fn restore_attachment(
 }
 
 /// Returns why the attachment is skipped, or `None` if it is certainly in use: its namespace has
-/// its interface, with the MAC in the result, if the result has a MAC. A different MAC means that
-/// another ADD has created the interface. The rules of an attachment that is not in use could match
-/// packets of another container.
+/// its interface, and the interface has the MAC in the result (if the result has one). A different
+/// MAC means that another ADD has created the interface. The rules of an attachment that is not in
+/// use could match packets of another container.
 ///
 /// # Errors
 /// The kernel's error if the namespace or its links cannot be read; code 6 if the result cannot be
@@ -249,9 +249,14 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
             }
             AttachmentOutcome::Failed(error) => text += &line("", "failed", &[error.to_string()], streams),
             AttachmentOutcome::Plugins(plugins) => {
-                let lacks_none =
-                    |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Complete | PluginOutcome::NotExamined);
-                lacking += usize::from(!plugins.iter().all(|(_, outcome)| lacks_none(outcome)));
+                // A plugin whose rules could not be compared or written counts as lacking rules.
+                let lacks_rules = |outcome: &PluginOutcome| match outcome {
+                    PluginOutcome::Missing(_) | PluginOutcome::Restored(_) | PluginOutcome::Failed(_) => true,
+                    PluginOutcome::Complete | PluginOutcome::NotExamined => false,
+                };
+                if plugins.iter().any(|(_, outcome)| lacks_rules(outcome)) {
+                    lacking += 1;
+                }
                 for (kind, outcome) in plugins {
                     let (word, sentences) = outcome.describe();
                     text += &line(&format!("{kind:<12} "), word, &sentences, streams);
@@ -275,6 +280,7 @@ fn line(prefix: &str, word: &str, sentences: &[String], streams: &Streams<'_>) -
 
 /// Returns the report for `--json`.
 fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: RestoreMode) -> Value {
+    // `why` has the missing or restored rules, or the error.
     let plugin_json = |(kind, outcome): &(String, PluginOutcome)| {
         let (word, why) = outcome.describe();
         json!({"type": kind, "outcome": word, "why": why})
@@ -290,5 +296,6 @@ fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: R
         value
     };
     let attachments: Vec<Value> = outcomes.iter().map(attachment_json).collect();
+    // `changed` is true without `--dry-run`, even if no rule was missing.
     json!({"changed": mode == RestoreMode::Write, "attachments": attachments, "problems": problems})
 }
