@@ -1,6 +1,8 @@
 //! Checks whether the plugins of a list work together, and whether a plugin's keys are consistent
 //! with the addresses that its IPAM plugin can give.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
+
 use cni::Cidr;
 use cni::config::NetConf;
 use cni::rollback::Notes;
@@ -212,9 +214,9 @@ impl ListedPlugin<'_> {
         }
     }
 
-    /// Checks the keys about addresses, routes and gateways of a plugin that creates an interface.
-    /// Reports nothing for IPAM plugins other than host-local, because their addresses are not
-    /// known. `plugin` is this plugin's code.
+    /// Checks the keys about addresses, routes, gateways and the MTU of a plugin that creates an
+    /// interface. Reports nothing for IPAM plugins other than host-local, because their addresses
+    /// are not known. `plugin` is this plugin's code.
     fn check_addressing(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         if self.ipam.is_empty() {
             return self.check_without_ipam(version);
@@ -226,9 +228,8 @@ impl ListedPlugin<'_> {
             // The earlier addresses are not known and may reach every gateway, so 0.0.0.0/0 and
             // ::/0 stand for them. `mtu` is not checked, because it does not change the interface
             // that an earlier plugin has created.
-            let zeros = ["0.0.0.0", "::"].iter().filter_map(|zero| zero.parse().ok());
-            let earlier_addresses: Vec<Cidr> = zeros.map(Cidr::default_route).collect();
-            return self.check_routes(plugin, &earlier_addresses);
+            let unspecified = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
+            return self.check_routes(plugin, &unspecified.map(Cidr::default_route));
         }
         let mut problems = self.check_routes(plugin, &[]);
         let sets = self.pool().and_then(|pool| pool.ranges);

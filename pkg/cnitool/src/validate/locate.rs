@@ -22,8 +22,8 @@ enum Step {
 /// clearer one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Evidence {
-    /// Without the part, at most numbers in the error differ. With null in its place, the error is
-    /// a different one.
+    /// Without the part, the error is the same except perhaps for numbers. With null in its place,
+    /// the error differs.
     OtherNumber,
     /// Without the part, there is a different error.
     OtherError,
