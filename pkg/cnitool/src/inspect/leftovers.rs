@@ -252,7 +252,7 @@ fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
                 "configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going"
             )
         }
-        None => format!("see 'iptables-save -t nat', chain of {}", rule.place),
+        None => format!("find the rule in {} and delete it by hand", rule.place),
     }
 }
 
@@ -272,7 +272,7 @@ fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Le
     let sources = LivenessSources { cached: &snapshot.cached, links_by_alias: &links_by_alias, machine: call.machine };
     for (network, folder, reservations) in &snapshot.reservations {
         for reservation in reservations {
-            // `add_cache_entries` reports a cached attachment whose namespace is gone.
+            // If the container is gone, `add_cache_entries` reports its attachment.
             let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
             let Liveness::Unknown(why) = liveness else { continue };
             // Without an option, cnitool finds the default folder and the folder of a configured

@@ -232,8 +232,8 @@ pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     decode_result(entry).ok()
 }
 
-/// Whether a backup without an owner has the file name that the Go plugin gives to the backup of an
-/// attachment. The name has only the container ID and the interface.
+/// Whether a backup has no owner and is named like the Go plugin's backup of `attachment`. The name
+/// has only the container ID and the interface.
 pub(crate) fn has_go_name(backup: &Saved, attachment: &AttachmentId) -> bool {
     let file = backup.path.file_name().unwrap_or_default().to_string_lossy();
     backup.owner.is_none() && file == format!("{}_{}.json", attachment.container_id, attachment.ifname)
