@@ -14,7 +14,7 @@ use libcni::{ConfFile, ConfFolder, NetworkList};
 use crate::target::NetnsPresence;
 
 /// Returns the valid configured networks, sorted by name. If several files define the same network,
-/// the first one in the order of [`by_precedence`] is used, as runtimes do.
+/// the first one in the order of [`by_precedence`] is used, as in runtimes.
 ///
 /// # Errors
 /// Code 5 if the folder cannot be read.

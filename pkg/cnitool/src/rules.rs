@@ -160,7 +160,8 @@ fn restore_attachment(
         })
     });
     let plugin_calls = plugin_calls.collect::<Result<Vec<_>>>()?;
-    // Dropping a rollback without a commit removes the rules that one plugin has written.
+    // One rollback for each plugin that has written rules. Dropping it without a commit removes the
+    // rules.
     let (mut outcomes, mut rollbacks) = (Vec::new(), Vec::new());
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let kind = plugin.kind().to_owned();
@@ -181,11 +182,14 @@ fn restore_attachment(
         };
         outcomes.push((kind, outcome));
     }
-    // If DEL ran during the call, it may have ended before the rules were written. Returning drops
-    // the rollbacks, which removes the rules.
-    if !rollbacks.is_empty() && (cache.find(&entry.id())?.is_none() || why_skipped(entry, call)?.is_some()) {
-        let why = "it was detached during the call; its rules have been removed again".to_owned();
-        return Ok(AttachmentOutcome::Skipped(why));
+    // If DEL ran during the call, it may have ended before the rules were written.
+    if !rollbacks.is_empty() {
+        let is_detached = cache.find(&entry.id())?.is_none() || why_skipped(entry, call)?.is_some();
+        if is_detached {
+            // Returning drops the rollbacks, which removes the rules.
+            let why = "it was detached during the call; its rules have been removed again".to_owned();
+            return Ok(AttachmentOutcome::Skipped(why));
+        }
     }
     rollbacks.into_iter().for_each(Rollback::commit);
     Ok(AttachmentOutcome::Plugins(outcomes))
