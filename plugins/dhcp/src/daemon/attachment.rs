@@ -57,8 +57,8 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    /// Whether the task is for this interface. If it is not, the container has been started again,
-    /// and `found` is a new interface of the same name.
+    /// Whether the task is for the interface `found`. If it is not, the container has been started
+    /// again, and `found` is a new interface of the same name.
     pub(crate) fn is_for(&self, found: &Interface) -> bool {
         let Interface { netns, netns_id, index, mac, .. } = &self.interface;
         let is_same_link = *netns_id == found.netns_id && *index == found.index;
@@ -87,7 +87,7 @@ pub(crate) struct Attachment {
     /// The result whose address and routes the task must still add to the interface, because the
     /// address has changed or a lost lease was replaced. For the first lease, the interface plugin
     /// adds them.
-    pub(crate) missing: Option<Rc<AddResult>>,
+    pub(crate) pending: Option<Rc<AddResult>>,
 }
 
 /// How a task ends.
@@ -230,8 +230,8 @@ impl Attachment {
                     return TaskEnd::GaveUp("no more tries".into());
                 }
             };
-            self.add_missing(key);
-            let longest = if self.missing.is_some() { RETRY_PAUSE } else { LONGEST_SLEEP };
+            self.add_pending(key);
+            let longest = if self.pending.is_some() { RETRY_PAUSE } else { LONGEST_SLEEP };
             let wait = until.saturating_sub(now()).min(longest);
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
@@ -256,12 +256,12 @@ impl Attachment {
         }
     }
 
-    /// Adds the missing address and routes to the interface. After an error the next call tries
-    /// again.
-    fn add_missing(&mut self, key: &str) {
-        let Some(result) = &self.missing else { return };
+    /// Adds the pending address and routes, if any, to the interface. After an error the next call
+    /// tries again.
+    fn add_pending(&mut self, key: &str) {
+        let Some(result) = &self.pending else { return };
         match self.interface.add_address_and_routes(result) {
-            Ok(()) => self.missing = None,
+            Ok(()) => self.pending = None,
             Err(error) => self.log_repeated_error(key, error.to_string()),
         }
     }
@@ -293,13 +293,13 @@ impl Attachment {
     }
 
     /// Sends DHCPRELEASE, which servers do not answer, deletes the address, and removes the record.
-    /// Without a lease or interface, only removes the record.
+    /// If no address is leased or requested, or the interface is gone, only removes the record.
     fn release(&mut self, key: &str) {
         let terms: Option<LeaseParameters> = match (&self.session.lease(), &self.record.lease) {
             (Some(lease), _) => Some(lease.terms.clone()),
             // The server may have leased the address although its answer did not arrive.
             (None, RecordedLease::Requested(terms)) => Some(terms.clone()),
-            // The session has lost the recorded lease.
+            // Without a lease in the session, the recorded lease is lost.
             (None, RecordedLease::Bound(_) | RecordedLease::Nothing) => None,
         };
         if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
@@ -348,7 +348,7 @@ impl Attachment {
         let why = format!("the lease of {} is lost", network.address());
         log(format_args!("{key}: {why}"));
         self.log_error(self.interface.delete_address(network));
-        self.missing = None;
+        self.pending = None;
         // A later daemon must see that the lease has ended.
         if let RecordedLease::Bound(lease) = &mut self.record.lease {
             lease.terms.seconds = 0;
@@ -358,8 +358,8 @@ impl Attachment {
     }
 
     /// Records and publishes the session's new or extended lease. If the address has changed or a
-    /// lost lease was replaced, adds the address and routes to the interface. `old` is the previous
-    /// address, which is deleted.
+    /// lost lease was replaced, adds the address and routes to the interface. Deletes `old`, the
+    /// address that the new one replaces, if any.
     fn apply_lease(&mut self, key: &str, old: Option<Cidr>) -> Result<(), cni::Error> {
         // Always present here: the server has just granted the lease.
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
@@ -370,8 +370,8 @@ impl Attachment {
         self.write_record(RecordedLease::Bound(lease.clone()))?;
         // After the first lease, the interface plugin adds the address instead.
         if has_moved || is_regained {
-            self.missing = Some(Rc::clone(&result));
-            self.add_missing(key);
+            self.pending = Some(Rc::clone(&result));
+            self.add_pending(key);
         }
         // The old address is deleted after the new one is added, because an interface without an
         // address loses its routes.
