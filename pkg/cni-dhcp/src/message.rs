@@ -357,8 +357,8 @@ fn addresses(data: &[u8]) -> Vec<Ipv4Addr> {
     data.chunks_exact(4).filter_map(|bytes| <[u8; 4]>::try_from(bytes).ok()).map(Ipv4Addr::from).collect()
 }
 
-/// Returns the prefix for the destination of a classful route: 8, 16 or 24 for the classes A, B and
-/// C, 32 for other classes, and 0 for the default route 0.0.0.0.
+/// Returns the prefix length of a classful route's destination: 8, 16 or 24 for the classes A, B
+/// and C, 32 for other classes, and 0 for the default route 0.0.0.0.
 fn class_prefix(address: Ipv4Addr) -> u8 {
     match address.octets()[0] {
         _ if address.is_unspecified() => 0,
@@ -411,8 +411,8 @@ fn domain_at(data: &[u8], begin: usize) -> Option<(String, usize)> {
     let mut labels = Vec::new();
     let mut position = begin;
     let mut pointers = 0;
-    // A name ends with its first pointer, so the next name begins there. What the pointer refers to
-    // is elsewhere in `data`.
+    // The first pointer is the last part of a name, so the next name begins after it. The labels
+    // that the pointer refers to are elsewhere in `data`.
     let mut after_first_pointer = None;
     loop {
         match data.get(position).map(|byte| usize::from(*byte))? {
