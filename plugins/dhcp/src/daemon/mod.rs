@@ -409,8 +409,8 @@ impl Daemon {
         let handle = self.attachments.borrow().get(key).cloned();
         if let Some(handle) = handle {
             let (done, released) = oneshot::channel();
-            // Sending or waiting fails if the task ends before it processes the command. Then there
-            // is no lease to release.
+            // Sending or waiting fails if the task ends before it processes the command. Then the
+            // attachment has no lease.
             if handle.commands.send(LeaseCommand::Release(done)).is_ok() {
                 let _ = released.await;
             }
