@@ -150,7 +150,7 @@ impl Limit {
 
     /// Returns a note for stderr if the burst does not fit into the 32 bits of [`Tbf::buffer`].
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
-        // Go's plugin truncates a buffer that does not fit, which `tbf` reduces to the maximum.
+        // If the burst does not fit, `tbf` has the maximum, but Go's plugin truncates the number.
         if self.tbf().buffer == self.tbf_of_go().buffer {
             return None;
         }

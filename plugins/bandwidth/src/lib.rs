@@ -223,12 +223,12 @@ fn name_and_earlier_ifbs(host: &Netlink, attachment: &AttachmentId, host_end: &L
     Ok((shared_name, earlier))
 }
 
-/// A redirection to an ifb that has been removed: the kernel shows 0 as the ifb's index.
+/// A redirection to an ifb that has been removed: the kernel reports 0 as the ifb's index.
 const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
 
 /// Removes the queueing disciplines that an earlier ADD has attached to the host's end. The caller
-/// has already removed that ADD's ifb, so the redirection to the ifb is [`REDIRECT_TO_REMOVED`]. A
-/// tbf is always taken for that of an earlier ADD.
+/// has already removed that ADD's ifb, so the redirection to the ifb is [`REDIRECT_TO_REMOVED`].
+/// Any tbf is treated as one of an earlier ADD.
 ///
 /// # Errors
 /// Code 102 if there is any other queueing discipline or filter.
