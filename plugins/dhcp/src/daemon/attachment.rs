@@ -204,16 +204,18 @@ impl Attachment {
                     if is_unanswered {
                         self.record_error("the server did not answer the last request to renew the lease".into());
                     }
-                    let sent = exchange.send(&self.interface, &bytes, path);
-                    is_unanswered = sent.is_ok() && self.session.lease().is_some();
-                    if let Err(error) = sent {
-                        exchange.close();
-                        if self.interface.is_gone() {
-                            return TaskEnd::GaveUp(INTERFACE_GONE.into());
+                    match exchange.send(&self.interface, &bytes, path) {
+                        Ok(()) => is_unanswered = self.session.lease().is_some(),
+                        Err(error) => {
+                            is_unanswered = false;
+                            exchange.close();
+                            if self.interface.is_gone() {
+                                return TaskEnd::GaveUp(INTERFACE_GONE.into());
+                            }
+                            // The message counts as lost in the network, and is repeated later.
+                            let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
+                            self.log_repeated_error(key, why);
                         }
-                        // The message counts as lost in the network, and is repeated later.
-                        let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
-                        self.log_repeated_error(key, why);
                     }
                     continue;
                 }
@@ -231,8 +233,8 @@ impl Attachment {
                 }
             };
             self.add_pending(key);
-            let longest = if self.pending.is_some() { RETRY_PAUSE } else { LONGEST_SLEEP };
-            let wait = until.saturating_sub(now()).min(longest);
+            let longest_wait = if self.pending.is_some() { RETRY_PAUSE } else { LONGEST_SLEEP };
+            let wait = until.saturating_sub(now()).min(longest_wait);
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
                     if wait > UNCHECKED_SLEEP && self.interface.is_gone() {
@@ -326,8 +328,8 @@ impl Attachment {
             Change::Offered(terms) => self.record_offer(terms),
             Change::Acquired | Change::Extended => self.apply_lease(key, None),
             Change::Moved(old) => self.apply_lease(key, Some(old)),
-            Change::Lost(network) => {
-                self.apply_loss(key, network);
+            Change::Lost(lost) => {
+                self.apply_loss(key, lost);
                 Ok(())
             }
         }
@@ -343,11 +345,11 @@ impl Attachment {
         self.write_record(RecordedLease::Requested(terms))
     }
 
-    /// Deletes the address of a lost lease from the interface, and records the loss.
-    fn apply_loss(&mut self, key: &str, network: Cidr) {
-        let why = format!("the lease of {} is lost", network.address());
+    /// Deletes `lost`, the address of a lost lease, from the interface, and records the loss.
+    fn apply_loss(&mut self, key: &str, lost: Cidr) {
+        let why = format!("the lease of {} is lost", lost.address());
         log(format_args!("{key}: {why}"));
-        self.log_error(self.interface.delete_address(network));
+        self.log_error(self.interface.delete_address(lost));
         self.pending = None;
         // A later daemon must see that the lease has ended.
         if let RecordedLease::Bound(lease) = &mut self.record.lease {

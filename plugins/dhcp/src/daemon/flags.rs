@@ -51,19 +51,19 @@ impl Flags {
                 None => (name, None),
             };
             let is_enabled = || parse_bool(name, value_in_arg.as_deref().unwrap_or("true"));
-            let mut value = || {
+            let mut take_value = || {
                 let value = value_in_arg.clone().or_else(|| args.next());
                 value.ok_or_else(|| format!("flag needs an argument: -{name}"))
             };
             match name {
                 "broadcast" => flags.reply_mode = if is_enabled()? { ReplyMode::Broadcast } else { ReplyMode::Unicast },
                 "release-on-exit" => flags.on_exit = if is_enabled()? { OnExit::Release } else { OnExit::Keep },
-                "pidfile" => flags.pidfile = parse_pidfile(value()?)?,
-                "hostprefix" => flags.host_prefix = value()?,
-                "socketpath" => flags.socket = value()?.into(),
-                "timeout" => flags.limits.answer = parse_limit(name, &value()?)?,
-                "resendmax" => flags.limits.pause = parse_limit(name, &value()?)?,
-                "resendtimeout" => flags.limits.total = parse_limit(name, &value()?)?,
+                "pidfile" => flags.pidfile = parse_pidfile(take_value()?)?,
+                "hostprefix" => flags.host_prefix = take_value()?,
+                "socketpath" => flags.socket = take_value()?.into(),
+                "timeout" => flags.limits.answer = parse_limit(name, &take_value()?)?,
+                "resendmax" => flags.limits.pause = parse_limit(name, &take_value()?)?,
+                "resendtimeout" => flags.limits.total = parse_limit(name, &take_value()?)?,
                 _ => return Err(format!("flag provided but not defined: -{name}")),
             }
         }

@@ -39,8 +39,8 @@ pub(crate) struct Interface {
 /// Finds an interface by its name in a namespace.
 ///
 /// # Errors
-/// The text for the plugin: the namespace or the interface cannot be opened, or the interface has
-/// no MAC.
+/// The text for the plugin: the namespace cannot be opened, or the interface is not found or has no
+/// MAC.
 pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
     let namespace = Netns::open(&netns).map_err(|error| error.to_string())?;
     let link = namespace.run(Netlink::open).and_then(|netlink| netlink?.link(name));
