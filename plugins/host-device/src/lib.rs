@@ -86,9 +86,10 @@ impl Interface for HostDevice {
         Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface_position: 0, link: () })
     }
 
-    /// The interface belongs to this attachment if it has the hardware address in `prevResult`, or
-    /// if the configuration may have selected it. The address alone does not suffice, because a
-    /// later plugin may have changed it.
+    /// Returns `Ours` if the interface has the hardware address in `prevResult`, or if the
+    /// configuration may have selected it. The address alone does not suffice, because a later
+    /// plugin may have changed it. Never returns `None`, because the alias does not name an
+    /// attachment.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
         let may_be_selected = || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner.mac));
