@@ -58,8 +58,8 @@ pub struct Saved {
     pub settings: Vec<String>,
 }
 
-/// Returns the backups of all networks in the configuration's `dataDir`. Files that cannot be
-/// decoded are reported to `notes`.
+/// Returns the backups of all networks in the configuration's `dataDir`, including complete
+/// temporary files of killed processes. Files that cannot be decoded are reported to `notes`.
 ///
 /// # Errors
 /// Code 5 if the folder or a file cannot be read, 6 if `dataDir` has a wrong type.
@@ -127,13 +127,13 @@ impl Plugin for Tuning {
     /// container, so it cannot check whether they exist there.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let mut conf = Conf::of_network(&call.conf)?;
-        let mut check = || {
+        let mut check_node = || {
             if let Some(list) = AllowList::read(Path::new(ALLOW_LIST))? {
                 list.filter(&mut conf.sysctls)?;
             }
             Folder::new(conf::data_dir(&call.conf)?, call.conf.name()).check_writable()
         };
-        check().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
+        check_node().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
     }
 }
 
