@@ -53,8 +53,8 @@ impl Counts {
     }
 }
 
-/// If [`run`] started this process, waits for the tracer and execs the program to trace; returns
-/// only an error, if the exec failed. Returns `None` in every other process.
+/// In a process that [`run`] started, waits for the tracer and execs the program to trace; returns
+/// only if that fails, with the error. Returns `None` in every other process.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
@@ -194,7 +194,7 @@ impl Tracer<'_> {
                     self.foreign.insert(Pid::from_raw(i32::try_from(child).doing("invalid ID of a new thread")?));
                 }
             }
-            EXIT => self.counts.peak = self.counts.peak.max(high_water(pid).unwrap_or(0)),
+            EXIT => self.counts.peak = self.counts.peak.max(peak_memory(pid).unwrap_or(0)),
             _ => {}
         }
         Ok(())
@@ -202,7 +202,7 @@ impl Tracer<'_> {
 }
 
 /// Returns the largest memory that a process has had, in KiB; `None` if it cannot be read.
-fn high_water(pid: Pid) -> Option<usize> {
+fn peak_memory(pid: Pid) -> Option<usize> {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?.trim().parse().ok()
 }

@@ -68,7 +68,7 @@ impl World {
     }
 
     /// Creates a node: a network namespace with `lo` up, which the calling thread enters.
-    pub(crate) fn node(&self) -> Result<Node> {
+    pub(crate) fn create_node(&self) -> Result<Node> {
         let node = Node { net: namespace(None)? };
         node.enter()?;
         run(&["ip", "link", "set", "lo", "up"])?;
@@ -76,7 +76,7 @@ impl World {
     }
 
     /// Creates a container's network namespace, and returns the path that it is bound to.
-    pub(crate) fn container(&self) -> Result<PathBuf> {
+    pub(crate) fn create_container(&self) -> Result<PathBuf> {
         let path = self.path("netns");
         File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
         // The namespace lives as long as the path is bound to it.
@@ -85,7 +85,7 @@ impl World {
     }
 
     /// Creates an empty folder and returns its path.
-    pub(crate) fn folder(&self) -> Result<PathBuf> {
+    pub(crate) fn create_folder(&self) -> Result<PathBuf> {
         let path = self.path("folder");
         fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
         Ok(path)
