@@ -80,14 +80,14 @@ pub fn run(data: &[u8]) {
                 check_removal(&folder, &before, removed, &reservations_of(&before, &owner));
             }
             5 => {
-                // Everything except the reservations of container c2, also in the format without
-                // an interface.
+                // Everything except the reservations of eth0 of container c2, and those of c2 in
+                // the format without an interface.
                 let kept: [&[u8]; 2] = [b"c2\r\neth0", b"c2"];
-                let garbage = reservations(&before, |text| !kept.contains(&text));
+                let removable = reservations(&before, |text| !kept.contains(&text));
                 let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC");
                 assert!(collected.error.is_none());
                 let removed = collected.removed.iter().map(|reservation| reservation.address).collect();
-                check_removal(&folder, &before, removed, &garbage);
+                check_removal(&folder, &before, removed, &removable);
             }
             _ => {
                 let listed = locked.list().expect("a list");
