@@ -488,9 +488,9 @@ fn multiply_iptables_rules(original: &Original<'_>, count: usize) -> Result<()> 
     feed(&["iptables-restore", "-w"], &text).map(drop)
 }
 
-/// Writes a chain of `count` rules like those of other programs, which match address and port. No
-/// rule jumps to the chain. With iptables it is in the table `nat`, which `iptables` reads as a
-/// whole; with nftables it is in a table of its own.
+/// Writes a chain of `count` rules that match address and port, as another program could have
+/// written them. No rule jumps to the chain. With iptables it is in the table `nat`, which
+/// `iptables` reads as a whole; with nftables it is in a table of its own.
 fn write_foreign_rules(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {

@@ -85,8 +85,8 @@ pub(crate) struct Made {
 struct Connection(Socket);
 
 impl Floor {
-    /// Creates the bridge `br0` on the current node, up and with the gateway's address, and makes
-    /// attachments to that bridge. `data` is the folder of the reservations.
+    /// Prepares attachments to a bridge: creates `br0` on the current node, up and with the
+    /// gateway's address. `data` is the folder of the reservations.
     pub(crate) fn of_bridge(data: &Path) -> Result<Floor> {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
@@ -95,7 +95,7 @@ impl Floor {
         Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
-    /// Makes attachments with this kind of link. The current node must have an `eth0`. `data` is
+    /// Prepares attachments with this kind of link. The current node must have an `eth0`. `data` is
     /// the folder of the reservations.
     pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
         let attachment = AttachmentKind::Link(link, Connection::open(NO_EVENTS)?.index_of("eth0")?);
@@ -231,17 +231,17 @@ fn connect_inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection
     })
 }
 
-/// Runs `work`, and returns its result and its cost, with this process's CPU time.
+/// Runs `work`, and returns its result and its cost. The CPU time is that of this process.
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
-    let cpu = || -> Result<f64> {
+    let cpu_time = || -> Result<f64> {
         let usage = getrusage(UsageWho::RUSAGE_SELF).doing("failed to read the CPU time")?;
         Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e3)
     };
-    let before = cpu()?;
+    let before = cpu_time()?;
     let begin = Instant::now();
     let value = work()?;
     let wall = begin.elapsed().as_secs_f64() * 1e3;
-    Ok((value, Cost { wall, cpu: cpu()? - before }))
+    Ok((value, Cost { wall, cpu: cpu_time()? - before }))
 }
 
 /// Returns the kernel's name for a request that this module sends.

@@ -62,14 +62,14 @@ impl World {
     }
 
     /// Returns an unused path in the scratch folder, with `kind` as the beginning of its name.
-    fn path(&self, kind: &str) -> PathBuf {
+    fn unused_path(&self, kind: &str) -> PathBuf {
         self.made.set(self.made.get() + 1);
         Path::new(SCRATCH).join(format!("{kind}{}", self.made.get()))
     }
 
     /// Creates a node: a network namespace with `lo` up, which the calling thread enters.
     pub(crate) fn create_node(&self) -> Result<Node> {
-        let node = Node { net: namespace(None)? };
+        let node = Node { net: create_namespace(None)? };
         node.enter()?;
         run(&["ip", "link", "set", "lo", "up"])?;
         Ok(node)
@@ -77,16 +77,16 @@ impl World {
 
     /// Creates a container's network namespace, and returns the path that it is bound to.
     pub(crate) fn create_container(&self) -> Result<PathBuf> {
-        let path = self.path("netns");
+        let path = self.unused_path("netns");
         File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
         // The namespace lives as long as the path is bound to it.
-        namespace(Some(&path)).map(drop)?;
+        create_namespace(Some(&path)).map(drop)?;
         Ok(path)
     }
 
     /// Creates an empty folder and returns its path.
     pub(crate) fn create_folder(&self) -> Result<PathBuf> {
-        let path = self.path("folder");
+        let path = self.unused_path("folder");
         fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
         Ok(path)
     }
@@ -140,9 +140,9 @@ impl Drop for Process {
 
 /// Creates a network namespace, and binds it to the path `bind`, if there is one. Uses a temporary
 /// thread, so that the calling thread stays in its own namespace.
-fn namespace(bind: Option<&Path>) -> Result<File> {
+fn create_namespace(bind: Option<&Path>) -> Result<File> {
     const OWN: &str = "/proc/thread-self/ns/net";
-    let make = || -> Result<File> {
+    let create = || -> Result<File> {
         unshare(CloneFlags::CLONE_NEWNET).doing("failed to make a network namespace")?;
         if let Some(path) = bind {
             let none: Option<&str> = None;
@@ -151,7 +151,7 @@ fn namespace(bind: Option<&Path>) -> Result<File> {
         }
         File::open(OWN).doing("failed to open a network namespace")
     };
-    thread::scope(|scope| scope.spawn(make).join())
+    thread::scope(|scope| scope.spawn(create).join())
         .unwrap_or_else(|_| Err(Error::new("internal error: the thread that makes a network namespace panicked")))
 }
 
