@@ -202,7 +202,8 @@ impl Runtime<'_> {
 
     /// GC: runs DEL for each cached attachment that is not in `valid`, and then GC of each plugin
     /// if the list's version is 1.1.0 or newer. Does nothing if the configuration disables GC.
-    /// Cache files without a usable entry are noted and not changed.
+    /// Cache files without a usable entry are noted and not changed; temporary files that killed
+    /// processes have left in the cache are removed.
     ///
     /// # Errors
     /// - Code 1 if the list's version is not supported.
