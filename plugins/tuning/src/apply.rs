@@ -47,7 +47,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         backup,
         previous_backup,
         attachment,
-        found: OnceCell::new(),
+        sysctls: OnceCell::new(),
         is_backup_written: Cell::new(false),
         written_count: Cell::new(0),
     });
@@ -75,7 +75,7 @@ struct NamespaceChanges {
     /// This attachment.
     attachment: Attachment,
     /// The sysctls to write. Unset until the backup is written.
-    found: OnceCell<Vec<Found>>,
+    sysctls: OnceCell<Vec<Found>>,
     /// Whether the backup has been written.
     is_backup_written: Cell<bool>,
     /// How many of the sysctls have been written.
@@ -98,7 +98,7 @@ impl NamespaceChanges {
         let sysctls = sysctl::find_all(&conf.sysctls)?;
         let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
         let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
-        let (found, without_value): (Vec<Found>, Vec<Found>) =
+        let (with_value, without_value): (Vec<Found>, Vec<Found>) =
             sysctls.into_iter().partition(|found| !found.sysctl.value.is_empty());
         // Writing an empty value would change nothing. Go accepts it without a message.
         notes.extend(
@@ -106,7 +106,7 @@ impl NamespaceChanges {
                 format!("sysctl {} has an empty value: it is not changed", shown(&found.sysctl.key.written))
             }),
         );
-        save_sysctls(&mut record, &found);
+        save_sysctls(&mut record, &with_value);
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);
         }
@@ -114,7 +114,7 @@ impl NamespaceChanges {
             self.backup.write(&record)?;
             self.is_backup_written.set(true);
         }
-        self.write_sysctls(self.found.get_or_init(|| found), &mut record)?;
+        self.write_sysctls(self.sysctls.get_or_init(|| with_value), &mut record)?;
         Ok(NamespaceOutcome { link, notes })
     }
 
@@ -207,7 +207,7 @@ impl NamespaceChanges {
     /// Restores the written sysctls and the backup. Continues after an error, and returns all
     /// errors.
     fn undo(&self, netns: &Netns) -> Result<()> {
-        let written = self.found.get().map(|found| &found[..self.written_count.get()]).unwrap_or_default();
+        let written = self.sysctls.get().map(|all| &all[..self.written_count.get()]).unwrap_or_default();
         let mut errors = Vec::new();
         if !written.is_empty() {
             match netns.run(|| put_sysctls_back(written)) {

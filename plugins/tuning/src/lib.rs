@@ -123,8 +123,8 @@ impl Plugin for Tuning {
         collect::gc(call, valid)
     }
 
-    /// Checks that the backup can be written and that the sysctls are permitted. STATUS has no
-    /// container, so it cannot check whether they exist there.
+    /// Checks that the sysctls are permitted and that a backup can be written. STATUS has no
+    /// container, so it cannot check whether the sysctls exist there.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let mut conf = Conf::of_network(&call.conf)?;
         let mut check_node = || {
