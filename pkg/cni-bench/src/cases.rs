@@ -343,8 +343,8 @@ pub(crate) fn portmap(side: Side, count: usize) -> Value {
     conf
 }
 
-/// Returns the configurations of a case's plugins, in the order of their ADD. `data` is
-/// host-local's folder, `netns` the container's namespace.
+/// Returns the configurations of a case's plugins, in the order of their ADD. `data` is the side's
+/// folder for data, such as host-local's; `netns` is the container's namespace.
 fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Vec<Value> {
     let mut list = match plugins {
         Plugins::Alone(plugin) => vec![plugin.conf(side, data, netns)],

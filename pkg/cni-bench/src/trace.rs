@@ -152,11 +152,12 @@ struct Tracer<'a> {
 }
 
 impl Tracer<'_> {
-    /// Counts a system call at its entry.
+    /// Handles a stop at the entry or exit of a system call, and counts the call at its entry.
     fn on_syscall(&mut self, pid: Pid) {
-        let is_entry = self.in_syscall.entry(pid).or_default();
-        *is_entry = !*is_entry;
-        if *is_entry && self.has_begun {
+        // The thread stops at the entry and at the exit of each call, alternately.
+        let in_syscall = self.in_syscall.entry(pid).or_default();
+        *in_syscall = !*in_syscall;
+        if *in_syscall && self.has_begun {
             self.counts.syscalls += 1;
             self.counts.own_syscalls += usize::from(!self.foreign.contains(&pid));
         }

@@ -42,14 +42,14 @@ pub(crate) struct Process(Child);
 
 impl World {
     /// Moves the calling thread into new network and mount namespaces, so that nothing changes the
-    /// machine. The process must have only this thread. Fails without the privilege.
+    /// machine. The process must have only this thread. Fails without `CAP_SYS_ADMIN`.
     pub(crate) fn new() -> Result<World> {
         unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
             .doing("failed to leave the machine's network and mounts (run as root, or inside `unshare -Urmn`)")?;
         let none: Option<&str> = None;
         mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).doing("failed to make mounts private")?;
         for folder in PRIVATE {
-            // Each of some 60,000 reservations of each side is a file.
+            // Each side has up to 60,000 reservations, and each reservation is a file.
             mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755,nr_inodes=1000000"))
                 .doing(format_args!("failed to mount a tmpfs on {folder}"))?;
         }
@@ -101,7 +101,7 @@ impl Node {
 
 impl Process {
     /// Starts a program on the current node, with its output in the file `log`, and waits until
-    /// `is_ready` returns `true`. Fails if the program ends before, or is not ready in time.
+    /// `is_ready` returns `true`. Fails if the program ends first, or is not ready in time.
     pub(crate) fn start(argv: &[&str], log: &Path, is_ready: impl Fn() -> bool) -> Result<Process> {
         const LIMIT: Duration = Duration::from_secs(10);
         let shown = argv.join(" ");
