@@ -59,8 +59,8 @@ fn own_record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     Ok(if is_own { *record } else { Record::default() })
 }
 
-/// Compares the value of a sysctl that [`sysctl::find`] has returned with the configuration. A
-/// value that cannot be read is accepted, and so is any value if the configured one is empty.
+/// Compares the value in `found`, a result of [`sysctl::find`], with the configuration. A value
+/// that cannot be read is accepted, and so is any value if the configured one is empty.
 ///
 /// # Errors
 /// Code 101 if the value differs or the sysctl does not exist.

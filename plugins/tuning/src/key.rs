@@ -90,7 +90,7 @@ impl Reading {
         !self.could_ifname_select_another_sysctl() || matches(&self.path)
     }
 
-    /// Whether some interface name would turn the template into a sysctl of something else than
+    /// Whether some interface name would turn the template into a sysctl that does not belong to
     /// the interface, such as `net/IFNAME/ip_forward` with an interface `ipv4`. This is impossible
     /// if the template has no `IFNAME`, or has it as a whole name directly below `conf` or `neigh`,
     /// where the kernel has a folder for each interface.
