@@ -224,30 +224,29 @@ impl Reader {
 }
 
 /// Decodes a type definition, which is Go's structure `wireType`. `wireType` has one field for each
-/// of seven kinds: array, slice, structure, map, and three that encode their own values. Only one
-/// of these fields is set. It is again a structure: its field 0 is the name and number of the type,
-/// and its other fields depend on the kind.
+/// of seven kinds: array, slice, structure, map, and three that encode their own values. Only the
+/// field of the type's kind is set. Its value is a structure as well: field 0 is the name and
+/// number of the type, and the other fields depend on the kind.
 fn definition(input: &mut Input<'_>) -> Result<Type> {
     let mut defined = None;
     input.fields(|input, kind| {
-        // The fields 1 and 2, if they are numbers: the type of an array's or slice's elements, or
-        // the types of a map's keys and values. An array's field 2 is its length, which is not
-        // used.
-        let (mut first, mut second) = (0, 0);
+        // Of an array or slice, field 1 is the type of the elements; of a map, the fields 1 and 2
+        // are the types of keys and values. An array's field 2 is its length, which is not used.
+        let (mut field_1, mut field_2) = (0, 0);
         let mut members = Vec::new();
         input.fields(|input, index| {
             match (kind, index) {
                 (_, 0) => skip_name_and_number(input)?,
                 (STRUCT, 1) => members = struct_members(input)?,
-                (_, 1) => first = input.int()?,
-                _ => second = input.int()?,
+                (_, 1) => field_1 = input.int()?,
+                _ => field_2 = input.int()?,
             }
             Ok(())
         })?;
         defined = Some(match kind {
-            ARRAY | SLICE => Type::List(first),
+            ARRAY | SLICE => Type::List(field_1),
             STRUCT => Type::Struct(members),
-            MAP => Type::Map(first, second),
+            MAP => Type::Map(field_1, field_2),
             GOB_ENCODER..=TEXT_MARSHALER => Type::Opaque,
             _ => return Err(GobError("a type has an unknown kind")),
         });

@@ -16,8 +16,8 @@ use crate::message::{Ask, Client, LeaseParameters, Reply, v4};
 /// The wait before the first message is repeated. It doubles with each repetition. It is short
 /// because messages may get lost right after the link has come up.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
-/// How many times [`FIRST_WAIT`] is doubled at most, so that the number does not overflow. Doubled
-/// so often, it is longer than each of the default [`Limits`].
+/// The largest number of doublings of [`FIRST_WAIT`], so that the product does not overflow. It is
+/// then 256 s, which is longer than each of the default [`Limits`].
 const MAX_DOUBLINGS: u32 = 10;
 /// The pause after a server has refused to lease the address that it offered.
 const REFUSED_WAIT: Duration = Duration::from_secs(1);
@@ -33,7 +33,8 @@ const MIN_EXTEND: Duration = Duration::from_secs(10);
 pub struct Limits {
     /// The longest wait for an answer to one message.
     pub answer: Duration,
-    /// The longest wait between two attempts of a client that has lost its lease.
+    /// The longest wait between two attempts of a client that has lost its lease or confirms an
+    /// adopted one.
     pub pause: Duration,
     /// How long the client tries to get its first lease.
     pub total: Duration,
@@ -251,7 +252,7 @@ impl Session {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Step::Failed;
         }
-        // What this state sends, on which path, and when `elapse` ends the state.
+        // What this state sends, on which path, and when `elapse` ends the state (`MAX`: never).
         let (ask, path, end) = match &self.state {
             State::Bound(lease) => return Step::Sleep(lease.t1()),
             State::Searching => (Ask::Discover, Path::Broadcast, Duration::MAX),
@@ -304,7 +305,7 @@ impl Session {
     }
 
     /// Processes a message from the network, and returns the change of the lease. Returns `None` if
-    /// the message is not a valid answer to this client, or refuses the address of an offer.
+    /// the message is not an answer that this state expects, or if it refuses an offered address.
     pub fn receive(&mut self, bytes: &[u8], now: Duration) -> Option<Change> {
         let reply = self.client.read(bytes, self.xid)?;
         // The time of a granted lease begins with the request.

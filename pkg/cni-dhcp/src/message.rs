@@ -43,8 +43,8 @@ pub const DEFAULT_REQUEST: [u8; 8] = [
     code::SEARCH_DOMAINS,
     code::MTU,
 ];
-/// The shortest time in seconds from the request of a lease to its renewal (T1). A lease shorter
-/// than twice this time is renewed after half of its time.
+/// The shortest time in seconds from the request of a lease to its renewal (T1). For a lease
+/// shorter than twice this time, the shortest T1 is half of the lease time.
 const MIN_T1: u32 = 10;
 /// The lease time in seconds if the server sends none.
 const DEFAULT_LEASE: u32 = 3600;
@@ -221,15 +221,7 @@ impl Client {
             return None;
         }
         let network = Cidr::new(address.into(), u8::try_from(prefix).ok()?)?;
-        // The default times of RFC 2131, 4.4.5. They also replace times that are not in the order
-        // T1, T2, end.
-        let (default_t1, default_t2) = (seconds / 2, u32::try_from(u64::from(seconds) * 7 / 8).ok()?);
-        let t1 = number(code::T1).unwrap_or(default_t1);
-        let t2 = number(code::T2).unwrap_or(default_t2);
-        let (t1, t2) = if t1 < t2 && t2 < seconds { (t1, t2) } else { (default_t1, default_t2) };
-        // Times near zero would keep the daemon busy with renewals.
-        let min_t1 = seconds.div_ceil(2).min(MIN_T1);
-        let (t1, t2) = (t1.max(min_t1), t2.max(min_t1));
+        let (t1, t2) = renewal_times(seconds, number(code::T1), number(code::T2));
         let address_list = |code| requested(code).map(|data| addresses(&data)).unwrap_or_default();
         let text = |data: Vec<u8>| String::from_utf8(data).ok().map(|text| text.trim_end_matches('\0').to_owned());
         let mtu = requested(code::MTU).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);
@@ -248,6 +240,18 @@ impl Client {
             mtu: mtu.filter(|mtu| *mtu >= MIN_MTU),
         })
     }
+}
+
+/// Returns T1 and T2 of a lease of `seconds`, from the times that the server has sent. The default
+/// times of RFC 2131, 4.4.5, replace absent times, and times that are not in the order T1, T2, end.
+fn renewal_times(seconds: u32, sent_t1: Option<u32>, sent_t2: Option<u32>) -> (u32, u32) {
+    let default_t1 = seconds / 2;
+    let default_t2 = u32::try_from(u64::from(seconds) * 7 / 8).unwrap_or(seconds);
+    let (t1, t2) = (sent_t1.unwrap_or(default_t1), sent_t2.unwrap_or(default_t2));
+    let (t1, t2) = if t1 < t2 && t2 < seconds { (t1, t2) } else { (default_t1, default_t2) };
+    // Times near zero would keep the daemon busy with renewals.
+    let min_t1 = seconds.div_ceil(2).min(MIN_T1);
+    (t1.max(min_t1), t2.max(min_t1))
 }
 
 /// A server's answer.
@@ -357,8 +361,8 @@ fn addresses(data: &[u8]) -> Vec<Ipv4Addr> {
     data.chunks_exact(4).filter_map(|bytes| <[u8; 4]>::try_from(bytes).ok()).map(Ipv4Addr::from).collect()
 }
 
-/// Returns the prefix for the destination of a classful route: 8, 16 or 24 for the classes A, B and
-/// C, 32 for other classes, and 0 for the default route 0.0.0.0.
+/// Returns the prefix length of a classful route's destination: 8, 16 or 24 for the classes A, B
+/// and C, 32 for other classes, and 0 for the default route 0.0.0.0.
 fn class_prefix(address: Ipv4Addr) -> u8 {
     match address.octets()[0] {
         _ if address.is_unspecified() => 0,
@@ -411,8 +415,8 @@ fn domain_at(data: &[u8], begin: usize) -> Option<(String, usize)> {
     let mut labels = Vec::new();
     let mut position = begin;
     let mut pointers = 0;
-    // A name ends with its first pointer, so the next name begins there. What the pointer refers to
-    // is elsewhere in `data`.
+    // The first pointer is the last part of a name, so the next name begins after it. The labels
+    // that the pointer refers to are elsewhere in `data`.
     let mut after_first_pointer = None;
     loop {
         match data.get(position).map(|byte| usize::from(*byte))? {

@@ -101,7 +101,7 @@ pub fn write_request(method: Method, args: &CmdArgs) -> Vec<u8> {
     write_definition(&mut out, REQUEST, "Request", Definition::Struct(&request));
     let mut head = Fields::default();
     head.text(method.name());
-    // Seq is 0, because a connection has only one call, and so is not written.
+    // Seq is left out, because it is 0: a connection has only one call.
     write_struct(&mut out, REQUEST, head);
     let cmd_args = [
         ("ContainerID", TEXT),

@@ -288,8 +288,8 @@ problems that 'cnitool validate' finds in it. With names, only those networks.";
 /// After the options of `cnitool networks --help`.
 pub(crate) const AFTER_NETWORKS: &str = "\
 Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 no listed network has an error, 1 one has or does not exist,
-            2 the arguments are invalid
+Exit codes: 0 no listed network has an error; 1 a network has an error or is
+            not configured; 2 the arguments are invalid
 
 Examples:
   cnitool networks

@@ -46,7 +46,7 @@ use std::process::ExitCode;
 use cni::machine::Machine;
 use cni::rollback::Notes;
 
-/// A call of the tool, as values.
+/// The input of one run of the tool.
 #[derive(Debug)]
 pub struct Call<'m> {
     /// The arguments, without the program's name.
@@ -59,7 +59,7 @@ pub struct Call<'m> {
     pub machine: &'m dyn Machine,
 }
 
-/// Where a call's output goes, as values.
+/// The output streams of one run of the tool.
 pub struct Streams<'a> {
     /// The stream for results.
     pub stdout: &'a mut dyn Write,

@@ -6,15 +6,15 @@
 
 use std::collections::BTreeMap;
 
-use cni::Error;
 use cni::machine::Machine;
+use cni::{AttachmentId, Error};
 use libcni::cache::Entry;
 use libcni::{ConfFile, ConfFolder, NetworkList};
 
 use crate::target::NetnsPresence;
 
 /// Returns the valid configured networks, sorted by name. If several files define the same network,
-/// the first one in the order of [`by_precedence`] is used, as runtimes do.
+/// the first one in the order of [`by_precedence`] is used, as in runtimes.
 ///
 /// # Errors
 /// Code 5 if the folder cannot be read.
@@ -86,7 +86,7 @@ impl LivenessSources<'_> {
     /// - [`Liveness::ContainerGone`]: otherwise, if the result cache has the attachment.
     /// - [`Liveness::Unknown`]: otherwise.
     pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
-        let mut netns_gone = None;
+        let mut gone_reason = None;
         for entry in self.cached.iter().filter(|entry| entry.network == network) {
             let attachment = &entry.attachment;
             if attachment.container_id != id || ifname.is_some_and(|name| name != attachment.ifname) {
@@ -104,20 +104,14 @@ impl LivenessSources<'_> {
                     ));
                 }
                 NetnsPresence::Gone(why) => {
-                    netns_gone = Some(format!("its namespace {} is gone: {why}", attachment.netns))
+                    gone_reason = Some(format!("its namespace {} is gone: {why}", attachment.netns))
                 }
             }
         }
         // The host's end of a link disappears with the container's end, so its existence shows that
-        // the container exists. `is_on` also recognizes an alias with the hash of a long container
-        // ID.
-        let host_link = self.links_by_alias.iter().find(|(alias, _)| {
-            cni::AttachmentId::parse(alias).is_some_and(|parsed| {
-                let ifname = ifname.unwrap_or(&parsed.ifname);
-                cni::AttachmentId::new(network, id, ifname).is_on(Some(alias))
-            })
-        });
-        match (host_link, netns_gone) {
+        // the container exists.
+        let host_link = self.links_by_alias.iter().find(|(alias, _)| names_container(alias, network, id, ifname));
+        match (host_link, gone_reason) {
             (Some((_, link)), _) => {
                 Liveness::InUse(format!("link {link} on the host has the alias of this attachment"))
             }
@@ -125,6 +119,14 @@ impl LivenessSources<'_> {
             (None, None) => Liveness::Unknown("the result cache does not have its attachment".to_owned()),
         }
     }
+}
+
+/// Whether a link's alias names the attachment of the container `id` to `network` with the
+/// interface `ifname`, or with any interface if `ifname` is `None`.
+fn names_container(alias: &str, network: &str, id: &str, ifname: Option<&str>) -> bool {
+    let Some(parsed) = AttachmentId::parse(alias) else { return false };
+    // Not compared with the parsed ID: the alias may have only the hash of a long container ID.
+    AttachmentId::new(network, id, ifname.unwrap_or(&parsed.ifname)).is_on(Some(alias))
 }
 
 /// Returns the links in the namespace of this process that have an attachment's alias: the link's
@@ -137,7 +139,7 @@ pub(crate) fn list_links_by_alias() -> Result<BTreeMap<String, String>, Error> {
     let links = cni_linux::Netlink::open()?.list_links()?;
     let alias_and_name = |link: cni_linux::Link| {
         let alias = attachment_alias_in(&link.alias?);
-        cni::AttachmentId::parse(&alias).is_some().then_some((alias, link.name))
+        AttachmentId::parse(&alias).is_some().then_some((alias, link.name))
     };
     Ok(links.into_iter().filter(|link| !link.is_ifb()).filter_map(alias_and_name).collect())
 }

@@ -120,7 +120,7 @@ pub(crate) fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
     }
 }
 
-/// Formats rows as lines with aligned columns. The first row is the header.
+/// Formats rows as lines with aligned columns.
 pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
     let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();

@@ -160,7 +160,8 @@ fn restore_attachment(
         })
     });
     let plugin_calls = plugin_calls.collect::<Result<Vec<_>>>()?;
-    // Dropping a rollback without a commit removes the rules that one plugin has written.
+    // One rollback for each plugin that has written rules. Dropping it without a commit removes the
+    // rules.
     let (mut outcomes, mut rollbacks) = (Vec::new(), Vec::new());
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let kind = plugin.kind().to_owned();
@@ -181,20 +182,23 @@ fn restore_attachment(
         };
         outcomes.push((kind, outcome));
     }
-    // If DEL ran during the call, it may have ended before the rules were written. Returning drops
-    // the rollbacks, which removes the rules.
-    if !rollbacks.is_empty() && (cache.find(&entry.id())?.is_none() || why_skipped(entry, call)?.is_some()) {
-        let why = "it was detached during the call; its rules have been removed again".to_owned();
-        return Ok(AttachmentOutcome::Skipped(why));
+    // If DEL ran during the call, it may have ended before the rules were written.
+    if !rollbacks.is_empty() {
+        let is_detached = cache.find(&entry.id())?.is_none() || why_skipped(entry, call)?.is_some();
+        if is_detached {
+            // Returning drops the rollbacks, which removes the rules.
+            let why = "it was detached during the call; its rules have been removed again".to_owned();
+            return Ok(AttachmentOutcome::Skipped(why));
+        }
     }
     rollbacks.into_iter().for_each(Rollback::commit);
     Ok(AttachmentOutcome::Plugins(outcomes))
 }
 
 /// Returns why the attachment is skipped, or `None` if it is certainly in use: its namespace has
-/// its interface, with the MAC in the result, if the result has a MAC. A different MAC means that
-/// another ADD has created the interface. The rules of an attachment that is not in use could match
-/// packets of another container.
+/// its interface, and the interface has the MAC in the result (if the result has one). A different
+/// MAC means that another ADD has created the interface. The rules of an attachment that is not in
+/// use could match packets of another container.
 ///
 /// # Errors
 /// The kernel's error if the namespace or its links cannot be read; code 6 if the result cannot be
@@ -249,9 +253,14 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
             }
             AttachmentOutcome::Failed(error) => text += &line("", "failed", &[error.to_string()], streams),
             AttachmentOutcome::Plugins(plugins) => {
-                let lacks_none =
-                    |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Complete | PluginOutcome::NotExamined);
-                lacking += usize::from(!plugins.iter().all(|(_, outcome)| lacks_none(outcome)));
+                // A plugin whose rules could not be compared or written counts as lacking rules.
+                let lacks_rules = |outcome: &PluginOutcome| match outcome {
+                    PluginOutcome::Missing(_) | PluginOutcome::Restored(_) | PluginOutcome::Failed(_) => true,
+                    PluginOutcome::Complete | PluginOutcome::NotExamined => false,
+                };
+                if plugins.iter().any(|(_, outcome)| lacks_rules(outcome)) {
+                    lacking += 1;
+                }
                 for (kind, outcome) in plugins {
                     let (word, sentences) = outcome.describe();
                     text += &line(&format!("{kind:<12} "), word, &sentences, streams);
@@ -275,6 +284,7 @@ fn line(prefix: &str, word: &str, sentences: &[String], streams: &Streams<'_>) -
 
 /// Returns the report for `--json`.
 fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: RestoreMode) -> Value {
+    // `why` has the missing or restored rules, or the error.
     let plugin_json = |(kind, outcome): &(String, PluginOutcome)| {
         let (word, why) = outcome.describe();
         json!({"type": kind, "outcome": word, "why": why})
@@ -290,5 +300,6 @@ fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: R
         value
     };
     let attachments: Vec<Value> = outcomes.iter().map(attachment_json).collect();
+    // `changed` is true without `--dry-run`, even if no rule was missing.
     json!({"changed": mode == RestoreMode::Write, "attachments": attachments, "problems": problems})
 }

@@ -17,8 +17,7 @@ pub(crate) enum NetnsPresence {
     /// There is no file at the path, for this reason.
     Gone(String),
     /// The file at the path is not a namespace, for this reason. This does not prove that the
-    /// namespace is gone: an empty file remains after unmounting a namespace, but a mount namespace
-    /// without the mount of an existing namespace shows an empty file too.
+    /// namespace is gone: it may still be mounted at this path in another mount namespace.
     OtherFile(String),
     /// It is not known whether the namespace exists, for this reason.
     Unknown(String),

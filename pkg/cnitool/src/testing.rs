@@ -10,7 +10,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::time::Instant;
 
-use cni::machine::{Child, Exit as End, Machine, Output, RunError};
+use cni::machine::{Child, Exit as PluginExit, Machine, Output, RunError};
 use cni::rollback::Notes;
 
 use crate::{Call, ColorMode, Exit, Streams, run};
@@ -60,7 +60,7 @@ impl Machine for SimulatedMachine {
             writeln!(file, "2026-11-21T02:16:03.018Z {line}").unwrap();
         }
         self.calls.borrow_mut().push((name, env, serde_json::from_slice(child.stdin).unwrap()));
-        Ok(Output { status: End::Status(status), stdout: stdout.into_bytes(), stderr: Vec::new() })
+        Ok(Output { status: PluginExit::Status(status), stdout: stdout.into_bytes(), stderr: Vec::new() })
     }
 }
 

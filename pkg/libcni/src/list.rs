@@ -38,7 +38,7 @@ pub struct PluginConf {
 }
 
 impl NetworkList {
-    /// Parses a list, without the folder of plugins that may belong to its file.
+    /// Parses a list. Does not add the plugins in the network's subfolder (see `folder.rs`).
     ///
     /// # Errors
     /// With Go's texts:
@@ -48,8 +48,8 @@ impl NetworkList {
         NetworkList::parse_inlined(raw)?.require_plugins()
     }
 
-    /// Parses a list whose plugins may all be in its folder. So the key `plugins` may be missing,
-    /// except with `loadOnlyInlinedPlugins`.
+    /// Parses a list to which the caller adds the plugins of the network's subfolder. So the key
+    /// `plugins` may be missing, except with `loadOnlyInlinedPlugins`.
     ///
     /// # Errors
     /// As [`parse`](NetworkList::parse), except for the missing key.
@@ -139,7 +139,7 @@ impl NetworkList {
         self.disable_gc
     }
 
-    /// Whether plugins in the list's folder are ignored.
+    /// Whether plugins in the network's subfolder are ignored.
     pub(super) fn load_only_inlined(&self) -> bool {
         self.load_only_inlined
     }

@@ -66,10 +66,10 @@ impl Conf {
     /// - Code 7 if a rate has no burst, a burst has no rate, or a number is too large or too small.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let keys: Keys = conf.decode_chained()?;
-        let own = [keys.ingress_rate, keys.ingress_burst, keys.egress_rate, keys.egress_burst];
+        let configured = [keys.ingress_rate, keys.ingress_burst, keys.egress_rate, keys.egress_burst];
         let runtime = keys.runtime_config.bandwidth;
-        let [ingress_rate, ingress_burst, egress_rate, egress_burst] = if own.iter().any(Option::is_some) {
-            own.map(Option::unwrap_or_default)
+        let [ingress_rate, ingress_burst, egress_rate, egress_burst] = if configured.iter().any(Option::is_some) {
+            configured.map(Option::unwrap_or_default)
         } else {
             [runtime.ingress_rate, runtime.ingress_burst, runtime.egress_rate, runtime.egress_burst]
         };
@@ -147,7 +147,7 @@ impl Limit {
 
     /// Returns a note for stderr if the burst does not fit into the 32 bits of [`Tbf::buffer`].
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
-        // The buffers of the two plugins differ only if the burst does not fit.
+        // If the burst does not fit, `tbf` has the maximum, but Go's plugin truncates the number.
         if self.tbf().buffer == self.tbf_of_go().buffer {
             return None;
         }

@@ -106,9 +106,9 @@ impl Plugin for Bandwidth {
                 // The ifb has the group of this plugin's interfaces. It lacks the alias because an
                 // ADD was killed before it set the alias.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
-                // Go's plugin sets no alias, and its name for the ifb does not show to which of the
-                // container's interfaces the ifb belongs. It belongs to another one if this
-                // attachment had its own ifb, or if `prevResult` does not list the ifb.
+                // Go's plugin sets no alias, and uses one name for the ifbs of all the container's
+                // interfaces. This ifb belongs to another interface if this attachment had an ifb
+                // with its own name, or if a `prevResult` is present that does not list this ifb.
                 None => !has_removed_one && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
             };
             if is_of_attachment {
@@ -146,9 +146,10 @@ fn set_limits<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollba
     }
     remove_earlier_qdiscs(&host, &host_end)?;
     if let Some(ingress) = conf.ingress {
-        let undo = Rc::clone(&host);
-        rollback
-            .push(format!("remove the limit of {}", host_end.name), move || undo.purge_qdisc(index, QdiscParent::Root));
+        let undo_host = Rc::clone(&host);
+        rollback.push(format!("remove the limit of {}", host_end.name), move || {
+            undo_host.purge_qdisc(index, QdiscParent::Root)
+        });
         host.create_tbf(index, &ingress.tbf())?;
     }
     if let Some(egress) = conf.egress {
@@ -157,9 +158,9 @@ fn set_limits<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollba
         let created_index = undo_creation(&host, &ifb_name, move |link| link.mac == Some(mac), rollback);
         let ifb = host.create_ifb(&ifb_name, mac, host_end.mtu, &attachment)?;
         created_index.set(Some(ifb.index));
-        let undo = Rc::clone(&host);
+        let undo_host = Rc::clone(&host);
         rollback.push(format!("stop the redirection of {}", host_end.name), move || {
-            undo.purge_qdisc(index, QdiscParent::Ingress)
+            undo_host.purge_qdisc(index, QdiscParent::Ingress)
         });
         host.create_ingress(index)?;
         host.create_redirect(index, ifb.index)?;
@@ -222,14 +223,15 @@ fn name_and_earlier_ifbs(host: &Netlink, attachment: &AttachmentId, host_end: &L
     Ok((shared_name, earlier))
 }
 
-/// A redirection to an ifb that has been removed: the kernel shows 0 as the ifb's index.
+/// A redirection to an ifb that has been removed: the kernel reports 0 as the ifb's index.
 const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
 
 /// Removes the queueing disciplines that an earlier ADD has attached to the host's end. The caller
 /// has already removed that ADD's ifb, so the redirection to the ifb is [`REDIRECT_TO_REMOVED`].
+/// Any tbf is treated as one of an earlier ADD.
 ///
 /// # Errors
-/// Code 102 if another program has attached a queueing discipline or a filter there.
+/// Code 102 if there is any other queueing discipline or filter.
 fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
     for (parent, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
         let Some(qdisc) = host.find_qdisc(host_end.index, parent)? else { continue };

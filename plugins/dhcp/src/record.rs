@@ -28,6 +28,7 @@ pub(crate) struct Record {
     pub(crate) priority: Option<u32>,
     /// The identity that the client sends.
     pub(crate) client: Client,
+    // The key keeps its original name, so that existing records stay readable.
     #[serde(rename = "held")]
     pub(crate) lease: RecordedLease,
     /// The last error since the lease was granted.

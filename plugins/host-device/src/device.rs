@@ -34,13 +34,15 @@ pub(crate) enum Device {
 }
 
 impl Device {
-    /// Returns the device that `conf` selects: [`Dpdk`](Device::Dpdk) if `DPDKMode` is set or the
-    /// PCI device has a driver for DPDK. Otherwise the first key that is set decides, in the order
-    /// of Go's plugin: `device`, `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`.
+    /// Returns the device that `conf` selects: [`Dpdk`](Device::Dpdk) if `DPDKMode` is set, or if
+    /// `runtimeConfig.deviceID` or else `pciBusID` names a PCI device with a driver for DPDK.
+    /// Otherwise the first key that is set decides, in the order of Go's plugin: `device`,
+    /// `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`.
     ///
     /// # Errors
-    /// Code 7, with the texts of Go's plugin, if nothing is selected or this host does not have the
-    /// device.
+    /// - Code 7, with the texts of Go's plugin, if no key is set, or if this host does not have the
+    ///   device that `runtimeConfig.deviceID` names.
+    /// - The errors of [`has_dpdk_driver`].
     pub(crate) fn selected_by(conf: &Conf) -> Result<Device> {
         let (mut pci, mut auxiliary) = (conf.pci.clone(), None);
         if let Some(id) = &conf.device_id {
@@ -106,8 +108,8 @@ pub(crate) fn find(host: &Netlink, selector: &Selector) -> Result<Link> {
 }
 
 /// Returns the names of a device's interfaces in the host's namespace; none if there is no such
-/// device or `device` is empty. `device` is the name of a PCI or auxiliary device, or an absolute
-/// path, which [`Path::join`] uses unchanged.
+/// device or `device` is empty. `device` is the name of a PCI or auxiliary device, or the absolute
+/// path of a device's folder, which [`Path::join`] returns unchanged.
 pub(crate) fn list_interfaces(device: &str) -> Vec<String> {
     let mut names = Vec::new();
     let auxiliary_folder = Path::new(AUXILIARY).join(device).join("net");
@@ -159,8 +161,8 @@ fn first_entry(folder: &Path) -> Result<String> {
         let folder = folder.display();
         not_found(format!("failed to read directory {folder}: \"open {folder}: {}\"", go_text(&error)))
     })?;
-    let none = || not_found(format!("failed to find network device in path {}", folder.display()));
-    names.into_iter().next().ok_or_else(none)
+    let is_empty = || not_found(format!("failed to find network device in path {}", folder.display()));
+    names.into_iter().next().ok_or_else(is_empty)
 }
 
 /// Returns the names in `folder`, sorted.

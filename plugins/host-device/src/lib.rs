@@ -86,9 +86,10 @@ impl Interface for HostDevice {
         Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface_position: 0, link: () })
     }
 
-    /// The interface belongs to this attachment if it has the hardware address in `prevResult`, or
-    /// if the configuration may have selected it. The address alone does not suffice, because a
-    /// later plugin may have changed it.
+    /// Returns `Ours` if the interface has the hardware address in `prevResult`, or if the
+    /// configuration may have selected it. The address alone does not suffice, because a later
+    /// plugin may have changed it. Never returns `None`, because the alias does not name an
+    /// attachment.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
         let may_be_selected = || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner.mac));
@@ -131,7 +132,7 @@ impl Interface for HostDevice {
         let prev_mac = prev_mac(call, prev.as_ref());
         for link in host.list_links()? {
             let Some(name) = host_name(&link) else { continue };
-            if !keys.identify(&link, prev_mac) {
+            if !keys.identifies(&link, prev_mac) {
                 continue;
             }
             if link.name != name {
@@ -199,7 +200,8 @@ fn host_name(link: &Link) -> Option<&str> {
 /// Returns the hardware address that `prev`, the result of ADD, has for CNI_IFNAME.
 fn prev_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
     let prev = prev?;
-    let interface = prev.interfaces.iter().find(|one| one.name == call.ifname && !one.sandbox.is_empty())?;
+    let interface =
+        prev.interfaces.iter().find(|interface| interface.name == call.ifname && !interface.sandbox.is_empty())?;
     interface.mac.parse().ok()
 }
 
@@ -223,7 +225,7 @@ impl Keys {
 
     /// Whether `link`, a link of the host with an alias, is the device of this configuration.
     /// `prev_mac` is the hardware address in `prevResult`.
-    fn identify(&self, link: &Link, prev_mac: Option<Mac>) -> bool {
+    fn identifies(&self, link: &Link, prev_mac: Option<Mac>) -> bool {
         let hwaddr = self.hwaddr.parse::<Mac>().ok();
         let devices = [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath];
         let has_mac = |mac: Option<Mac>| mac.is_some() && link.mac == mac;

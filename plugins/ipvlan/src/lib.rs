@@ -135,6 +135,6 @@ fn master_of_result(earlier: &AddResult) -> Result<String> {
     match &earlier.interfaces[..] {
         [only] if !only.name.is_empty() => Ok(only.name.clone()),
         _ => Err(Error::config("chained master failure. PrevResult lacks a single named interface")
-            .with_details("name it in \"master\"")),
+            .with_details("name the interface in \"master\"")),
     }
 }

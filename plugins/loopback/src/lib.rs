@@ -47,8 +47,8 @@ impl Plugin for Loopback {
         let lo = netlink.link(LO)?;
         let mut rollback = call.rollback();
         if !lo.up {
-            let undo = netlink.clone();
-            rollback.push("set lo down again", move || undo.set_down(lo.index));
+            let undo_netlink = netlink.clone();
+            rollback.push("set lo down again", move || undo_netlink.set_down(lo.index));
         }
         // The kernel adds 127.0.0.1/8 and ::1/128 when lo goes up, so lo is set up before its
         // addresses are read for the result.

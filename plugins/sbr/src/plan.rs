@@ -102,8 +102,8 @@ impl Plan {
         };
         let hints: Vec<Route> = ips.iter().map(hint).collect();
         let has_conflict = |route: &Route| hints.iter().any(|hint| hint.conflicts_with(route));
-        self.moved
-            .retain(|saved| saved.routes().iter().any(|route| route.scope != Some(SCOPE_LINK) || has_conflict(route)));
+        let must_move = |route: &Route| route.scope != Some(SCOPE_LINK) || has_conflict(route);
+        self.moved.retain(|saved| saved.routes().iter().any(must_move));
         self.hints = hints.iter().map(SavedRoute::from).collect();
     }
 
@@ -113,25 +113,25 @@ impl Plan {
     /// Code 100 if the kernel refuses a change.
     pub(crate) fn carry_out(self, netlink: &Netlink, rollback: &mut Rollback<'_>) -> Result<()> {
         for route in self.table_routes {
-            let (undo, added) = (netlink.clone(), route.clone());
-            rollback.push("delete a copied route", move || undo.purge_route(&added));
+            let (undo_netlink, added) = (netlink.clone(), route.clone());
+            rollback.push("delete a copied route", move || undo_netlink.purge_route(&added));
             netlink.append_route(&route)?;
         }
         for rule in self.rules {
-            let undo = netlink.clone();
-            rollback.push(format!("delete rule {rule}"), move || undo.purge_rule(&rule));
+            let undo_netlink = netlink.clone();
+            rollback.push(format!("delete rule {rule}"), move || undo_netlink.purge_rule(&rule));
             netlink.add_rule(&rule)?;
         }
         // Undos run in reverse order. The hints must be deleted before the routes are restored,
         // because they conflict, so this undo is registered first.
-        let (undo, removed) = (netlink.clone(), self.moved.clone());
+        let (undo_netlink, removed) = (netlink.clone(), self.moved.clone());
         rollback.push("put the routes of the main table back", move || {
             // Tries all routes and returns the first error.
-            removed.iter().map(|route| undo.append_route(route)).fold(Ok(()), Result::and)
+            removed.iter().map(|route| undo_netlink.append_route(route)).fold(Ok(()), Result::and)
         });
         for hint in self.hints {
-            let (undo, added) = (netlink.clone(), hint.clone());
-            rollback.push("delete a route with a source hint", move || undo.purge_route(&added));
+            let (undo_netlink, added) = (netlink.clone(), hint.clone());
+            rollback.push("delete a route with a source hint", move || undo_netlink.purge_route(&added));
             netlink.append_route(&hint)?;
         }
         for route in &self.moved {

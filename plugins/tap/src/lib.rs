@@ -160,8 +160,8 @@ impl Interface for TapPlugin {
             }
         }
         check.compare_layer3()?;
-        // Go's plugin leaves duplicate address detection enabled, which only runs while a program
-        // has the tap open (state running). Without a program, it would never end.
+        // On a tap of Go's plugin, duplicate address detection is enabled. The detection only runs
+        // while a program has the tap open (state running). Without a program, it would never end.
         if check.inner.running { check.wait_for_dad(check.settle_deadline()) } else { Ok(()) }
     }
 

@@ -81,18 +81,18 @@ impl Plan {
         let (index, table) = match vrf {
             Target::Existing { index, table } => (index, table),
             Target::New { name, table } => {
-                let (undo, created) = (netlink.clone(), name.clone());
-                rollback.push(format!("delete VRF {name}"), move || match undo.find_link(&created)? {
-                    Some(vrf) if vrf.vrf_table.is_some() => purge_if_empty(&undo, &vrf),
+                let (undo_netlink, undo_name) = (netlink.clone(), name.clone());
+                rollback.push(format!("delete VRF {name}"), move || match undo_netlink.find_link(&undo_name)? {
+                    Some(vrf) if vrf.vrf_table.is_some() => purge_if_empty(&undo_netlink, &vrf),
                     _ => Ok(()),
                 });
                 (create_vrf(netlink, &name, table)?.index, table)
             }
         };
-        let (undo, saved_addresses, saved_routes) = (netlink.clone(), addresses.clone(), routes.clone());
+        let (undo_netlink, saved_addresses, saved_routes) = (netlink.clone(), addresses.clone(), routes.clone());
         rollback.push(format!("remove {} from its VRF", link.name), move || {
-            undo.unset_master(link.index)?;
-            restore(&undo, &saved_addresses, &saved_routes)
+            undo_netlink.unset_master(link.index)?;
+            restore(&undo_netlink, &saved_addresses, &saved_routes)
         });
         netlink.set_master(link.index, index)?;
         let moved_routes: Vec<SavedRoute> = routes

@@ -71,18 +71,20 @@ impl Plugin for Vrf {
         let conf = Conf::new(&call.conf)?;
         call.conf.prev_result()?.ok_or_else(no_prev_result)?;
         let netlink = Netns::open(call.netns()?)?.run(Netlink::open)??;
-        let differs = |msg: String| Err(Error::new(Code::CHECK_FAILED, msg));
+        let check_failed = |msg: String| Err(Error::new(Code::CHECK_FAILED, msg));
         let vrf = find_vrf(&netlink, &conf.name)?;
         let link = netlink.find_link(&call.ifname)?;
         let master = link.and_then(|link| link.master);
         let Some(vrf) = vrf.filter(|vrf| master == Some(vrf.index)) else {
-            return differs(format!("failed to find {} associated to vrf {}", call.ifname, conf.name));
+            return check_failed(format!("failed to find {} associated to vrf {}", call.ifname, conf.name));
         };
         if !vrf.up {
-            return differs(format!("VRF {} is down", conf.name));
+            return check_failed(format!("VRF {} is down", conf.name));
         }
         match (vrf.vrf_table, conf.table) {
-            (Some(found), Some(configured)) if found != configured => differs(different_table_text(&conf.name, found)),
+            (Some(found), Some(configured)) if found != configured => {
+                check_failed(different_table_text(&conf.name, found))
+            }
             _ => Ok(()),
         }
     }

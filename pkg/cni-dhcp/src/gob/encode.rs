@@ -133,7 +133,7 @@ impl Fields {
     }
 }
 
-/// Encodes bytes or a text as an element of a list.
+/// Encodes bytes or a text: the length, then the bytes.
 pub fn sized(data: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     write_uint(&mut bytes, data.len() as u64);

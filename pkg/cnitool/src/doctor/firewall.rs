@@ -105,7 +105,7 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
     let chains = stdout_of(context, "nft", &["-j", "list", "chains"]);
     let Some(chains) = chains.and_then(|text| serde_json::from_str::<Value>(&text).ok()) else { return false };
     for DroppingChain { family, table, chain } in dropping_chains(&chains) {
-        // If the table cannot be listed, no bridge is mentioned, so its policy is reported.
+        // If the table cannot be listed, the chain is reported for every bridge.
         let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
         for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
             let what = format!(
@@ -266,13 +266,13 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
 
 /// Checks that the connection tracking table is less than 80 % full.
 pub(super) fn conntrack() -> CheckOutcome {
-    let number = |name: &str| sysctl::read(name).ok()?.trim().parse::<u64>().ok();
-    let count = number("net/netfilter/nf_conntrack_count");
-    judge_conntrack(count.zip(number("net/netfilter/nf_conntrack_max")))
+    let read_number = |name: &str| sysctl::read(name).ok()?.trim().parse::<u64>().ok();
+    let count = read_number("net/netfilter/nf_conntrack_count");
+    judge_conntrack(count.zip(read_number("net/netfilter/nf_conntrack_max")))
 }
 
-/// Returns the outcome for the number of tracked connections and its limit. A limit of 0 means that
-/// there is none; `None`, that the kernel does not track connections.
+/// Returns the outcome for the number of tracked connections and its limit, where 0 means no limit.
+/// `None` means that the kernel does not track connections.
 fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("conntrack");
     match count_and_limit {

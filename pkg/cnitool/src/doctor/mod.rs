@@ -137,6 +137,7 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
             let without_findings = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
             let summaries: Vec<_> =
                 without_findings.map(|outcome| json!({"check": outcome.check, "what": outcome.summary})).collect();
+            // `well` also has the checks without findings that were incomplete.
             write_json(streams, &json!({"findings": findings, "well": summaries}))?;
         }
         Format::Text => write(streams, &as_text(&outcomes, count, streams))?,
@@ -206,9 +207,9 @@ fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
 
 impl Context<'_, '_> {
     /// Whether a network that containers use sets one of `keys` to true. Checks the configuration
-    /// of each cached attachment whose container has a link on the host, and of each configured
-    /// network whose bridge has containers, because the result cache need not have their
-    /// attachments.
+    /// of each cached attachment whose container has a link on the host. Also checks each
+    /// configured network whose bridge has ports, because a container need not be in the result
+    /// cache.
     fn a_used_network_sets(&self, keys: &[&str]) -> bool {
         let sets_a_key =
             |config: &[u8]| plugins_in(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
@@ -222,10 +223,10 @@ impl Context<'_, '_> {
             return true;
         }
         let used_bridges = self.snapshot.bridges();
-        let has_containers = |list: &&NetworkList| {
+        let has_used_bridge = |list: &&NetworkList| {
             bridges_of(list).iter().any(|name| used_bridges.iter().any(|bridge| bridge.name == *name))
         };
-        self.snapshot.networks.iter().filter(has_containers).any(|list| sets_a_key(list.raw()))
+        self.snapshot.networks.iter().filter(has_used_bridge).any(|list| sets_a_key(list.raw()))
     }
 
     /// Returns the files of the networks' folder in the order in which runtimes search them.

@@ -86,8 +86,9 @@ fn plugin_types(list: &NetworkList) -> Vec<String> {
     let mut types = Vec::new();
     for plugin in list.plugins() {
         types.push(plugin.kind().to_owned());
-        let conf = list.request(plugin, None).and_then(NetConf::parse);
-        types.extend(conf.map(|conf| conf.ipam_type().to_owned()));
+        if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) {
+            types.push(conf.ipam_type().to_owned());
+        }
     }
     types.retain(|kind| !kind.is_empty());
     types
@@ -144,8 +145,8 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
         }
         if let Err(error) = context.runtime.status(list) {
             let what = format!("network {}: {error}", list.name());
-            // STATUS has one code for all problems, so only the text shows that dhcp's daemon is
-            // meant.
+            // STATUS has one code for all problems, so an error about dhcp's daemon is recognized
+            // by its text.
             match what.contains("DHCP daemon") {
                 true => outcome.add_problem_with_advice(what, DAEMON_ADVICE),
                 false => outcome.add_problem(what, format!("cnitool status {}", quoted(list.name()))),

@@ -17,8 +17,8 @@ pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     if !context.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
-    let mut require = |name: String| {
-        // A sysctl does not exist if, for example, IPv6 is disabled. It needs no fix then.
+    let mut report_if_off = |name: String| {
+        // A sysctl that does not exist needs no fix: for example, IPv6 is disabled.
         if sysctl::read(&name).is_ok_and(|value| value == "0") {
             let dotted = dotted(&name);
             outcome.add_problem(
@@ -27,14 +27,14 @@ pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
             );
         }
     };
-    require("net/ipv4/ip_forward".to_owned());
+    report_if_off("net/ipv4/ip_forward".to_owned());
     for bridge in context.snapshot.bridges() {
-        require(format!("net/ipv4/conf/{}/forwarding", bridge.name));
+        report_if_off(format!("net/ipv4/conf/{}/forwarding", bridge.name));
     }
     let results = context.snapshot.cached.iter().filter_map(result_of);
     let has_ipv6 = results.flat_map(|result| result.ips).any(|ip| !ip.address.is_ipv4());
     if has_ipv6 {
-        require("net/ipv6/conf/all/forwarding".to_owned());
+        report_if_off("net/ipv6/conf/all/forwarding".to_owned());
     }
     outcome.with_summary("the host forwards packets of containers")
 }
@@ -66,7 +66,7 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
             outcome
                 .add_problem(format!("host link {name} is down"), format!("ip link set dev {} up", quoted(&link.name)));
         } else if link.oper_state == OperState::Down
-            && container_end(context, attachment).is_some_and(|container_end| !container_end.up)
+            && find_container_end(context, attachment).is_some_and(|container_end| !container_end.up)
         {
             let what = format!("host link {name} has no carrier: the container's end is down");
             let netns = netns_of(context, attachment).unwrap_or_default();
@@ -99,58 +99,58 @@ fn netns_of(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<Stri
 
 /// Returns the attachment's link in the container, or `None` if the link does not exist or the
 /// namespace cannot be entered.
-fn container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<Link> {
+fn find_container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<Link> {
     let netns = Netns::open(Path::new(&netns_of(context, attachment)?)).ok()?;
     Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
 }
 
 /// Checks for each attachment that the two ends of its link have the same MTU, and that neither the
-/// bridge nor the uplink (see [`uplink`]) has a smaller MTU.
+/// bridge nor the uplink (see [`find_uplink`]) has a smaller MTU.
 ///
 /// # Errors
 /// The kernel's error if the routes cannot be listed.
 pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("mtu");
-    let uplink = uplink(&context.snapshot.links)?;
+    let uplink = find_uplink(&context.snapshot.links)?;
     // A problem that many containers share is reported once for their bridge or network.
     let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
     let attached_links = context.snapshot.attached_links();
-    for (attachment, outer) in &attached_links {
-        let Some(inner) = container_end(context, attachment) else { continue };
+    for (attachment, host_end) in &attached_links {
+        let Some(container_end) = find_container_end(context, attachment) else { continue };
         let AttachmentId { network, container_id, ifname } = attachment;
-        if inner.mtu != outer.mtu {
+        if container_end.mtu != host_end.mtu {
             let what = format!(
                 "{network} {container_id} {ifname}: {ifname} in the container has the MTU {}, but its host end {} has {}: \
                  larger packets are lost",
-                inner.mtu, outer.name, outer.mtu
+                container_end.mtu, host_end.name, host_end.mtu
             );
-            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&outer.name), inner.mtu));
+            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&host_end.name), container_end.mtu));
         }
-        let bridge = context.snapshot.links.iter().find(|link| Some(link.index) == outer.master);
-        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < outer.mtu)
+        let bridge = context.snapshot.links.iter().find(|link| Some(link.index) == host_end.master);
+        if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < host_end.mtu)
             && !reported_bridges.contains(&bridge.name.as_str())
         {
             reported_bridges.push(&bridge.name);
             let what = format!(
                 "bridge {} has the MTU {}, but its port {} has {}: larger packets are lost",
-                bridge.name, bridge.mtu, outer.name, outer.mtu
+                bridge.name, bridge.mtu, host_end.name, host_end.mtu
             );
-            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), outer.mtu));
+            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), host_end.mtu));
         }
-        if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < inner.mtu)
+        if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < container_end.mtu)
             && !reported_networks.contains(&network.as_str())
         {
             reported_networks.push(network);
             let what = format!(
                 "network {network}: containers have the MTU {}, but {}, the interface of the default route, has {}: packets that must \
                  not be fragmented are lost where ICMP is filtered; set \"mtu\": {} in the network for new containers",
-                inner.mtu, uplink.name, uplink.mtu, uplink.mtu
+                container_end.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
             let netns = netns_of(context, attachment).unwrap_or_default();
-            let set_inner =
+            let set_container_end =
                 format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
-            let set_outer = format!("ip link set dev {} mtu {}", quoted(&outer.name), uplink.mtu);
-            outcome.add_problem(what, format!("{set_inner} && {set_outer}"));
+            let set_host_end = format!("ip link set dev {} mtu {}", quoted(&host_end.name), uplink.mtu);
+            outcome.add_problem(what, format!("{set_container_end} && {set_host_end}"));
         }
     }
     Ok(outcome.with_summary("the MTUs of links, bridges and the uplink are consistent"))
@@ -161,7 +161,7 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
 ///
 /// # Errors
 /// The kernel's error if the routes cannot be listed.
-fn uplink(links: &[Link]) -> Result<Option<Link>, Error> {
+fn find_uplink(links: &[Link]) -> Result<Option<Link>, Error> {
     let netlink = Netlink::open()?;
     for family in [Family::V4, Family::V6] {
         let mut routes = netlink.list_routes(family, None)?;
@@ -191,12 +191,12 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
     let netlink = Netlink::open()?;
     for bridge in context.snapshot.bridges() {
         // A value that cannot be read counts as 0 (no filter).
-        let read = |name: &str| -> u8 {
+        let read_mode = |name: &str| -> u8 {
             let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
             value.ok().and_then(|value| value.parse().ok()).unwrap_or_default()
         };
         // The kernel uses the larger value.
-        if read("all").max(read(&bridge.name)) != STRICT_RP_FILTER {
+        if read_mode("all").max(read_mode(&bridge.name)) != STRICT_RP_FILTER {
             continue;
         }
         for entry in context.snapshot.entries_on_bridge(bridge) {
@@ -209,7 +209,7 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
                          drops packets that it sends to the host or through it",
                         entry.network, bridge.name
                     );
-                    // The loose mode is the largest value, so it is used whatever `all` is.
+                    // The loose mode is the largest value, so it takes effect whatever `all` is.
                     let name = dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name));
                     outcome.add_problem(what, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
                     break;

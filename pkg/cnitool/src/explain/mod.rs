@@ -142,6 +142,8 @@ fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
 
 /// Returns a plugin's outcome and its steps for `--json`.
 fn run_as_json(run: &PluginRun) -> Value {
+    // `end` is the error, or the exit status of a program that failed. `failed` marks only the step
+    // that made the plugin fail.
     let step_json = |step: &Step| {
         json!({
             "program": step.program,

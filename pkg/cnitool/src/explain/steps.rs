@@ -80,8 +80,8 @@ const ROLLBACK_PREFIX: &str = "rollback: ";
 /// did. Only steps before the rollback are searched. The first rule that finds a step is used:
 /// 1. the last step whose error is in the plugin's message;
 /// 2. the last run of a delegate whose error is in the plugin's message;
-/// 3. the last program that failed. If the plugin's code is 100 or above, a request that the kernel
-///    refused counts like a program that failed.
+/// 3. the last program that failed or, if the plugin's code may stand for a kernel error (100 or
+///    above), the last request that the kernel refused, whichever is later.
 fn find_cause(steps: &[Step], error: &PluginError) -> Option<usize> {
     let rollback_begin = steps.iter().position(|step| step.what.starts_with(ROLLBACK_PREFIX)).unwrap_or(steps.len());
     let last_failed_where = |condition: &dyn Fn(&Step) -> bool| {

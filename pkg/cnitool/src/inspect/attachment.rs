@@ -216,12 +216,12 @@ fn add_address_facts(
     facts: &mut Vec<Fact>,
 ) -> cni_linux::Result<()> {
     let existing: Vec<Addr> = netlink.list_all_addresses()?;
-    let index = |name: &str| links.iter().find(|link| link.name == name).map(|link| link.index);
+    let index_of = |name: &str| links.iter().find(|link| link.name == name).map(|link| link.index);
     for ip in &result.ips {
         // In a result, an address names its interface by the position in `interfaces`.
         let interface = ip.interface.and_then(|position| result.interfaces.get(position));
         let name = interface.map_or(ifname, |interface| interface.name.as_str());
-        match existing.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index(name)) {
+        match existing.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index_of(name)) {
             Some(addr) if addr.dad_failed => {
                 facts.push(Fact::differs(
                     "address",
@@ -237,7 +237,7 @@ fn add_address_facts(
             }
         }
     }
-    for addr in existing.iter().filter(|addr| addr.scope == GLOBAL_SCOPE && Some(addr.index) == index(ifname)) {
+    for addr in existing.iter().filter(|addr| addr.scope == GLOBAL_SCOPE && Some(addr.index) == index_of(ifname)) {
         if !result.ips.iter().any(|ip| ip.address == addr.cidr) {
             facts.push(Fact::fine("address", format!("{} on {ifname}, not in the result", addr.cidr)));
         }
@@ -259,7 +259,7 @@ fn add_route_facts(
 ) -> cni_linux::Result<()> {
     let mut existing = netlink.list_all_routes(Family::V4)?;
     existing.extend(netlink.list_all_routes(Family::V6)?);
-    let name = |index: u32| links.iter().find(|link| link.index == index).map_or("?", |link| link.name.as_str());
+    let name_of = |index: u32| links.iter().find(|link| link.index == index).map_or("?", |link| link.name.as_str());
     for route in &result.routes {
         // For a route without a gateway, the gateway of the first address of its family is used.
         let expected_gw = route.gw.or_else(|| {
@@ -276,12 +276,12 @@ fn add_route_facts(
                 && other.table_id() == table_id(route.table)
         });
         match found {
-            Some(found) => facts.push(Fact::fine("route", format!("{text} dev {}", name(found.oif)))),
+            Some(found) => facts.push(Fact::fine("route", format!("{text} dev {}", name_of(found.oif)))),
             None => facts.push(Fact::differs("route", format!("{text} is in the result, but not in the namespace"))),
         }
     }
     if result.routes.is_empty() {
-        for route in existing.iter().filter(|route| name(route.oif) == ifname) {
+        for route in existing.iter().filter(|route| name_of(route.oif) == ifname) {
             let Some(gw) = route.gw else { continue };
             facts.push(Fact::fine("route", format!("{} via {gw} dev {ifname}, not in the result", route.dst)));
         }
@@ -298,9 +298,9 @@ fn table_id(table: Option<u32>) -> u32 {
 /// Adds the attachment's packet filter rules, and each kind of rule that the configuration of its
 /// ADD needs but that does not exist.
 fn add_rule_facts(snapshot: &Snapshot, attachment: &AttachmentId, entry: &Entry, facts: &mut Vec<Fact>) {
-    let mut existing: Vec<Purpose> = Vec::new();
+    let mut existing_purposes: Vec<Purpose> = Vec::new();
     for rule in snapshot.rules.iter().filter(|rule| rule.owner.matches(attachment)) {
-        existing.push(rule.purpose);
+        existing_purposes.push(rule.purpose);
         facts.push(Fact::fine(rule_kind(rule.purpose), format!("{}  [{}]", rule.text, rule.place)));
     }
     let plugins = plugins_in(&entry.config);
@@ -314,7 +314,7 @@ fn add_rule_facts(snapshot: &Snapshot, attachment: &AttachmentId, entry: &Entry,
         (Purpose::Forward, has_plugin("firewall")),
         (Purpose::PortMap, has_mappings && has_plugin("portmap")),
     ] {
-        if is_needed && !existing.contains(&purpose) {
+        if is_needed && !existing_purposes.contains(&purpose) {
             let text = "the attachment has no such rule, although its configuration needs one";
             facts.push(Fact::differs(rule_kind(purpose), text));
         }

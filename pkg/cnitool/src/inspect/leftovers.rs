@@ -133,8 +133,8 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         if snapshot.cached.iter().any(|entry| entry.id().alias() == attachment.alias()) {
             continue;
         }
-        let delete_link = || format!("ip link delete dev {}", quoted(&link.name));
-        let command = del_command(snapshot, attachment).unwrap_or_else(delete_link);
+        let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
+        let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
         leftovers.push(Leftover {
             kind: "link",
             what: format!(
@@ -252,16 +252,16 @@ fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
                 "configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going"
             )
         }
-        None => format!("see 'iptables-save -t nat', chain of {}", rule.place),
+        None => format!("find the rule in {} and delete it by hand", rule.place),
     }
 }
 
-/// Returns an attachment that a rule's owner may be. `None` if the rule does not have the network
-/// and the container ID. If the rule has no interface, `eth0` is assumed.
+/// Returns an attachment that a rule's owner may be, or `None` if the rule lacks the network or the
+/// container ID, or its comment is truncated. If the rule has no interface, `eth0` is assumed.
 fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
     let (network, container) = (owner.network.as_ref()?, owner.container.as_ref()?);
     let attachment = AttachmentId::new(network, container, owner.ifname.as_deref().unwrap_or("eth0"));
-    // A rule whose comment is truncated does not match.
+    // A truncated comment does not match.
     owner.matches(&attachment).then_some(attachment)
 }
 
@@ -272,7 +272,7 @@ fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Le
     let sources = LivenessSources { cached: &snapshot.cached, links_by_alias: &links_by_alias, machine: call.machine };
     for (network, folder, reservations) in &snapshot.reservations {
         for reservation in reservations {
-            // `add_cache_entries` reports a cached attachment whose namespace is gone.
+            // If the container is gone, `add_cache_entries` reports its attachment.
             let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
             let Liveness::Unknown(why) = liveness else { continue };
             // Without an option, cnitool finds the default folder and the folder of a configured

@@ -150,6 +150,7 @@ fn as_text(attachments: &[AttachmentReport], leftovers: &[Leftover], streams: &S
 
 /// Returns the report for `--json`.
 fn as_json(attachments: &[AttachmentReport], leftovers: &[Leftover]) -> Value {
+    // `what` is the fact's kind, the first column of the text.
     let fact_json = |fact: &Fact| json!({"what": fact.kind, "text": fact.text, "ok": fact.verdict == Verdict::Fine});
     let attachment_json = |report: &AttachmentReport| {
         json!({

@@ -32,7 +32,8 @@ pub(crate) struct Snapshot {
     pub(crate) links: Vec<Link>,
     /// The attachment that a link's alias names, and the link. Without ifbs: all these links
     /// disappear with the container. If the alias has only the hash of a long container ID, the
-    /// attachment's container ID is `#` and the hash; only comparing aliases finds it then.
+    /// attachment's container ID is `#` and the hash, so it differs from the one in the result
+    /// cache. The aliases of both are equal.
     pub(crate) aliased_links: Vec<(AttachmentId, Link)>,
     /// bandwidth's ifbs, which remain when the container disappears. An ifb of the Go plugin has no
     /// alias, so its attachment is `None`.
@@ -166,7 +167,9 @@ fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, E
     let mut confs: Vec<NetConf> = Vec::new();
     for list in networks {
         for plugin in list.plugins().iter().filter(|plugin| plugin.kind() == "tuning") {
-            confs.extend(list.request(plugin, None).and_then(NetConf::parse));
+            if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) {
+                confs.push(conf);
+            }
         }
     }
     // Without `dataDir`, this configuration selects the default folder.
@@ -229,8 +232,8 @@ pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     decode_result(entry).ok()
 }
 
-/// Whether a backup without an owner has the file name that the Go plugin gives to the backup of an
-/// attachment. The name has only the container ID and the interface.
+/// Whether a backup has no owner and is named like the Go plugin's backup of `attachment`. The name
+/// has only the container ID and the interface.
 pub(crate) fn has_go_name(backup: &Saved, attachment: &AttachmentId) -> bool {
     let file = backup.path.file_name().unwrap_or_default().to_string_lossy();
     backup.owner.is_none() && file == format!("{}_{}.json", attachment.container_id, attachment.ifname)

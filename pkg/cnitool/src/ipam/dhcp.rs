@@ -58,6 +58,9 @@ impl IpamContext<'_, '_> {
 
     /// Returns the sockets of the daemons whose leases are listed: the socket in the arguments, or
     /// those of all networks.
+    ///
+    /// # Errors
+    /// Code 5 if the networks' folder cannot be read.
     fn selected_sockets(&self, args: &Dhcp) -> Result<Vec<PathBuf>, Error> {
         if let Some(socket) = &args.socket {
             return Ok(vec![socket.clone()]);
@@ -96,6 +99,7 @@ fn as_json(lease: &Lease) -> Value {
         "ifname": lease.ifname,
         "address": lease.address.to_string(),
         "server": lease.server,
+        // Without times, the address was requested, but not granted yet.
         "confirmed": lease.times.is_some(),
         "t1Seconds": seconds(|times| times.t1),
         "t2Seconds": seconds(|times| times.t2),

@@ -88,6 +88,7 @@ impl IpamContext<'_, '_> {
             };
             let removed: Vec<Value> = removed.iter().map(row).collect();
             let kept: Vec<Value> = kept.iter().map(row).collect();
+            // `changed` is true without `--dry-run`, even if nothing was removed.
             let report = json!({"network": args.network, "changed": !args.dry_run, "removed": removed, "kept": kept});
             return write_json(streams, &report);
         }

@@ -99,13 +99,13 @@ fn as_text(networks: &[NetworkUsage], streams: &Streams<'_>) -> String {
 
 /// Returns the usage of a network for `--json`.
 fn as_json(usage: &NetworkUsage) -> Value {
-    let set = |set: &Usage| json!({"ranges": set.set, "used": set.used, "total": set.total});
+    let set_json = |set: &Usage| json!({"ranges": set.set, "used": set.used, "total": set.total});
     json!({
         "network": usage.pool.network,
         "folder": usage.folder,
         "configured": usage.pool.is_configured,
         "rangesUnknown": usage.pool.ranges.as_ref().err(),
-        "ranges": usage.sets.iter().map(set).collect::<Vec<_>>(),
+        "ranges": usage.sets.iter().map(set_json).collect::<Vec<_>>(),
         "reservations": usage.reservation_count,
         "outsideOfRanges": usage.count_outside(),
     })

@@ -18,7 +18,7 @@ use clap::{Args, Subcommand};
 use cni::config::NetConf;
 use cni::rollback::Notes;
 use cni::{Error, ident};
-use cni_ipam::store::{DEFAULT_DATA_DIR, Usage, networks};
+use cni_ipam::store::{self, DEFAULT_DATA_DIR, Usage};
 use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Reservation, Store};
 use libcni::NetworkList;
 use plugin_host_local::Pool;
@@ -134,7 +134,7 @@ impl<'a, 'm> IpamContext<'a, 'm> {
         folders.sort();
         folders.dedup();
         for data_dir in folders {
-            for network in networks(&data_dir)? {
+            for network in store::networks(&data_dir)? {
                 if pools.iter().any(|pool| pool.network == network && pool.data_dir == data_dir) {
                     continue;
                 }

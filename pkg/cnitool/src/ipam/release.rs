@@ -54,7 +54,7 @@ impl IpamContext<'_, '_> {
         let Some(mut locked) = self.lock(&pool)? else { return Err(not_found_error()) };
         let Listed { reservations: mut selected, unread, .. } = locked.list()?;
         selected.retain(|reservation| is_selected(args, reservation));
-        // An unreadable file may be a reservation of the container.
+        // Without an address, each unreadable file may be a reservation of the container.
         let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|wanted| wanted == *address));
         let read_outcome = Error::join(unread.map(|(_, error)| error));
         if selected.is_empty() {

@@ -17,8 +17,9 @@ pub(super) struct Show {
 }
 
 impl IpamContext<'_, '_> {
-    /// Prints the reservations of a network, each with its age and whether it is in use, and then
-    /// the files that are unusual for a reservation.
+    /// Prints the reservations of a network, each with its age and whether it is in use. Below
+    /// them, prints the unusual files: those that are named like a reservation, but are not regular
+    /// files or are too long.
     ///
     /// # Errors
     /// - Code 5 if the store or the result cache cannot be read.

@@ -174,6 +174,7 @@ impl Plan<'_> {
             json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
         });
         let valid = self.valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
+        // `changed` is true unless gc only reports, even if there was nothing to remove.
         json!({
             "network": self.network,
             "changed": !self.only_reports,

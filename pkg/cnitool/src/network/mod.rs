@@ -146,7 +146,7 @@ impl VerbRun<'_, '_> {
         })
     }
 
-    /// Returns the configuration that the ADD stored in the cache entry, if
+    /// Returns the configuration that the ADD stored in the cache entry, to be used because
     /// [`configuration`](VerbRun::configuration) failed with `error`.
     ///
     /// # Errors
@@ -210,7 +210,7 @@ impl VerbRun<'_, '_> {
         Ok(())
     }
 
-    /// Checks that the attachment's namespace exists or may exist. For the common mistake
+    /// Refuses an attachment whose path is certainly not a namespace. For the common mistake
     /// `cnitool add net blue`, the error suggests /run/netns/blue.
     ///
     /// # Errors

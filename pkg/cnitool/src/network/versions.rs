@@ -26,10 +26,13 @@ impl VerbRun<'_, '_> {
             let kind = plugin.kind();
             // If the plugin is missing, `supported_versions` returns the error.
             let path = find_plugin(kind, &self.runtime.plugin_folders).ok();
-            let versions = self.runtime.supported_versions(kind).unwrap_or_else(|error| {
-                problems.push(error);
-                Vec::new()
-            });
+            let versions = match self.runtime.supported_versions(kind) {
+                Ok(versions) => versions,
+                Err(error) => {
+                    problems.push(error);
+                    Vec::new()
+                }
+            };
             if !versions.is_empty() && !versions.iter().any(|version| version == wanted) {
                 let msg = format!("plugin {kind} does not support config version {wanted:?}");
                 problems.push(Error::new(Code::INCOMPATIBLE_VERSION, msg));

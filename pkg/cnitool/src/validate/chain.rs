@@ -1,6 +1,8 @@
 //! Checks whether the plugins of a list work together, and whether a plugin's keys are consistent
 //! with the addresses that its IPAM plugin can give.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
+
 use cni::Cidr;
 use cni::config::NetConf;
 use cni::rollback::Notes;
@@ -173,7 +175,7 @@ impl ListedPlugin<'_> {
                     "{path} reserves addresses from the same ranges, but an attachment can have only one of their addresses: ADD {outcome}"
                 )
             };
-            // The earlier plugin reserves an address from each of its sets. If the own ranges
+            // The earlier plugin reserves an address from each of its sets. If this plugin's ranges
             // contain all addresses of a set, they contain the reserved address.
             let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(own_ranges, range));
             if other.data_dir == pool.data_dir && other_ranges.sets().iter().any(is_covered) {
@@ -185,8 +187,8 @@ impl ListedPlugin<'_> {
         problems
     }
 
-    /// Reports the second bridge plugin of a list if it uses another bridge than the first, or if
-    /// plugins of this CNI version get no `prevResult`.
+    /// Reports the second bridge plugin of a list if its bridge differs from that of the first, or
+    /// if plugins of this CNI version get no `prevResult`.
     fn check_second_bridge(&self, earlier: &Earlier, version: Option<Version>) -> Option<Problem> {
         let (path, bridge) = earlier.bridge.as_ref()?;
         if version.is_some_and(|version| version < Version::V0_3_0) {
@@ -212,9 +214,9 @@ impl ListedPlugin<'_> {
         }
     }
 
-    /// Checks the keys about addresses, routes and gateways of a plugin that creates an interface.
-    /// Reports nothing for IPAM plugins other than host-local, because their addresses are not
-    /// known. `plugin` is this plugin's code.
+    /// Checks the keys about addresses, routes, gateways and the MTU of a plugin that creates an
+    /// interface. Reports nothing for IPAM plugins other than host-local, because their addresses
+    /// are not known. `plugin` is this plugin's code.
     fn check_addressing(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         if self.ipam.is_empty() {
             return self.check_without_ipam(version);
@@ -226,9 +228,8 @@ impl ListedPlugin<'_> {
             // The earlier addresses are not known and may reach every gateway, so 0.0.0.0/0 and
             // ::/0 stand for them. `mtu` is not checked, because it does not change the interface
             // that an earlier plugin has created.
-            let zeros = ["0.0.0.0", "::"].iter().filter_map(|zero| zero.parse().ok());
-            let earlier_addresses: Vec<Cidr> = zeros.map(Cidr::default_route).collect();
-            return self.check_routes(plugin, &earlier_addresses);
+            let unspecified = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
+            return self.check_routes(plugin, &unspecified.map(Cidr::default_route));
         }
         let mut problems = self.check_routes(plugin, &[]);
         let sets = self.pool().and_then(|pool| pool.ranges);
@@ -265,9 +266,9 @@ impl ListedPlugin<'_> {
     }
 
     /// Reports routes and gateways that the addresses in a [possible
-    /// result](plugin_host_local::possible_results) of host-local do not reach. They are errors if
-    /// ADD fails with each possible result, and warnings otherwise or if the runtime may replace
-    /// the ranges. `plugin` is this plugin's code.
+    /// result](plugin_host_local::possible_results) of host-local do not reach. If ADD fails with
+    /// every possible result, and the runtime cannot replace the ranges, the problems are errors;
+    /// otherwise they are warnings. `plugin` is this plugin's code.
     fn check_routes(&self, plugin: &dyn Plugin, earlier_addresses: &[Cidr]) -> Vec<Problem> {
         let has_possible_results = NetConf::parse(self.request.to_string()).and_then(|conf| {
             plugin.examine(&conf)?;
@@ -277,18 +278,16 @@ impl ListedPlugin<'_> {
         if !has_possible_results.unwrap_or(false) {
             return Vec::new();
         }
-        let errors = |request: &Value| errors_of_possible_results(plugin, request, earlier_addresses);
+        let simulate = |request: &Value| simulate_add(plugin, request, earlier_addresses);
         let runtime_sets_ranges = self.object["capabilities"]["ipRanges"] == json!(true);
-        let always_fails = !runtime_sets_ranges && errors(&self.request).iter().all(Option::is_some);
-        let check = |request: &Value| match errors(request).into_iter().flatten().next() {
-            Some(first_error) => Err(first_error),
-            None => Ok(()),
-        };
-        let found = locate::errors(&self.request, &["cniVersion", "name", "type"], &check);
-        let problem = |(path, what): (String, String)| {
-            if always_fails { self.error(&path, what) } else { self.warning(&path, what) }
-        };
-        found.into_iter().map(problem).collect()
+        let always_fails = !runtime_sets_ranges && simulate(&self.request).iter().all(Result::is_err);
+        // Fails if ADD fails with one of the possible results.
+        let check = |request: &Value| simulate(request).into_iter().collect::<Result<(), String>>();
+        let mut problems = Vec::new();
+        for (path, what) in locate::errors(&self.request, &["cniVersion", "name", "type"], &check) {
+            problems.push(if always_fails { self.error(&path, what) } else { self.warning(&path, what) });
+        }
+        problems
     }
 
     /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have. Accepts 0,
@@ -299,7 +298,8 @@ impl ListedPlugin<'_> {
             return None;
         }
         let mtu = self.object["mtu"].as_i64()?;
-        if VETH_MTU.contains(&mtu) || !(1..=i64::from(i32::MAX)).contains(&mtu) {
+        let tuning_sets_it = (1..=i64::from(i32::MAX)).contains(&mtu);
+        if !tuning_sets_it || VETH_MTU.contains(&mtu) {
             return None;
         }
         let (least, most) = (VETH_MTU.start(), VETH_MTU.end());
@@ -332,8 +332,9 @@ impl ListedPlugin<'_> {
 }
 
 /// Checks each of host-local's possible results as `plugin`'s ADD would do with the configuration
-/// `request`. Returns the error for each, or `None` if ADD would succeed.
-fn errors_of_possible_results(plugin: &dyn Plugin, request: &Value, earlier_addresses: &[Cidr]) -> Vec<Option<String>> {
+/// `request`. Returns one outcome for each possible result, or a single error if `request` is
+/// invalid or has no ranges.
+fn simulate_add(plugin: &dyn Plugin, request: &Value, earlier_addresses: &[Cidr]) -> Vec<Result<(), String>> {
     let outcome = NetConf::parse(request.to_string()).and_then(|conf| {
         let is_host_local = conf.ipam_type() == "host-local";
         let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
@@ -342,9 +343,9 @@ fn errors_of_possible_results(plugin: &dyn Plugin, request: &Value, earlier_addr
     match outcome {
         // `locate` removes keys on trial. A success without the ranges would make the ranges look
         // like the cause of an error.
-        Ok(errors) if errors.is_empty() => vec![Some("no ranges in the configuration".to_owned())],
-        Ok(errors) => errors.into_iter().map(|error| error.map(|error| error.to_string())).collect(),
-        Err(error) => vec![Some(error.to_string())],
+        Ok(errors) if errors.is_empty() => vec![Err("no ranges in the configuration".to_owned())],
+        Ok(errors) => errors.into_iter().map(|error| error.map_or(Ok(()), |error| Err(error.to_string()))).collect(),
+        Err(error) => vec![Err(error.to_string())],
     }
 }
 

@@ -32,7 +32,8 @@ pub(super) fn check(
     let runtime = shared.runtime(call, notes);
     let mut problems = missing_plugins(document, &runtime);
     let Some(list) = load(document) else { return problems };
-    // STATUS checks that the kernel supports what the plugins need. It would repeat other errors.
+    // STATUS checks that the kernel supports what the plugins need. It is not run after an error,
+    // because it would report the same error again.
     if !has_error(problems_everywhere) && problems.is_empty() {
         problems.extend(check_status(document, &runtime));
     }
@@ -62,8 +63,8 @@ fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
     problems
 }
 
-/// Returns the path in the document of a key of the plugin with this index. A document without a
-/// list is itself the only plugin.
+/// Returns the path of `key` of the plugin at `index`. A document without a list is itself the only
+/// plugin.
 fn path_of(document: &Value, index: usize, key: &str) -> String {
     if document["plugins"].is_array() { format!("plugins[{index}].{key}") } else { key.to_owned() }
 }
@@ -72,10 +73,10 @@ fn path_of(document: &Value, index: usize, key: &str) -> String {
 /// of the plugins does not support STATUS.
 fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
     // With an older version in the document, STATUS would not be run.
-    let mut with_status = document.clone();
-    with_status["cniVersion"] = json!(STATUS_VERSION);
-    with_status.as_object_mut()?.remove("cniVersions");
-    let list = load(&with_status)?;
+    let mut newer_document = document.clone();
+    newer_document["cniVersion"] = json!(STATUS_VERSION);
+    newer_document.as_object_mut()?.remove("cniVersions");
+    let list = load(&newer_document)?;
     let has_status = |kind: &str| {
         runtime.supported_versions(kind).is_ok_and(|versions| versions.iter().any(|version| version == STATUS_VERSION))
     };
@@ -155,8 +156,10 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
 fn conflicts(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
     let folder = shared.conf_folder(&Variables(&call.environment));
     let (own_ranges, own_mappings, own_modes) = (ranges(list), port_mappings(list), ipvlan_modes(list));
-    let path_of = |index: &usize, key: &str| path_of(document, *index, key);
     let mut problems = Vec::new();
+    let mut warn = |index: usize, key: &str, what: String| {
+        problems.push(Problem::warning(path_of(document, index, key), what));
+    };
     // If the folder cannot be read, no other network is known.
     for other in node::networks(&folder).unwrap_or_default() {
         if other.name() == list.name() {
@@ -167,7 +170,7 @@ fn conflicts(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<
             for (index, range) in &own_ranges {
                 if have_common_address(range, &other_range) {
                     let what = format!("{range} overlaps with {other_range} {of_network}");
-                    problems.push(Problem::warning(path_of(index, "ipam"), what));
+                    warn(*index, "ipam", what);
                 }
             }
         }
@@ -177,7 +180,7 @@ fn conflicts(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<
                     "{} port {} of the host is mapped by portmap {of_network} too",
                     mapping.protocol, mapping.host_port
                 );
-                problems.push(Problem::warning(path_of(index, "runtimeConfig.portMappings"), what));
+                warn(*index, "runtimeConfig.portMappings", what);
             }
         }
         for (_, master, other_mode) in ipvlan_modes(&other) {
@@ -188,7 +191,7 @@ fn conflicts(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<
                 let what = format!(
                     "mode {mode} for master {master} differs from {other_mode} {of_network}: a master has one mode, which the last ADD sets for all containers"
                 );
-                problems.push(Problem::warning(path_of(index, "mode"), what));
+                warn(*index, "mode", what);
             }
         }
     }

@@ -22,8 +22,8 @@ enum Step {
 /// clearer one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Evidence {
-    /// Without the part, at most numbers in the error differ. With null in its place, the error is
-    /// a different one.
+    /// Without the part, the error is the same except perhaps for numbers. With null in its place,
+    /// the error differs.
     OtherNumber,
     /// Without the part, there is a different error.
     OtherError,
@@ -145,8 +145,8 @@ fn compare_errors(error: &str, when_removed: &Result<(), String>, when_null: &Re
     }
 }
 
-/// Searches by bisection a short run of elements that cause `error`, in the list at `path`, which
-/// has `len` elements. Returns the positions of the run's first and last element: an error about
+/// Finds by bisection a short run of elements that cause `error`, in the list at `path`, which has
+/// `len` elements. Returns the positions of the run's first and last element: an error about
 /// two elements, such as a duplicate, needs both.
 fn bisect(document: &Value, len: usize, error: &str, check: Check<'_>, path: &[Step]) -> [usize; 2] {
     let has_same_error_with_only = |kept: Range<usize>| {
@@ -178,7 +178,7 @@ fn without_digits(error: &str) -> String {
     error.replace(|c: char| c.is_ascii_digit(), "")
 }
 
-/// Returns the value that `path` leads to, to be changed.
+/// Returns a mutable reference to the value that `path` leads to.
 fn get_mut<'v>(document: &'v mut Value, path: &[Step]) -> Option<&'v mut Value> {
     path.iter().try_fold(document, |value, step| match step {
         Step::Key(key) => value.get_mut(key),

@@ -296,20 +296,18 @@ impl CheckedFile {
     /// Returns a line for each problem, `file:line:column: error: path: what`, in the form that
     /// compilers use and editors understand.
     fn lines(&self, streams: &Streams<'_>) -> Vec<String> {
-        let line = |problem: &Problem| {
+        let text_of = |problem: &Problem| {
             let (line, column) = position::find(&self.text, &problem.path);
             let position =
                 paint(streams.stdout_style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
             let colour = if problem.severity == Severity::Error { Colour::Red } else { Colour::Yellow };
             let severity = paint(streams.stdout_style, colour, &format!("{}:", problem.severity.as_str()));
-            // The line already begins with the position that a path with `@` stands for.
-            let path = match problem.path.as_str() {
-                path if path.is_empty() || path.starts_with('@') => String::new(),
-                path => format!("{path}: "),
-            };
+            // A path with `@` is a position, with which the line already begins.
+            let has_key = !problem.path.is_empty() && !problem.path.starts_with('@');
+            let path = if has_key { format!("{}: ", problem.path) } else { String::new() };
             format!("{position} {severity} {path}{}\n", problem.what)
         };
-        self.problems.iter().map(line).collect()
+        self.problems.iter().map(text_of).collect()
     }
 
     /// Returns the problems as a JSON list.

@@ -178,11 +178,12 @@ fn unused_capabilities(object: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(
         let path = format!("runtimeConfig.{name}");
         let conf = json!({"runtimeConfig": {name.as_str(): null}});
         let Ok(conf) = Json::parse(conf.to_string().as_bytes()) else { continue };
-        // The plugins that do not read the key. An unknown `runtimeConfig` covers all its keys.
+        // `None` if the plugin reads the key. An unknown `runtimeConfig` covers all its keys.
         let find_unknown =
             |reader: &&dyn Plugin| reader.unknown_keys(&conf).into_iter().find(|key| path.starts_with(&key.path));
         let unknown: Vec<UnknownKey> = readers.iter().filter_map(find_unknown).collect();
-        if unknown.len() == readers.len() {
+        let is_read = unknown.len() < readers.len();
+        if !is_read {
             let known_names: Vec<&str> = unknown.iter().flat_map(|key| key.known).copied().collect();
             let what = format!("{kind} does not use this capability{}", suggestion(name, &known_names));
             problems.push(Problem::warning(path_of(&format!("capabilities.{name}")), what));

@@ -19,7 +19,7 @@ pub(super) struct Cached {
     /// The configuration of the plugin that uses dhcp.
     pub(super) conf: NetConf,
     /// The keys of `ipam` in this configuration.
-    pub(super) keys: Conf,
+    pub(super) ipam: Conf,
     /// The result of the last plugin, without interfaces.
     pub(super) result: AddResult,
 }
@@ -40,14 +40,15 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     let cni_args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
     let cni_args = cni_args.join(";");
     let list = entry.list().ok()?;
-    let mut requests = list.plugins().iter().flat_map(|plugin| list.request(plugin, Some(&attachment.capability_args)));
-    let (conf, keys) = requests.find_map(|request| {
-        let conf = NetConf::parse(request).ok()?;
+    let capability_args = Some(&attachment.capability_args);
+    let mut stdin_of_plugins = list.plugins().iter().flat_map(|plugin| list.request(plugin, capability_args));
+    let (conf, ipam) = stdin_of_plugins.find_map(|stdin| {
+        let conf = NetConf::parse(stdin).ok()?;
         if conf.ipam_type() != "dhcp" {
             return None;
         }
-        let keys = Conf::read(&conf, &cni_args).ok()?;
-        if sockets.contains(&keys.socket.as_path()) { Some((conf, keys)) } else { None }
+        let ipam = Conf::read(&conf, &cni_args).ok()?;
+        if sockets.contains(&ipam.socket.as_path()) { Some((conf, ipam)) } else { None }
     })?;
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     let mut result = AddResult::decode(&json, Version::NEWEST).ok()?;
@@ -60,5 +61,5 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
         args: cni_args,
         ..CmdArgs::default()
     };
-    Some(Cached { args, conf, keys, result })
+    Some(Cached { args, conf, ipam, result })
 }

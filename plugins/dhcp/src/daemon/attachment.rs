@@ -57,8 +57,8 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    /// Whether the task is for this interface. If it is not, the container has been started again,
-    /// and `found` is a new interface of the same name.
+    /// Whether the task is for the interface `found`. If it is not, the container has been started
+    /// again, and `found` is a new interface of the same name.
     pub(crate) fn is_for(&self, found: &Interface) -> bool {
         let Interface { netns, netns_id, index, mac, .. } = &self.interface;
         let is_same_link = *netns_id == found.netns_id && *index == found.index;
@@ -87,7 +87,7 @@ pub(crate) struct Attachment {
     /// The result whose address and routes the task must still add to the interface, because the
     /// address has changed or a lost lease was replaced. For the first lease, the interface plugin
     /// adds them.
-    pub(crate) missing: Option<Rc<AddResult>>,
+    pub(crate) pending: Option<Rc<AddResult>>,
 }
 
 /// How a task ends.
@@ -204,16 +204,18 @@ impl Attachment {
                     if is_unanswered {
                         self.record_error("the server did not answer the last request to renew the lease".into());
                     }
-                    let sent = exchange.send(&self.interface, &bytes, path);
-                    is_unanswered = sent.is_ok() && self.session.lease().is_some();
-                    if let Err(error) = sent {
-                        exchange.close();
-                        if self.interface.is_gone() {
-                            return TaskEnd::GaveUp(INTERFACE_GONE.into());
+                    match exchange.send(&self.interface, &bytes, path) {
+                        Ok(()) => is_unanswered = self.session.lease().is_some(),
+                        Err(error) => {
+                            is_unanswered = false;
+                            exchange.close();
+                            if self.interface.is_gone() {
+                                return TaskEnd::GaveUp(INTERFACE_GONE.into());
+                            }
+                            // The message counts as lost in the network, and is repeated later.
+                            let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
+                            self.log_repeated_error(key, why);
                         }
-                        // The message counts as lost in the network, and is repeated later.
-                        let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
-                        self.log_repeated_error(key, why);
                     }
                     continue;
                 }
@@ -230,9 +232,9 @@ impl Attachment {
                     return TaskEnd::GaveUp("no more tries".into());
                 }
             };
-            self.add_missing(key);
-            let longest = if self.missing.is_some() { RETRY_PAUSE } else { LONGEST_SLEEP };
-            let wait = until.saturating_sub(now()).min(longest);
+            self.add_pending(key);
+            let longest_wait = if self.pending.is_some() { RETRY_PAUSE } else { LONGEST_SLEEP };
+            let wait = until.saturating_sub(now()).min(longest_wait);
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
                     if wait > UNCHECKED_SLEEP && self.interface.is_gone() {
@@ -256,12 +258,12 @@ impl Attachment {
         }
     }
 
-    /// Adds the missing address and routes to the interface. After an error the next call tries
-    /// again.
-    fn add_missing(&mut self, key: &str) {
-        let Some(result) = &self.missing else { return };
+    /// Adds the pending address and routes, if any, to the interface. After an error the next call
+    /// tries again.
+    fn add_pending(&mut self, key: &str) {
+        let Some(result) = &self.pending else { return };
         match self.interface.add_address_and_routes(result) {
-            Ok(()) => self.missing = None,
+            Ok(()) => self.pending = None,
             Err(error) => self.log_repeated_error(key, error.to_string()),
         }
     }
@@ -293,13 +295,13 @@ impl Attachment {
     }
 
     /// Sends DHCPRELEASE, which servers do not answer, deletes the address, and removes the record.
-    /// Without a lease or interface, only removes the record.
+    /// If no address is leased or requested, or the interface is gone, only removes the record.
     fn release(&mut self, key: &str) {
         let terms: Option<LeaseParameters> = match (&self.session.lease(), &self.record.lease) {
             (Some(lease), _) => Some(lease.terms.clone()),
             // The server may have leased the address although its answer did not arrive.
             (None, RecordedLease::Requested(terms)) => Some(terms.clone()),
-            // The session has lost the recorded lease.
+            // Without a lease in the session, the recorded lease is lost.
             (None, RecordedLease::Bound(_) | RecordedLease::Nothing) => None,
         };
         if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
@@ -326,8 +328,8 @@ impl Attachment {
             Change::Offered(terms) => self.record_offer(terms),
             Change::Acquired | Change::Extended => self.apply_lease(key, None),
             Change::Moved(old) => self.apply_lease(key, Some(old)),
-            Change::Lost(network) => {
-                self.apply_loss(key, network);
+            Change::Lost(lost) => {
+                self.apply_loss(key, lost);
                 Ok(())
             }
         }
@@ -343,12 +345,12 @@ impl Attachment {
         self.write_record(RecordedLease::Requested(terms))
     }
 
-    /// Deletes the address of a lost lease from the interface, and records the loss.
-    fn apply_loss(&mut self, key: &str, network: Cidr) {
-        let why = format!("the lease of {} is lost", network.address());
+    /// Deletes `lost`, the address of a lost lease, from the interface, and records the loss.
+    fn apply_loss(&mut self, key: &str, lost: Cidr) {
+        let why = format!("the lease of {} is lost", lost.address());
         log(format_args!("{key}: {why}"));
-        self.log_error(self.interface.delete_address(network));
-        self.missing = None;
+        self.log_error(self.interface.delete_address(lost));
+        self.pending = None;
         // A later daemon must see that the lease has ended.
         if let RecordedLease::Bound(lease) = &mut self.record.lease {
             lease.terms.seconds = 0;
@@ -358,8 +360,8 @@ impl Attachment {
     }
 
     /// Records and publishes the session's new or extended lease. If the address has changed or a
-    /// lost lease was replaced, adds the address and routes to the interface. `old` is the previous
-    /// address, which is deleted.
+    /// lost lease was replaced, adds the address and routes to the interface. Deletes `old`, the
+    /// address that the new one replaces, if any.
     fn apply_lease(&mut self, key: &str, old: Option<Cidr>) -> Result<(), cni::Error> {
         // Always present here: the server has just granted the lease.
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
@@ -370,8 +372,8 @@ impl Attachment {
         self.write_record(RecordedLease::Bound(lease.clone()))?;
         // After the first lease, the interface plugin adds the address instead.
         if has_moved || is_regained {
-            self.missing = Some(Rc::clone(&result));
-            self.add_missing(key);
+            self.pending = Some(Rc::clone(&result));
+            self.add_pending(key);
         }
         // The old address is deleted after the new one is added, because an interface without an
         // address loses its routes.

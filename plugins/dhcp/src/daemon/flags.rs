@@ -24,7 +24,7 @@ pub(crate) struct Flags {
     pub(crate) host_prefix: String,
     pub(crate) socket: PathBuf,
     /// From the flag `-broadcast`.
-    pub(crate) answers: ReplyMode,
+    pub(crate) reply_mode: ReplyMode,
     /// From the flags `-timeout`, `-resendmax` and `-resendtimeout`.
     pub(crate) limits: Limits,
     /// From the flag `-release-on-exit`.
@@ -38,7 +38,7 @@ impl Flags {
             pidfile: None,
             host_prefix: String::new(),
             socket: DEFAULT_SOCKET.into(),
-            answers: ReplyMode::Unicast,
+            reply_mode: ReplyMode::Unicast,
             limits: Limits::default(),
             on_exit: OnExit::Keep,
         };
@@ -50,20 +50,20 @@ impl Flags {
                 Some((name, value)) => (name, Some(value.to_owned())),
                 None => (name, None),
             };
-            let is_set = || parse_bool(name, value_in_arg.as_deref().unwrap_or("true"));
-            let mut value = || {
+            let is_enabled = || parse_bool(name, value_in_arg.as_deref().unwrap_or("true"));
+            let mut take_value = || {
                 let value = value_in_arg.clone().or_else(|| args.next());
                 value.ok_or_else(|| format!("flag needs an argument: -{name}"))
             };
             match name {
-                "broadcast" => flags.answers = if is_set()? { ReplyMode::Broadcast } else { ReplyMode::Unicast },
-                "release-on-exit" => flags.on_exit = if is_set()? { OnExit::Release } else { OnExit::Keep },
-                "pidfile" => flags.pidfile = pidfile(value()?)?,
-                "hostprefix" => flags.host_prefix = value()?,
-                "socketpath" => flags.socket = value()?.into(),
-                "timeout" => flags.limits.answer = limit(name, &value()?)?,
-                "resendmax" => flags.limits.pause = limit(name, &value()?)?,
-                "resendtimeout" => flags.limits.total = limit(name, &value()?)?,
+                "broadcast" => flags.reply_mode = if is_enabled()? { ReplyMode::Broadcast } else { ReplyMode::Unicast },
+                "release-on-exit" => flags.on_exit = if is_enabled()? { OnExit::Release } else { OnExit::Keep },
+                "pidfile" => flags.pidfile = parse_pidfile(take_value()?)?,
+                "hostprefix" => flags.host_prefix = take_value()?,
+                "socketpath" => flags.socket = take_value()?.into(),
+                "timeout" => flags.limits.answer = parse_limit(name, &take_value()?)?,
+                "resendmax" => flags.limits.pause = parse_limit(name, &take_value()?)?,
+                "resendtimeout" => flags.limits.total = parse_limit(name, &take_value()?)?,
                 _ => return Err(format!("flag provided but not defined: -{name}")),
             }
         }
@@ -80,9 +80,9 @@ fn parse_bool(name: &str, value: &str) -> Result<bool, String> {
     }
 }
 
-/// Checks the path of the PID file, which must be absolute. Returns `None` for an empty one: no PID
-/// file is written.
-fn pidfile(path: String) -> Result<Option<PathBuf>, String> {
+/// Checks the path of the PID file, which must be absolute. Returns `None` for an empty path, with
+/// which no PID file is written.
+fn parse_pidfile(path: String) -> Result<Option<PathBuf>, String> {
     if path.is_empty() {
         Ok(None)
     } else if path.starts_with('/') {
@@ -93,13 +93,13 @@ fn pidfile(path: String) -> Result<Option<PathBuf>, String> {
 }
 
 /// Parses the value of the flag `name`, which is a duration.
-fn limit(name: &str, value: &str) -> Result<Duration, String> {
-    duration(value).ok_or_else(|| format!("invalid value {value:?} for flag -{name}"))
+fn parse_limit(name: &str, value: &str) -> Result<Duration, String> {
+    parse_duration(value).ok_or_else(|| format!("invalid value {value:?} for flag -{name}"))
 }
 
 /// Parses a duration in Go's format, for example `1h2m3.5s` or `500ms`. Returns `None` if it is
 /// invalid.
-fn duration(mut text: &str) -> Option<Duration> {
+fn parse_duration(mut text: &str) -> Option<Duration> {
     let mut sum = Duration::ZERO;
     if text.is_empty() {
         return None;
@@ -138,7 +138,7 @@ mod tests {
         let one = parse(&["-hostprefix", "/host", "-timeout=2s", "--broadcast", "-pidfile", "/p"]).unwrap();
         let two = parse(&["--hostprefix=/host", "--timeout", "2000ms", "-broadcast=true", "--pidfile=/p"]).unwrap();
         assert_eq!(one, two);
-        assert_eq!((one.answers, one.limits.answer), (ReplyMode::Broadcast, Duration::from_secs(2)));
+        assert_eq!((one.reply_mode, one.limits.answer), (ReplyMode::Broadcast, Duration::from_secs(2)));
         assert_eq!(parse(&[]).unwrap().limits, Limits::default());
     }
 
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn durations_are_written_as_in_go() {
-        let read = |text| duration(text).map(|duration| duration.as_millis());
+        let read = |text| parse_duration(text).map(|duration| duration.as_millis());
         assert_eq!([read("1h2m3.5s"), read("500ms"), read(""), read("1x")], [Some(3_723_500), Some(500), None, None]);
     }
 }

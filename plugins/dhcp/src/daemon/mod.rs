@@ -1,7 +1,7 @@
 //! The daemon: it acquires leases for the plugin, renews them, and releases them.
 //!
-//! One thread runs a task for each attachment, and a few threads close sockets. A later daemon
-//! continues with the records.
+//! One thread runs a task for each attachment, and a few threads close sockets. Leases are recorded
+//! in files, so that a daemon that is started later continues them.
 
 mod adopt;
 mod attachment;
@@ -57,7 +57,7 @@ const CLOSING_THREADS: usize = 4;
 pub(crate) struct Daemon {
     /// The flag `-hostprefix`: where this process sees the host's root directory.
     host_prefix: String,
-    answers: ReplyMode,
+    reply_mode: ReplyMode,
     limits: Limits,
     records: Records,
     /// The running tasks by the keys of their attachments.
@@ -107,7 +107,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
     }
     let daemon = Rc::new(Daemon {
         host_prefix: flags.host_prefix,
-        answers: flags.answers,
+        reply_mode: flags.reply_mode,
         limits: flags.limits,
         records: Records::for_socket(&path),
         attachments: RefCell::default(),
@@ -115,7 +115,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
     daemon.resume();
     // Configurations name the socket with or without the prefix.
     daemon.adopt(&[&path, &flags.socket]);
-    match Watch::open_everywhere().map_err(io::Error::other).and_then(network::registered) {
+    match Watch::open_everywhere().map_err(io::Error::other).and_then(network::register) {
         Ok(watch) => drop(spawn_local(Rc::clone(&daemon).watch_deletions(watch))),
         Err(error) => {
             log(format_args!("failed to subscribe to changes of interfaces, so deleted ones are noticed late: {error}"))
@@ -154,29 +154,36 @@ async fn serve(flags: Flags) -> io::Result<()> {
 }
 
 impl Daemon {
-    /// Starts the task of an attachment. Its first status depends on whether `session` has a lease.
+    /// Starts the task of an attachment. The task's first status depends on whether `session` has a
+    /// lease.
     fn start(self: &Rc<Self>, interface: Interface, record: Record, session: Session) -> Handle {
         let status = match session.lease() {
             Some(lease) => Status::Leased(Rc::new(lease.terms.result(record.priority))),
             None => Status::Acquiring,
         };
-        self.start_with(interface, record, session, status)
+        self.start_with_status(interface, record, session, status)
     }
 
-    /// Starts the task of an attachment with this first status.
-    fn start_with(self: &Rc<Self>, interface: Interface, record: Record, session: Session, status: Status) -> Handle {
+    /// Starts the task of an attachment with `status` as its first status.
+    fn start_with_status(
+        self: &Rc<Self>,
+        interface: Interface,
+        record: Record,
+        session: Session,
+        status: Status,
+    ) -> Handle {
         let (command_sender, commands) = mpsc::unbounded_channel();
         let (status, status_receiver) = watch::channel(status);
         let handle = Handle { commands: command_sender, status: status_receiver, interface: interface.clone() };
         self.attachments.borrow_mut().insert(record.key(), handle.clone());
         let daemon = Rc::clone(self);
-        let task = Attachment { daemon, interface, record, session, status, commands, missing: None };
+        let task = Attachment { daemon, interface, record, session, status, commands, pending: None };
         spawn_local(task.run());
         handle
     }
 
-    /// Removes an attachment whose task ends. `status` identifies the task: a newer task with the
-    /// same key stays.
+    /// Removes a task that ends from `attachments`. `status` identifies the task: a newer task with
+    /// the same key stays.
     fn forget(&self, key: &str, status: &watch::Sender<Status>) {
         let mut attachments = self.attachments.borrow_mut();
         if attachments.get(key).is_some_and(|handle| handle.status.same_channel(&status.subscribe())) {
@@ -219,32 +226,32 @@ impl Daemon {
         }
     }
 
-    /// Starts tasks for the leases of Go's daemon: those of the attachments in libcni's result
-    /// cache that have no record here and whose interface has the cached address.
+    /// Continues the leases of Go's daemon. Starts a task for each attachment in libcni's result
+    /// cache that uses one of `sockets` and has no record, if its interface has the cached address.
     fn adopt(self: &Rc<Self>, sockets: &[&Path]) {
         let cached = adopt::list(&self.host_path(DEFAULT_DIR), sockets).unwrap_or_else(|error| {
             log(format_args!("leases of another daemon are not adopted: {error}"));
             Vec::new()
         });
-        for adopt::Cached { args, conf, keys, result } in cached {
+        for adopt::Cached { args, conf, ipam, result } in cached {
             let key = key(&args.container_id, conf.name(), &args.ifname);
             // An unreadable record also means that the lease is not Go's.
             if !matches!(self.records.find(&key), Ok(None)) {
                 continue;
             }
             // Without its interface, there is nothing to adopt.
-            let Ok((interface, record)) = self.prepare(&args, &conf, keys) else { continue };
-            let mut networks = result.ips.iter().map(|ip| ip.address);
-            let network = networks.find(|network| network.address().is_ipv4() && interface.has_address(*network));
-            if let Some(network) = network {
-                log(format_args!("{key}: adopting the lease of {}", network.address()));
-                let session = Session::adopt(record.client.clone(), self.limits, random(), network, attachment::now());
-                self.start_with(interface, record, session, Status::Leased(Rc::new(result)));
+            let Ok((interface, record)) = self.prepare(&args, &conf, ipam) else { continue };
+            let mut cidrs = result.ips.iter().map(|ip| ip.address);
+            let leased = cidrs.find(|cidr| cidr.address().is_ipv4() && interface.has_address(*cidr));
+            if let Some(leased) = leased {
+                log(format_args!("{key}: adopting the lease of {}", leased.address()));
+                let session = Session::adopt(record.client.clone(), self.limits, random(), leased, attachment::now());
+                self.start_with_status(interface, record, session, Status::Leased(Rc::new(result)));
             }
         }
     }
 
-    /// Waits until interfaces are deleted, and commands each task to check its interface.
+    /// Commands each task to check its interface whenever interfaces are deleted.
     async fn watch_deletions(self: Rc<Self>, watch: AsyncFd<Watch>) {
         loop {
             let Ok(mut ready) = watch.readable().await else { return };
@@ -252,6 +259,7 @@ impl Daemon {
             ready.clear_ready();
             if was_deleted {
                 tokio::time::sleep(DELETION_PAUSE).await;
+                // The checks cover the deletions during the pause too.
                 watch.get_ref().drain();
                 for handle in self.attachments.borrow().values() {
                     // Sending fails only if the task has ended.
@@ -293,6 +301,7 @@ impl Daemon {
                     }
                     continue;
                 }
+                // The call is not complete yet.
                 Ok(None) => {}
             }
             if stream.readable().await.is_err() {
@@ -314,8 +323,8 @@ impl Daemon {
     /// The text for the plugin: the configuration or interface is unusable, the lease is lost, or
     /// no server has granted one.
     async fn allocate(self: &Rc<Self>, args: &CmdArgs) -> Result<Rc<AddResult>, String> {
-        let (conf, keys) = read_conf(args)?;
-        let (interface, record) = self.prepare(args, &conf, keys)?;
+        let (conf, ipam) = read_conf(args)?;
+        let (interface, record) = self.prepare(args, &conf, ipam)?;
         let key = record.key();
         let handle = loop {
             let running = self.attachments.borrow().get(&key).cloned();
@@ -349,10 +358,10 @@ impl Daemon {
     ///
     /// # Errors
     /// The text for the plugin: the interface does not exist or has no MAC.
-    fn prepare(&self, args: &CmdArgs, conf: &NetConf, keys: Conf) -> Result<(Interface, Record), String> {
+    fn prepare(&self, args: &CmdArgs, conf: &NetConf, ipam: Conf) -> Result<(Interface, Record), String> {
         let interface = network::find(self.host_path(&args.netns), &args.ifname)?;
         let key = key(&args.container_id, conf.name(), &args.ifname);
-        let mut provide = keys.provide;
+        let mut provide = ipam.provide;
         // The client identifier is the configured one or, as in Go, a zero byte and the key.
         let id = match provide.iter().position(|(code, _)| *code == CLIENT_ID) {
             Some(index) => provide.remove(index).1,
@@ -365,16 +374,17 @@ impl Daemon {
             netns: args.netns.clone(),
             netns_id: interface.netns_id,
             index: interface.index,
-            priority: keys.priority,
-            client: Client { mac: interface.mac.0, id, request: keys.request, provide, answers: self.answers },
+            priority: ipam.priority,
+            client: Client { mac: interface.mac.0, id, request: ipam.request, provide, answers: self.reply_mode },
             lease: RecordedLease::Nothing,
             error: None,
         };
         Ok((interface, record))
     }
 
-    /// Releases the lease of an attachment, even if only a record has it. Reads only the network's
-    /// name from the configuration, so that DEL works even if another key is invalid.
+    /// Releases the lease of an attachment, even if the attachment has only a record and no task.
+    /// Reads only the network's name from the configuration, so that DEL works even if another key
+    /// is invalid.
     ///
     /// # Errors
     /// The text for the plugin: the configuration or the record cannot be read.
@@ -399,8 +409,8 @@ impl Daemon {
         let handle = self.attachments.borrow().get(key).cloned();
         if let Some(handle) = handle {
             let (done, released) = oneshot::channel();
-            // Either call fails if the task ends before it processes the command. Then there is no
-            // lease to release.
+            // Sending or waiting fails if the task ends before it processes the command. Then the
+            // attachment has no lease.
             if handle.commands.send(LeaseCommand::Release(done)).is_ok() {
                 let _ = released.await;
             }
@@ -408,11 +418,12 @@ impl Daemon {
     }
 }
 
-/// Reads the configuration from the arguments of a call. The error is the text for the plugin.
+/// Reads the configuration and its `ipam` from the arguments of a call. The error is the text for
+/// the plugin.
 fn read_conf(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
     let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
-    let keys = Conf::read(&conf, &args.args).map_err(|error| error.to_string())?;
-    Ok((conf, keys))
+    let ipam = Conf::read(&conf, &args.args).map_err(|error| error.to_string())?;
+    Ok((conf, ipam))
 }
 
 /// Returns a random number. If the kernel provides none, returns one from the clock, which is

@@ -39,8 +39,8 @@ pub(crate) struct Interface {
 /// Finds an interface by its name in a namespace.
 ///
 /// # Errors
-/// The text for the plugin: the namespace or the interface cannot be opened, or the interface has
-/// no MAC.
+/// The text for the plugin: the namespace cannot be opened, or the interface is not found or has no
+/// MAC.
 pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
     let namespace = Netns::open(&netns).map_err(|error| error.to_string())?;
     let link = namespace.run(Netlink::open).and_then(|netlink| netlink?.link(name));
@@ -55,7 +55,7 @@ pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
     deprecated,
     reason = "the successor is unsafe because a type may change its descriptor; the types used here do not"
 )]
-pub(crate) fn registered<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
+pub(crate) fn register<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::new(fd)
 }
 
@@ -106,8 +106,8 @@ impl Interface {
         let watch = Watch::open_in(&netns).map_err(text)?;
         let netlink = netns.run(Netlink::open).and_then(|netlink| netlink).map_err(text)?;
         drop(netns);
-        let watch = registered(watch).map_err(|error| error.to_string())?;
-        let running = async {
+        let watch = register(watch).map_err(|error| error.to_string())?;
+        let wait_for_carrier = async {
             loop {
                 let link = netlink.find_link_by_index(self.index).map_err(text)?.ok_or("Link not found")?;
                 if !link.up {
@@ -121,7 +121,7 @@ impl Interface {
                 }
             }
         };
-        tokio::time::timeout(timeout, running).await.unwrap_or(Ok(()))
+        tokio::time::timeout(timeout, wait_for_carrier).await.unwrap_or(Ok(()))
     }
 
     /// Whether the interface has this address. Returns false after an error.
@@ -135,10 +135,10 @@ impl Interface {
     /// is gone.
     pub(crate) fn add_address_and_routes(&self, result: &AddResult) -> Result<(), Error> {
         let Some(netlink) = self.netlink()? else { return Ok(()) };
-        let unless_exists =
+        let accept_existing =
             |outcome: Result<(), Error>| outcome.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) });
         for ip in &result.ips {
-            unless_exists(netlink.add_address(self.index, ip.address, Dad::Normal))?;
+            accept_existing(netlink.add_address(self.index, ip.address, Dad::Normal))?;
         }
         let routes = result.routes.iter().map(|route| Route {
             mtu: route.mtu,
@@ -149,7 +149,7 @@ impl Interface {
         // All routes are tried, even if one is invalid. The first error is returned.
         let mut outcome = Ok(());
         for route in routes {
-            outcome = outcome.and(unless_exists(netlink.add_route(&route)));
+            outcome = outcome.and(accept_existing(netlink.add_route(&route)));
         }
         outcome
     }
@@ -164,47 +164,47 @@ impl Interface {
     }
 
     /// Opens the sockets for messages on a path, in the interface's namespace.
-    fn open_socket(&self, path: Path) -> io::Result<Socket> {
+    fn open_sockets(&self, path: Path) -> io::Result<Sockets> {
         let gone = || io::Error::other("its network namespace no longer exists");
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
-        let inside = || -> io::Result<Socket> {
+        let open_inside = || -> io::Result<Sockets> {
             // The UDP socket cannot be opened if the interface does not have the leased address
             // yet. The packet socket then sends instead.
             let udp = match path {
                 Path::Unicast { from, .. } => udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name).ok(),
                 Path::Broadcast | Path::BroadcastFrom(_) => None,
             };
-            Ok(Socket { udp, packet: registered(PacketSocket::open(self.index, CLIENT_PORT)?)? })
+            Ok(Sockets { udp, packet: register(PacketSocket::open(self.index, CLIENT_PORT)?)? })
         };
-        netns.run(inside).map_err(io::Error::other)?
+        netns.run(open_inside).map_err(io::Error::other)?
     }
 
-    /// Sends DHCPRELEASE. A server in `network`, the released address with its prefix, also gets it
-    /// in a frame to the broadcast MAC: the UDP packet may still wait for ARP when the interface is
-    /// deleted right after the release.
+    /// Sends DHCPRELEASE. If the server is in `network`, the released address with its prefix, the
+    /// message is also sent in a frame to the broadcast MAC: the UDP packet may still wait for ARP
+    /// when the interface is deleted right after the release.
     pub(crate) fn send_release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
         // A release is always unicast, to the server of the lease.
         let Path::Unicast { to, .. } = path else { return Ok(()) };
-        let socket = self.open_socket(path)?;
-        let mut sent = socket.send(self.mac, bytes, path);
+        let sockets = self.open_sockets(path)?;
+        let mut sent = sockets.send(self.mac, bytes, path);
         // Without the UDP socket, `send` has already sent a frame.
-        if socket.udp.is_some() && network.contains(to.into()) {
-            sent = socket.send_frame(self.mac, bytes, path).or(sent);
+        if sockets.udp.is_some() && network.contains(to.into()) {
+            sent = sockets.send_frame(self.mac, bytes, path).or(sent);
         }
-        socket.close();
+        sockets.close();
         sent
     }
 }
 
 /// The sockets in the container's namespace for the messages of one path.
-struct Socket {
+struct Sockets {
     /// Sends messages to one server, which the kernel routes. Nothing is read from it.
     udp: Option<UdpSocket>,
     /// Sends broadcasts, and receives all messages on the interface, including a broadcast DHCPNAK.
     packet: AsyncFd<PacketSocket>,
 }
 
-impl Socket {
+impl Sockets {
     /// Sends a message on its path: with the UDP socket if there is one, otherwise in a frame.
     fn send(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
         match (&self.udp, path) {
@@ -242,40 +242,40 @@ impl Socket {
     /// Closes the sockets. Closing a packet socket takes up to 20 ms, so another thread does it,
     /// and the other tasks do not wait.
     fn close(self) {
-        let socket = self.packet.into_inner();
-        tokio::task::spawn_blocking(move || drop(socket));
+        let packet_socket = self.packet.into_inner();
+        tokio::task::spawn_blocking(move || drop(packet_socket));
     }
 }
 
-/// The open sockets of an exchange with servers and their path, or `None` if none are open.
+/// The open sockets of an exchange with servers, with the path that they are for.
 #[derive(Default)]
-pub(crate) struct Exchange(Option<(Path, Socket)>);
+pub(crate) struct Exchange(Option<(Path, Sockets)>);
 
 impl Exchange {
     /// Sends a message. If the open sockets are for another path, replaces them.
     pub(crate) fn send(&mut self, interface: &Interface, bytes: &[u8], path: Path) -> io::Result<()> {
-        if let Some((open_path, socket)) = &self.0
+        if let Some((open_path, sockets)) = &self.0
             && *open_path == path
         {
-            return socket.send(interface.mac, bytes, path);
+            return sockets.send(interface.mac, bytes, path);
         }
         self.close();
-        let (_, socket) = self.0.insert((path, interface.open_socket(path)?));
-        socket.send(interface.mac, bytes, path)
+        let (_, sockets) = self.0.insert((path, interface.open_sockets(path)?));
+        sockets.send(interface.mac, bytes, path)
     }
 
     /// Waits for the next message of a server. Without open sockets it waits forever.
     pub(crate) async fn receive(&self) -> io::Result<Vec<u8>> {
         match &self.0 {
-            Some((_, socket)) => socket.receive().await,
+            Some((_, sockets)) => sockets.receive().await,
             None => std::future::pending().await,
         }
     }
 
     /// Closes the sockets, if any are open.
     pub(crate) fn close(&mut self) {
-        if let Some((_, socket)) = self.0.take() {
-            socket.close();
+        if let Some((_, sockets)) = self.0.take() {
+            sockets.close();
         }
     }
 }

@@ -80,7 +80,7 @@ fn bind(path: &Path) -> io::Result<StdListener> {
 }
 
 /// Creates the socket with the mode 0600. The umask sets the mode, so that the file never has
-/// another one. The umask applies to the whole process, but no other thread runs yet.
+/// another mode. The umask applies to the whole process, but no other thread runs yet.
 fn create(path: &Path) -> io::Result<StdListener> {
     let previous = umask(Mode::from_bits_truncate(0o177));
     let listener = StdListener::bind(path);
