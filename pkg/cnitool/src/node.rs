@@ -81,10 +81,10 @@ pub(crate) struct LivenessSources<'a> {
 impl LivenessSources<'_> {
     /// Returns whether an attachment of the container `id` to `network` is in use. Without
     /// `ifname`, attachments of all interfaces of the container are considered.
-    /// - [`Liveness::InUse`]: the namespace in the result cache exists or may exist, or a link on
-    ///   the host has the attachment's alias.
-    /// - [`Liveness::ContainerGone`]: otherwise, if the result cache has the attachment.
-    /// - [`Liveness::Unknown`]: otherwise.
+    /// - [`Liveness::InUse`] if the namespace in the result cache exists or may exist, or a link on
+    ///   the host has the attachment's alias
+    /// - otherwise [`Liveness::ContainerGone`] if the result cache has the attachment
+    /// - otherwise [`Liveness::Unknown`]
     pub(crate) fn judge(&self, network: &str, id: &str, ifname: Option<&str>) -> Liveness {
         let mut gone_reason = None;
         for entry in self.cached.iter().filter(|entry| entry.network == network) {
