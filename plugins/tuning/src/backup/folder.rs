@@ -20,7 +20,7 @@ use super::Record;
 /// The length in bytes of the longest file that is read.
 const MAX_SIZE: u64 = 1 << 20;
 
-/// The folder of the backups of all networks, as a call for one network uses it.
+/// The folder of the backups of all networks, for a call of one of these networks.
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
@@ -89,26 +89,27 @@ impl Folder {
             Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
         };
         // ADD creates the missing folders of the path in the nearest parent that exists.
-        for path in self.path.ancestors().filter(|path| !path.as_os_str().is_empty()) {
+        let mut candidates = self.path.ancestors().filter(|path| !path.as_os_str().is_empty());
+        let existing = loop {
+            // No part of a relative path exists yet: ADD creates it in the working directory.
+            let Some(path) = candidates.next() else { return Ok(()) };
             match fs::metadata(path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return failed(path, error),
                 Ok(metadata) if !metadata.is_dir() => {
                     return failed(path, io::Error::from_raw_os_error(libc::ENOTDIR));
                 }
-                Ok(_) => {}
+                Ok(_) => break path,
             }
-            // A file without a name is opened, because the permissions do not show that a file
-            // system is mounted read-only.
-            return match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
-                Ok(_) => Ok(()),
-                // Some file systems do not support files without a name.
-                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
-                Err(error) => failed(path, error),
-            };
+        };
+        // A file without a name is opened, because the permissions do not show that a file system
+        // is mounted read-only.
+        match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(existing) {
+            Ok(_) => Ok(()),
+            // Some file systems do not support files without a name.
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+            Err(error) => failed(existing, error),
         }
-        // No part of a relative path exists yet: ADD creates it in the working directory.
-        Ok(())
     }
 
     /// Creates the folder. Its parents get the mode 0755, because other plugins have folders in
@@ -239,14 +240,15 @@ impl Backup {
     }
 }
 
-/// Creates a file with this content. The file gets its name only when its content is complete, if
-/// the file system supports files without a name.
+/// Creates a file with this content. If the file system supports files without a name, the file
+/// gets its name only when its content is complete.
 ///
 /// # Errors
 /// `AlreadyExists` if the file exists, or an error of the file system.
 fn create(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
-    // After any failure, the file is created under its name, which reports its own error.
+    // After a failure, the file is created under its name. If that fails too, its error is
+    // returned.
     if let Ok(mut file) = nameless {
         file.write_all(bytes)?;
         let from = format!("/proc/self/fd/{}", file.as_raw_fd());
