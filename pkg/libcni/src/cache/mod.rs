@@ -445,12 +445,13 @@ fn read(path: &Path) -> Result<Content> {
         _ => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),
     };
     let undecodable = |why: &str| Ok(Content::Undecodable(why.to_owned()));
-    // The type is checked first, because opening a FIFO waits for its other end. libcni does not
-    // create symbolic links, so they are not followed. A folder is opened, for the kernel's error.
+    // libcni does not create symbolic links, so they are not followed.
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) => return absent_or_failed(error),
     };
+    // Checked before opening, because opening a FIFO waits for its other end. A folder is accepted
+    // here: reading it fails below with the kernel's error.
     if !metadata.is_file() && !metadata.is_dir() {
         return undecodable("it is not a regular file");
     }
