@@ -54,8 +54,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         is_backup_written: Cell::new(false),
         written_count: Cell::new(0),
     });
-    // The undo is registered before the changes, so that it also runs after a panic in `apply`,
-    // which records what must be undone.
+    // Pushed before the changes, so that it also runs after a panic in `apply`. It undoes only the
+    // changes that `apply` has recorded.
     let (changes_to_undo, netns_of_undo) = (Rc::clone(&changes), Rc::clone(&netns));
     rollback.push("put sysctls and the backup back as they were", move || changes_to_undo.undo(&netns_of_undo));
     let outcome = netns.run(|| changes.apply(conf))??;
@@ -112,7 +112,7 @@ impl NamespaceChanges {
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);
         }
-        // The record is empty if none of the sysctls can be read. DEL then has nothing to restore.
+        // Nothing was saved if none of the sysctls can be read. DEL then has nothing to restore.
         if record.has_link_settings() || !record.sysctls.is_empty() {
             self.backup.write(&record)?;
             self.is_backup_written.set(true);
@@ -302,8 +302,8 @@ fn put_sysctls_back(written: &[Found]) -> Result<()> {
 /// Changes the settings of the interface that differ from the configuration. The others are not
 /// set, because some drivers refuse even a change to the same value while the interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
-    // The undo is registered before the changes, because a change may have been made although the
-    // kernel's answer got lost.
+    // Pushed before the changes, because a change may have been made although the kernel's answer
+    // got lost.
     let (netlink_of_undo, before, conf_of_undo) = (netlink.clone(), link.clone(), *conf);
     let undo = move || put_link_back(&netlink_of_undo, &before, &conf_of_undo);
     rollback.push("put the interface back as it was", undo);

@@ -203,9 +203,9 @@ impl Backup {
 
     /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
     /// the attachment, so that DEL can find the file, and a hash of the network, so that GC can.
-    /// Hashes keep the name short enough for every attachment. For a temporary file that
-    /// [`Folder::list`] has returned, this is its own path.
+    /// Hashes keep the name short enough for every attachment.
     fn temporary(&self) -> PathBuf {
+        // `list` has returned a temporary file.
         if self.is_temporary() {
             return self.path.clone();
         }
@@ -225,11 +225,11 @@ impl Backup {
     /// Code 5 if one of them cannot be removed.
     pub(crate) fn purge(&self) -> Result<bool> {
         // A temporary file exists only if its writer was killed.
-        let temporary =
+        let temporary_outcome =
             purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
-        let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
-        let existed = matches!(removed, Ok(true));
-        Error::join(temporary.err().into_iter().chain(removed.err()))?;
+        let backup_outcome = purge_file(&self.path).map_err(|error| self.failed("remove", error));
+        let existed = matches!(backup_outcome, Ok(true));
+        Error::join(temporary_outcome.err().into_iter().chain(backup_outcome.err()))?;
         Ok(existed)
     }
 
