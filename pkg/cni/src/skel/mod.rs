@@ -439,13 +439,13 @@ fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
         Verb::Gc | Verb::Status => Some(Version::V1_1_0),
     };
     if let Some(first_with_verb) = first_with_verb {
-        let parse = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
-        let configured = parse(cni_version)?;
+        let triple = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
+        let configured = triple(cni_version)?;
         let verb = verb.as_str();
-        if configured < parse(first_with_verb.as_str())? {
+        if configured < triple(first_with_verb.as_str())? {
             return Err(config::incompatible(&format!("config version does not allow {verb}"), cni_version));
         }
-        if configured > parse(Version::NEWEST.as_str())? {
+        if configured > triple(Version::NEWEST.as_str())? {
             return Err(config::incompatible(&format!("plugin version does not allow {verb}"), cni_version));
         }
     }
