@@ -52,7 +52,7 @@ impl ConfFolder {
     }
 
     /// Returns the network `name`: the first list with this name or, if there is none, the first
-    /// single plugin with it. Invalid files that come before it are reported to `notes`.
+    /// single plugin with it. Invalid files before that file are reported to `notes`.
     ///
     /// # Errors
     /// - Code 5 if the folder exists and cannot be read.

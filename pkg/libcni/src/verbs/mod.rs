@@ -54,11 +54,10 @@ impl Runtime<'_> {
 
         let mut result = None;
         let outcome = self.run_adds(list, attachment, version, &mut result);
-        let outcome = outcome.and_then(|()| self.store(list, attachment, result.clone()));
-        let add_error = match outcome {
+        let stored = outcome.and_then(|()| self.store(list, attachment, result.clone()));
+        let Err(add_error) = stored else {
             // Every list has a plugin, so there is a result.
-            Ok(()) => return result.ok_or_else(|| Error::config("no plugin configs found")),
-            Err(error) => error,
+            return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
         // Runtimes do not call DEL after a failed ADD, so this is the only clean-up.
         let prev_result = if has_prev_result_in_del(version) { result.as_deref() } else { None };
