@@ -4,8 +4,8 @@
 //! Subfolders are not searched for networks, but a list may have further plugins in files `*.conf`
 //! of a subfolder with the network's name.
 //!
-//! An unreadable or invalid file is only reported as a note. It is an error if it names the
-//! requested network, or if no file has that network.
+//! An unreadable or invalid file does not prevent the use of other networks, see
+//! [`ConfFolder::find`].
 
 use std::fs;
 use std::io::ErrorKind;
@@ -52,7 +52,7 @@ impl ConfFolder {
     }
 
     /// Returns the network `name`: the first list with this name or, if there is none, the first
-    /// single plugin with it. Invalid files that come before it are reported to `notes`.
+    /// single plugin with it. Invalid files before that file are reported to `notes`.
     ///
     /// # Errors
     /// - Code 5 if the folder exists and cannot be read.

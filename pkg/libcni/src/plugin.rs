@@ -58,7 +58,7 @@ impl Runtime<'_> {
             Err(_) => String::new(),
         };
         let outcome = interpret(&program, verb, output).map_err(Error::from);
-        // The error about a plugin that dies without an answer quotes the stderr.
+        // The error about a plugin that ended without an answer quotes its stderr.
         let is_quoted = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{stderr:?}")));
         if !stderr.is_empty() && !is_quoted {
             self.notes.note(format_args!("{kind}: {stderr}"));
@@ -66,8 +66,8 @@ impl Runtime<'_> {
         outcome
     }
 
-    /// Returns the environment of a plugin: the runtime's variables, with all six of the protocol
-    /// replaced, even by empty values, so that no value from this process remains.
+    /// Returns the environment of a plugin: the runtime's variables and the six of the protocol.
+    /// These are set even to empty values, to replace those of this process.
     fn environment(&self, verb: Verb, variables: Variables) -> Vec<(OsString, OsString)> {
         let path = variables.path.unwrap_or_else(|| {
             let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();

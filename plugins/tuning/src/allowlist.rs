@@ -89,19 +89,20 @@ fn escape_quoted(pattern: &str) -> Cow<'_, str> {
         return pattern.into();
     }
     let (mut result, mut rest) = (String::new(), pattern);
-    while let Some((before, after)) = rest.split_once('\\') {
+    while let Some((before, after_backslash)) = rest.split_once('\\') {
         result += before;
-        if let Some(quoted) = after.strip_prefix('Q') {
-            let (text, after) = quoted.split_once(r"\E").unwrap_or((quoted, ""));
-            result += &regex_lite::escape(text);
-            rest = after;
+        if let Some(after_q) = after_backslash.strip_prefix('Q') {
+            let (quoted, after_quoted) = after_q.split_once(r"\E").unwrap_or((after_q, ""));
+            result += &regex_lite::escape(quoted);
+            rest = after_quoted;
         } else {
-            // An escaped character, which may be a backslash, stays unchanged.
-            let escaped_length = after.chars().next().map_or(0, char::len_utf8);
-            let (escaped, after) = after.split_at(escaped_length);
+            // Any other escape stays unchanged. Its character is skipped too: a second backslash
+            // must not begin the next escape.
+            let length = after_backslash.chars().next().map_or(0, char::len_utf8);
+            let (escaped, after_escaped) = after_backslash.split_at(length);
             result.push('\\');
             result += escaped;
-            rest = after;
+            rest = after_escaped;
         }
     }
     (result + rest).into()

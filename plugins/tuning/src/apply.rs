@@ -2,8 +2,11 @@
 //!
 //! The order of the changes is Go's: the sysctls in the order of the configuration, then MAC,
 //! promiscuous mode, MTU, all-multicast mode and transmit queue. Nothing is changed before the
-//! backup is written. A failed ADD restores the values before this ADD. DEL restores those before
-//! the first ADD of the attachment: a list can have several entries of this plugin.
+//! backup is written.
+//!
+//! A list can have several entries of this plugin. They share the attachment's backup, which keeps
+//! the values that the first ADD found, for DEL. A failed ADD restores the values that it found
+//! itself.
 
 use std::cell::{Cell, OnceCell};
 use std::path::Path;
@@ -51,8 +54,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         is_backup_written: Cell::new(false),
         written_count: Cell::new(0),
     });
-    // The undo is registered before the changes, so that it also runs after a panic in `apply`,
-    // which records what must be undone.
+    // Pushed before the changes, so that it also runs after a panic in `apply`. It undoes only the
+    // changes that `apply` has recorded.
     let (changes_to_undo, netns_of_undo) = (Rc::clone(&changes), Rc::clone(&netns));
     rollback.push("put sysctls and the backup back as they were", move || changes_to_undo.undo(&netns_of_undo));
     let outcome = netns.run(|| changes.apply(conf))??;
@@ -65,20 +68,20 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     Ok(Added { result: update_result(call, &netns, &conf.link, prev), rollback })
 }
 
-/// The changes that are made by a thread inside the container's namespace: all except those of the
-/// interface, which need only a netlink socket of the namespace. The namespace is entered once for
-/// all of them, because entering takes as long as all the rest.
+/// The steps for which a thread enters the container's namespace: the backup and the sysctls are
+/// written, and the netlink socket is opened through which [`change_link`] changes the interface
+/// later. The namespace is entered only once, because entering takes as long as all of these steps.
 struct NamespaceChanges {
     backup: Backup,
     /// The content of the backup before this ADD.
     previous_backup: Option<Content>,
     /// This attachment.
     attachment: Attachment,
-    /// The sysctls to write. Unset until the backup is written.
+    /// The sysctls that `apply` writes, for `undo`. Unset until the first of them is written.
     sysctls: OnceCell<Vec<Found>>,
     /// Whether the backup has been written.
     is_backup_written: Cell<bool>,
-    /// How many of the sysctls have been written.
+    /// How many of `sysctls` have been written.
     written_count: Cell<usize>,
 }
 
@@ -97,24 +100,26 @@ impl NamespaceChanges {
         let mut notes = Vec::new();
         let sysctls = sysctl::find_all(&conf.sysctls)?;
         let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
-        let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
-        let (with_value, without_value): (Vec<Found>, Vec<Found>) =
-            sysctls.into_iter().partition(|found| !found.sysctl.value.is_empty());
+        let mut record = self.initial_record(link.as_ref().map(|(_, link)| link), &mut notes)?;
         // Writing an empty value would change nothing. Go accepts it without a message.
-        notes.extend(
-            without_value.iter().map(|found| {
-                format!("sysctl {} has an empty value: it is not changed", shown(&found.sysctl.key.written))
-            }),
-        );
-        save_sysctls(&mut record, &with_value);
+        let (ignored, to_write): (Vec<Found>, Vec<Found>) =
+            sysctls.into_iter().partition(|found| found.sysctl.value.is_empty());
+        for found in &ignored {
+            let key = shown(&found.sysctl.key.written);
+            notes.push(format!("sysctl {key} has an empty value: it is not changed"));
+        }
+        save_sysctls(&mut record, &to_write);
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);
         }
+        // Nothing was saved if none of the sysctls can be read. DEL then has nothing to restore.
         if record.has_link_settings() || !record.sysctls.is_empty() {
             self.backup.write(&record)?;
             self.is_backup_written.set(true);
         }
-        self.write_sysctls(self.sysctls.get_or_init(|| with_value), &mut record)?;
+        // Stored before the first write, so that `undo` finds them if a write fails.
+        let to_write = self.sysctls.get_or_init(|| to_write);
+        self.write_sysctls(to_write, &mut record)?;
         Ok(NamespaceOutcome { link, notes })
     }
 
@@ -133,13 +138,13 @@ impl NamespaceChanges {
         }
     }
 
-    /// Returns the record to which this ADD adds values: what can be used of the existing backup,
-    /// with this attachment. Go's backup files do not name their attachment. They are used anyway,
-    /// because the original values are stored nowhere else.
+    /// Returns this attachment's record before this ADD adds its values: the usable part of the
+    /// existing backup, or an empty record. `link` is `None` if this ADD does not change the
+    /// interface. Adds a note if the backup is not usable.
     ///
     /// # Errors
     /// Code 102 if the backup belongs to another attachment of this boot.
-    fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
+    fn initial_record(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
         let interface = link.map(Interface::from);
         let mut record = match &self.previous_backup {
             None => Record::default(),
@@ -149,23 +154,25 @@ impl NamespaceChanges {
                 Record::default()
             }
             Some(Content::Record(record, _)) => match &record.attachment {
+                // A file of Go's plugin does not name its attachment. It is used anyway, because
+                // the original values are stored nowhere else.
                 None => (**record).clone(),
-                Some(recorded) => self.usable_record(record, recorded, interface.as_ref())?,
+                Some(recorded) => self.usable_part(record, recorded, interface.as_ref())?,
             },
         };
-        // An ADD of only sysctls has not looked up the interface: that of the backup is kept.
+        // An ADD that changes only sysctls keeps the interface that the backup names.
         let interface = interface.or_else(|| record.attachment.and_then(|recorded| recorded.interface));
         record.attachment = Some(Attachment { interface, ..self.attachment.clone() });
         Ok(record)
     }
 
-    /// Returns the part of `record`, which belongs to the attachment `recorded`, that this ADD
-    /// continues: all of it, only sysctls, or nothing. `interface` is the current interface, or
+    /// Returns the original values in `record` that are still valid: all, only sysctls, or none.
+    /// `recorded` is the attachment that `record` names. `interface` is the current interface, or
     /// `None` if this ADD does not change it.
     ///
     /// # Errors
     /// Code 102 if `recorded` is another attachment of this boot.
-    fn usable_record(&self, record: &Record, recorded: &Attachment, interface: Option<&Interface>) -> Result<Record> {
+    fn usable_part(&self, record: &Record, recorded: &Attachment, interface: Option<&Interface>) -> Result<Record> {
         let this = &self.attachment;
         // Two attachments can have the same file name: `a` with `b_c`, and `a_b` with `c`.
         if (&recorded.container_id, &recorded.ifname) != (&this.container_id, &this.ifname) {
@@ -177,21 +184,23 @@ impl NamespaceChanges {
             let msg = format!("the backup {path} is that of container {other_id}, interface {}", recorded.ifname);
             return Err(Error::new(Code::CONFLICT, msg));
         }
-        // The container has been started again: the new namespace has its own values.
         if recorded.namespace != this.namespace {
+            // The container has been started again: the new namespace has its own values.
             return Ok(Record::default());
         }
         match (&recorded.interface, interface) {
-            (Some(recorded), Some(current)) if recorded != current => Ok(keep_sysctls_in_force(record)),
+            // Either the interface was created again, or a new namespace has the numbers of a
+            // deleted one. A sysctl with the written value shows that the namespace is the same.
+            (Some(old), Some(current)) if old != current => Ok(keep_sysctls_in_force(record)),
             _ => Ok(record.clone()),
         }
     }
 
     /// Writes the sysctls in order. If the kernel returns a different text than was written, the
     /// kernel's text is added to the backup, so that DEL recognizes the value.
-    fn write_sysctls(&self, all: &[Found], record: &mut Record) -> Result<()> {
+    fn write_sysctls(&self, sysctls: &[Found], record: &mut Record) -> Result<()> {
         let mut is_record_changed = false;
-        for found in all {
+        for found in sysctls {
             let read_back = found.write()?;
             self.written_count.set(self.written_count.get() + 1);
             if read_back.is_some()
@@ -227,9 +236,7 @@ impl NamespaceChanges {
     }
 }
 
-/// Returns a record with only the sysctls of `record` that still have the written value. Used if
-/// the namespace has the recorded numbers but the interface is another one: either the interface
-/// was created again, or a new namespace has got the numbers of a deleted one.
+/// Returns a record with only the sysctls of `record` that still have the written value.
 fn keep_sysctls_in_force(record: &Record) -> Record {
     let is_in_force =
         |saved: &&SavedSysctl| cni_linux::sysctl::read(&saved.path).is_ok_and(|current| saved.is_in_force(&current));
@@ -238,8 +245,8 @@ fn keep_sysctls_in_force(record: &Record) -> Record {
 
 /// Adds the sysctls to the record: the values that will be written and, if the record does not have
 /// them yet, the original values. Sysctls whose value cannot be read are left out.
-fn save_sysctls(record: &mut Record, all: &[Found]) {
-    for Found { sysctl, path, current } in all {
+fn save_sysctls(record: &mut Record, sysctls: &[Found]) {
+    for Found { sysctl, path, current } in sysctls {
         let Some(current) = current else { continue };
         let existing = record.sysctls.iter().position(|saved| saved.path == *path);
         let index = existing.unwrap_or_else(|| {
@@ -248,6 +255,7 @@ fn save_sysctls(record: &mut Record, all: &[Found]) {
         });
         let saved = &mut record.sysctls[index];
         make_last(&mut saved.written, sysctl.value.clone());
+        // It belongs to an earlier written value. `write_sysctls` sets it for the new one.
         saved.read_back = None;
     }
 }
@@ -279,11 +287,11 @@ fn save_link(record: &mut Record, conf: &LinkConf, link: &Link) {
     }
 }
 
-/// Restores the sysctls' values before this ADD, in reverse order. Continues after an error, and
-/// returns all errors.
-fn put_sysctls_back(all: &[Found]) -> Result<()> {
+/// Restores the values that this ADD found, in reverse order. Continues after an error, and returns
+/// all errors.
+fn put_sysctls_back(written: &[Found]) -> Result<()> {
     let mut errors = Vec::new();
-    for found in all.iter().rev() {
+    for found in written.iter().rev() {
         if let Some(original) = &found.current {
             errors.extend(sysctl::write_original(&found.path, original).err().map(Error::from));
         }
@@ -294,8 +302,8 @@ fn put_sysctls_back(all: &[Found]) -> Result<()> {
 /// Changes the settings of the interface that differ from the configuration. The others are not
 /// set, because some drivers refuse even a change to the same value while the interface is up.
 fn change_link(netlink: &Netlink, link: &Link, conf: &LinkConf, rollback: &mut Rollback<'_>) -> Result<()> {
-    // The undo is registered before the changes, because a change may have been made although the
-    // kernel's answer got lost.
+    // Pushed before the changes, because a change may have been made although the kernel's answer
+    // got lost.
     let (netlink_of_undo, before, conf_of_undo) = (netlink.clone(), link.clone(), *conf);
     let undo = move || put_link_back(&netlink_of_undo, &before, &conf_of_undo);
     rollback.push("put the interface back as it was", undo);

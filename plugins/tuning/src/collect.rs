@@ -23,12 +23,12 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     for backup in folder.list()? {
         let record = match backup.read() {
             Ok(Some(Content::Record(record, _))) => record,
-            // An incomplete temporary file names its network in its file name. Other files that
-            // cannot be decoded may belong to any network.
+            // An incomplete temporary file. Its name shows that it belongs to this network.
             Ok(Some(Content::Garbage(_))) if backup.is_temporary() => {
                 purge(call, &backup, &mut errors);
                 continue;
             }
+            // Any other file that cannot be decoded may belong to another network.
             Ok(Some(Content::Garbage(_)) | None) => continue,
             Err(error) => {
                 call.notes.note(format_args!("gc: not removed: {error}"));
@@ -39,11 +39,10 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         if network != call.conf.name() {
             continue;
         }
-        // A complete temporary file, or any other file that is not the backup of its attachment, is
-        // removed even if the attachment is valid. A killed ADD has left the temporary file: no ADD
-        // of this network runs during a GC.
-        let is_own_backup = backup.path() == folder.backup(container_id, ifname).path();
-        if is_own_backup && valid.contains(container_id, ifname) {
+        // DEL does not read files with other names, such as a complete temporary file that a killed
+        // ADD has left. No ADD is writing the file: none of this network runs during a GC.
+        let is_read_by_del = backup.path() == folder.backup(container_id, ifname).path();
+        if is_read_by_del && valid.contains(container_id, ifname) {
             continue;
         }
         purge(call, &backup, &mut errors);

@@ -82,9 +82,9 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         }
         Ok(())
     };
-    let interface = if record.has_link_settings() { restore_interface() } else { Ok(()) };
-    let sysctls = if record.sysctls.is_empty() { Ok(()) } else { restore_sysctls() };
-    Error::join([interface.err(), sysctls.err()].into_iter().flatten())
+    let interface_outcome = if record.has_link_settings() { restore_interface() } else { Ok(()) };
+    let sysctls_outcome = if record.sysctls.is_empty() { Ok(()) } else { restore_sysctls() };
+    Error::join([interface_outcome.err(), sysctls_outcome.err()].into_iter().flatten())
 }
 
 /// Restores the settings of the interface that differ from the record, in the reverse order of ADD.

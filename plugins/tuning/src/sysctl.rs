@@ -32,13 +32,13 @@ pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
     sysctls.iter().map(find).collect()
 }
 
-/// Finds the file of a sysctl, and reads its value.
+/// Finds the file of a sysctl, the first of its key's [readings](crate::key) that exists, and reads
+/// the value.
 ///
 /// # Errors
-/// Code 7 if the sysctl does not exist in this namespace. See [`read_current`] for a value that
-/// cannot be read.
+/// Code 7 if the sysctl does not exist in this namespace, and those of [`read_current`].
 pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
-    // If no reading exists, the error is about the first one.
+    // If none of the files exists, the error is about the first one.
     let mut first_failure = None;
     for reading in &sysctl.key.readings {
         let path = &reading.path;

@@ -3,8 +3,9 @@
 //! All code uses [`AddResult`], which has the fields of the newest version. Only `wire` knows the
 //! older forms of the JSON. A result of a delegate or in `prevResult` is decoded by its own
 //! version. The answer to the runtime is encoded in the configuration's version, without the parts
-//! that this version does not have, such as an interface's MTU before 1.1.0. Only a result without
-//! an address cannot be encoded in 0.1.0 and 0.2.0: ADD fails and is rolled back.
+//! that this version does not have, such as an interface's MTU before 1.1.0 (but see [`Route`]).
+//! Only a result without an address cannot be encoded in 0.1.0 and 0.2.0: ADD fails and is rolled
+//! back.
 
 use std::net::IpAddr;
 
@@ -136,8 +137,8 @@ pub enum ResultError {
     /// The JSON does not have the form of its version.
     #[error("{0}")]
     Json(JsonError),
-    /// The result's version is unknown, or has a different form of results than the configuration's
-    /// version.
+    /// From [`decode_as`](AddResult::decode_as): the result's version is unknown, or its results
+    /// have a different form than those of the configuration's version.
     #[error(
         "result type supports [{}] but unmarshalled CNIVersion is \"{found}\"",
         .expected.versions().map(Version::as_str).collect::<Vec<_>>().join(" ")
@@ -148,10 +149,10 @@ pub enum ResultError {
         /// The result's `cniVersion`.
         found: String,
     },
-    /// The result has an unknown version.
+    /// From [`decode`](AddResult::decode): the result's version is unknown.
     #[error("unsupported CNI result version \"{0}\"")]
     UnknownVersion(String),
-    /// A result of 0.1.0 or 0.2.0 must have an address.
+    /// The result has no address, which 0.1.0 and 0.2.0 require.
     #[error("cannot convert: no valid IP addresses")]
     NoAddress,
 }

@@ -7,8 +7,9 @@ use crate::json::Json;
 use crate::version::Shape;
 
 /// The unknown keys of a result with their values, as a copy of the result without the known keys.
-/// If one element of an array has unknown keys, the copy has all elements, so that their positions
-/// stay the same. A part without unknown keys is `null` or missing.
+/// In the copy, a part without unknown keys is missing or, as an element of an array in which other
+/// elements have unknown keys, `null`: `{"ips": [{"address": "10.1.2.3/24"}, {"x": 1}]}` gives
+/// `{"ips": [null, {"x": 1}]}`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unknown(Value);
 
@@ -116,11 +117,12 @@ fn unknown_members(members: &[(String, Json)], known: &[Known]) -> Map<String, V
             unknown.insert(key.clone(), Value::from(value));
             continue;
         };
-        if known_inside.is_empty() || *value == Json::Null {
+        let is_wholly_known = known_inside.is_empty();
+        // Of duplicate keys, the last one that is not `null` is used.
+        if is_wholly_known || *value == Json::Null {
             continue;
         }
-        // Of duplicate keys, the last one that is not null is used, so its unknown keys replace
-        // those of an earlier duplicate.
+        // The unknown keys in an earlier duplicate are not used.
         unknown.remove(*name);
         let inside = without_known(value, known_inside);
         if !inside.is_null() {

@@ -358,8 +358,8 @@ fn refuse_own_netns(plugin: &dyn Plugin, verb: Verb, mut call: Call<'_>) -> Erro
 fn read_conf(verb: Verb, streams: &mut Streams<'_>, facts: &mut CallFacts) -> Result<NetConf> {
     let raw = read_stdin(&mut streams.stdin)?;
     let json = config::parse_object(&raw)?;
-    // As in Go, an error about the name is reported before an error about the version, but in the
-    // configuration's version. So the version is read before the name, and checked after it.
+    // An error about the name is reported in the configuration's version, so `facts` gets the
+    // version first.
     let version_text = config::version_text(&json);
     if let Ok(text) = &version_text
         && let Some(version) = Version::find(text)
@@ -367,6 +367,7 @@ fn read_conf(verb: Verb, streams: &mut Streams<'_>, facts: &mut CallFacts) -> Re
         facts.version = version;
     }
     config::network_name(&json)?.clone_into(&mut facts.network);
+    // As in Go, an error about the version is reported only if the name is valid.
     let version = check_version(verb, &version_text?)?;
     let conf = NetConf::new(raw, json, version)?;
     let (length, limit) = (conf.name().len(), ident::MAX_NETWORK_NAME);
@@ -438,13 +439,13 @@ fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
         Verb::Gc | Verb::Status => Some(Version::V1_1_0),
     };
     if let Some(first_with_verb) = first_with_verb {
-        let parse = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
-        let configured = parse(cni_version)?;
+        let triple = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
+        let configured = triple(cni_version)?;
         let verb = verb.as_str();
-        if configured < parse(first_with_verb.as_str())? {
+        if configured < triple(first_with_verb.as_str())? {
             return Err(config::incompatible(&format!("config version does not allow {verb}"), cni_version));
         }
-        if configured > parse(Version::NEWEST.as_str())? {
+        if configured > triple(Version::NEWEST.as_str())? {
             return Err(config::incompatible(&format!("plugin version does not allow {verb}"), cni_version));
         }
     }

@@ -256,9 +256,10 @@ impl Cache {
         let path = self.path(&entry.id())?;
         let failed = |error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error);
         let bytes = wire::encode(entry)?;
-        let own = self.own_folder();
-        create_folder(&own)?;
-        let (mut file, temporary) = lock_slot(&own).map_err(failed)?;
+        let temporary_folder = self.own_folder();
+        create_folder(&temporary_folder)?;
+        let (mut file, temporary) = lock_slot(&temporary_folder).map_err(failed)?;
+        // A killed process may have left content in the temporary file.
         file.set_len(0)
             .and_then(|()| file.write_all(bytes.as_bytes()))
             .and_then(|()| fs::rename(&temporary, &path))
@@ -393,8 +394,7 @@ fn create_folder(folder: &Path) -> Result<()> {
 }
 
 /// Opens and locks a temporary file that no other process uses, and returns it with its path. The
-/// names `slot-0`, `slot-1`, … are reused, so the file may still have the content that a killed
-/// process wrote.
+/// names `slot-0`, `slot-1`, … are reused, so the file may have content.
 fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     for slot in 0..MAX_WRITERS {
         let path = folder.join(format!("slot-{slot}"));
@@ -407,9 +407,9 @@ fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
     Err(io::Error::other(format!("{MAX_WRITERS} other processes are writing to this folder; try again")))
 }
 
-/// Opens and locks a temporary file. Returns `None` if the caller cannot use the file: another
-/// process has locked it or has just renamed it to an attachment's file, it is not a regular file,
-/// or it does not exist and `options` do not create it.
+/// Opens and locks a temporary file. Returns `None` if the caller must not use the file, because it
+/// is not a regular file or belongs to another process, or if `options` do not create a file that
+/// does not exist.
 fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
     // The type is checked first, because opening a FIFO waits for its other end. Only root can
     // write to the folder, so no FIFO replaces the file between this check and `open`.
@@ -423,11 +423,12 @@ fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
     };
     match file.try_lock() {
         Ok(()) => {}
+        // Another process is writing the file.
         Err(TryLockError::WouldBlock) => return Ok(None),
         Err(TryLockError::Error(error)) => return Err(error),
     }
-    // Another process may have renamed the file between `open` and `try_lock`. The opened file has
-    // that process's entry then, and must not be overwritten.
+    // Another process may have renamed the file between `open` and `try_lock`. The opened file is
+    // then the file of an attachment, and must not be overwritten.
     let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let opened = inode(file.metadata()?);
     let is_at_path = fs::symlink_metadata(path).is_ok_and(|metadata| inode(metadata) == opened);
@@ -445,12 +446,13 @@ fn read(path: &Path) -> Result<Content> {
         _ => Err(Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error)),
     };
     let undecodable = |why: &str| Ok(Content::Undecodable(why.to_owned()));
-    // The type is checked first, because opening a FIFO waits for its other end. libcni does not
-    // create symbolic links, so they are not followed. A folder is opened, for the kernel's error.
+    // libcni does not create symbolic links, so they are not followed.
     let metadata = match fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) => return absent_or_failed(error),
     };
+    // Checked before opening, because opening a FIFO waits for its other end. A folder is accepted
+    // here: reading it fails below with the kernel's error.
     if !metadata.is_file() && !metadata.is_dir() {
         return undecodable("it is not a regular file");
     }

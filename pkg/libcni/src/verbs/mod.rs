@@ -54,11 +54,10 @@ impl Runtime<'_> {
 
         let mut result = None;
         let outcome = self.run_adds(list, attachment, version, &mut result);
-        let outcome = outcome.and_then(|()| self.store(list, attachment, result.clone()));
-        let add_error = match outcome {
+        let stored = outcome.and_then(|()| self.store(list, attachment, result.clone()));
+        let Err(add_error) = stored else {
             // Every list has a plugin, so there is a result.
-            Ok(()) => return result.ok_or_else(|| Error::config("no plugin configs found")),
-            Err(error) => error,
+            return result.ok_or_else(|| Error::config("no plugin configs found"));
         };
         // Runtimes do not call DEL after a failed ADD, so this is the only clean-up.
         let prev_result = if has_prev_result_in_del(version) { result.as_deref() } else { None };
@@ -282,9 +281,9 @@ impl Runtime<'_> {
 fn with_errors_of_dels(add_error: Error, failed_dels: Vec<(&PluginConf, Error)>) -> Error {
     let mut lines: Vec<String> = add_error.details().lines().map(str::to_owned).collect();
     for (plugin, error) in failed_dels {
-        // The message about a plugin that gave no answer contains the verb. `name_plugin` has added
-        // a prefix to the ADD's message, so only the ends are compared.
+        // The message about a plugin that gave no answer contains the verb.
         let msg_if_from_add = error.msg().replace(": DEL: ", ": ADD: ");
+        // The ADD's message begins with the prefix that `name_plugin` has added.
         let is_same = add_error.msg().ends_with(&msg_if_from_add);
         let why = if is_same { "for the same reason" } else { error.msg() };
         lines.push(format!("the DEL after the failed ADD failed too: plugin {} (delete): {why}", plugin.description()));
@@ -333,7 +332,7 @@ fn read_result(stdout: &[u8], version: Version) -> Result<Box<RawValue>> {
     let text = if has_version {
         answer.to_owned()
     } else {
-        // With the expected version, `convert_result` leaves the plugin's values verbatim.
+        // `convert_result` leaves a result whose `cniVersion` is `version` verbatim.
         members.set("cniVersion", version.as_str())?;
         String::from_utf8_lossy(&members.to_bytes()?).into_owned()
     };

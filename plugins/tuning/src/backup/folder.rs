@@ -20,7 +20,7 @@ use super::Record;
 /// The length in bytes of the longest file that is read.
 const MAX_SIZE: u64 = 1 << 20;
 
-/// The folder of the backups of all networks, as a call for one network uses it.
+/// The folder of the backups of all networks, for a call of one of these networks.
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
@@ -89,26 +89,27 @@ impl Folder {
             Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
         };
         // ADD creates the missing folders of the path in the nearest parent that exists.
-        for path in self.path.ancestors().filter(|path| !path.as_os_str().is_empty()) {
+        let mut candidates = self.path.ancestors().filter(|path| !path.as_os_str().is_empty());
+        let existing = loop {
+            // No part of a relative path exists yet: ADD creates it in the working directory.
+            let Some(path) = candidates.next() else { return Ok(()) };
             match fs::metadata(path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return failed(path, error),
                 Ok(metadata) if !metadata.is_dir() => {
                     return failed(path, io::Error::from_raw_os_error(libc::ENOTDIR));
                 }
-                Ok(_) => {}
+                Ok(_) => break path,
             }
-            // A file without a name is opened, because the permissions do not show that a file
-            // system is mounted read-only.
-            return match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(path) {
-                Ok(_) => Ok(()),
-                // Some file systems do not support files without a name.
-                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
-                Err(error) => failed(path, error),
-            };
+        };
+        // A file without a name is opened, because the permissions do not show that a file system
+        // is mounted read-only.
+        match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(existing) {
+            Ok(_) => Ok(()),
+            // Some file systems do not support files without a name.
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+            Err(error) => failed(existing, error),
         }
-        // No part of a relative path exists yet: ADD creates it in the working directory.
-        Ok(())
     }
 
     /// Creates the folder. Its parents get the mode 0755, because other plugins have folders in
@@ -202,9 +203,9 @@ impl Backup {
 
     /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
     /// the attachment, so that DEL can find the file, and a hash of the network, so that GC can.
-    /// Hashes keep the name short enough for every attachment. For a temporary file that
-    /// [`Folder::list`] has returned, this is its own path.
+    /// Hashes keep the name short enough for every attachment.
     fn temporary(&self) -> PathBuf {
+        // `list` has returned a temporary file.
         if self.is_temporary() {
             return self.path.clone();
         }
@@ -224,11 +225,11 @@ impl Backup {
     /// Code 5 if one of them cannot be removed.
     pub(crate) fn purge(&self) -> Result<bool> {
         // A temporary file exists only if its writer was killed.
-        let temporary =
+        let temporary_outcome =
             purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
-        let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
-        let existed = matches!(removed, Ok(true));
-        Error::join(temporary.err().into_iter().chain(removed.err()))?;
+        let backup_outcome = purge_file(&self.path).map_err(|error| self.failed("remove", error));
+        let existed = matches!(backup_outcome, Ok(true));
+        Error::join(temporary_outcome.err().into_iter().chain(backup_outcome.err()))?;
         Ok(existed)
     }
 
@@ -239,14 +240,15 @@ impl Backup {
     }
 }
 
-/// Creates a file with this content. The file gets its name only when its content is complete, if
-/// the file system supports files without a name.
+/// Creates a file with this content. If the file system supports files without a name, the file
+/// gets its name only when its content is complete.
 ///
 /// # Errors
 /// `AlreadyExists` if the file exists, or an error of the file system.
 fn create(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
-    // After any failure, the file is created under its name, which reports its own error.
+    // After a failure, the file is created under its name. If that fails too, its error is
+    // returned.
     if let Ok(mut file) = nameless {
         file.write_all(bytes)?;
         let from = format!("/proc/self/fd/{}", file.as_raw_fd());
