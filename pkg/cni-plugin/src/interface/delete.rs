@@ -138,9 +138,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. If its end on the
-    /// host has this attachment's port mark, gives it back instead. Leaves any other interface,
-    /// with a note unless its end has another attachment's port mark.
+    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, else leaves it, with
+    /// a note. If its end on the host has a port mark, an earlier plugin created `inner`: then only
+    /// undoes what this plugin's ADD did to it.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
@@ -155,8 +155,8 @@ impl<I: Interface> Links<'_, '_, I> {
             if port_mark.belongs_to(self.attachment) {
                 let added_ips = self.prev.into_iter().flat_map(|prev| port_mark.added_ips(prev));
                 let added: Vec<Cidr> = added_ips.map(|ip| ip.address).collect();
-                // If an address cannot be removed, `remove` takes the port off the bridge but
-                // leaves the port mark, so that the next DEL finds the addresses again.
+                // After an error, `remove` takes the port off the bridge but leaves the port mark,
+                // so that the next DEL finds the addresses again.
                 purge_addresses(container, inner.index, &added)?;
                 give_back(host, outer)?;
             }
@@ -174,9 +174,7 @@ impl<I: Interface> Links<'_, '_, I> {
     }
 
     /// Returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end
-    /// on the host. The plugin's [`claims`](Interface::claims) decides, if it returns a decision.
-    /// Otherwise an alias that names an attachment decides, if there is one. Otherwise `inner` must
-    /// be of the plugin's kind, and [`is_ours_without_alias`](Self::is_ours_without_alias) decides.
+    /// on the host.
     fn ownership(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<Ownership> {
         if let Some(ownership) = self.plugin.claims(self.call, self.prev, inner) {
             return Ok(ownership);
@@ -194,9 +192,7 @@ impl<I: Interface> Links<'_, '_, I> {
 
     /// Whether `inner` belongs to this attachment. Called if no alias names an attachment, because
     /// a Go plugin created `inner` or the ADD was killed before it set the alias. `outer` is the
-    /// end on the host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
-    /// `prevResult` has for CNI_IFNAME decides. Without that MAC, the plugin's
-    /// [`owns_unmarked`](Interface::owns_unmarked) decides.
+    /// end on the host.
     fn is_ours_without_alias(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))

@@ -202,6 +202,7 @@ impl Layer3 {
                 priority: route.priority,
                 table: route.table,
                 scope: route.scope,
+                // A route of a result may have host bits, the kernel's has none.
                 ..Route::new(route.dst.network(), self.next_hop(route), interface_index)
             });
         }
@@ -327,9 +328,9 @@ enum AddedRoute {
 }
 
 /// Adds one route, which has several `paths` if it is a multipath route. Does nothing if an
-/// identical route exists, or for a default route if there is one over another interface. As in Go,
-/// a route to the subnet of the interface `index` is added in front of the one that the kernel
-/// added itself.
+/// identical route exists, or if this is a default route and there is one over another interface.
+/// As in Go, a route to the subnet of the interface `index` is added in front of the route to this
+/// subnet that the kernel added with the address.
 ///
 /// # Errors
 /// The kernel refuses the route.
@@ -345,7 +346,8 @@ fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRo
     if existing.iter().any(|other| other.is_same(route)) {
         return Ok(AddedRoute::InForce);
     }
-    // Also if `existing` is empty: it lists only unicast routes, not for example a blackhole route.
+    // Also true if `existing` is empty: then the conflicting route is of a type that
+    // `list_conflicting` does not return, for example a blackhole route.
     if existing.iter().all(|other| other.is_connected(index)) {
         container.add_route_in_front(paths)?;
         return Ok(AddedRoute::InForce);
