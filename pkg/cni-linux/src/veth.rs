@@ -180,6 +180,7 @@ impl Netlink {
         };
         match find_peer() {
             Ok(Some(_)) => cause.with_taken_name(TakenName::ContainerName),
+            // If the look-up failed, the caller at worst tries other host names in vain.
             Ok(None) | Err(_) => cause.with_taken_name(TakenName::HostName),
         }
     }

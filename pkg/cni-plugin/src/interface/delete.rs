@@ -50,7 +50,7 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     if order == Release::AfterLink {
         errors.extend(release(call).err());
     }
-    // Only after the errors of the links and of IPAM: joined errors have the code of the first.
+    // Appended after the errors of the links and of IPAM: joined errors have the code of the first.
     errors.extend(cleaned.err());
     Error::join(errors)
 }
@@ -93,6 +93,7 @@ impl<I: Interface> Links<'_, '_, I> {
             Some(Ok(netns)) => Some(netns),
             // The path does not exist or is not a namespace: the namespace has been deleted.
             Some(Err(error)) if error.is_no_netns() => None,
+            // Addresses may remain in the namespace, which exists.
             Some(Err(error)) => {
                 let host_end_removed = self.purge_host_end(&host, PortAction::TakeOff);
                 return Err(Error::from(error).and(host_end_removed.err()));
@@ -116,19 +117,19 @@ impl<I: Interface> Links<'_, '_, I> {
     /// an interface CNI_IFNAME, removed or not.
     fn remove_inside(&self, host: &Netlink, netns: &Netns) -> Result<bool> {
         let container = host.open_in(netns)?;
-        let unnamed_removed = self.remove_unnamed(&container);
+        let unrenamed_removed = self.remove_unrenamed(&container);
         let Some(inner) = container.find_link(&self.call.ifname)? else {
-            unnamed_removed?;
+            unrenamed_removed?;
             return Ok(false);
         };
         let inner_removed = self.remove_inner(host, &container, &inner);
-        Error::join([inner_removed.err(), unnamed_removed.err()].into_iter().flatten())?;
+        Error::join([inner_removed.err(), unrenamed_removed.err()].into_iter().flatten())?;
         Ok(true)
     }
 
     /// Removes an interface that still has its temporary name, because its ADD was killed before it
     /// renamed the interface to CNI_IFNAME. Only links without a host end get a temporary name.
-    fn remove_unnamed(&self, container: &Netlink) -> Result<()> {
+    fn remove_unrenamed(&self, container: &Netlink) -> Result<()> {
         if I::HOST_END == HostEnd::None
             && let Some(link) = container.find_link(&self.attachment.host_name(0))?
             && link.kind.to_string() == I::KIND
