@@ -139,6 +139,7 @@ impl Netlink {
             }
             let is_done = match port.state {
                 PortState::Forwarding => true,
+                // Without the protocol, the kernel soon sets the port to "forwarding".
                 PortState::HeldBack => self.has_spanning_tree(link.master)?,
                 PortState::Disabled => false,
             };

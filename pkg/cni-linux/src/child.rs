@@ -112,8 +112,8 @@ impl Running {
                 return Err(RunError::Terminated);
             }
             self.reap().map_err(RunError::Io)?;
-            // Read the pipes even after the child's end: they may still contain its last output.
-            // Later output of a grandchild is not awaited.
+            // The pipes are read after `reap`, so the whole output of a child that has ended is
+            // read. Later output of a grandchild is not awaited.
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
             // Standard error is only displayed, so a failure to read it is not an error of the run.
@@ -139,16 +139,9 @@ impl Running {
 
     /// Reaps the child if it has ended, and stores its exit status in `exit`.
     fn reap(&mut self) -> io::Result<()> {
-        // A debugger can delay the reaping of a child that has ended. Block until it is possible:
-        // the pidfd is readable already, so with `try_wait` the caller's loop would spin.
-        let reaped = if self.has_ended { self.process.wait().map(Some) } else { self.process.try_wait() };
-        match reaped {
-            Ok(exit) => self.exit = exit,
-            // std does not repeat an interrupted call; the caller's loop calls this function again.
-            // If the child has ended, `wait_for_event` returns at once.
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
+        // A debugger can delay the reaping of a child that has ended. In that case block: with
+        // `try_wait` the caller's loop would spin, because the pidfd is readable.
+        self.exit = if self.has_ended { Some(self.process.wait()?) } else { self.process.try_wait()? };
         Ok(())
     }
 

@@ -114,8 +114,8 @@ fn wait_for_lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit
     thread::Builder::new().name("flock".into()).spawn(lock_and_send)?;
     let mut is_signal_pending = false;
     loop {
-        // If the poll has seen a signal, do not call `terminated`, which may read it: the signal
-        // stays pending, and the machine can still report it.
+        // If the poll has seen a signal, the wait ends without a call of `terminated`, which might
+        // read the signal. So the signal stays pending, and the machine can still report it.
         if on_sigterm == OnSigterm::Kill && (is_signal_pending || machine.terminated()) {
             return Err(Cause::terminated());
         }

@@ -341,8 +341,8 @@ fn decode_tbf(options: &[u8]) -> Option<Tbf> {
 }
 
 /// Decodes one message of the kernel's list of filters. Returns the actions of the filter, or one
-/// [`Filter::Other`] if it has no action or is not of kind `u32`. Returns an empty list for a
-/// message about a classifier or a hash table, which contain the filters.
+/// [`Filter::Other`] if it has no action or is not of kind `u32`. The kernel also lists the
+/// classifiers and hash tables that contain the filters: for these, returns an empty list.
 fn decode_filter(body: &[u8]) -> Vec<Filter> {
     let encoded = body.get(HEADER..).unwrap_or_default();
     // A message without options describes a classifier.

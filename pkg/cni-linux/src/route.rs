@@ -400,16 +400,16 @@ fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<
     if header.kind != RouteType::Unicast || header.flags.contains(RouteFlags::Cloned) {
         return Vec::new();
     }
-    // First the header's values and the kernel's defaults; the attributes below replace some of
-    // them. The kernel omits the destination of a default route, and a metric of 0. A table number
-    // above 255 is only in the attribute.
-    let mut destination = unspecified;
+    // The destination and the interface are set below.
     let mut route = Route::new(Cidr::host(unspecified), None, 0);
+    // If the table's number is above 255, only the attribute below has it.
     route.table = Some(header.table.into());
     route.scope = Some(header.scope.into());
     route.protocol = header.protocol.into();
     route.onlink = header.flags.contains(RouteFlags::Onlink);
+    // The kernel sends no attribute for a metric of 0 or for the destination of a default route.
     route.priority = Some(0);
+    let mut destination = unspecified;
     let mut next_hops = Vec::new();
     for attribute in attributes {
         match attribute {

@@ -92,19 +92,19 @@ impl Netlink {
             let cause = self.add_taken_name(spec, cause);
             Error::new(format_args!("failed to create veth {} with peer {}", spec.name, spec.peer_name), cause)
         })?;
-        let alias_set = match spec.alias {
-            Some(alias) => self.set_first_alias(link.index, alias),
-            None => Ok(()),
+        let complete = || -> Result<Veth> {
+            if let Some(alias) = spec.alias {
+                self.set_first_alias(link.index, alias)?;
+            }
+            let peer_index = link.peer_index.ok_or_else(|| {
+                Error::new(format_args!("failed to find the other end of {}", spec.name), Reason::LinkNotFound)
+            })?;
+            Ok(Veth { index: link.index, peer_index })
         };
-        let peer_index = link.peer_index.ok_or_else(|| {
-            Error::new(format_args!("failed to find the other end of {}", spec.name), Reason::LinkNotFound)
-        });
-        let veth = alias_set.and(peer_index).map(|peer_index| Veth { index: link.index, peer_index });
-        if veth.is_err() {
-            // Leave no pair behind. The first error is returned, not that of the removal.
+        complete().inspect_err(|_| {
+            // An error of the removal is ignored: the first error is returned.
             let _ = self.purge_link(link.index);
-        }
-        veth
+        })
     }
 
     /// Returns the host end of an attachment; `None` if there is none. Looks up each name that the
@@ -180,6 +180,7 @@ impl Netlink {
         };
         match find_peer() {
             Ok(Some(_)) => cause.with_taken_name(TakenName::ContainerName),
+            // If the look-up failed, the caller at worst tries other host names in vain.
             Ok(None) | Err(_) => cause.with_taken_name(TakenName::HostName),
         }
     }

@@ -90,7 +90,7 @@ impl Watch {
     ) -> Result<T> {
         let failed = |cause| Error::new(format_args!("failed to wait for {what}"), cause);
         let begin = machine.now();
-        let mut sigterm = None;
+        let mut opened_sigterm = None;
         loop {
             if let Some(found) = check()? {
                 return Ok(found);
@@ -103,9 +103,9 @@ impl Watch {
                 return Err(failed(Cause::deadline(deadline.saturating_duration_since(begin))));
             }
             // Opened only if the first `check` has returned `None`.
-            let sigterm = match &sigterm {
+            let sigterm = match &opened_sigterm {
                 Some(sigterm) => sigterm,
-                None => sigterm.insert(term_descriptor().map_err(|errno| failed(errno.into()))?),
+                None => opened_sigterm.insert(term_descriptor().map_err(|errno| failed(errno.into()))?),
             };
             let mut fds =
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];

@@ -65,10 +65,10 @@ const CTA_PROTO_DST_PORT: u16 = 3;
 /// Which connections to a claimed port are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushScope {
-    /// Those that none of the claims' containers answers, for example connections to an earlier
-    /// container. Used at ADD.
+    /// Connections whose replies come from none of the claims' containers, but for example from an
+    /// earlier container. Used at ADD.
     Others,
-    /// Those that the claim's container answers. Used at DEL.
+    /// Connections whose replies come from the claim's container. Used at DEL.
     Own,
 }
 
@@ -194,7 +194,8 @@ impl Conntrack {
             match is_consistent.map_err(|cause| Error::new(FAILURE, cause)) {
                 Ok(true) => return Ok(entries),
                 Ok(false) => {}
-                // The kernel answers EINVAL if it has no connection tracking over netlink.
+                // The kernel answers EINVAL if it has no connection tracking over netlink. Callers
+                // expect the errno of an unsupported feature.
                 Err(error) if error.errno() == Some(libc::EINVAL) => {
                     return Err(Error::new(FAILURE, Errno::EOPNOTSUPP));
                 }
@@ -236,11 +237,11 @@ fn must_delete(
     scope: FlushScope,
     host_addresses: &mut HostAddresses,
 ) -> Result<bool> {
+    // The entry may target several claims, for example one with and one without a host address.
+    let is_answered_by_any = claims.iter().any(|claim| is_answered_by_container(entry, claim));
     for claim in claims.iter().filter(|claim| targets(entry, claim)) {
         let is_in_scope = match scope {
-            // The entry may target several claims, for example with and without a host address. It
-            // must stay if the container of any of them answers.
-            FlushScope::Others => !claims.iter().any(|other| is_answered_by_container(entry, other)),
+            FlushScope::Others => !is_answered_by_any,
             FlushScope::Own => is_answered_by_container(entry, claim),
         };
         if !is_in_scope {

@@ -252,10 +252,10 @@ fn describe_info(info: &[u8]) -> Vec<String> {
     let kind = attribute(info, libc::IFLA_INFO_KIND).map(text);
     words.extend(kind.as_ref().map(|kind| format!("type {kind}")));
     if let Some(options) = attribute(info, libc::IFLA_INFO_DATA) {
-        let peer = if kind.as_deref() == Some("veth") { attribute(options, VETH_INFO_PEER) } else { None };
-        words.push(match peer.and_then(|peer| peer.get(HEADER..)) {
-            Some(peer) => {
-                let peer = LinkRequest { attributes: peer.to_vec(), ..LinkRequest::without_index() };
+        let peer_request = if kind.as_deref() == Some("veth") { attribute(options, VETH_INFO_PEER) } else { None };
+        words.push(match peer_request.and_then(|request| request.get(HEADER..)) {
+            Some(peer_attributes) => {
+                let peer = LinkRequest { attributes: peer_attributes.to_vec(), ..LinkRequest::without_index() };
                 format!("peer ( {} )", peer.describe().join(" "))
             }
             None => "with options".to_owned(),

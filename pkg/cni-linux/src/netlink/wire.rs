@@ -151,14 +151,14 @@ pub fn outcome(message: &Message<'_>) -> Option<(i32, Option<String>)> {
     let negative_errno = i32::from_ne_bytes(*message.payload.first_chunk()?);
     let mut explanation = None;
     if message.flags & NLM_F_ACK_TLVS != 0 {
-        // An acknowledgement has the request, or only its header, between the errno and the
-        // attributes. The request's length is the first field of its header. The end of a dump has
-        // no request.
+        // The length of the request, which is between the errno and the attributes.
         let request_len = if message.kind == NLMSG_DONE {
+            // The end of a dump does not contain the request.
             0
         } else if message.flags & NLM_F_CAPPED != 0 {
             HEADER
         } else {
+            // The whole request. The first field of its header is its length.
             usize::try_from(u32_ne(message.payload, ERRNO)?).ok()?
         };
         let attributes = message.payload.get(align(request_len).saturating_add(ERRNO)..).unwrap_or_default();

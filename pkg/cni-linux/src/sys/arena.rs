@@ -65,8 +65,8 @@ impl Arena {
     /// Moves the end of the used part from the offset `from` to the offset `to`. Returns `false`,
     /// and changes nothing, if the end is not at `from` or `to` is beyond the block.
     ///
-    /// Release: the accesses of an owner that frees its range are finished before the move.
-    /// Acquire: the next owner's accesses begin after its own move. All changes of `used` are
+    /// Release: an owner that frees its range has finished its accesses before the move. Acquire:
+    /// an owner that gets a range begins its accesses after the move. All changes of `used` are
     /// read-modify-write operations, so this order holds even with other moves between these two.
     fn move_end(&self, from: usize, to: usize) -> bool {
         to <= BLOCK && self.used.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()

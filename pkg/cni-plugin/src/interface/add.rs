@@ -30,18 +30,17 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
         return Err(name_taken::<I>(&context.attachment));
     }
     let policy = plugin.layer3(&context.conf);
-    // On failure, the undos in `rollback` run before those in `release`, because values are dropped
-    // in the reverse order of their declaration. So IPAM gets an address back only after the
-    // interface that had the address is gone.
-    let mut release = call.rollback();
+    // On failure, the undos in `rollback` run before those in `late_rollback`, because values are
+    // dropped in the reverse order of their declaration.
+    let mut late_rollback = call.rollback();
     let mut rollback = call.rollback();
     let mut created = plugin.create(&context, &mut rollback)?;
     let answer = match policy.ipam {
         Some(kind) => {
-            // In `rollback`, the release runs before the undo of the link: undos run in the reverse
-            // order of their registration.
             let undos = match Release::order::<I>(call) {
-                Release::AfterLink => &mut release,
+                Release::AfterLink => &mut late_rollback,
+                // Within `rollback`, the newest undo runs first: the release, then the removal of
+                // the link.
                 Release::BeforeLink => &mut rollback,
             };
             Some(lease::<I>(call, kind, undos)?)
@@ -66,8 +65,9 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     if let Some(dns) = policy.dns {
         created.result.dns = dns.clone();
     }
-    release.append(rollback);
-    Ok(Added { result: created.result, rollback: release })
+    // The undos of `rollback` are now the newest of `late_rollback`, so they still run first.
+    late_rollback.append(rollback);
+    Ok(Added { result: created.result, rollback: late_rollback })
 }
 
 /// Runs the ADD of the IPAM plugin `kind`, and registers its DEL on `undos`. Returns its answer.

@@ -99,15 +99,16 @@ impl<'a, C> OpenedAttachment<'a, C> {
         // tc-redirect-tap lists an interface of the virtual machine, with the container's ID as its
         // sandbox, and assigns the addresses of CNI_IFNAME to that entry. The kernel has them on
         // CNI_IFNAME.
-        let has_our_addresses =
+        let is_ifname_or_vm =
             |listed: &cni::result::Interface| *listed == expected || listed.sandbox == context.call.container_id;
         let mut ips = Vec::new();
         for ip in &prev.ips {
-            let belongs = match ip.interface {
-                Some(index) => prev.interfaces.get(index).is_some_and(has_our_addresses),
+            let is_on_ifname = match ip.interface {
+                Some(index) => prev.interfaces.get(index).is_some_and(is_ifname_or_vm),
+                // An address whose entry names no interface counts as one of CNI_IFNAME.
                 None => true,
             };
-            if belongs {
+            if is_on_ifname {
                 ips.push(ip.clone());
             }
         }
@@ -247,14 +248,13 @@ impl<'a, C> Check<'a, C> {
     fn compare_routes(&self) -> Result<()> {
         let container = &self.context.container;
         for expected in self.layer3.kernel_routes(self.inner.index) {
-            // A prevResult may name a route with host bits, which the kernel's route does not have.
-            let expected = cni_linux::Route { dst: expected.dst.network(), ..expected };
             let has_expected_path = |route: &cni_linux::Route| route.gw == expected.gw && route.oif == expected.oif;
             // The existing routes with the destination, table and metric of `expected`.
             let mut candidates = container.list_conflicting(&expected)?;
             if expected.table_id() == MAIN_TABLE && !candidates.iter().any(has_expected_path) {
                 candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
-                // Each route is compared as if it were in the table of `expected`.
+                // `conflicts_with` also compares the tables, so each route is compared as if it
+                // were in the table of `expected`.
                 candidates
                     .retain(|route| expected.conflicts_with(&cni_linux::Route { table: expected.table, ..*route }));
             }
@@ -308,7 +308,8 @@ impl<'a, C> Check<'a, C> {
     /// not check that the addresses exist.
     ///
     /// # Errors
-    /// Code 101 if an address is still tentative, or marked as a duplicate, at `deadline`.
+    /// Code 101 if an address is still tentative, or marked as a duplicate, at `deadline`, or if
+    /// the wait fails.
     pub fn wait_for_dad(&self, deadline: Instant) -> Result<()> {
         if self.layer3.ips.is_empty() {
             return Ok(());

@@ -50,7 +50,7 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     if order == Release::AfterLink {
         errors.extend(release(call).err());
     }
-    // Only after the errors of the links and of IPAM: joined errors have the code of the first.
+    // Appended after the errors of the links and of IPAM: joined errors have the code of the first.
     errors.extend(cleaned.err());
     Error::join(errors)
 }
@@ -93,6 +93,7 @@ impl<I: Interface> Links<'_, '_, I> {
             Some(Ok(netns)) => Some(netns),
             // The path does not exist or is not a namespace: the namespace has been deleted.
             Some(Err(error)) if error.is_no_netns() => None,
+            // Addresses may remain in the namespace, which exists.
             Some(Err(error)) => {
                 let host_end_removed = self.purge_host_end(&host, PortAction::TakeOff);
                 return Err(Error::from(error).and(host_end_removed.err()));
@@ -116,19 +117,19 @@ impl<I: Interface> Links<'_, '_, I> {
     /// an interface CNI_IFNAME, removed or not.
     fn remove_inside(&self, host: &Netlink, netns: &Netns) -> Result<bool> {
         let container = host.open_in(netns)?;
-        let unnamed_removed = self.remove_unnamed(&container);
+        let unrenamed_removed = self.remove_unrenamed(&container);
         let Some(inner) = container.find_link(&self.call.ifname)? else {
-            unnamed_removed?;
+            unrenamed_removed?;
             return Ok(false);
         };
         let inner_removed = self.remove_inner(host, &container, &inner);
-        Error::join([inner_removed.err(), unnamed_removed.err()].into_iter().flatten())?;
+        Error::join([inner_removed.err(), unrenamed_removed.err()].into_iter().flatten())?;
         Ok(true)
     }
 
     /// Removes an interface that still has its temporary name, because its ADD was killed before it
     /// renamed the interface to CNI_IFNAME. Only links without a host end get a temporary name.
-    fn remove_unnamed(&self, container: &Netlink) -> Result<()> {
+    fn remove_unrenamed(&self, container: &Netlink) -> Result<()> {
         if I::HOST_END == HostEnd::None
             && let Some(link) = container.find_link(&self.attachment.host_name(0))?
             && link.kind.to_string() == I::KIND
@@ -138,9 +139,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(())
     }
 
-    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment. If its end on the
-    /// host has this attachment's port mark, gives it back instead. Leaves any other interface,
-    /// with a note unless its end has another attachment's port mark.
+    /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, else leaves it, with
+    /// a note. If its end on the host has a port mark, an earlier plugin created `inner`: then only
+    /// undoes what this plugin's ADD did to it.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {
@@ -155,8 +156,8 @@ impl<I: Interface> Links<'_, '_, I> {
             if port_mark.belongs_to(self.attachment) {
                 let added_ips = self.prev.into_iter().flat_map(|prev| port_mark.added_ips(prev));
                 let added: Vec<Cidr> = added_ips.map(|ip| ip.address).collect();
-                // If an address cannot be removed, `remove` takes the port off the bridge but
-                // leaves the port mark, so that the next DEL finds the addresses again.
+                // After an error, `remove` takes the port off the bridge but leaves the port mark,
+                // so that the next DEL finds the addresses again.
                 purge_addresses(container, inner.index, &added)?;
                 give_back(host, outer)?;
             }
@@ -174,9 +175,7 @@ impl<I: Interface> Links<'_, '_, I> {
     }
 
     /// Returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end
-    /// on the host. The plugin's [`claims`](Interface::claims) decides, if it returns a decision.
-    /// Otherwise an alias that names an attachment decides, if there is one. Otherwise `inner` must
-    /// be of the plugin's kind, and [`is_ours_without_alias`](Self::is_ours_without_alias) decides.
+    /// on the host.
     fn ownership(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<Ownership> {
         if let Some(ownership) = self.plugin.claims(self.call, self.prev, inner) {
             return Ok(ownership);
@@ -194,9 +193,7 @@ impl<I: Interface> Links<'_, '_, I> {
 
     /// Whether `inner` belongs to this attachment. Called if no alias names an attachment, because
     /// a Go plugin created `inner` or the ADD was killed before it set the alias. `outer` is the
-    /// end on the host. If `prevResult` lists `outer`, its position decides. Otherwise the MAC that
-    /// `prevResult` has for CNI_IFNAME decides. Without that MAC, the plugin's
-    /// [`owns_unmarked`](Interface::owns_unmarked) decides.
+    /// end on the host.
     fn is_ours_without_alias(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
         if let HostEnd::Veth { listed_after } = I::HOST_END
             && let Some(position) = outer.and_then(|outer| self.position_in_prev(outer))

@@ -102,9 +102,8 @@ impl Layer3 {
     }
 
     /// Adds a default route for each address family that has a gateway, beginning with the family
-    /// of the first address. If IPAM's answer has a default route of the family
-    /// - with a gateway, adds none;
-    /// - without a gateway, in the main table and with metric 0, sets the gateway of that route.
+    /// of the first address. A default route in IPAM's answer gets the gateway if it has none; with
+    /// a gateway, it is enough.
     fn add_default_routes(&mut self) {
         let mut families = Family::ALL;
         if self.ips.first().is_some_and(|ip| !ip.address.is_ipv4()) {
@@ -113,24 +112,25 @@ impl Layer3 {
         for family in families {
             let Some(gateway) = self.family_gateway(family) else { continue };
             let default = Cidr::default_route(gateway);
-            // As in Go: a default route with a gateway is enough, whatever its metric and table.
+            // As in Go, whatever the metric and table of the existing route.
             if self.routes.iter().any(|route| route.dst.network() == default && route.gw.is_some()) {
                 continue;
             }
-            let without_gateway = self.routes.iter_mut().find(|route| {
+            // A new route would conflict with this one, which therefore gets the gateway.
+            let conflicting = self.routes.iter_mut().find(|route| {
                 route.dst.network() == default
                     && route.table.is_none_or(|table| table == 0 || table == MAIN_TABLE)
                     && route.priority.unwrap_or(0) == 0
             });
-            match without_gateway {
+            match conflicting {
                 Some(route) => route.gw = Some(gateway),
                 None => self.routes.push(ResultRoute::new(default, Some(gateway))),
             }
         }
     }
 
-    /// Returns the gateway for the family's routes that name none: the first gateway of an address
-    /// of the family. Returns `None` if no address of the family has a gateway.
+    /// Returns the gateway for the family's routes that name no gateway: that of the first address
+    /// of the family that has one. Returns `None` if no address of the family has a gateway.
     fn family_gateway(&self, family: Family) -> Option<IpAddr> {
         self.ips.iter().filter(|ip| Family::of(ip.address.address()) == family).find_map(|ip| ip.gateway)
     }
@@ -202,16 +202,17 @@ impl Layer3 {
                 priority: route.priority,
                 table: route.table,
                 scope: route.scope,
+                // A route of a result may have host bits, the kernel's has none.
                 ..Route::new(route.dst.network(), self.next_hop(route), interface_index)
             });
         }
         routes
     }
 
-    /// Returns the routes by which the container reaches its subnets. For
-    /// [`SubnetRoute::ThroughGateway`], these are for each address a route to the gateway over the
-    /// link, and a route to the subnet through the gateway. For [`SubnetRoute::OnLink`] there are
-    /// none, because the kernel adds the subnet's route with the address.
+    /// Returns the routes by which the container reaches its subnets. Each address needs two with
+    /// [`SubnetRoute::ThroughGateway`]: one to the gateway over the link, and one to the subnet
+    /// through the gateway. With [`SubnetRoute::OnLink`] an address needs none, because the kernel
+    /// adds the subnet's route with the address.
     fn subnet_routes(&self, interface_index: u32) -> Vec<Route> {
         let mut routes: Vec<Route> = Vec::new();
         if self.subnet == SubnetRoute::OnLink {
@@ -327,9 +328,9 @@ enum AddedRoute {
 }
 
 /// Adds one route, which has several `paths` if it is a multipath route. Does nothing if an
-/// identical route exists, or for a default route if there is one over another interface. As in Go,
-/// a route to the subnet of the interface `index` is added in front of the one that the kernel
-/// added itself.
+/// identical route exists, or if this is a default route and there is one over another interface.
+/// As in Go, a route to the subnet of the interface `index` is added in front of the route to this
+/// subnet that the kernel added with the address.
 ///
 /// # Errors
 /// The kernel refuses the route.
@@ -345,7 +346,8 @@ fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRo
     if existing.iter().any(|other| other.is_same(route)) {
         return Ok(AddedRoute::InForce);
     }
-    // Also if `existing` is empty: it lists only unicast routes, not for example a blackhole route.
+    // Also true if `existing` is empty: then the conflicting route is of a type that
+    // `list_conflicting` does not return, for example a blackhole route.
     if existing.iter().all(|other| other.is_connected(index)) {
         container.add_route_in_front(paths)?;
         return Ok(AddedRoute::InForce);
