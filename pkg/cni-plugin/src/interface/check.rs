@@ -308,8 +308,8 @@ impl<'a, C> Check<'a, C> {
     /// not check that the addresses exist.
     ///
     /// # Errors
-    /// Code 101 if an address is still tentative, or marked as a duplicate, at `deadline`, or if
-    /// the wait fails.
+    /// - Code 101 if an address is still tentative, or marked as a duplicate, at `deadline`.
+    /// - The error of the wait or of the kernel, such as code 11 after SIGTERM.
     pub fn wait_for_dad(&self, deadline: Instant) -> Result<()> {
         if self.layer3.ips.is_empty() {
             return Ok(());
@@ -322,6 +322,9 @@ impl<'a, C> Check<'a, C> {
             Ok(None)
         });
         waited.map_err(|error| {
+            if !error.is_deadline() {
+                return error.into();
+            }
             let state = if unusable.dad_failed {
                 "another host on the link has it (DADFAILED state)"
             } else {
