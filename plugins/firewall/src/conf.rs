@@ -137,9 +137,7 @@ impl Conf {
         let nftables_admin_chain = match raw.nftables_chain.as_str() {
             "" => None,
             text => Some(EntryChain::parse(text).ok_or_else(|| {
-                Error::config(format!(
-                    "nftablesChain: {text:?} is not \"FAMILY TABLE CHAIN\" with family inet, ip or ip6 and a chain that this plugin does not write"
-                ))
+                Error::config(format!("nftablesChain: {text:?} is not allowed: {}", broken_chain_rule(text)))
             })?),
         };
         let nftables = BackendChoice::Rules(Backend::Nftables);
@@ -151,6 +149,19 @@ impl Conf {
             (backend, _) => backend,
         };
         Ok(Conf { backend, policy, iptables_admin_chain, nftables_admin_chain, zone })
+    }
+}
+
+/// Returns the rule for `nftablesChain` that `text`, refused by [`EntryChain::parse`], breaks.
+fn broken_chain_rule(text: &str) -> &'static str {
+    let words: Vec<&str> = text.split_whitespace().collect();
+    match words.as_slice() {
+        ["inet" | "ip" | "ip6", _, _] => {
+            "table and chain must be your own, not created by this plugin, and their names must be at most 128 bytes, \
+             without control characters"
+        }
+        [_, _, _] => "the family must be inet, ip or ip6",
+        _ => "it must be three words, family, table and chain, for example \"inet filter forward\"",
     }
 }
 
