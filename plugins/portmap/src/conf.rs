@@ -212,7 +212,7 @@ fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6:
             None => {}
         }
     }
-    // Go always assumes iptables here, and so refuses options of nftables.
+    // Go's plugin chooses by what the host has, and then refuses options of the other backend.
     let implied = if !for_iptables.is_empty() {
         Some(Backend::Iptables)
     } else if !for_nft.is_empty() {
