@@ -338,9 +338,9 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
 /// Returns the host port of a mapping in each family, as a [`ClaimedPort`] with a fixed container
 /// address and port. Two mappings request the same host port if they have an equal value.
 fn comparable_claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
-    let same_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
+    let fixed_addresses = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };
-    same_container.into_iter().filter_map(move |container| mapping.claim(container))
+    fixed_addresses.into_iter().filter_map(move |container| mapping.claim(container))
 }
 
 /// Checks one mapping.

@@ -47,6 +47,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         note_no_localnet(call, &error);
         None
     });
+    // Even if no port is wanted, the chains are written, because Go's CHECK looks for them.
     let backend = choose_backend(call, conf)?;
     if let Err(error) = write_rules(call, &forwarding, backend, &mut rollback) {
         let has_fallback = conf.backend.is_none() && backend == Backend::Iptables;
