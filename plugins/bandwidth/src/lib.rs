@@ -103,8 +103,8 @@ impl Plugin for Bandwidth {
             let Some(ifb) = host.find_link(&name)?.filter(Link::is_ifb) else { continue };
             let is_of_attachment = match &ifb.alias {
                 Some(alias) => attachment.is_on(Some(alias)),
-                // The ifb has the group of this plugin's interfaces. It lacks the alias because an
-                // ADD was killed before it set the alias.
+                // The ifb still has the group that each link of this network has until its alias is
+                // set: an ADD was killed in between.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
                 // Go's plugin sets no alias, and uses one name for the ifbs of all the container's
                 // interfaces. This ifb belongs to another interface if this attachment had an ifb
