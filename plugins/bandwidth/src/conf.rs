@@ -147,7 +147,8 @@ impl Limit {
 
     /// Returns a note for stderr if the burst does not fit into the 32 bits of [`Tbf::buffer`].
     pub(crate) fn note_of_reduced_burst(self) -> Option<String> {
-        // If the burst does not fit, `tbf` has the maximum, but Go's plugin truncates the number.
+        // The two only differ if the burst does not fit: `tbf` has the maximum, and Go's plugin
+        // truncates the number.
         if self.tbf().buffer == self.tbf_of_go().buffer {
             return None;
         }

@@ -98,22 +98,22 @@ impl Plugin for Bandwidth {
             call.notes.note(format_args!("bandwidth: prevResult is not used: {error}"));
             None
         });
-        let mut has_removed_one = false;
+        let mut had_own_ifb = false;
         for name in [attachment.own_ifb_name(), attachment.ifb_name()] {
             let Some(ifb) = host.find_link(&name)?.filter(Link::is_ifb) else { continue };
             let is_of_attachment = match &ifb.alias {
                 Some(alias) => attachment.is_on(Some(alias)),
-                // The ifb has the group of this plugin's interfaces. It lacks the alias because an
-                // ADD was killed before it set the alias.
+                // The ifb still has the group that each link of this network has until its alias is
+                // set: an ADD was killed in between.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
                 // Go's plugin sets no alias, and uses one name for the ifbs of all the container's
                 // interfaces. This ifb belongs to another interface if this attachment had an ifb
                 // with its own name, or if a `prevResult` is present that does not list this ifb.
-                None => !has_removed_one && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
+                None => !had_own_ifb && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
             };
             if is_of_attachment {
                 host.purge_link(ifb.index)?;
-                has_removed_one = true;
+                had_own_ifb = true;
             }
         }
         Ok(())
@@ -235,14 +235,11 @@ const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
 fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
     for (parent, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
         let Some(qdisc) = host.find_qdisc(host_end.index, parent)? else { continue };
-        let is_of_earlier_add = match parent {
-            _ if qdisc.kind != kind => false,
-            QdiscParent::Root => true,
-            QdiscParent::Ingress => {
-                let filters = host.list_filters(host_end.index)?;
-                filters.iter().all(|filter| *filter == REDIRECT_TO_REMOVED)
-            }
-        };
+        let mut is_of_earlier_add = qdisc.kind == kind;
+        if is_of_earlier_add && parent == QdiscParent::Ingress {
+            let filters = host.list_filters(host_end.index)?;
+            is_of_earlier_add = filters.iter().all(|filter| *filter == REDIRECT_TO_REMOVED);
+        }
         if !is_of_earlier_add {
             let msg = format!("create qdisc: file exists: {} already has a qdisc {}", host_end.name, qdisc.kind);
             return Err(

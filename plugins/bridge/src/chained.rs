@@ -26,8 +26,8 @@ use crate::port;
 /// The longest alias, in bytes, that the kernel stores.
 const ALIAS_MAX: usize = 255;
 
-/// The bytes reserved in the alias for the numbers that [`record_addresses`] writes into the mark:
-/// they may be longer than the initial `0+0`.
+/// The bytes kept free in the alias: the two numbers in the mark initially have one digit each, and
+/// [`record_addresses`] may replace them with longer ones.
 const NUMBERS_LEN: usize = 8;
 
 /// Returns `prevResult` if an earlier plugin created CNI_IFNAME in the container; otherwise `None`,
@@ -114,18 +114,17 @@ pub(crate) fn plug_in<'a>(
     });
     mark_and_attach(host, &bridge, &link, &port_mark)?;
     port::configure(host, link.index, conf)?;
-    let interface_position = match earlier.find_interface(&call.ifname, call.sandbox()) {
-        None if conf.ipam.is_some() => {
-            return Err(Error::config(format!(
-                "bridge is chained, but prevResult does not list interface {:?} in network namespace {}: the plugin \
-                 before it must report the interface that it created",
-                call.ifname,
-                call.sandbox()
-            )));
-        }
-        // Without IPAM, no address refers to this position, so it does not matter.
-        position => position.unwrap_or_default(),
-    };
+    let listed_at = earlier.find_interface(&call.ifname, call.sandbox());
+    if listed_at.is_none() && conf.ipam.is_some() {
+        return Err(Error::config(format!(
+            "bridge is chained, but prevResult does not list interface {:?} in network namespace {}: the plugin \
+             before it must report the interface that it created",
+            call.ifname,
+            call.sandbox()
+        )));
+    }
+    // Without IPAM, no address refers to the position, so it does not matter.
+    let interface_position = listed_at.unwrap_or_default();
     let port = link.index;
     let adopted = AdoptedInterface { inner_was_up: inner.up, port_mark };
     let link = AttachedPort { bridge, port, gateway_link: None, adopted: Some(adopted) };

@@ -162,7 +162,8 @@ fn pin_mac(host: &Netlink, link: Link, conf: &Conf) -> Result<Link> {
     if link.alias.is_some() {
         return Ok(Link { mac: Some(mac), ..link });
     }
-    // The ADD that created the bridge may have been killed before these two steps.
+    // A bridge without an alias may be from an ADD that was killed before these last two steps of
+    // `create`.
     refuse_router_advertisements(&link.name);
     host.set_alias(link.index, PINNED)?;
     Ok(Link { mac: Some(mac), alias: Some(PINNED.to_owned()), ..link })

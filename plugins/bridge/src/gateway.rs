@@ -125,9 +125,9 @@ impl Plan {
                 Err(error) if error.is_exists() => {}
                 Err(error) => return Err(error.into()),
             }
-            // The kernel resolves neighbours for forwarded packets from a link-local address. Its
-            // own one is tentative at first, so the first packets would be lost. The one added here
-            // is usable at once.
+            // For forwarded packets, the kernel resolves neighbours from a link-local address. The
+            // address that the kernel adds itself is tentative at first, so the first packets would
+            // be lost. The address added here is usable at once.
             if !gateway.is_ipv4()
                 && conf.dad == Dad::Skip
                 && let Some(mac) = link.mac

@@ -68,7 +68,8 @@ fn wait<T>(
     task: impl Future<Output = T>,
 ) -> io::Result<T> {
     let interrupted = || io::Error::new(io::ErrorKind::TimedOut, "interrupted by a signal");
-    // Checked first: if `terminated` has read the signal, the descriptor below is not readable.
+    // An earlier call of `terminated` may have consumed the signal, and the descriptor below would
+    // not become readable.
     if on_sigterm == OnSigterm::Kill && machine.terminated() {
         return Err(interrupted());
     }
@@ -124,7 +125,7 @@ impl SystemBus<'_> {
     }
 }
 
-/// Returns the boolean in an answer; true if the answer has other content, as for `addSource`.
+/// Returns the boolean in an answer; true if the content is not a boolean, as with `addSource`.
 fn boolean(answer: &Message) -> bool {
     answer.body().deserialize::<bool>().unwrap_or(true)
 }

@@ -138,7 +138,8 @@ impl Conf {
             "" => None,
             text => Some(EntryChain::parse(text).ok_or_else(|| {
                 Error::config(format!(
-                    "nftablesChain: {text:?} is not \"FAMILY TABLE CHAIN\" with family inet, ip or ip6 and a chain that this plugin does not write"
+                    "nftablesChain: {text:?} is not allowed: the value must be a family (inet, ip or ip6), a table and \
+                     a chain, such as \"inet filter forward\", and these plugins must not have created the chain"
                 ))
             })?),
         };

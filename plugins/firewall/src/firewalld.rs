@@ -189,6 +189,7 @@ impl<'m> Zone<'m> {
             return Ok(());
         }
         if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
+            // A source that this attachment had before, or that another one has, stays.
             for address in &added {
                 if !recorded_before.contains(address) && !recorded.others.contains(address) {
                     self.remove(&*firewalld, *address, ZoneSelection::This)?;

@@ -280,7 +280,8 @@ fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backen
             .context(format!("nftablesChain: there is no chain {chain}"))
             .with_code(Code::INVALID_CONFIG);
     }
-    // The errors of the iptables programs do not show whether the backend works at all.
+    // The error of an iptables program does not show whether the backend works at all, so that is
+    // tested.
     let is_unusable = || backend == Backend::Iptables && forward(call).probe(backend, None).is_err();
     if error.is_unsupported() || is_unusable() {
         return Error::from(error)
@@ -293,7 +294,7 @@ fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backen
 /// Prints a note if chains of other nftables tables drop packets that this ADD's rules accept.
 fn note_dropping_chains(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
     let (backend, advice) = match choice {
-        // The rules are in the same iptables table whose policy could drop the packets.
+        // The rules accept packets in iptables' own table, before its policy can drop them.
         BackendChoice::Rules(Backend::Iptables) => return,
         BackendChoice::Rules(Backend::Nftables) => ("backend nftables", "name the chain in \"nftablesChain\""),
         BackendChoice::Firewalld => ("firewalld", "accept the containers' addresses in that chain too"),

@@ -209,7 +209,7 @@ fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6:
             None => {}
         }
     }
-    // Go always assumes iptables here, and so refuses options of nftables.
+    // Go's plugin chooses by what the host has, and then refuses options of the other backend.
     let implied = if !for_iptables.is_empty() {
         Some(Backend::Iptables)
     } else if !for_nft.is_empty() {
@@ -335,9 +335,9 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
 /// Returns the host port of a mapping in each family, as a [`ClaimedPort`] with a fixed container
 /// address and port. Two mappings request the same host port if they have an equal value.
 fn comparable_claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
-    let same_container = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
+    let fixed_addresses = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
     let mapping = Mapping { container_port: 0, ..*mapping };
-    same_container.into_iter().filter_map(move |container| mapping.claim(container))
+    fixed_addresses.into_iter().filter_map(move |container| mapping.claim(container))
 }
 
 /// Checks one mapping.

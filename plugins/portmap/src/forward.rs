@@ -34,8 +34,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         links: host_interfaces.map(|interface| interface.name.clone()).collect(),
         ..configured_forwarding(call, conf, container_addresses(&call.ifname, prev))
     };
-    let claims = forwarding.all_claims();
-    if claims.is_empty() && !conf.mappings.is_empty() {
+    let wanted_ports = forwarding.all_claims();
+    if wanted_ports.is_empty() && !conf.mappings.is_empty() {
         call.notes.note("portmap: no port is mapped: prevResult has no address that a mapping can use");
     }
     if conf.mappings.is_empty() || forwarding.containers.is_empty() {
@@ -43,10 +43,11 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         return Ok(rollback);
     }
     // Without a route to the container, 127.0.0.1 is not mapped, but other host addresses are.
-    let localnet_key = localnet_key(&forwarding).unwrap_or_else(|error| {
+    let localnet_sysctl = localnet_key(&forwarding).unwrap_or_else(|error| {
         note_no_localnet(call, &error);
         None
     });
+    // Even if no port is wanted, the chains are written, because Go's CHECK looks for them.
     let backend = choose_backend(call, conf)?;
     if let Err(error) = write_rules(call, &forwarding, backend, &mut rollback) {
         let has_fallback = conf.backend.is_none() && backend == Backend::Iptables;
@@ -56,7 +57,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         call.notes.note(format_args!("portmap: nftables is used, because iptables does not work: {error}"));
         write_rules(call, &forwarding, Backend::Nftables, &mut rollback)?;
     }
-    if let Some(key) = localnet_key {
+    if let Some(key) = localnet_sysctl {
         // The rollback does not reset the sysctl: other attachments may share the interface, for
         // example a bridge.
         match sysctl::ensure(&key, "1") {
@@ -68,7 +69,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     }
     // A failure is only a note: the ports are mapped, and only packets of already tracked
     // connections may still go elsewhere.
-    if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&claims, FlushScope::Others)) {
+    if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&wanted_ports, FlushScope::Others)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
     Ok(rollback)
@@ -310,7 +311,8 @@ fn explain_unsupported(error: cni_linux::Error, backend: Backend) -> Error {
 /// Converts an error of iptables. If a program of iptables is missing and the error is not the
 /// kernel's, adds that the backend cannot be used.
 fn explain_iptables_failure(call: &Call<'_>, forwarding: &Forwarding, error: cni_linux::Error) -> Error {
-    // An error with an errno is the kernel's: without a program, rules are written over netlink.
+    // Most rules are written over netlink, without the program. An error with an errno is the
+    // kernel's answer to that, and a missing program is not its cause.
     if error.errno().is_some() || !lacks_iptables_program(call, forwarding) {
         return error.into();
     }

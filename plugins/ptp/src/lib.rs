@@ -203,7 +203,8 @@ fn check_host_end(host: &Netlink, host_end: &Link, ips: &[IpConfig]) -> Result<(
             return Err(failed(format!("{name} does not have the gateway's address {gateway}")));
         }
         let route = host_route(ip, host_end.index);
-        if !host.list_conflicting(&route)?.iter().any(|existing| existing.oif == host_end.index) {
+        let same_destination = host.list_conflicting(&route)?;
+        if !same_destination.iter().any(|existing| existing.oif == host_end.index) {
             return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
         }
         let key = forwarding_sysctl(Family::of(ip.address.address()));

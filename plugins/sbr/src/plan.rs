@@ -154,20 +154,21 @@ fn routes_of_address(ip: &IpConfig, ips: &[IpConfig], routes: &[SavedRoute]) -> 
 
 /// Returns the routes for the table of the address `ip`: `copied` and, if there is a gateway, a
 /// default route. A configured gateway replaces the default routes in `copied`. The gateway of `ip`
-/// is only used if no copied route has the same destination and metric as its default route.
+/// is only used if no copied route has the same destination and metric as the default route through
+/// that gateway.
 ///
 /// Routes with a gateway come last: the kernel accepts such a route only if it can already reach
 /// the gateway.
 fn routes_of_table(ip: &IpConfig, conf: &Conf, link: &Link, mut copied: Vec<SavedRoute>) -> Vec<SavedRoute> {
     let address = ip.address.address();
     let family = Family::of(address);
-    let default = |gateway: IpAddr| Route::new(Cidr::default_route(address), Some(gateway), link.index);
+    let default_through = |gateway: IpAddr| Route::new(Cidr::default_route(address), Some(gateway), link.index);
     let is_default = |route: &SavedRoute| route.routes().iter().any(|route| route.dst.is_default_route());
     if let Some(gateway) = conf.gateway(family) {
         copied.retain(|route| !is_default(route));
-        copied.push(SavedRoute::from(&default(gateway)));
+        copied.push(SavedRoute::from(&default_through(gateway)));
     } else if let Some(gateway) = ip.gateway.filter(|gateway| Family::of(*gateway) == family) {
-        let default = default(gateway);
+        let default = default_through(gateway);
         if !copied.iter().any(|route| route.routes().iter().any(|route| route.conflicts_with(&default))) {
             copied.push(SavedRoute::from(&default));
         }

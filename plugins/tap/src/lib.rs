@@ -228,8 +228,10 @@ fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, se
     if spec.queues == Queues::Several {
         args.push("multi_queue".into());
     }
-    for (key, value) in [("user", spec.owner), ("group", spec.group)] {
-        args.extend(value.into_iter().flat_map(|value| [key.into(), value.to_string().into()]));
+    for (key, id) in [("user", spec.owner), ("group", spec.group)] {
+        if let Some(id) = id {
+            args.extend([key.into(), id.to_string().into()]);
+        }
     }
     let child = Child {
         program: program::find(&program::folders(path), "ip").ok_or_else(missing)?,
@@ -239,13 +241,13 @@ fn create_labelled(context: &AttachmentContext<'_, Conf>, spec: &TapSpec<'_>, se
         timeout: IP_TIMEOUT,
         on_sigterm: OnSigterm::Kill,
     };
-    // The program inherits both the label and the namespace of the thread that starts it. A program
-    // started in `Netns::run` stays in the namespace, as it must here.
+    // `ip` inherits both the label and the namespace of the thread that starts it. `Netns::run` is
+    // not meant for starting programs, because they stay in the namespace, but here that is wanted.
     let run_in_netns = || context.netns.run(|| context.call.machine.run(&child));
     let labelled_run = selinux::with_exec_label(selinux_context, run_in_netns);
-    // The second `?` is for an error of entering the namespace.
-    let outcome = labelled_run.map_err(|error| Error::from(error).context("failed set socket label"))??;
-    let output = outcome.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;
+    let result_of_entering = labelled_run.map_err(|error| Error::from(error).context("failed set socket label"))?;
+    let result_of_run = result_of_entering?;
+    let output = result_of_run.map_err(|error| Error::caused(Code::IO, "failed to run ip", error))?;
     if output.status == Exit::Status(0) {
         return Ok(());
     }

@@ -78,7 +78,7 @@ impl Plan {
     /// - Code 100 if the kernel refuses a change.
     pub(crate) fn carry_out(self, netlink: &Netlink, rollback: &mut Rollback<'_>) -> Result<()> {
         let Plan { vrf, link, addresses, routes } = self;
-        let (index, table) = match vrf {
+        let (vrf_index, vrf_table) = match vrf {
             Target::Existing { index, table } => (index, table),
             Target::New { name, table } => {
                 let (undo_netlink, undo_name) = (netlink.clone(), name.clone());
@@ -94,10 +94,10 @@ impl Plan {
             undo_netlink.unset_master(link.index)?;
             restore(&undo_netlink, &saved_addresses, &saved_routes)
         });
-        netlink.set_master(link.index, index)?;
+        netlink.set_master(link.index, vrf_index)?;
         let moved_routes: Vec<SavedRoute> = routes
             .iter()
-            .map(|route| if route.table_id() == MAIN_TABLE { route.in_table(table) } else { route.clone() })
+            .map(|route| if route.table_id() == MAIN_TABLE { route.in_table(vrf_table) } else { route.clone() })
             .collect();
         Ok(restore(netlink, &addresses, &moved_routes)?)
     }
