@@ -51,9 +51,9 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     backup.purge().map(drop)
 }
 
-/// Restores the sysctls, and the settings of the interface if it is the recorded one. An error with
-/// the interface does not keep the sysctls from being restored. If the backup is of an earlier
-/// namespace, only notes this.
+/// Restores the sysctls and the settings of the interface. An error with the interface does not
+/// keep the sysctls from being restored. If the interface is not the recorded one, notes this and
+/// restores only the sysctls. If the backup is of an earlier namespace, only notes this.
 ///
 /// # Errors
 /// The kernel's error if the namespace cannot be entered or the interface cannot be read.
@@ -72,6 +72,9 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
             // Go's files do not record the interface.
             if saved.is_none_or(|saved| *saved == Interface::from(&link)) {
                 restore_link(call, &netlink, &link, record);
+            } else {
+                let why = "it is not the interface that ADD has changed";
+                call.notes.note(format_args!("the settings of {} are not restored: {why}", call.ifname));
             }
         }
         Ok(())
