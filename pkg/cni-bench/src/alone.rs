@@ -42,37 +42,38 @@ const WITH_KERNEL: [Side; 3] = [Side::Ours, Side::Theirs, Side::Kernel];
 const FIREWALL_WITH_KERNEL: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
 
 /// Returns a plugin that is the first of a list.
-const fn first(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
+const fn first_plugin(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
     Alone { name, conf, place: Place::First, sides: &PLAIN, link: None, probe: None }
 }
 
 /// Returns a plugin that is called after another one.
-const fn chained(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
-    Alone { place: Place::Chained, ..first(name, conf) }
+const fn chained_plugin(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
+    Alone { place: Place::Chained, ..first_plugin(name, conf) }
 }
 
 /// Returns an interface plugin with host-local that is compared with the kernel alone too.
-const fn with_kernel(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
-    Alone { sides: &WITH_KERNEL, link: Some(link), ..first(name, conf) }
+const fn plugin_with_kernel(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
+    Alone { sides: &WITH_KERNEL, link: Some(link), ..first_plugin(name, conf) }
 }
 
-pub(crate) const HOST_LOCAL: Alone = first("host-local", |_, data| json!({"type": "host-local", "ipam": ipam(data)}));
+pub(crate) const HOST_LOCAL: Alone =
+    first_plugin("host-local", |_, data| json!({"type": "host-local", "ipam": ipam(data)}));
 
 /// portmap with one mapping.
-pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained("portmap", |side, _| portmap(side, 1)) };
+pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained_plugin("portmap", |side, _| portmap(side, 1)) };
 
 /// All plugins except bridge, which is measured in chains.
 pub(crate) static ALL: [Alone; 21] = [
-    first("loopback", |_, _| json!({"type": "loopback"})),
+    first_plugin("loopback", |_, _| json!({"type": "loopback"})),
     HOST_LOCAL,
-    first(
+    first_plugin(
         "static",
         |_, _| json!({"type": "static", "ipam": {"type": "static", "addresses": [{"address": "10.9.0.2/24"}]}}),
     ),
-    with_kernel("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data)}), Link::Pair),
+    plugin_with_kernel("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data)}), Link::Pair),
     Alone {
         sides: &FIREWALL_WITH_KERNEL,
-        ..with_kernel(
+        ..plugin_with_kernel(
             "ptp, ipMasq",
             |side, data| {
                 let mut conf = json!({"type": "ptp", "ipMasq": true, "ipam": ipam(data)});
@@ -82,15 +83,15 @@ pub(crate) static ALL: [Alone; 21] = [
             Link::Pair,
         )
     },
-    with_kernel("macvlan", |_, data| on_master("macvlan", data), Link::Macvlan),
-    first("macvlan without IPAM", |_, _| json!({"type": "macvlan", "master": "eth0", "ipam": {}})),
+    plugin_with_kernel("macvlan", |_, data| on_master("macvlan", data), Link::Macvlan),
+    first_plugin("macvlan without IPAM", |_, _| json!({"type": "macvlan", "master": "eth0", "ipam": {}})),
     Alone {
         probe: Some("link eth0 type ipvlan"),
-        ..with_kernel("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan)
+        ..plugin_with_kernel("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan)
     },
     Alone {
         probe: Some("link eth0 type vlan id 5"),
-        ..with_kernel(
+        ..plugin_with_kernel(
             "vlan",
             |_, data| {
                 let mut conf = on_master("vlan", data);
@@ -102,28 +103,34 @@ pub(crate) static ALL: [Alone; 21] = [
     },
     Alone {
         probe: Some("type dummy"),
-        ..with_kernel("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)}), Link::Dummy)
+        ..plugin_with_kernel("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)}), Link::Dummy)
     },
-    first("tap", |_, data| json!({"type": "tap", "ipam": ipam(data)})),
-    first("tap without IPAM", |_, _| json!({"type": "tap", "ipam": {}})),
-    first("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data)})),
-    first("host-device without IPAM", |_, _| json!({"type": "host-device", "device": "dev0"})),
+    first_plugin("tap", |_, data| json!({"type": "tap", "ipam": ipam(data)})),
+    first_plugin("tap without IPAM", |_, _| json!({"type": "tap", "ipam": {}})),
+    first_plugin("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data)})),
+    first_plugin("host-device without IPAM", |_, _| json!({"type": "host-device", "device": "dev0"})),
     Alone {
         place: Place::Dhcp,
-        ..first(
+        ..first_plugin(
             "dhcp",
             |_, data| json!({"type": "dhcp", "ipam": {"type": "dhcp", "daemonSocketPath": dhcp_socket(data)}}),
         )
     },
-    chained("tuning", |_, _| tuning()),
+    chained_plugin("tuning", |_, _| tuning()),
     PORTMAP,
-    Alone { sides: &FIREWALL, ..chained("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})) },
-    chained("bandwidth", |_, _| {
+    Alone {
+        sides: &FIREWALL,
+        ..chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)}))
+    },
+    chained_plugin("bandwidth", |_, _| {
         json!({"type": "bandwidth", "ingressRate": 10_000_000, "ingressBurst": 1_000_000,
                "egressRate": 10_000_000, "egressBurst": 1_000_000})
     }),
-    chained("sbr", |_, _| json!({"type": "sbr"})),
-    Alone { probe: Some("type vrf table 10"), ..chained("vrf", |_, _| json!({"type": "vrf", "vrfname": "red"})) },
+    chained_plugin("sbr", |_, _| json!({"type": "sbr"})),
+    Alone {
+        probe: Some("type vrf table 10"),
+        ..chained_plugin("vrf", |_, _| json!({"type": "vrf", "vrfname": "red"}))
+    },
 ];
 
 impl Alone {
@@ -150,7 +157,7 @@ impl Alone {
             return Ok(Some("there is no dnsmasq in PATH (Debian's package dnsmasq-base)"));
         }
         let Some(link) = self.probe else { return Ok(None) };
-        world.node()?;
+        world.create_node()?;
         ip(None, "link add eth0 type veth peer name outside")?;
         let added = ip(None, &format!("link add probe0 {link}"));
         Ok(added.err().map(|_| "this kernel does not support such links"))
@@ -196,8 +203,8 @@ impl Alone {
         let server = Process::start(&server_argv, &log, is_started)?;
         let (program, socket) = (dir.join("dhcp").display().to_string(), dhcp_socket(data));
         let daemon_argv = [&program, "daemon", "-socketpath", &socket.display().to_string()];
-        let accepts = || UnixStream::connect(&socket).is_ok();
-        let daemon = Process::start(&daemon_argv, &data.join("daemon.log"), accepts)?;
+        let is_accepting = || UnixStream::connect(&socket).is_ok();
+        let daemon = Process::start(&daemon_argv, &data.join("daemon.log"), is_accepting)?;
         Ok(vec![server, daemon])
     }
 

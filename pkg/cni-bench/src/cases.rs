@@ -73,13 +73,13 @@ pub(crate) enum Before {
     Nothing,
     /// This number of reservations in host-local's folder.
     Reservations(usize),
-    /// Reservations of all addresses except four. host-local searches half of the range from the
-    /// last reserved address before it finds one of the four.
+    /// Reservations of all addresses except four. From the last reserved address, host-local has to
+    /// search half of the range before it finds one of the four.
     AlmostFull,
     /// The rules that the side's own plugins write for this number of mappings or masqueraded
     /// addresses of other containers.
     OthersRules(usize),
-    /// This number of rules of other programs: see [`foreign_rules`].
+    /// This number of rules of other programs: see [`write_foreign_rules`].
     ForeignRules(usize),
 }
 
@@ -191,24 +191,24 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
             cases.push(Case { at_once: Some(count), ..case });
         }
     }
-    let host_local = |name: String, before| Case {
+    let reservations_case = |name: String, before| Case {
         before,
         ..Case::new(RESERVATIONS, name, Plugins::Alone(&alone::HOST_LOCAL), &PLAIN)
     };
     for count in extent.sizes(&[0, 1000, 10_000, 60_000]) {
-        cases.push(host_local(format!("{} reservations", grouped(count)), Before::Reservations(count)));
+        cases.push(reservations_case(format!("{} reservations", grouped(count)), Before::Reservations(count)));
     }
-    cases.push(host_local("4 of 4,093 addresses free".to_owned(), Before::AlmostFull));
+    cases.push(reservations_case("4 of 4,093 addresses free".to_owned(), Before::AlmostFull));
     for (group, plugins, what) in [
         (MAPPINGS, Plugins::Alone(&alone::PORTMAP), "mappings"),
         (MASQUERADE, Plugins::Chain(ChainSpec { masquerade: true, ..SIMPLE }), "masqueraded addresses"),
     ] {
-        let case = |name: String, before| Case { before, ..Case::new(group, name, plugins, &FIREWALL) };
+        let rules_case = |name: String, before| Case { before, ..Case::new(group, name, plugins, &FIREWALL) };
         for count in extent.sizes(&[0, 100, 1000, 5000]) {
-            cases.push(case(format!("{} {what}", grouped(count)), Before::OthersRules(count)));
+            cases.push(rules_case(format!("{} {what}", grouped(count)), Before::OthersRules(count)));
         }
         for count in extent.sizes(&[100, 1000, 5000]) {
-            cases.push(case(format!("{} foreign rules", grouped(count)), Before::ForeignRules(count)));
+            cases.push(rules_case(format!("{} foreign rules", grouped(count)), Before::ForeignRules(count)));
         }
     }
     cases
@@ -272,9 +272,9 @@ pub(crate) struct Folders {
 /// Creates a node with the containers and the state that the case needs. The calling thread is in
 /// the node's namespace afterwards.
 pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side) -> Result<Ready> {
-    let node = world.node()?;
-    let containers = (0..case.at_once.unwrap_or(1)).map(|_| world.container()).collect::<Result<Vec<_>>>()?;
-    let data = world.folder()?;
+    let node = world.create_node()?;
+    let containers = (0..case.at_once.unwrap_or(1)).map(|_| world.create_container()).collect::<Result<Vec<_>>>()?;
+    let data = world.create_folder()?;
     let dir = if side == Side::Theirs { folders.theirs.clone() } else { folders.ours.clone() };
     let confs = configurations(case.plugins, side, &data, &containers[0]);
     let mut servers = Vec::new();
@@ -295,8 +295,8 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
             set_last_reserved(&data, 2050)?;
         }
         Before::OthersRules(0) => {}
-        Before::OthersRules(count) => others_rules(world, &ready, count)?,
-        Before::ForeignRules(count) => foreign_rules(side, count)?,
+        Before::OthersRules(count) => write_others_rules(world, &ready, count)?,
+        Before::ForeignRules(count) => write_foreign_rules(side, count)?,
     }
     if side == Side::Kernel {
         ready.floor = Some(match case.plugins {
@@ -343,8 +343,8 @@ pub(crate) fn portmap(side: Side, count: usize) -> Value {
     conf
 }
 
-/// Returns the configurations of a case's plugins, in the order of their ADD. `data` is
-/// host-local's folder, `netns` the container's namespace.
+/// Returns the configurations of a case's plugins, in the order of their ADD. `data` is the side's
+/// folder for data, such as host-local's; `netns` is the container's namespace.
 fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Vec<Value> {
     let mut list = match plugins {
         Plugins::Alone(plugin) => vec![plugin.conf(side, data, netns)],
@@ -405,7 +405,7 @@ fn set_last_reserved(data: &Path, host: usize) -> Result<()> {
 
 /// Writes the firewall rules of `count` other attachments: makes one attachment, copies its rules
 /// with different names, addresses and ports, and removes the attachment.
-fn others_rules(world: &World, ready: &Ready, count: usize) -> Result<()> {
+fn write_others_rules(world: &World, ready: &Ready, count: usize) -> Result<()> {
     let attachment = ready.attachment(0, 0);
     let run_call = |call: &Call| call.run(world.scratch()).map(|(output, _)| output);
     let result = ready.with_interface(|| ready.chain.run("ADD", &attachment, None, run_call))?;
@@ -488,10 +488,10 @@ fn multiply_iptables_rules(original: &Original<'_>, count: usize) -> Result<()> 
     feed(&["iptables-restore", "-w"], &text).map(drop)
 }
 
-/// Writes a chain of `count` rules like those of other programs, which match address and port. No
-/// rule jumps to the chain. With iptables it is in the table `nat`, which `iptables` reads as a
-/// whole; with nftables it is in a table of its own.
-fn foreign_rules(side: Side, count: usize) -> Result<()> {
+/// Writes a chain of `count` rules that match address and port, as another program could have
+/// written them. No rule jumps to the chain. With iptables it is in the table `nat`, which
+/// `iptables` reads as a whole; with nftables it is in a table of its own.
+fn write_foreign_rules(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {
         let mut text = "table ip foreign {\n chain services {\n".to_owned();

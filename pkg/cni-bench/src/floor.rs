@@ -85,8 +85,8 @@ pub(crate) struct Made {
 struct Connection(Socket);
 
 impl Floor {
-    /// Creates the bridge `br0` on the current node, up and with the gateway's address, and makes
-    /// attachments to that bridge. `data` is the folder of the reservations.
+    /// Prepares attachments to a bridge: creates `br0` on the current node, up and with the
+    /// gateway's address. `data` is the folder of the reservations.
     pub(crate) fn of_bridge(data: &Path) -> Result<Floor> {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
@@ -95,7 +95,7 @@ impl Floor {
         Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
-    /// Makes attachments with this kind of link. The current node must have an `eth0`. `data` is
+    /// Prepares attachments with this kind of link. The current node must have an `eth0`. `data` is
     /// the folder of the reservations.
     pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
         let attachment = AttachmentKind::Link(link, Connection::open(NO_EVENTS)?.index_of("eth0")?);
@@ -157,14 +157,14 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
     let host = Connection::open(NO_EVENTS)?;
     // The index is known, but the plugin has to look it up.
     host.index_of("br0")?;
-    let (outer, inner) = host.pair(Some(bridge), netns, Some(mac))?;
+    let (outer, inner) = host.create_pair(Some(bridge), netns, Some(mac))?;
     // Subscribed before the container's end is set up, so that no change of the port is missed.
     let events = Connection::open(LINK_EVENTS)?;
     let mut alias = LinkMessage::default();
     alias.header.index = outer;
     alias.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
     host.ask(RouteNetlinkMessage::SetLink(alias), 0)?;
-    let container = inside(netns, || {
+    let container = connect_inside(netns, || {
         for (sysctl, value) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
             // A kernel without IPv6 has no `accept_dad`.
             let _ = fs::write(format!("/proc/sys/net/{sysctl}"), value);
@@ -191,8 +191,8 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
     let host = Connection::open(NO_EVENTS)?;
     let (kind, data) = match link {
         Link::Pair => {
-            let (outer, inner) = host.pair(None, netns, None)?;
-            inside(netns, || ())?.configure(inner, address)?;
+            let (outer, inner) = host.create_pair(None, netns, None)?;
+            connect_inside(netns, || ())?.configure(inner, address)?;
             return Ok((outer, host));
         }
         Link::Macvlan => (InfoKind::MacVlan, Some(InfoData::MacVlan(vec![InfoMacVlan::Mode(MacVlanMode::Bridge)]))),
@@ -209,15 +209,15 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
     let info = [LinkInfo::Kind(kind)].into_iter().chain(data.map(LinkInfo::Data)).collect();
     message.attributes.push(LinkAttribute::LinkInfo(info));
     host.ask(RouteNetlinkMessage::NewLink(message), NLM_F_CREATE | NLM_F_EXCL)?;
-    let container = inside(netns, || ())?;
+    let container = connect_inside(netns, || ())?;
     let index = container.index_of(NAME)?;
     container.configure(index, address)?;
     Ok((index, container))
 }
 
-/// Runs `work` in a namespace and returns a connection to that namespace. Uses a new thread, so
+/// Runs `work` in a namespace, and returns a connection to that namespace. Uses a new thread, so
 /// that the calling thread stays in its own namespace.
-fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
+fn connect_inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     let visit = || -> Result<Connection> {
         setns(netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
         work();
@@ -231,17 +231,17 @@ fn inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
     })
 }
 
-/// Runs `work`, and returns its result and its cost, with this process's CPU time.
+/// Runs `work`, and returns its result and its cost. The CPU time is that of this process.
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
-    let cpu = || -> Result<f64> {
+    let cpu_time = || -> Result<f64> {
         let usage = getrusage(UsageWho::RUSAGE_SELF).doing("failed to read the CPU time")?;
         Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e3)
     };
-    let before = cpu()?;
+    let before = cpu_time()?;
     let begin = Instant::now();
     let value = work()?;
     let wall = begin.elapsed().as_secs_f64() * 1e3;
-    Ok((value, Cost { wall, cpu: cpu()? - before }))
+    Ok((value, Cost { wall, cpu: cpu_time()? - before }))
 }
 
 /// Returns the kernel's name for a request that this module sends.
@@ -311,27 +311,27 @@ impl Connection {
     }
 
     /// Asks the kernel for the link whose index or name `message` has, and returns it.
-    fn link(&self, message: LinkMessage) -> Result<LinkMessage> {
+    fn find_link(&self, message: LinkMessage) -> Result<LinkMessage> {
         let answers = self.ask(RouteNetlinkMessage::GetLink(message), 0)?;
         first_link(answers).ok_or_else(|| Error::new("the kernel's answer to RTM_GETLINK has no link"))
     }
 
     /// Returns the link with this name.
-    fn link_named(&self, name: &str) -> Result<LinkMessage> {
+    fn find_link_by_name(&self, name: &str) -> Result<LinkMessage> {
         let mut message = LinkMessage::default();
         message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-        self.link(message)
+        self.find_link(message)
     }
 
     /// Returns the index of the link with this name.
     fn index_of(&self, name: &str) -> Result<u32> {
-        Ok(self.link_named(name)?.header.index)
+        Ok(self.find_link_by_name(name)?.header.index)
     }
 
     /// Creates a veth pair between this namespace and `netns`. Attaches this namespace's end to
     /// `bridge` if that is given, and sets `mac` on the end in `netns` if that is given. Returns
     /// the indexes of this namespace's end and of the end in `netns`.
-    fn pair(&self, bridge: Option<u32>, netns: &File, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
+    fn create_pair(&self, bridge: Option<u32>, netns: &File, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
         const NAME: &str = "vethfloor";
         let mut peer = LinkMessage::default();
         peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
@@ -349,7 +349,7 @@ impl Connection {
         let created = match first_link(answers) {
             Some(link) => link,
             // Kernels before 6.2 do not answer with the created link.
-            None => self.link_named(NAME)?,
+            None => self.find_link_by_name(NAME)?,
         };
         let peer_index = created.attributes.iter().find_map(|attribute| match attribute {
             LinkAttribute::Link(index) => Some(*index),
@@ -362,13 +362,13 @@ impl Connection {
 
     /// Gives a link its address, sets it up, and adds the default route.
     fn configure(&self, index: u32, address: [u8; 4]) -> Result<()> {
-        self.address(index, address)?;
-        self.up(index)?;
-        self.default_route(index)
+        self.add_address(index, address)?;
+        self.set_up(index)?;
+        self.add_default_route(index)
     }
 
     /// Adds an address with the prefix length 16.
-    fn address(&self, index: u32, address: [u8; 4]) -> Result<()> {
+    fn add_address(&self, index: u32, address: [u8; 4]) -> Result<()> {
         let mut message = AddressMessage::default();
         (message.header.family, message.header.prefix_len, message.header.index) = (AddressFamily::Inet, 16, index);
         message.attributes.push(AddressAttribute::Local(address.into()));
@@ -377,7 +377,7 @@ impl Connection {
     }
 
     /// Sets a link up.
-    fn up(&self, index: u32) -> Result<()> {
+    fn set_up(&self, index: u32) -> Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
         (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
@@ -385,7 +385,7 @@ impl Connection {
     }
 
     /// Adds the default route via 10.1.0.1 on this link.
-    fn default_route(&self, index: u32) -> Result<()> {
+    fn add_default_route(&self, index: u32) -> Result<()> {
         let mut message = RouteMessage::default();
         message.header.address_family = AddressFamily::Inet;
         message.header.table = RouteHeader::RT_TABLE_MAIN;
@@ -401,7 +401,7 @@ impl Connection {
     fn forwards(&self, index: u32) -> Result<bool> {
         let mut message = LinkMessage::default();
         message.header.index = index;
-        let link = self.link(message)?;
+        let link = self.find_link(message)?;
         let (mut is_up, mut is_forwarding) = (false, false);
         for attribute in &link.attributes {
             match attribute {

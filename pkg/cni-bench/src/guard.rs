@@ -86,7 +86,7 @@ impl Line {
 }
 
 /// Returns the cases whose operations are counted.
-fn guarded() -> Vec<Case> {
+fn guarded_cases() -> Vec<Case> {
     let (only_iptables, both) = ([Side::Ours], [Side::Ours, Side::OursNft]);
     let dual_stack = ChainSpec { dual_stack: true, ..SIMPLE };
     let mut cases = vec![Case::new(START, "bridge", Plugins::Version("bridge"), &only_iptables)];
@@ -133,7 +133,7 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let is_compared = options.mode == GuardMode::Compare;
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
     let mut counted = Vec::new();
-    for case in guarded() {
+    for case in guarded_cases() {
         if let Plugins::Alone(plugin) = case.plugins
             && let Some(obstacle) = plugin.obstacle(&world)?
         {

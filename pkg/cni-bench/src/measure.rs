@@ -222,8 +222,8 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
     let min = if needs_all_rounds { rounds.min } else { rounds.min.div_ceil(3) };
     let begin = Instant::now();
     for round in 1.. {
-        let measured = round - 1;
-        if measured >= rounds.max || (measured >= min && begin.elapsed() >= rounds.time) {
+        let measured_rounds = round - 1;
+        if measured_rounds >= rounds.max || (measured_rounds >= min && begin.elapsed() >= rounds.time) {
             break;
         }
         for ready in order_of_round(&sides, round) {
@@ -256,8 +256,8 @@ fn round_label(ready: &Ready, round: usize) -> String {
 }
 
 /// Returns the sides in their order in this round. The first side changes with every round, and the
-/// direction with every cycle of rounds: what a side deletes slows the next side down, so no side
-/// must always follow the same one.
+/// direction with every cycle of rounds: what a side deletes slows the next side down, so each side
+/// must follow different sides.
 fn order_of_round(sides: &[Ready], round: usize) -> Vec<&Ready> {
     let mut order: Vec<&Ready> = sides.iter().collect();
     order.rotate_left(round % sides.len());

@@ -88,7 +88,7 @@ impl Drawing {
 /// What a bar plot compares, such as cases: the name of each, and a value for each side.
 type Bars = Vec<(String, Vec<(Side, f64)>)>;
 
-/// Draws a horizontal bar for each value, under the name that it belongs to.
+/// Draws a horizontal bar for each value, to the right of the name that the value belongs to.
 fn draw_bars(title: &str, unit: &str, bars: &Bars) -> String {
     const LEFT: f64 = 400.0;
     const RIGHT: f64 = 70.0;
@@ -265,8 +265,8 @@ fn crowd_lines(results: &Results, case: &str, title: &str) -> Option<String> {
     (!steps.is_empty()).then(|| draw_lines(title, &x_label, "attachments per second", &steps, &series))
 }
 
-/// Draws the wall time of ADD over the number in the names of the group's cases, which are
-/// `<number> <what>`. Other cases of the group are left out. Returns `None` without figures.
+/// Draws the wall time of ADD over the number in the case's name, which has the form `<number>
+/// <what>`. Cases of the group with other names are left out. Returns `None` without figures.
 fn growth_lines(results: &Results, group: &str, what: &str, title: &str) -> Option<String> {
     let rows = || results.rows.iter().filter(|row| row.group == group && row.verb == "ADD");
     let number = |case: &str| -> Option<usize> { case.strip_suffix(what)?.trim().replace(',', "").parse().ok() };

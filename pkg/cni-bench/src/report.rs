@@ -248,7 +248,7 @@ fn row_of_theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
 fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     let cells = |row: &&Row| {
         let theirs = row_of_theirs(results, row);
-        let count = |value: fn(&crate::trace::Counts) -> usize| {
+        let count_or_dash = |value: fn(&crate::trace::Counts) -> usize| {
             row.counts.as_ref().map_or("-".to_owned(), |counts| value(counts).to_string())
         };
         vec![
@@ -260,10 +260,10 @@ fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
             short(row.cpu.median()),
             number_or_dash(theirs.map(|theirs| row.wall.median() / theirs.wall.median())),
             number_or_dash(theirs.map(|theirs| row.cpu.median() / theirs.cpu.median())),
-            count(|counts| counts.syscalls),
-            count(|counts| counts.programs),
-            count(|counts| counts.threads),
-            count(|counts| counts.peak),
+            count_or_dash(|counts| counts.syscalls),
+            count_or_dash(|counts| counts.programs),
+            count_or_dash(|counts| counts.threads),
+            count_or_dash(|counts| counts.peak),
             row.wall.len().to_string(),
         ]
     };
@@ -364,7 +364,8 @@ fn capital(text: &str) -> String {
     letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
 }
 
-/// Returns all results as JSON.
+/// Returns all results as JSON: `operations` has the rows, `at_once` the crowds, and `lacking` the
+/// cases that this machine cannot run.
 fn as_json(results: &Results) -> Value {
     let rounded = |value: f64| (value * 1e3).round() / 1e3;
     let machine: serde_json::Map<String, Value> =

@@ -97,11 +97,11 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
     let worst = start_ratios.and_then(|ratios| ratios.into_iter().reduce(f64::max));
     targets.push(at_most("Start-up (VERSION), the slowest of the five: wall, of theirs", 0.2, "", worst));
     let simple = SIMPLE.name();
-    let limit = || {
+    let limit_of_simple = || {
         let floor = wall(row(&simple, Side::Kernel, "ADD"))?;
         Some(2.0 * floor + start_time(Side::Ours, "bridge")? + start_time(Side::Ours, "host-local")?)
     };
-    let limit = limit();
+    let limit = limit_of_simple();
     let add = wall(row(&simple, Side::Ours, "ADD"));
     targets.push(Target {
         what: format!("ADD of {simple}: twice the kernel alone plus two starts"),

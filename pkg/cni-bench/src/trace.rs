@@ -53,8 +53,8 @@ impl Counts {
     }
 }
 
-/// If [`run`] started this process, waits for the tracer and execs the program to trace; returns
-/// only an error, if the exec failed. Returns `None` in every other process.
+/// In a process that [`run`] started, waits for the tracer and execs the program to trace; returns
+/// only if that fails, with the error. Returns `None` in every other process.
 pub(crate) fn become_tracee() -> Option<Error> {
     let program = std::env::var_os(TRACEE)?;
     let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
@@ -152,11 +152,12 @@ struct Tracer<'a> {
 }
 
 impl Tracer<'_> {
-    /// Counts a system call at its entry.
+    /// Handles a stop at the entry or exit of a system call, and counts the call at its entry.
     fn on_syscall(&mut self, pid: Pid) {
-        let is_entry = self.in_syscall.entry(pid).or_default();
-        *is_entry = !*is_entry;
-        if *is_entry && self.has_begun {
+        // The thread stops at the entry and at the exit of each call, alternately.
+        let in_syscall = self.in_syscall.entry(pid).or_default();
+        *in_syscall = !*in_syscall;
+        if *in_syscall && self.has_begun {
             self.counts.syscalls += 1;
             self.counts.own_syscalls += usize::from(!self.foreign.contains(&pid));
         }
@@ -194,7 +195,7 @@ impl Tracer<'_> {
                     self.foreign.insert(Pid::from_raw(i32::try_from(child).doing("invalid ID of a new thread")?));
                 }
             }
-            EXIT => self.counts.peak = self.counts.peak.max(high_water(pid).unwrap_or(0)),
+            EXIT => self.counts.peak = self.counts.peak.max(peak_memory(pid).unwrap_or(0)),
             _ => {}
         }
         Ok(())
@@ -202,7 +203,7 @@ impl Tracer<'_> {
 }
 
 /// Returns the largest memory that a process has had, in KiB; `None` if it cannot be read.
-fn high_water(pid: Pid) -> Option<usize> {
+fn peak_memory(pid: Pid) -> Option<usize> {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().strip_suffix(" kB")?.trim().parse().ok()
 }

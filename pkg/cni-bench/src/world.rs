@@ -42,14 +42,14 @@ pub(crate) struct Process(Child);
 
 impl World {
     /// Moves the calling thread into new network and mount namespaces, so that nothing changes the
-    /// machine. The process must have only this thread. Fails without the privilege.
+    /// machine. The process must have only this thread. Fails without `CAP_SYS_ADMIN`.
     pub(crate) fn new() -> Result<World> {
         unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
             .doing("failed to leave the machine's network and mounts (run as root, or inside `unshare -Urmn`)")?;
         let none: Option<&str> = None;
         mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).doing("failed to make mounts private")?;
         for folder in PRIVATE {
-            // Each of some 60,000 reservations of each side is a file.
+            // Each side has up to 60,000 reservations, and each reservation is a file.
             mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755,nr_inodes=1000000"))
                 .doing(format_args!("failed to mount a tmpfs on {folder}"))?;
         }
@@ -62,31 +62,31 @@ impl World {
     }
 
     /// Returns an unused path in the scratch folder, with `kind` as the beginning of its name.
-    fn path(&self, kind: &str) -> PathBuf {
+    fn unused_path(&self, kind: &str) -> PathBuf {
         self.made.set(self.made.get() + 1);
         Path::new(SCRATCH).join(format!("{kind}{}", self.made.get()))
     }
 
     /// Creates a node: a network namespace with `lo` up, which the calling thread enters.
-    pub(crate) fn node(&self) -> Result<Node> {
-        let node = Node { net: namespace(None)? };
+    pub(crate) fn create_node(&self) -> Result<Node> {
+        let node = Node { net: create_namespace(None)? };
         node.enter()?;
         run(&["ip", "link", "set", "lo", "up"])?;
         Ok(node)
     }
 
     /// Creates a container's network namespace, and returns the path that it is bound to.
-    pub(crate) fn container(&self) -> Result<PathBuf> {
-        let path = self.path("netns");
+    pub(crate) fn create_container(&self) -> Result<PathBuf> {
+        let path = self.unused_path("netns");
         File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
         // The namespace lives as long as the path is bound to it.
-        namespace(Some(&path)).map(drop)?;
+        create_namespace(Some(&path)).map(drop)?;
         Ok(path)
     }
 
     /// Creates an empty folder and returns its path.
-    pub(crate) fn folder(&self) -> Result<PathBuf> {
-        let path = self.path("folder");
+    pub(crate) fn create_folder(&self) -> Result<PathBuf> {
+        let path = self.unused_path("folder");
         fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
         Ok(path)
     }
@@ -101,7 +101,7 @@ impl Node {
 
 impl Process {
     /// Starts a program on the current node, with its output in the file `log`, and waits until
-    /// `is_ready` returns `true`. Fails if the program ends before, or is not ready in time.
+    /// `is_ready` returns `true`. Fails if the program ends first, or is not ready in time.
     pub(crate) fn start(argv: &[&str], log: &Path, is_ready: impl Fn() -> bool) -> Result<Process> {
         const LIMIT: Duration = Duration::from_secs(10);
         let shown = argv.join(" ");
@@ -140,9 +140,9 @@ impl Drop for Process {
 
 /// Creates a network namespace, and binds it to the path `bind`, if there is one. Uses a temporary
 /// thread, so that the calling thread stays in its own namespace.
-fn namespace(bind: Option<&Path>) -> Result<File> {
+fn create_namespace(bind: Option<&Path>) -> Result<File> {
     const OWN: &str = "/proc/thread-self/ns/net";
-    let make = || -> Result<File> {
+    let create = || -> Result<File> {
         unshare(CloneFlags::CLONE_NEWNET).doing("failed to make a network namespace")?;
         if let Some(path) = bind {
             let none: Option<&str> = None;
@@ -151,7 +151,7 @@ fn namespace(bind: Option<&Path>) -> Result<File> {
         }
         File::open(OWN).doing("failed to open a network namespace")
     };
-    thread::scope(|scope| scope.spawn(make).join())
+    thread::scope(|scope| scope.spawn(create).join())
         .unwrap_or_else(|_| Err(Error::new("internal error: the thread that makes a network namespace panicked")))
 }
 

@@ -387,11 +387,14 @@ impl Connection {
 /// A value lacks a field or is not in the range of its type.
 fn read_result(body: &Value) -> Result<AddResult, RpcError> {
     let ips = body.list("IPs").iter().map(|ip| {
-        let address = ip.get("Address").and_then(read_net).ok_or(RpcError::Invalid("a malformed address"))?;
-        Ok(IpConfig { interface: None, address, gateway: read_address(ip.bytes("Gateway"))? })
+        let address = ip.get("Address").and_then(read_net);
+        let address = address.ok_or(RpcError::Invalid("IPs.Address is not an address with a mask"))?;
+        let gateway = read_address(ip.bytes("Gateway"), "IPs.Gateway is not an address")?;
+        Ok(IpConfig { interface: None, address, gateway })
     });
     let routes = body.list("Routes").iter().map(|route| {
-        let dst = route.get("Dst").and_then(read_net).ok_or(RpcError::Invalid("a malformed destination of a route"))?;
+        let dst = route.get("Dst").and_then(read_net);
+        let dst = dst.ok_or(RpcError::Invalid("Routes.Dst is not an address with a mask"))?;
         let number = |name: &str| -> Result<Option<u32>, RpcError> {
             let number = route.int(name).map(u32::try_from).transpose();
             number.map_err(|_| RpcError::Invalid("a number of a route is out of range"))
@@ -402,7 +405,7 @@ fn read_result(body: &Value) -> Result<AddResult, RpcError> {
             .map_err(|_| RpcError::Invalid("the scope of a route is out of range"))?;
         Ok(Route {
             dst,
-            gw: read_address(route.bytes("GW"))?,
+            gw: read_address(route.bytes("GW"), "Routes.GW is not an address")?,
             mtu: number("MTU")?,
             advmss: number("AdvMSS")?,
             priority: number("Priority")?,
@@ -433,8 +436,8 @@ fn read_result(body: &Value) -> Result<AddResult, RpcError> {
 /// the form of IPv6 becomes an IPv4 address.
 ///
 /// # Errors
-/// The number of bytes is not that of an address.
-fn read_address(bytes: &[u8]) -> Result<Option<IpAddr>, RpcError> {
+/// [`RpcError::Invalid`] with the text `invalid` if the number of bytes is not that of an address.
+fn read_address(bytes: &[u8], invalid: &'static str) -> Result<Option<IpAddr>, RpcError> {
     if bytes.is_empty() {
         Ok(None)
     } else if let Ok(v4) = <[u8; 4]>::try_from(bytes) {
@@ -442,13 +445,13 @@ fn read_address(bytes: &[u8]) -> Result<Option<IpAddr>, RpcError> {
     } else if let Ok(v6) = <[u8; 16]>::try_from(bytes) {
         Ok(Some(IpAddr::from(v6).to_canonical()))
     } else {
-        Err(RpcError::Invalid("a malformed address"))
+        Err(RpcError::Invalid(invalid))
     }
 }
 
 /// Returns the CIDR of Go's `net.IPNet`, or `None` if the address or the mask is invalid.
 fn read_net(net: &Value) -> Option<Cidr> {
-    let address = read_address(net.bytes("IP")).ok()??;
+    let address = read_address(net.bytes("IP"), "").ok()??;
     let mask = net.bytes("Mask");
     let ones: usize = mask.iter().map(|byte| byte.count_ones() as usize).sum();
     let leading_ones = match mask.iter().position(|byte| *byte != 255) {

@@ -28,7 +28,7 @@ pub use spoof::SpoofCheck;
 
 use std::fmt;
 
-use cni_linux::error::Result;
+use cni_linux::error::{Cause, Error, Result};
 use nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Table};
 
 /// The kind of tables that the rules are in.
@@ -61,14 +61,10 @@ impl fmt::Display for Backend {
     }
 }
 
-/// The maximum number of tries of a change whose error may mean that another process has created
-/// or deleted an object that the change names ([`nft::raced`]). Only operations on the same
-/// attachment conflict in this way, so an error that persists this long has another cause.
-const CONFLICT_TRIES_MAX: usize = 32;
 /// The maximum number of tries of a change that fails because the ruleset has changed since it was
 /// read ([`Batch::only_at`]). Of n processes that change rules at once, each fails at most n - 1
 /// times, and a failed try costs little.
-const STALE_TRIES_MAX: usize = 1024;
+const TRIES_MAX: usize = 1024;
 
 /// Whether the kernel has nf_tables with NAT, which masquerading and port mappings need.
 ///
@@ -91,24 +87,18 @@ pub fn nft_usable() -> Result<bool> {
     }
 }
 
-/// Calls `change`, which reads rules and changes them, and returns its result. If it fails because
-/// another process may have changed the rules in between, calls it again, a limited number of
-/// times.
+/// Calls `change`, which reads rules and changes them with [`Batch::only_at`], and returns its
+/// result. If it fails because another process has changed the rules in between, calls it again, a
+/// limited number of times. Any other error is final: the kernel checks for changed rules first.
 fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
-    let (mut stale_tries, mut conflict_tries) = (0, 0);
-    loop {
-        let result = change();
-        let (tries, tries_max) = match &result {
-            // The error of `Batch::only_at`. `raced` includes it, so this arm must be first.
-            Err(error) if error.errno() == Some(libc::ERESTART) => (&mut stale_tries, STALE_TRIES_MAX),
-            Err(error) if nft::raced(error) => (&mut conflict_tries, CONFLICT_TRIES_MAX),
-            _ => return result,
-        };
-        *tries += 1;
-        if *tries == tries_max {
-            return result;
+    for _ in 0..TRIES_MAX {
+        match change() {
+            Err(error) if nft::raced(&error) => {}
+            result => return result,
         }
     }
+    let cause = Cause::text(format!("other processes changed the rules during each of {TRIES_MAX} attempts"));
+    Err(Error::new("failed to change nftables", cause))
 }
 
 #[cfg(test)]

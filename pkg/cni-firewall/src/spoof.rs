@@ -31,8 +31,7 @@ use std::collections::BTreeMap;
 
 use super::nft::expr::{ether_saddr, ether_saddr_of, iifname_of};
 use super::nft::userdata::{self, comment_len, tag_len};
-use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Table, Verdict, raced};
-use super::retry;
+use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Table, Verdict};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mac::Mac;
@@ -88,6 +87,28 @@ fn have_exprs(rules: &[Listed], expected: &[Vec<Expr>]) -> bool {
 fn accepted_mac(rules: &[Listed]) -> Option<Mac> {
     let mac = Mac(ether_saddr_of(&rules.first()?.rule.exprs)?);
     if have_exprs(rules, &mac_rules(mac)) { Some(mac) } else { None }
+}
+
+/// The maximum number of tries of a change that fails with [`is_conflict`]. Only changes of the
+/// same attachment's rules conflict, so an error that persists this long has another cause.
+const TRIES_MAX: usize = 32;
+
+/// Whether a change may have failed because another process has created or deleted an object that
+/// the change names.
+fn is_conflict(error: &Error) -> bool {
+    error.is_not_found() || error.is_exists()
+}
+
+/// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
+/// [`is_conflict`], calls it again, at most [`TRIES_MAX`] times in all.
+fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
+    for _ in 1..TRIES_MAX {
+        match change() {
+            Err(error) if is_conflict(&error) => {}
+            result => return result,
+        }
+    }
+    change()
 }
 
 /// A jump or a chain of an attachment in the kernel.
@@ -289,7 +310,7 @@ impl SpoofCheck {
             let mut batch = Batch::new();
             object.add_removal(&mut batch);
             match self.nft.commit(batch) {
-                Err(error) if !raced(&error) && result.is_ok() => result = Err(error),
+                Err(error) if !is_conflict(&error) && result.is_ok() => result = Err(error),
                 _ => {}
             }
         }

@@ -140,8 +140,8 @@ pub fn run(data: &[u8]) {
         return;
     }
     let Ok(json @ Json::Object(_)) = Json::parse(stdin) else { return };
-    let same_keys = |_: usize, key: &str| key.to_owned();
-    let again = to_text(&json, same_keys);
+    let keep_key = |_: usize, key: &str| key.to_owned();
+    let again = to_text(&json, keep_key);
     // serde_json may read a float back with a different last bit. Such documents are skipped,
     // because no plugin reads floats.
     if Json::parse(&again).as_ref() != Ok(&json) {
@@ -153,7 +153,7 @@ pub fn run(data: &[u8]) {
     let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
     members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
     let json = Json::Object(members);
-    assert_eq!(run_call(plugin, &environment, &to_text(&json, same_keys)), outcome, "an unknown key");
+    assert_eq!(run_call(plugin, &environment, &to_text(&json, keep_key)), outcome, "an unknown key");
     // Only the top-level keys are changed: deeper ones may be names in a map, where case matters.
     let upper_case = to_text(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
     assert_eq!(run_call(plugin, &environment, &upper_case), outcome, "keys in upper case");

@@ -13,18 +13,18 @@ pub fn run(data: &[u8]) {
     let first_len = usize::from(input.u16());
     let bytes = input.rest();
     let (first, second) = bytes.split_at(first_len.min(bytes.len()));
-    assert_eq!(requests(&[first, second]), requests(&[bytes]), "requests");
-    assert_eq!(responses(&[first, second]), responses(&[bytes]), "responses");
+    assert_eq!(read_requests(&[first, second]), read_requests(&[bytes]), "requests");
+    assert_eq!(read_responses(&[first, second]), read_responses(&[bytes]), "responses");
 }
 
 /// Returns the requests in these parts, as text.
-fn requests(parts: &[&[u8]]) -> Vec<String> {
+fn read_requests(parts: &[&[u8]]) -> Vec<String> {
     read_all(parts, |connection| Ok(connection.request()?.map(|request| format!("{request:?}"))))
 }
 
 /// Returns the responses in these parts, as text.
-fn responses(parts: &[&[u8]]) -> Vec<String> {
-    read_all(parts, |connection| Ok(connection.response()?.map(|answer| format!("{answer:?}"))))
+fn read_responses(parts: &[&[u8]]) -> Vec<String> {
+    read_all(parts, |connection| Ok(connection.response()?.map(|response| format!("{response:?}"))))
 }
 
 /// Returns all messages that `next` reads from the parts. Stops at an error, with `refused` as the

@@ -41,7 +41,7 @@ pub(crate) fn address(input: &mut Input<'_>) -> IpAddr {
     }
 }
 
-/// Returns up to `max` entries of a forged index. Most have an existing kind and address family.
+/// Returns up to `max` entries of a forged index. Most have an existing tag and address family.
 pub(crate) fn entries(input: &mut Input<'_>, max: usize) -> Vec<CraftedEntry> {
     let mut entries = Vec::new();
     while !input.is_empty() && entries.len() < max {

@@ -25,12 +25,12 @@ const INODE: u64 = 77;
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    connections(&text);
-    locks(&text);
+    check_connections(&text);
+    check_locks(&text);
 }
 
 /// Checks the entries that are read from `/proc/net/nf_conntrack`.
-fn connections(text: &str) {
+fn check_connections(text: &str) {
     let ports = [(Protocol::Udp, 53), (Protocol::Tcp, 80), (Protocol::Sctp, 80), (Protocol::Tcp, 8080)];
     for requested in [&ports[..], &ports[..1]] {
         let Some(entries) = conntrack_text(text, requested) else { continue };
@@ -61,7 +61,7 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
 }
 
 /// Checks the holder that is found in `/proc/locks`.
-fn locks(text: &str) {
+fn check_locks(text: &str) {
     let holder = |text: &str| lock_holder(text, DEVICE, INODE);
     if let Some(pid) = holder(text) {
         // The device is not compared.

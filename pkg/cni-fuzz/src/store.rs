@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::net::IpAddr;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use cni::rollback::Notes;
@@ -80,14 +80,14 @@ pub fn run(data: &[u8]) {
                 check_removal(&folder, &before, removed, &reservations_of(&before, &owner));
             }
             5 => {
-                // Everything except the reservations of container c2, also in the format without
-                // an interface.
+                // Everything except the reservations of eth0 of container c2, and those of c2 in
+                // the format without an interface.
                 let kept: [&[u8]; 2] = [b"c2\r\neth0", b"c2"];
-                let garbage = reservations(&before, |text| !kept.contains(&text));
+                let removable = reservations(&before, |text| !kept.contains(&text));
                 let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC");
                 assert!(collected.error.is_none());
                 let removed = collected.removed.iter().map(|reservation| reservation.address).collect();
-                check_removal(&folder, &before, removed, &garbage);
+                check_removal(&folder, &before, removed, &removable);
             }
             _ => {
                 let listed = locked.list().expect("a list");
@@ -187,21 +187,31 @@ fn sets() -> RangeSets {
 
 /// Returns all entries of the folder except the lock, which exists only if a process needed it.
 fn files(folder: &Path) -> Files {
-    let entries = fs::read_dir(folder).expect("the folder");
-    let paths: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
-    let is_regular = |path: &Path| path.symlink_metadata().is_ok_and(|metadata| metadata.is_file());
-    let content = |path: &Path| is_regular(path).then(|| fs::read(path).expect("a file"));
-    let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
-    paths.iter().filter(|path| name(path) != "lock").map(|path| (name(path), content(path))).collect()
+    let mut files = Files::new();
+    for entry in fs::read_dir(folder).expect("the folder") {
+        let entry = entry.expect("an entry");
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name == "lock" {
+            continue;
+        }
+        // `file_type` does not follow links.
+        let is_regular = entry.file_type().is_ok_and(|kind| kind.is_file());
+        let content = is_regular.then(|| fs::read(entry.path()).expect("a file"));
+        files.insert(name, content);
+    }
+    files
 }
 
 /// Returns the names of the reservations with a text for which `condition` returns `true`.
 fn reservations(files: &Files, condition: impl Fn(&[u8]) -> bool) -> Vec<String> {
-    let text = |content: &Option<Vec<u8>>| reservation_text(content.as_deref()?);
-    let is_selected = |(name, content): &(&String, &Option<Vec<u8>>)| {
-        address_of_name(name.as_bytes()).is_some() && text(content).is_some_and(|text| condition(&text))
-    };
-    files.iter().filter(is_selected).map(|(name, _)| name.clone()).collect()
+    let mut names = Vec::new();
+    for (name, content) in files {
+        let text = content.as_deref().and_then(reservation_text);
+        if address_of_name(name.as_bytes()).is_some() && text.is_some_and(|text| condition(&text)) {
+            names.push(name.clone());
+        }
+    }
+    names
 }
 
 /// Returns the names of the reservations of `owner`. If there are none, returns those with only the

@@ -23,14 +23,8 @@ pub fn run(data: &[u8]) {
     let list = input.rest();
     let Some(all_files) = permitted(b".", &key, &ifname) else { return };
     assert!(!all_files.is_empty());
-    // Each line of the list as a comment.
-    let commented: Vec<u8> = [b"# ", list].concat();
-    let commented: Vec<u8> = commented
-        .iter()
-        .flat_map(|byte| if *byte == b'\n' { &b"\n#"[..] } else { std::slice::from_ref(byte) })
-        .copied()
-        .collect();
-    assert!(permitted(&commented, &key, &ifname).is_none_or(|files| files.is_empty()));
+    let comments: Vec<Vec<u8>> = list.split(|byte| *byte == b'\n').map(|line| [b"#", line].concat()).collect();
+    assert!(permitted(&comments.join(&b'\n'), &key, &ifname).is_none_or(|files| files.is_empty()));
     let Some(files) = permitted(list, &key, &ifname) else { return };
     assert!(files.iter().all(|file| all_files.contains(file)));
     let more = permitted(&[list, b"\n^net[./]core"].concat(), &key, &ifname).unwrap_or_default();

@@ -55,7 +55,7 @@ pub(crate) fn find_metadata(path: &Path) -> io::Result<Option<fs::Metadata>> {
 /// Reads a regular file. Fails for every other kind of file: reading a FIFO, for example, might
 /// never end.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
-    match open(path)? {
+    match read_with_mode(path)? {
         Some((_mode, content)) => Ok(content),
         None => Err(io::Error::other("it is not a regular file")),
     }
@@ -64,7 +64,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
 /// Returns the mode and the content of the file at `path`, following symbolic links. `None` if
 /// there is no file or it is not a regular one.
 pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
-    open(path).or_else(|cause| match cause.raw_os_error().map(Errno::from_raw) {
+    read_with_mode(path).or_else(|cause| match cause.raw_os_error().map(Errno::from_raw) {
         // ENOENT: missing, or a link to a missing file; ELOOP: links in a circle; ENXIO: a socket.
         Some(Errno::ENOENT | Errno::ELOOP | Errno::ENXIO) => Ok(None),
         _ => Err(cause),
@@ -73,7 +73,7 @@ pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>>
 
 /// Returns the mode and the content of a file, following symbolic links. `None` if it is not a
 /// regular file.
-fn open(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
+fn read_with_mode(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {
     // Non-blocking, because opening a FIFO without a writer would block.
     let mut file = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path)?;
     let metadata = file.metadata()?;

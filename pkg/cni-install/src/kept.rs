@@ -104,8 +104,8 @@ impl Kept {
         self.programs.iter().any(|program| program.name == name && program.sum == sum)
     }
 
-    /// Returns the names of the kept files that are not in `folder`, because it has another file or
-    /// none of this name. Skips kept files that were deleted.
+    /// Returns the names of the kept files that `folder` does not have: under such a name, it has a
+    /// different file or none. Skips kept files that were deleted.
     pub(crate) fn not_restored_in(&self, folder: &Path) -> Result<Vec<String>, Error> {
         let mut names = Vec::new();
         for name in self.names() {
@@ -152,7 +152,7 @@ impl Kept {
                 merged.programs.push(program.clone());
             }
         }
-        // Each new name has a new program, so without a new program there is nothing to write.
+        // Every new name adds a program, so without a new program there is nothing to write.
         if merged.programs.len() == count_before {
             return Ok(());
         }

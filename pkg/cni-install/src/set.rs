@@ -111,7 +111,7 @@ pub fn parse(text: &str) -> Result<Vec<Program>, String> {
     Ok(programs)
 }
 
-/// Parses like [`parse`], but a name may have several lines.
+/// Parses like [`parse`], but a name may have several lines, as in the original set: see `kept.rs`.
 pub(crate) fn parse_lines(text: &str) -> Result<Vec<Program>, String> {
     let mut programs: Vec<Program> = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {

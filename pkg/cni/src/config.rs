@@ -109,6 +109,16 @@ impl NetConf {
         self.json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))
     }
 
+    /// Like [`decode`](NetConf::decode), but the error has the message of Go's plugins bandwidth,
+    /// portmap and sbr.
+    ///
+    /// # Errors
+    /// As [`decode`](NetConf::decode).
+    pub fn decode_chained<T: DeserializeOwned>(&self) -> Result<T> {
+        let text = "failed to parse network configuration";
+        self.json.decode().map_err(|error| Error::caused(Code::DECODE, text, error))
+    }
+
     /// Decodes `prevResult`. Returns `None` if it is absent.
     ///
     /// # Errors
@@ -205,7 +215,7 @@ pub(crate) fn version_text(json: &Json) -> Result<String> {
 }
 
 /// Returns an error of code 1 about a configuration's `cniVersion`, with Go's details.
-pub fn incompatible(msg: &str, cni_version: &str) -> Error {
+pub(crate) fn incompatible(msg: &str, cni_version: &str) -> Error {
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
     Error::new(Code::INCOMPATIBLE_VERSION, msg)
         .with_details(format!("config is \"{cni_version}\", plugin supports [{}]", supported.join(" ")))

@@ -9,11 +9,10 @@ use std::time::Duration;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use cni::rollback::Notes;
-use cni::{Code, Error};
+use cni::{Code, Error, skel};
 use libcni::cache::DEFAULT_DIR;
 use libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
 
-use crate::network::NetworkVerb;
 use crate::report::Format;
 use crate::{Call, Exit, Streams, doctor, explain, generate, help, inspect, ipam, network, rules, validate};
 
@@ -29,7 +28,7 @@ pub(crate) enum Failure {
     /// The arguments are invalid, or they request the help. clap's error has the text to print.
     Parser(Box<clap::Error>),
     /// The arguments are invalid, for a reason that the parser does not check.
-    Usage { verb: &'static str, msg: String },
+    Usage { verb: String, msg: String },
     /// The verb failed.
     Failed { subject: String, error: Error, format: Format },
 }
@@ -135,12 +134,12 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser_failure)?;
     let done = |()| Exit::Done;
     match verb {
-        Verb::Add(args) => network::run(args.into_command(NetworkVerb::Add, shared)?, call, streams).map(done),
-        Verb::Check(args) => network::run(args.into_command(NetworkVerb::Check, shared)?, call, streams).map(done),
+        Verb::Add(args) => network::run(args.into_command(skel::Verb::Add, shared)?, call, streams).map(done),
+        Verb::Check(args) => network::run(args.into_command(skel::Verb::Check, shared)?, call, streams).map(done),
         Verb::Del(args) => network::run(args.into_command(shared)?, call, streams).map(done),
         Verb::Gc(args) => network::run(args.into_command(shared), call, streams).map(done),
-        Verb::Status(args) => network::run(args.into_command(NetworkVerb::Status, shared), call, streams).map(done),
-        Verb::Version(args) => network::run(args.into_command(NetworkVerb::Version, shared), call, streams).map(done),
+        Verb::Status(args) => network::run(args.into_command(skel::Verb::Status, shared), call, streams).map(done),
+        Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams).map(done),
         Verb::Networks(args) => validate::networks(&args, &shared, call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),

@@ -4,8 +4,8 @@
 //! Subfolders are not searched for networks, but a list may have further plugins in files `*.conf`
 //! of a subfolder with the network's name.
 //!
-//! An unreadable or invalid file is only reported as a note, unless it has the name of the
-//! requested network or no file has that network.
+//! An unreadable or invalid file is only reported as a note. It is an error if it names the
+//! requested network, or if no file has that network.
 
 use std::fs;
 use std::io::ErrorKind;

@@ -14,7 +14,7 @@ use super::members::{Members, elements};
 use super::request::{AddedKeys, build_request};
 use cni::json::Json;
 use cni::version::{Version, parse_triple};
-use cni::{Code, Error, Result, config};
+use cni::{Code, Error, Result};
 
 /// A network configuration list.
 #[derive(Clone, Debug)]
@@ -38,7 +38,7 @@ pub struct PluginConf {
 }
 
 impl NetworkList {
-    /// Parses a list, without the folder of plugins that may belong to its file.
+    /// Parses a list. Does not add the plugins in the network's subfolder (see `folder.rs`).
     ///
     /// # Errors
     /// With Go's texts:
@@ -48,8 +48,8 @@ impl NetworkList {
         NetworkList::parse_inlined(raw)?.require_plugins()
     }
 
-    /// Parses a list whose plugins may all be in its folder. So the key `plugins` may be missing,
-    /// except with `loadOnlyInlinedPlugins`.
+    /// Parses a list to which the caller adds the plugins of the network's subfolder. So the key
+    /// `plugins` may be missing, except with `loadOnlyInlinedPlugins`.
     ///
     /// # Errors
     /// As [`parse`](NetworkList::parse), except for the missing key.
@@ -120,8 +120,12 @@ impl NetworkList {
     /// # Errors
     /// Code 1 if it is not supported.
     pub fn version(&self) -> Result<Version> {
-        Version::find(&self.cni_version)
-            .ok_or_else(|| config::incompatible("incompatible CNI versions", &self.cni_version))
+        Version::find(&self.cni_version).ok_or_else(|| {
+            let (name, version) = (&self.name, &self.cni_version);
+            let supported = Version::ALL.map(Version::as_str).join(", ");
+            let msg = format!("network {name:?} has cniVersion {version:?}, but this program supports {supported}");
+            Error::new(Code::INCOMPATIBLE_VERSION, msg)
+        })
     }
 
     /// Whether the configuration disables CHECK, by `disableCheck` or by `args.cni.disable-check`
@@ -135,7 +139,7 @@ impl NetworkList {
         self.disable_gc
     }
 
-    /// Whether plugins in the list's folder are ignored.
+    /// Whether plugins in the network's subfolder are ignored.
     pub(super) fn load_only_inlined(&self) -> bool {
         self.load_only_inlined
     }
@@ -362,7 +366,9 @@ mod tests {
         for bad in [r#""cniVersions":["broken"],"#, r#""cniVersions":[1],"#, r#""cniVersions":"1.0.0","#] {
             assert!(chosen(bad).is_err(), "{bad}");
         }
-        assert_eq!(list(r#""cniVersion":"1.2.3","#).unwrap().version().unwrap_err().code(), Code(1));
+        let error = list(r#""cniVersion":"1.2.3","#).unwrap().version().unwrap_err();
+        let text = r#"network "n" has cniVersion "1.2.3", but this program supports 0.1.0, 0.2.0, 0.3.0, 0.3.1, 0.4.0, 1.0.0, 1.1.0"#;
+        assert_eq!((error.code(), error.msg(), error.details()), (Code(1), text, ""));
     }
 
     #[test]

@@ -15,7 +15,8 @@ use cni::config::ValidAttachments;
 /// The keys that a verb adds to a plugin's object.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AddedKeys<'a> {
-    /// `prevResult`: in an ADD the result of the plugin before this one, else the ADD's result.
+    /// `prevResult`: in an ADD the result of the plugin before this one, in other verbs the result
+    /// of the whole ADD.
     pub(super) prev_result: Option<&'a RawValue>,
     /// The value of each capability. Those that the plugin declares become its `runtimeConfig`.
     pub(super) capability_args: Option<&'a Members>,

@@ -2,7 +2,7 @@
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
-use cni::{Code, Error, Result};
+use cni::{Error, Result};
 use cni_linux::Tbf;
 use cni_linux::qdisc::TICK;
 use serde::Deserialize;
@@ -65,10 +65,7 @@ impl Conf {
     /// - Code 6 if a key has the wrong type.
     /// - Code 7 if a rate has no burst, a burst has no rate, or a number is too large or too small.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let keys: Keys = conf
-            .json()
-            .decode()
-            .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
+        let keys: Keys = conf.decode_chained()?;
         let configured = [keys.ingress_rate, keys.ingress_burst, keys.egress_rate, keys.egress_burst];
         let runtime = keys.runtime_config.bandwidth;
         let [ingress_rate, ingress_burst, egress_rate, egress_burst] = if configured.iter().any(Option::is_some) {

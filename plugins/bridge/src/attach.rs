@@ -17,7 +17,7 @@ use cni_plugin::interface::{AttachmentContext, CreatedLink, host_interface};
 use crate::chained::AdoptedInterface;
 use crate::conf::Conf;
 use crate::device;
-use crate::port::{self, PortEnds};
+use crate::port;
 
 /// The time limit for the port to forward and the links to have their carriers. That usually takes
 /// milliseconds, but longer on a busy host.
@@ -41,8 +41,8 @@ pub struct AttachedPort {
 /// bridge.
 ///
 /// # Errors
-/// Those of [`port::check_not_guarded`], [`device::ensure`], [`veth::create`] and
-/// [`port::protect`].
+/// Those of [`port::check_not_guarded`], [`device::ensure`], [`veth::create`], [`port::guard`] and
+/// [`port::configure`].
 pub(crate) fn create<'a>(
     context: &AttachmentContext<'a, Conf>,
     rollback: &mut Rollback<'a>,
@@ -54,8 +54,10 @@ pub(crate) fn create<'a>(
     let bridge = device::ensure(host, conf, context.call.machine)?;
     let choices = Choices { mtu: conf.mtu, mac: conf.mac, master: Some(bridge.index) };
     let pair = veth::create(context, &choices, rollback)?;
-    let ends = PortEnds { index: pair.index, name: &pair.name, peer_mac: pair.peer_mac };
-    port::protect(host, &ends, &context.attachment, conf, rollback)?;
+    if conf.spoof_check {
+        port::guard(&pair.name, pair.peer_mac, &context.attachment, rollback)?;
+    }
+    port::configure(host, pair.index, conf)?;
     let result = AddResult {
         interfaces: vec![
             host_interface(&bridge.name, None),

@@ -21,7 +21,7 @@ use cni_plugin::interface::{
 use crate::attach::AttachedPort;
 use crate::conf::Conf;
 use crate::device;
-use crate::port::{self, PortEnds};
+use crate::port;
 
 /// The longest alias, in bytes, that the kernel stores.
 const ALIAS_MAX: usize = 255;
@@ -73,7 +73,7 @@ pub(crate) fn find_adopted(call: &Call<'_>) -> Result<Option<AddResult>> {
 /// - Code 7 if the container has no Ethernet interface CNI_IFNAME, if `earlier` does not list the
 ///   host's end, or, with IPAM, if `earlier` does not list CNI_IFNAME in CNI_NETNS.
 /// - Code 102 if another attachment or bridge uses the host's end.
-/// - The errors of [`device::ensure`] and [`port::protect`].
+/// - The errors of [`device::ensure`], [`port::guard`] and [`port::configure`].
 pub(crate) fn plug_in<'a>(
     context: &AttachmentContext<'a, Conf>,
     earlier: &AddResult,
@@ -99,6 +99,10 @@ pub(crate) fn plug_in<'a>(
     }
     let bridge = device::ensure(host, conf, call.machine)?;
     let port_mark = new_port_mark(&bridge, &link, attachment)?;
+    if conf.spoof_check {
+        // Before the link becomes a port, because the container's end may be up already.
+        port::guard(&link.name, peer_mac, attachment, rollback)?;
+    }
     let (undo_host, index, was_port) = (Rc::clone(host), link.index, link.master.is_some());
     rollback.push(format!("take {} off {}", link.name, bridge.name), move || {
         match undo_host.find_link_by_index(index)? {
@@ -109,8 +113,7 @@ pub(crate) fn plug_in<'a>(
         }
     });
     mark_and_attach(host, &bridge, &link, &port_mark)?;
-    let ends = PortEnds { index: link.index, name: &link.name, peer_mac };
-    port::protect(host, &ends, attachment, conf, rollback)?;
+    port::configure(host, link.index, conf)?;
     let interface_position = match earlier.find_interface(&call.ifname, call.sandbox()) {
         None if conf.ipam.is_some() => {
             return Err(Error::config(format!(

@@ -19,6 +19,7 @@ use cni_plugin::interface::veth::{made_up_mac, refuse_router_advertisements};
 use cni_plugin::interface::{PortMark, host_interface};
 
 use crate::conf::Conf;
+use crate::gateway::VLAN_GATEWAY;
 use crate::record;
 
 /// The alias of a bridge whose MAC is pinned. The kernel does not report whether a MAC was set or
@@ -205,10 +206,11 @@ pub(crate) fn interface(host: &Netlink, bridge: &Link) -> Result<Interface> {
     Ok(host_interface(&bridge.name, mac))
 }
 
-/// Whether a port is a container's: it has these plugins' mark, or a runtime has recorded that a
-/// CNI plugin created it.
+/// Whether a CNI plugin created a port: the port has these plugins' mark, connects a VLAN's gateway
+/// interface to the bridge, or is in a runtime's `record`.
 fn is_cni_port(port: &Link, record: &record::HostInterfaces) -> bool {
-    let is_mark = |alias: &str| AttachmentId::parse(alias).is_some() || PortMark::parse(alias).is_some();
+    let is_mark =
+        |alias: &str| alias == VLAN_GATEWAY || AttachmentId::parse(alias).is_some() || PortMark::parse(alias).is_some();
     port.alias.as_deref().is_some_and(is_mark) || (port.is_veth() && record.contains(&port.name))
 }
 

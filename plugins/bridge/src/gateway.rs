@@ -20,7 +20,7 @@ use crate::attach::AttachedPort;
 use crate::conf::{Conf, vlan_gateway_name};
 
 /// The alias of the port that connects a VLAN's gateway interface to the bridge.
-const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
+pub(crate) const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
 
 /// Adds the gateways' addresses to their link, if the configuration makes the bridge the gateway,
 /// and lists a VLAN's gateway interface in the result. Returns the added addresses, and the link on

@@ -1,7 +1,9 @@
 //! Sets what decides which frames pass a port: flags, VLANs and spoof rules.
 //!
 //! For a new veth pair, that happens while the container's end is still down. In chained use, the
-//! earlier plugin may have set that end up already.
+//! earlier plugin may have set that end up already: the spoof rules are written before the link
+//! becomes a port, but until its flags and VLANs are set, its frames pass with the bridge's
+//! defaults.
 
 use cni::AttachmentId;
 use cni::rollback::Rollback;
@@ -11,24 +13,11 @@ use cni_linux::{Link, Mac, Netlink, PortFlags, Target, VlanFlags};
 
 use crate::conf::{Conf, Vlans};
 
-/// Sets a port's flags, VLANs and spoof rules as configured.
-///
-/// # Errors
-/// - Code 2 if the kernel lacks nf_tables for bridges, which `macspoofchk` needs.
-/// - The other errors of the kernel.
-pub(crate) fn protect<'a>(
-    host: &Netlink,
-    port: &PortEnds<'_>,
-    attachment: &AttachmentId,
-    conf: &Conf,
-    rollback: &mut Rollback<'a>,
-) -> Result<()> {
-    host.set_port(port.index, &PortFlags { hairpin: conf.hairpin, isolated: conf.isolated })?;
+/// Sets a port's flags and VLANs as configured.
+pub(crate) fn configure(host: &Netlink, index: u32, conf: &Conf) -> Result<()> {
+    host.set_port(index, &PortFlags { hairpin: conf.hairpin, isolated: conf.isolated })?;
     if let Some(vlans) = &conf.vlans {
-        set_vlans(host, port.index, vlans)?;
-    }
-    if conf.spoof_check {
-        guard(port.name, port.peer_mac, attachment, rollback)?;
+        set_vlans(host, index, vlans)?;
     }
     Ok(())
 }
@@ -83,17 +72,6 @@ pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port:
         Err(error) if error.is_unsupported() => Ok(()),
         Err(error) => Err(error.into()),
     }
-}
-
-/// The properties that [`protect`] needs of a veth pair with one end as a port.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PortEnds<'a> {
-    /// The index of the host's end.
-    pub(crate) index: u32,
-    /// The name of the host's end.
-    pub(crate) name: &'a str,
-    /// The MAC of the container's end.
-    pub(crate) peer_mac: Mac,
 }
 
 /// Sets the port's VLANs as Go does: removes those that it has (on a new port, the bridge's default

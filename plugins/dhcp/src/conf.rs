@@ -153,8 +153,17 @@ fn option_code(text: &str) -> Result<u8> {
     let code = named.or_else(|| text.parse::<u8>().ok());
     // 0 and 255 are padding and the end of a message. The protocol sets the others: requested
     // address, lease time, overload, message type, server, requested options, and longest message.
-    let code = code.filter(|code| !matches!(code, 0 | 50..=55 | 57 | 255));
-    code.ok_or_else(|| Error::config(format!("Can not parse option {text:?}")))
+    let details = match code {
+        Some(0 | 50..=55 | 57 | 255) => {
+            "the DHCP protocol itself uses this option, so a configuration must not use it".to_owned()
+        }
+        Some(code) => return Ok(code),
+        None => {
+            let names = names.map(|(name, _)| name).join(", ");
+            format!("an option is a number from 1 to 254 or one of {names}")
+        }
+    };
+    Err(Error::config(format!("Can not parse option {text:?}")).with_details(details))
 }
 
 #[cfg(test)]
@@ -173,9 +182,15 @@ mod tests {
             read(r#"{"request":[{"option":"12"},{"option":"host-name"}]}"#, "").unwrap().request[..2],
             [12, 121]
         );
-        for wrong in ["hostname", "256", "-1", "53"] {
+        for (wrong, details) in [
+            ("hostname", "an option is a number from 1 to 254 or one of dhcp-client-identifier, "),
+            ("256", "an option is a number from 1 to 254 or one of dhcp-client-identifier, "),
+            ("-1", "an option is a number from 1 to 254 or one of dhcp-client-identifier, "),
+            ("50", "the DHCP protocol itself uses this option, "),
+        ] {
             let error = read(&format!(r#"{{"request":[{{"option":"{wrong}"}}]}}"#), "").unwrap_err();
-            assert!(error.msg().contains("Can not parse option"), "{error}");
+            assert_eq!(error.msg(), format!("Can not parse option {wrong:?}"));
+            assert!(error.details().starts_with(details), "{wrong}: {}", error.details());
         }
     }
 

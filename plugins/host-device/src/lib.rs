@@ -103,7 +103,11 @@ impl Interface for HostDevice {
     /// - The errors of the kernel.
     fn remove(&self, _call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
         let name = host_name(inner).ok_or_else(|| {
-            let msg = format!("failed to find original ifname for {:?} (alias is not set)", inner.name);
+            let why = match inner.alias.as_deref() {
+                None | Some("") => "alias is not set".to_owned(),
+                Some(alias) => format!("its alias {alias:?} is not an interface name"),
+            };
+            let msg = format!("failed to find original ifname for {:?} ({why})", inner.name);
             Error::new(Code::CONFLICT, msg).with_details("the interface was left in the container")
         })?;
         // Checked here because the kernel would first move the interface and then refuse the name.

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use cni::config::NetConf;
 use cni::json::Json;
-use cni::{Code, Error, Result};
+use cni::{Error, Result};
 use cni_firewall::Backend;
 use cni_firewall::iptables::check_conditions;
 use cni_firewall::portmap::conditions::ConditionSyntax;
@@ -74,10 +74,7 @@ impl Conf {
     /// where Go has one. Those about ports and about `markMasqBit` do not name the key;
     /// [`Conf::refused_key`] finds it.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let raw: RawConf = conf
-            .json()
-            .decode()
-            .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
+        let raw: RawConf = conf.decode_chained()?;
         let policy = match raw.port_conflict.as_str() {
             "" => Policy::RefuseIfAlive,
             "ignore" => Policy::Ignore,

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
-use cni::{Code, Error, Result};
+use cni::{Error, Result};
 use cni_linux::Family;
 use serde::Deserialize;
 
@@ -51,10 +51,7 @@ impl Conf {
     /// - Code 7 if the table or a gateway is invalid, or `gateways` has more than two entries or
     ///   two of one family.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
-        let keys: Keys = conf
-            .json()
-            .decode()
-            .map_err(|error| Error::caused(Code::DECODE, "failed to parse network configuration", error))?;
+        let keys: Keys = conf.decode_chained()?;
         if let Some(table) = keys.table {
             let table = u32::try_from(table).ok().filter(|table| *table != 0);
             let table = table.ok_or_else(|| Error::config("table must be a number from 1 to 4294967295"))?;

@@ -82,8 +82,8 @@ impl AllowList {
     }
 }
 
-/// Replaces `\Q`, literal text, and `\E` or the end of the line by the escaped text: Go's regular
-/// expressions have this quoting, and the crate regex-lite does not.
+/// Escapes the literal text between `\Q` and `\E`, or between `\Q` and the end of the line, and
+/// removes both markers: Go's regular expressions have this quoting, the crate regex-lite does not.
 fn escape_quoted(pattern: &str) -> Cow<'_, str> {
     if !pattern.contains(r"\Q") {
         return pattern.into();

@@ -47,7 +47,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         backup,
         previous_backup,
         attachment,
-        found: OnceCell::new(),
+        sysctls: OnceCell::new(),
         is_backup_written: Cell::new(false),
         written_count: Cell::new(0),
     });
@@ -62,7 +62,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     if let Some((netlink, link)) = &outcome.link {
         change_link(netlink, link, &conf.link, &mut rollback)?;
     }
-    Ok(Added { result: with_changes(call, &netns, &conf.link, prev), rollback })
+    Ok(Added { result: update_result(call, &netns, &conf.link, prev), rollback })
 }
 
 /// The changes that are made by a thread inside the container's namespace: all except those of the
@@ -75,7 +75,7 @@ struct NamespaceChanges {
     /// This attachment.
     attachment: Attachment,
     /// The sysctls to write. Unset until the backup is written.
-    found: OnceCell<Vec<Found>>,
+    sysctls: OnceCell<Vec<Found>>,
     /// Whether the backup has been written.
     is_backup_written: Cell<bool>,
     /// How many of the sysctls have been written.
@@ -98,7 +98,7 @@ impl NamespaceChanges {
         let sysctls = sysctl::find_all(&conf.sysctls)?;
         let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
         let mut record = self.record_to_continue(link.as_ref().map(|(_, link)| link), &mut notes)?;
-        let (found, without_value): (Vec<Found>, Vec<Found>) =
+        let (with_value, without_value): (Vec<Found>, Vec<Found>) =
             sysctls.into_iter().partition(|found| !found.sysctl.value.is_empty());
         // Writing an empty value would change nothing. Go accepts it without a message.
         notes.extend(
@@ -106,7 +106,7 @@ impl NamespaceChanges {
                 format!("sysctl {} has an empty value: it is not changed", shown(&found.sysctl.key.written))
             }),
         );
-        save_sysctls(&mut record, &found);
+        save_sysctls(&mut record, &with_value);
         if let Some((_, link)) = &link {
             save_link(&mut record, &conf.link, link);
         }
@@ -114,7 +114,7 @@ impl NamespaceChanges {
             self.backup.write(&record)?;
             self.is_backup_written.set(true);
         }
-        self.write_sysctls(self.found.get_or_init(|| found), &mut record)?;
+        self.write_sysctls(self.sysctls.get_or_init(|| with_value), &mut record)?;
         Ok(NamespaceOutcome { link, notes })
     }
 
@@ -140,7 +140,7 @@ impl NamespaceChanges {
     /// # Errors
     /// Code 102 if the backup belongs to another attachment of this boot.
     fn record_to_continue(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
-        let mut this = Attachment { interface: link.map(Interface::from), ..self.attachment.clone() };
+        let interface = link.map(Interface::from);
         let mut record = match &self.previous_backup {
             None => Record::default(),
             Some(Content::Garbage(why)) => {
@@ -150,20 +150,23 @@ impl NamespaceChanges {
             }
             Some(Content::Record(record, _)) => match &record.attachment {
                 None => (**record).clone(),
-                Some(recorded) => self.usable_record(record, recorded, &mut this)?,
+                Some(recorded) => self.usable_record(record, recorded, interface.as_ref())?,
             },
         };
-        record.attachment = Some(this);
+        // An ADD of only sysctls has not looked up the interface: that of the backup is kept.
+        let interface = interface.or_else(|| record.attachment.and_then(|recorded| recorded.interface));
+        record.attachment = Some(Attachment { interface, ..self.attachment.clone() });
         Ok(record)
     }
 
-    /// Returns what this ADD uses of `record`, which is a record of the attachment `recorded`: all
-    /// of it, only sysctls, or nothing. Copies the interface to `this` if this ADD has not looked
-    /// it up.
+    /// Returns the part of `record`, which belongs to the attachment `recorded`, that this ADD
+    /// continues: all of it, only sysctls, or nothing. `interface` is the current interface, or
+    /// `None` if this ADD does not change it.
     ///
     /// # Errors
     /// Code 102 if `recorded` is another attachment of this boot.
-    fn usable_record(&self, record: &Record, recorded: &Attachment, this: &mut Attachment) -> Result<Record> {
+    fn usable_record(&self, record: &Record, recorded: &Attachment, interface: Option<&Interface>) -> Result<Record> {
+        let this = &self.attachment;
         // Two attachments can have the same file name: `a` with `b_c`, and `a_b` with `c`.
         if (&recorded.container_id, &recorded.ifname) != (&this.container_id, &this.ifname) {
             if recorded.namespace.boot_id != this.namespace.boot_id {
@@ -178,26 +181,23 @@ impl NamespaceChanges {
         if recorded.namespace != this.namespace {
             return Ok(Record::default());
         }
-        if this.interface.is_none() {
-            this.interface.clone_from(&recorded.interface);
+        match (&recorded.interface, interface) {
+            (Some(recorded), Some(current)) if recorded != current => Ok(keep_sysctls_in_force(record)),
+            _ => Ok(record.clone()),
         }
-        if recorded.interface.is_some() && recorded.interface != this.interface {
-            return Ok(keep_sysctls_in_force(record));
-        }
-        Ok(record.clone())
     }
 
-    /// Writes the sysctls in order. If the kernel returns another text than was written, the backup
-    /// gets that text too, so that DEL recognizes the value.
+    /// Writes the sysctls in order. If the kernel returns a different text than was written, the
+    /// kernel's text is added to the backup, so that DEL recognizes the value.
     fn write_sysctls(&self, all: &[Found], record: &mut Record) -> Result<()> {
         let mut is_record_changed = false;
         for found in all {
-            let reads = found.write()?;
+            let read_back = found.write()?;
             self.written_count.set(self.written_count.get() + 1);
-            if reads.is_some()
+            if read_back.is_some()
                 && let Some(saved) = record.sysctls.iter_mut().find(|saved| saved.path == found.path)
             {
-                saved.reads = reads;
+                saved.read_back = read_back;
                 is_record_changed = true;
             }
         }
@@ -207,7 +207,7 @@ impl NamespaceChanges {
     /// Restores the written sysctls and the backup. Continues after an error, and returns all
     /// errors.
     fn undo(&self, netns: &Netns) -> Result<()> {
-        let written = self.found.get().map(|found| &found[..self.written_count.get()]).unwrap_or_default();
+        let written = self.sysctls.get().map(|all| &all[..self.written_count.get()]).unwrap_or_default();
         let mut errors = Vec::new();
         if !written.is_empty() {
             match netns.run(|| put_sysctls_back(written)) {
@@ -231,9 +231,9 @@ impl NamespaceChanges {
 /// the namespace has the recorded numbers but the interface is another one: either the interface
 /// was created again, or a new namespace has got the numbers of a deleted one.
 fn keep_sysctls_in_force(record: &Record) -> Record {
-    let in_force =
+    let is_in_force =
         |saved: &&SavedSysctl| cni_linux::sysctl::read(&saved.path).is_ok_and(|current| saved.is_in_force(&current));
-    Record { sysctls: record.sysctls.iter().filter(in_force).cloned().collect(), ..Record::default() }
+    Record { sysctls: record.sysctls.iter().filter(is_in_force).cloned().collect(), ..Record::default() }
 }
 
 /// Adds the sysctls to the record: the values that will be written and, if the record does not have
@@ -248,7 +248,7 @@ fn save_sysctls(record: &mut Record, all: &[Found]) {
         });
         let saved = &mut record.sysctls[index];
         make_last(&mut saved.written, sysctl.value.clone());
-        saved.reads = None;
+        saved.read_back = None;
     }
 }
 
@@ -350,9 +350,9 @@ pub(crate) fn on_or_off(on: bool) -> LinkFlag {
     if on { LinkFlag::On } else { LinkFlag::Off }
 }
 
-/// Returns prevResult with the changed MAC and MTU of this interface. Only interfaces with the same
-/// name and namespace are changed: other namespaces may have an interface of the same name.
-fn with_changes(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
+/// Returns prevResult with the configured MAC and MTU in the entry of the call's interface. An
+/// entry with the same name and a different namespace describes another interface.
+fn update_result(call: &Call<'_>, netns: &Netns, conf: &LinkConf, mut result: AddResult) -> AddResult {
     let is_own_sandbox = |sandbox: &str| {
         if sandbox.is_empty() {
             return false;

@@ -40,7 +40,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         Some(link) => errors.extend(check_link(&link, &conf.link, &record)),
         None if is_in_result || !conf.link.is_empty() => {
             let msg = format!("Cannot find container link {}", call.ifname);
-            // This error comes first because the sysctls of the interface are missing with it.
+            // The first error, because it is the cause if the interface's sysctls do not exist.
             errors.insert(0, Error::new(Code::UNKNOWN_CONTAINER, msg));
         }
         None => {}
@@ -59,8 +59,8 @@ fn own_record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
     Ok(if is_own { *record } else { Record::default() })
 }
 
-/// Compares the value of a sysctl, the result of [`sysctl::find`], with the configuration. A value
-/// that cannot be read, and any value if the configuration's is empty, counts as equal.
+/// Compares the value in `found`, a result of [`sysctl::find`], with the configuration. A value
+/// that cannot be read is accepted, and so is any value if the configured one is empty.
 ///
 /// # Errors
 /// Code 101 if the value differs or the sysctl does not exist.

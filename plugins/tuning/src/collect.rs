@@ -39,10 +39,11 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         if network != call.conf.name() {
             continue;
         }
-        // A temporary file is removed even if its record is complete and its attachment valid. A
-        // killed ADD has left it: no ADD of this network runs during a GC.
-        let is_final_path = backup.path() == folder.backup(container_id, ifname).path();
-        if is_final_path && valid.contains(container_id, ifname) {
+        // A complete temporary file, or any other file that is not the backup of its attachment, is
+        // removed even if the attachment is valid. A killed ADD has left the temporary file: no ADD
+        // of this network runs during a GC.
+        let is_own_backup = backup.path() == folder.backup(container_id, ifname).path();
+        if is_own_backup && valid.contains(container_id, ifname) {
             continue;
         }
         purge(call, &backup, &mut errors);

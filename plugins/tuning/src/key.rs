@@ -7,8 +7,7 @@
 //!
 //! `IFNAME` is replaced by the name of the interface after the separators have been found, so that
 //! dots in that name are not separators. The allow-list checks each reading separately, so that a
-//! pattern for one file does not permit the other. A pattern that matches the key as it is written
-//! permits all readings of the key.
+//! pattern for the path of one file does not permit the other.
 
 use cni::{Error, Result};
 
@@ -91,15 +90,15 @@ impl Reading {
         !self.could_ifname_select_another_sysctl() || matches(&self.path)
     }
 
-    /// Whether an interface could have a name that turns the template into a sysctl that is not one
-    /// of the interface: `net/IFNAME/ip_forward` with an interface `ipv4`. Impossible without
-    /// `IFNAME`, and if `IFNAME` is a whole name directly below `conf` or `neigh`, where the kernel
-    /// has a folder for each interface.
+    /// Whether some interface name would turn the template into a sysctl that does not belong to
+    /// the interface, such as `net/IFNAME/ip_forward` with an interface `ipv4`. This is impossible
+    /// if the template has no `IFNAME`, or has it as a whole name directly below `conf` or `neigh`,
+    /// where the kernel has a folder for each interface.
     fn could_ifname_select_another_sysctl(&self) -> bool {
         let parts: Vec<&str> = self.template.split('/').collect();
         let Some(index) = parts.iter().position(|part| part.contains(PLACEHOLDER)) else { return false };
-        let folder = index.checked_sub(1).map(|before| parts[before]);
-        let is_folder_of_interface = parts[index] == PLACEHOLDER && matches!(folder, Some("conf" | "neigh"));
+        let is_folder_of_interface =
+            parts[index] == PLACEHOLDER && matches!(parts[..index].last(), Some(&"conf" | &"neigh"));
         !is_folder_of_interface
     }
 }

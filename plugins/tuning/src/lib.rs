@@ -58,8 +58,8 @@ pub struct Saved {
     pub settings: Vec<String>,
 }
 
-/// Returns the backups of all networks in the configuration's `dataDir`. Files that cannot be
-/// decoded are reported to `notes`.
+/// Returns the backups of all networks in the configuration's `dataDir`, including complete
+/// temporary files of killed processes. Files that cannot be decoded are reported to `notes`.
 ///
 /// # Errors
 /// Code 5 if the folder or a file cannot be read, 6 if `dataDir` has a wrong type.
@@ -123,17 +123,17 @@ impl Plugin for Tuning {
         collect::gc(call, valid)
     }
 
-    /// Checks that the backup can be written and that the sysctls are permitted. STATUS has no
-    /// container, so it cannot check whether they exist there.
+    /// Checks that the sysctls are permitted and that a backup can be written. STATUS has no
+    /// container, so it cannot check whether the sysctls exist there.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let mut conf = Conf::of_network(&call.conf)?;
-        let mut check = || {
+        let mut check_node = || {
             if let Some(list) = AllowList::read(Path::new(ALLOW_LIST))? {
                 list.filter(&mut conf.sysctls)?;
             }
             Folder::new(conf::data_dir(&call.conf)?, call.conf.name()).check_writable()
         };
-        check().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
+        check_node().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
     }
 }
 

@@ -51,9 +51,9 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     backup.purge().map(drop)
 }
 
-/// Restores the sysctls and the settings of the interface. An error with the interface does not
-/// keep the sysctls from being restored. If the interface is not the recorded one, notes this and
-/// restores only the sysctls. If the backup is of an earlier namespace, only notes this.
+/// Restores the sysctls and the settings of the interface. The sysctls are restored even after an
+/// error with the interface. If the interface is not the recorded one, restores only the sysctls
+/// and adds a note. If the backup is of an earlier namespace, restores nothing and adds a note.
 ///
 /// # Errors
 /// The kernel's error if the namespace cannot be entered or the interface cannot be read.
@@ -68,9 +68,9 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     let restore_interface = || -> Result<()> {
         let netlink = netns.run(Netlink::open)??;
         if let Some(link) = netlink.find_link(&call.ifname)? {
-            let saved = attachment.and_then(|attachment| attachment.interface.as_ref());
+            let recorded = attachment.and_then(|attachment| attachment.interface.as_ref());
             // Go's files do not record the interface.
-            if saved.is_none_or(|saved| *saved == Interface::from(&link)) {
+            if recorded.is_none_or(|recorded| *recorded == Interface::from(&link)) {
                 restore_link(call, &netlink, &link, record);
             } else {
                 let why = "it is not the interface that ADD has changed";

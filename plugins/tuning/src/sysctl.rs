@@ -38,7 +38,7 @@ pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
 /// Code 7 if the sysctl does not exist in this namespace. See [`read_current`] for a value that
 /// cannot be read.
 pub(crate) fn find(sysctl: &Sysctl) -> Result<Found> {
-    // The error is about the first reading, which is Go's.
+    // If no reading exists, the error is about the first one.
     let mut first_failure = None;
     for reading in &sysctl.key.readings {
         let path = &reading.path;

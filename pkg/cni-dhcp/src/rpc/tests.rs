@@ -110,3 +110,21 @@ fn another_protocol_is_refused_at_once() {
     daemon.push(b"GET / HTTP/1.1");
     assert!(daemon.request().is_err());
 }
+
+#[test]
+fn an_invalid_result_names_the_field() {
+    let fields = |fields: &[(&str, Value)]| {
+        Value::Struct(fields.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect())
+    };
+    let net = fields(&[("IP", Value::Bytes(vec![10, 0, 0, 1])), ("Mask", Value::Bytes(vec![255, 255, 255, 0]))]);
+    let bad = Value::Bytes(vec![10, 0, 0]);
+    for (list, item, text) in [
+        ("IPs", vec![], "IPs.Address is not an address with a mask"),
+        ("IPs", vec![("Address", net.clone()), ("Gateway", bad.clone())], "IPs.Gateway is not an address"),
+        ("Routes", vec![("Dst", bad.clone())], "Routes.Dst is not an address with a mask"),
+        ("Routes", vec![("Dst", net), ("GW", bad)], "Routes.GW is not an address"),
+    ] {
+        let error = read_result(&fields(&[(list, Value::List(vec![fields(&item)]))])).unwrap_err();
+        assert_eq!(error.to_string(), format!("the result of the daemon is invalid: {text}"));
+    }
+}

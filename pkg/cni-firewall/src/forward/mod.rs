@@ -80,7 +80,7 @@ impl ForwardRules {
 #[derive(Debug, Default)]
 pub struct PreviousRules {
     /// `None` if `ensure` has not read nftables.
-    nftables: RefCell<Option<nftables::PreviousAddresses>>,
+    nftables: RefCell<Option<Vec<nftables::PreviousAddress>>>,
     /// One element for each family that `ensure` has read in iptables.
     iptables: RefCell<Vec<(Family, Variant, iptables::PreviousAddresses)>>,
 }
@@ -158,7 +158,7 @@ impl<'m> Forward<'m> {
             {
                 stored.push((family, *variant, iptables::PreviousAddresses::read(filter, &owner, &addresses)?));
             }
-            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain).map(Some)
+            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, &[]).map(Some)
         });
         // How many families were changed does not matter: `put_back` undoes every stored one.
         outcome.map(drop).map_err(|(_, error)| error)
@@ -174,21 +174,12 @@ impl<'m> Forward<'m> {
         let owner = owner::name(&rules.attachment);
         let mut results = Vec::new();
         if let Some(addresses) = previous.nftables.take() {
-            results.push(self.in_nftables(|nft| {
-                if addresses.owned.is_empty() {
-                    return nftables::purge(nft, &owner);
-                }
-                let admin_chain = addresses.admin_chain.as_ref();
-                // Required by `ensure`, but not read: nothing undoes this undo.
-                let unused_previous = RefCell::default();
-                nftables::ensure(nft, &owner, &addresses.owned, admin_chain, &unused_previous)
-            }));
+            results.push(self.in_nftables(|nft| nftables::put_back(nft, &owner, &addresses)));
         }
         for (family, variant, previous_addresses) in previous.iptables.take() {
-            let addresses = rules.of_family(family);
             results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
                 iptables.change(family, variant, |filter| {
-                    previous_addresses.put_back(filter, &owner, &addresses, &rules.iptables_admin_chain)
+                    previous_addresses.put_back(filter, &owner, &rules.iptables_admin_chain)
                 })
             }));
         }

@@ -198,13 +198,18 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     }
 }
 
-/// The addresses that an attachment had before an ADD.
-#[derive(Debug, Default)]
-pub(super) struct PreviousAddresses {
-    pub(super) owned: Vec<OwnedAddress>,
-    /// The configured administrator's chain, if the rules were in its table. `None` if they were in
-    /// the plugins' own table, or in the table of a chain that was configured earlier.
-    pub(super) admin_chain: Option<EntryChain>,
+/// An address that an attachment had before an ADD, and the table that had the address's rules.
+#[derive(Debug)]
+pub(super) struct PreviousAddress {
+    family: Family,
+    table: String,
+    owned: OwnedAddress,
+}
+
+impl PreviousAddress {
+    fn table(&self) -> Table<'_> {
+        Table { family: self.family, name: &self.table }
+    }
 }
 
 /// Makes `addresses` the only addresses of the attachment `owner`, in one transaction, and stores
@@ -218,7 +223,7 @@ pub(super) fn ensure(
     owner: &str,
     addresses: &[OwnedAddress],
     admin_chain: Option<&EntryChain>,
-    previous: &RefCell<Option<PreviousAddresses>>,
+    previous: &RefCell<Option<Vec<PreviousAddress>>>,
 ) -> Result<()> {
     let own_chain = EntryChain::own();
     let groups = by_entry_chain(addresses, admin_chain, &own_chain);
@@ -226,17 +231,15 @@ pub(super) fn ensure(
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut existing = PreviousAddresses::default();
+        let mut existing = Vec::new();
         for owners in list_owners(nft)? {
             let table = owners.table();
             let mut wanted_here: Vec<OwnedAddress> = Vec::new();
             for (_, group) in groups.iter().filter(|(entry_chain, _)| entry_chain.table() == table) {
                 wanted_here.extend(group.iter().copied().cloned());
             }
-            let existing_here: Vec<OwnedAddress> = owners.addresses().filter(|owned| owned.owner == owner).collect();
-            if !existing_here.is_empty() {
-                existing.admin_chain = admin_chain.filter(|chain| chain.table() == table).cloned();
-                existing.owned.extend(existing_here);
+            for owned in owners.addresses().filter(|owned| owned.owner == owner) {
+                existing.push(PreviousAddress { family: owners.family, table: owners.table.clone(), owned });
             }
             let is_removed = |owned: &OwnedAddress| owned.owner == owner && !wanted_here.contains(owned);
             remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
@@ -244,6 +247,25 @@ pub(super) fn ensure(
         previous.replace(Some(existing));
         for (entry_chain, group) in &groups {
             add_addresses(nft, &mut batch, entry_chain, group)?;
+        }
+        nft.commit(batch)
+    })
+}
+
+/// Undoes an [`ensure`]: makes `previous` the only addresses of the attachment `owner`, each in its
+/// earlier table, in one transaction. If another program has removed such a table since, its rules
+/// are not restored.
+pub(super) fn put_back(nft: &mut Nft, owner: &str, previous: &[PreviousAddress]) -> Result<()> {
+    retry(|| {
+        let mut batch = Batch::new();
+        batch.only_at(nft.wait_for_generation()?);
+        for owners in list_owners(nft)? {
+            let table = owners.table();
+            let previous_here = previous.iter().filter(|address| address.table() == table);
+            let wanted_here: Vec<OwnedAddress> = previous_here.map(|address| address.owned.clone()).collect();
+            let is_removed = |owned: &OwnedAddress| owned.owner == owner && !wanted_here.contains(owned);
+            remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
+            add_elements(nft, &mut batch, table, &wanted_here.iter().collect::<Vec<_>>())?;
         }
         nft.commit(batch)
     })
@@ -280,6 +302,12 @@ fn add_addresses(
     if !leads_to_forward(nft, entry_chain)? {
         batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(CNI_FORWARD)]).with_comment(JUMP_COMMENT));
     }
+    add_elements(nft, batch, table, addresses)
+}
+
+/// Adds to `batch` the missing elements and rules for `addresses`. The chains and sets that all
+/// containers share must exist in `table`, or `batch` must create them.
+fn add_elements(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, addresses: &[&OwnedAddress]) -> Result<()> {
     let recorded: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
     let mut isolation: Vec<(&str, Vec<Expr>)> = Vec::new();
     for owned in addresses {

@@ -196,9 +196,15 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
         chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.alias == names.alias);
     let requested_sources: Vec<Cidr> = addresses.iter().map(|address| Cidr::host(address.address())).collect();
     let is_requested = |source: Option<Cidr>| source.is_some_and(|source| requested_sources.contains(&source));
-    for stale in own_tags.iter().filter(|tag| !is_requested(tag.source)) {
+    let is_written_now = |tag: &Tag| addresses.iter().any(|address| tag.rule.matches(&names.tag(*address)));
+    let mut unused_networks: Vec<Cidr> = Vec::new();
+    for stale in own_tags.iter().filter(|tag| !is_written_now(tag)) {
         edit.delete(&names.chain, &stale.rule);
+        unused_networks.extend(stale.network);
     }
+    unused_networks
+        .retain(|network| !networks.contains(network) && !other_tags.iter().any(|tag| tag.network == Some(*network)));
+    let mut has_untagged = false;
     let mut existing_sources: Vec<Cidr> = Vec::new();
     for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
         let source = source(jump);
@@ -207,10 +213,14 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
         let has_own_tag = own_tags.iter().any(|tag| tag.source == source);
         let has_other_tag = other_tags.iter().any(|tag| tag.source == source);
         let is_stale = has_own_tag && !has_other_tag && !is_requested(source);
+        has_untagged |= !has_own_tag && !has_other_tag;
         if is_duplicate || is_stale {
             edit.delete(POSTROUTING, jump);
         }
         existing_sources.extend(source);
+    }
+    if !has_untagged {
+        delete_accepts(&mut edit, &names.chain, &chain.rules, &unused_networks);
     }
     for address in addresses {
         if !existing_sources.contains(&Cidr::host(address.address())) {
@@ -400,7 +410,7 @@ fn remove(
     for tag in &garbage_tags {
         edit.delete(chain, &tag.rule);
     }
-    // An untagged jump does not name its network, so it may need any of the ACCEPT rules.
+    // See `delete_accepts`.
     if has_remaining_untagged {
         return Ok(edit);
     }
@@ -409,13 +419,20 @@ fn remove(
         .filter_map(|tag| tag.network)
         .filter(|network| !remaining_tags.iter().any(|tag| tag.network == Some(*network)))
         .collect();
-    for rule in content.rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
+    delete_accepts(&mut edit, chain, &content.rules, &unused_networks);
+    Ok(edit)
+}
+
+/// Adds to `edit` the removal of the ACCEPT rules for `networks` from `chain`, which contains
+/// `rules`. The caller must not call this if an untagged jump remains: such a jump, created by Go's
+/// plugin, does not name its network and may need any of these rules.
+fn delete_accepts(edit: &mut Edit, chain: &str, rules: &[Rule], networks: &[Cidr]) {
+    for rule in rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
         let destination: Option<Cidr> = rule.value("-d").and_then(|network| network.parse().ok());
-        if destination.is_some_and(|network| unused_networks.contains(&network)) {
+        if destination.is_some_and(|network| networks.contains(&network)) {
             edit.delete(chain, rule);
         }
     }
-    Ok(edit)
 }
 
 /// Returns a sentence for each rule of the attachment that is missing in the family of `nat`; empty

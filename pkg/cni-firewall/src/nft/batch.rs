@@ -149,8 +149,8 @@ pub(crate) enum ErrnoTranslation {
     /// For the creation of a base chain:
     /// - ENOENT becomes EOPNOTSUPP: the kernel has no such type of chain for the family. The table
     ///   is not missing, because the same batch creates it.
-    /// - EOPNOTSUPP becomes EEXIST, as on older kernels: the chain exists with another hook, type
-    ///   or priority.
+    /// - EOPNOTSUPP, or EEXIST on older kernels, becomes an error without an errno: the chain
+    ///   exists with another hook, type or priority.
     BaseChain,
 }
 
@@ -212,7 +212,7 @@ impl Batch {
     }
 
     /// Creates the base chain, with policy accept, unless it exists. On every kernel, the commit
-    /// fails with EEXIST if the chain exists with another hook, type or priority, and with
+    /// fails without an errno if the chain exists with another hook, type or priority, and with
     /// [`Error::is_unsupported`] if the kernel has no such type of chain.
     pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain, comment: Option<&str>) {
         let what = format!("failed to add nft base chain {table} {name}");

@@ -6,7 +6,7 @@
 //! A change can depend on objects that were read. Another process may have changed these objects
 //! meanwhile. So that the kernel then refuses the change, the change names handles, creates chains
 //! with [`Batch::create_chain`], or requires that no rule has changed ([`Batch::only_at`]). After
-//! such a refusal ([`raced`]), the caller reads again.
+//! such a refusal, the caller reads again.
 //!
 //! Needs CAP_NET_ADMIN. The socket belongs to the network namespace that the thread was in when it
 //! opened the socket. On a kernel without nf_tables every call fails with

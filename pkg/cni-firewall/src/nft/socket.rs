@@ -42,11 +42,10 @@ pub struct Nft {
     reads_max: usize,
 }
 
-/// Whether a change may have failed because another process changed the rules that it was based on.
-/// The caller then reads the rules again and repeats the change, but only a limited number of
-/// times, because the error can have another cause.
+/// Whether a change failed because another process changed the rules that it was based on
+/// ([`Batch::only_at`]). The caller then reads the rules again and repeats the change.
 pub fn raced(error: &Error) -> bool {
-    error.is_not_found() || error.is_exists() || error.errno() == Some(libc::ERESTART)
+    error.errno() == Some(libc::ERESTART)
 }
 
 /// The number of the ruleset's state: every transaction, of any process, increments it.
@@ -477,9 +476,9 @@ impl Refusal {
             (libc::ENOENT, ErrnoTranslation::BaseChain) => {
                 unsupported(&change.what, "the kernel has no such type of chain", Errno::ENOENT)
             }
-            (libc::EOPNOTSUPP, ErrnoTranslation::BaseChain) => {
-                let text = "the chain exists with another hook, type or priority".to_owned();
-                Error::new(&change.what, Cause::kernel(libc::EEXIST, Some(text)))
+            // Older kernels answer EEXIST.
+            (libc::EOPNOTSUPP | libc::EEXIST, ErrnoTranslation::BaseChain) => {
+                Error::new(&change.what, Cause::text("the chain exists with another hook, type or priority"))
             }
             _ => Error::new(&change.what, Cause::kernel(self.errno, self.text)),
         }

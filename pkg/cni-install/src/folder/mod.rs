@@ -354,6 +354,7 @@ impl Folder {
     fn finish_forget(&self, generation: u64) -> Result<(), Error> {
         self.remove_original()?;
         let folder = self.generation_folder(generation);
+        // A kept file has the name of the program that replaced it.
         let kept_files = self.list_installed(generation)?.into_iter().map(|program| program.name);
         // A folder without `ABSENT` is not a kept set (see `kept.rs`). `ABSENT` is removed first,
         // so a killed `forget` never leaves a kept set that lacks files.

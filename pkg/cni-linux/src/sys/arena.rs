@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// fit into the rest of the block comes from the C library.
 ///
 /// musl maps and unmaps memory page by page: without this allocator a bridge + host-local ADD makes
-/// 12 % more system calls and takes 8 % more CPU time, a DEL 17 %. Not reusing the last range would
+/// 13 % more system calls and takes 8 % more CPU time, a DEL 17 %. Not reusing the last range would
 /// be simpler, but takes up to 8 % more CPU time, because more pages are touched.
 #[derive(Debug)]
 pub struct Arena {

@@ -9,10 +9,10 @@ mod recorder;
 mod steps;
 
 use clap::{Args, Subcommand};
+use cni::skel;
 use serde_json::{Value, json};
 
 use crate::cli::{Failure, Shared, failed};
-use crate::network::NetworkVerb;
 use crate::report::{Colour, Format, error_json, paint, write, write_json, write_raw};
 use crate::{Call, Exit, Streams, network};
 
@@ -51,11 +51,11 @@ enum Verb {
 pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let format = shared.format();
     let command = match args.verb {
-        Verb::Add(args) => args.into_command(NetworkVerb::Add, shared)?,
-        Verb::Check(args) => args.into_command(NetworkVerb::Check, shared)?,
+        Verb::Add(args) => args.into_command(skel::Verb::Add, shared)?,
+        Verb::Check(args) => args.into_command(skel::Verb::Check, shared)?,
         Verb::Del(args) => args.into_command(shared)?,
         Verb::Gc(args) => args.into_command(shared),
-        Verb::Status(args) => args.into_command(NetworkVerb::Status, shared),
+        Verb::Status(args) => args.into_command(skel::Verb::Status, shared),
     };
     let subject = format!("explain {}", command.subject());
     let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;

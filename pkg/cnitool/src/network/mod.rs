@@ -8,6 +8,7 @@ mod gc;
 mod options;
 mod versions;
 
+use cni::skel::Verb;
 use cni::{Code, Error};
 use libcni::cache::Entry;
 use libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
@@ -18,7 +19,7 @@ use crate::report::{Format, write_json, write_raw};
 use crate::target::{NetnsPresence, absolute, container_id};
 use crate::{Call, Streams};
 
-pub(crate) use options::{Attach, Collect, Command, Detach, Named, NetworkVerb};
+pub(crate) use options::{Attach, Collect, Command, Detach, Named};
 
 /// The input of one verb.
 struct VerbRun<'a, 'm> {
@@ -40,12 +41,12 @@ pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) 
         conf_folder: command.shared.conf_folder(&Variables(&call.environment)),
     };
     let outcome = match command.verb {
-        NetworkVerb::Add => verb_run.add(streams),
-        NetworkVerb::Check => verb_run.check(streams),
-        NetworkVerb::Del => verb_run.del(streams),
-        NetworkVerb::Gc => verb_run.gc(streams),
-        NetworkVerb::Status => verb_run.status(streams),
-        NetworkVerb::Version => verb_run.version(streams),
+        Verb::Add => verb_run.add(streams),
+        Verb::Check => verb_run.check(streams),
+        Verb::Del => verb_run.del(streams),
+        Verb::Gc => verb_run.gc(streams),
+        Verb::Status => verb_run.status(streams),
+        Verb::Version => verb_run.version(streams),
     };
     outcome.map_err(|error| failed(command.subject(), error, command.shared.format()))
 }
@@ -128,7 +129,7 @@ impl VerbRun<'_, '_> {
         match self.command.shared.format() {
             Format::Text => Ok(()),
             Format::Json => {
-                let json = json!({"verb": self.command.verb.as_str(), "network": self.command.network, "ok": true});
+                let json = json!({"verb": self.command.verb_name(), "network": self.command.network, "ok": true});
                 write_json(streams, &json)
             }
         }

@@ -3,38 +3,14 @@
 use std::ffi::OsString;
 
 use clap::Args;
+use cni::skel::Verb;
 
 use crate::cli::{Failure, Shared};
-
-/// A verb of a network.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NetworkVerb {
-    Add,
-    Check,
-    Del,
-    Gc,
-    Status,
-    Version,
-}
-
-impl NetworkVerb {
-    /// Returns the verb's name on the command line.
-    pub(super) fn as_str(self) -> &'static str {
-        match self {
-            NetworkVerb::Add => "add",
-            NetworkVerb::Check => "check",
-            NetworkVerb::Del => "del",
-            NetworkVerb::Gc => "gc",
-            NetworkVerb::Status => "status",
-            NetworkVerb::Version => "version",
-        }
-    }
-}
 
 /// A verb of a network with its arguments.
 #[derive(Debug)]
 pub(crate) struct Command {
-    pub(super) verb: NetworkVerb,
+    pub(super) verb: Verb,
     pub(super) network: String,
     /// The path of the namespace as the user gave it, which may be relative.
     pub(super) netns: Option<OsString>,
@@ -120,13 +96,18 @@ pub(crate) struct Named {
 }
 
 impl Command {
+    /// Returns the verb's name on the command line.
+    pub(super) fn verb_name(&self) -> String {
+        self.verb.as_str().to_ascii_lowercase()
+    }
+
     /// Returns the verb and the network's name, for error messages.
     pub(crate) fn subject(&self) -> String {
-        format!("{} {}", self.verb.as_str(), self.network)
+        format!("{} {}", self.verb_name(), self.network)
     }
 
     /// Returns a command with default options.
-    fn new(verb: NetworkVerb, network: String, shared: Shared) -> Command {
+    fn new(verb: Verb, network: String, shared: Shared) -> Command {
         Command {
             verb,
             network,
@@ -147,11 +128,11 @@ impl Attach {
     ///
     /// # Errors
     /// [`Failure::Usage`] if the path is empty.
-    pub(crate) fn into_command(self, verb: NetworkVerb, shared: Shared) -> Result<Command, Failure> {
+    pub(crate) fn into_command(self, verb: Verb, shared: Shared) -> Result<Command, Failure> {
         let Attach { network, netns, interface: Interface { ifname, container_id } } = self;
         if netns.is_empty() {
             let msg = "the path of a network namespace is expected".to_owned();
-            return Err(Failure::Usage { verb: verb.as_str(), msg });
+            return Err(Failure::Usage { verb: verb.as_str().to_ascii_lowercase(), msg });
         }
         Ok(Command { netns: Some(netns), ifname, container_id, ..Command::new(verb, network, shared) })
     }
@@ -167,9 +148,9 @@ impl Detach {
         let netns = netns.filter(|path| !path.is_empty());
         if netns.is_none() && container_id.is_none() {
             let msg = "the path of the network namespace or --container-id is expected".to_owned();
-            return Err(Failure::Usage { verb: NetworkVerb::Del.as_str(), msg });
+            return Err(Failure::Usage { verb: "del".to_owned(), msg });
         }
-        Ok(Command { netns, ifname, container_id, keep_going, ..Command::new(NetworkVerb::Del, network, shared) })
+        Ok(Command { netns, ifname, container_id, keep_going, ..Command::new(Verb::Del, network, shared) })
     }
 }
 
@@ -177,13 +158,13 @@ impl Collect {
     /// Converts the arguments to the command `gc`.
     pub(crate) fn into_command(self, shared: Shared) -> Command {
         let Collect { network, netns: _, keep, all, dry_run } = self;
-        Command { keep, all, dry_run, ..Command::new(NetworkVerb::Gc, network, shared) }
+        Command { keep, all, dry_run, ..Command::new(Verb::Gc, network, shared) }
     }
 }
 
 impl Named {
     /// Converts the arguments to the command `verb`, which is `Status` or `Version`.
-    pub(crate) fn into_command(self, verb: NetworkVerb, shared: Shared) -> Command {
+    pub(crate) fn into_command(self, verb: Verb, shared: Shared) -> Command {
         Command::new(verb, self.network, shared)
     }
 }

@@ -76,6 +76,7 @@ pub struct Listing {
 enum Content {
     /// The file does not exist.
     Absent,
+    /// The entry of some attachment.
     Entry(Box<Entry>),
     /// Only a result: the format before cniCacheV1.
     BareResult(Box<RawValue>),
@@ -274,7 +275,7 @@ impl Cache {
         let path = self.path(id)?;
         match read_for(id, &path)? {
             Found::Nothing | Found::Another(_) => Ok(()),
-            Found::Entry(_) | Found::Undecodable(_) => absent_is_fine(fs::remove_file(&path))
+            Found::Entry(_) | Found::Undecodable(_) => ignore_not_found(fs::remove_file(&path))
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to remove {}", path.display()), error)),
         }
     }
@@ -298,8 +299,8 @@ impl Cache {
     }
 
     /// Returns the entries that `is_wanted` accepts, from the files whose names begin with
-    /// `prefix`. Each of these files without a usable entry is a problem, because the file may
-    /// belong to any network.
+    /// `prefix`. Each of these files without a usable entry is listed as a problem, because it may
+    /// belong to the wanted network.
     fn list_entries(&self, prefix: &str, is_wanted: impl Fn(&Entry) -> bool) -> Result<Listing> {
         let mut listing = Listing::default();
         for path in self.list_files(prefix)? {
@@ -360,7 +361,7 @@ impl Cache {
             // A process that is still writing its file holds the lock. `_lock` is held until the
             // file is removed.
             if let Some(_lock) = lock(&path, OpenOptions::new().write(true)).map_err(failed)? {
-                absent_is_fine(fs::remove_file(&path)).map_err(failed)?;
+                ignore_not_found(fs::remove_file(&path)).map_err(failed)?;
             }
         }
         Ok(())
@@ -378,7 +379,7 @@ fn file_name(AttachmentId { network, container_id, ifname }: &AttachmentId) -> S
 }
 
 /// Turns the error that a file does not exist into success.
-fn absent_is_fine(outcome: io::Result<()>) -> io::Result<()> {
+fn ignore_not_found(outcome: io::Result<()>) -> io::Result<()> {
     outcome.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 

@@ -2,8 +2,8 @@
 //! cache.
 //!
 //! The specification requires that DEL stops at the first error ([`OnError::Stop`]). The DELs after
-//! a failed ADD and those of GC run the remaining plugins too ([`OnError::GoOn`]), because no other
-//! DEL of the attachment may follow.
+//! a failed ADD and those of GC run the remaining plugins too ([`OnError::GoOn`]), because the
+//! runtime might never call another DEL of the attachment.
 
 use serde_json::value::RawValue;
 
@@ -17,7 +17,7 @@ use cni::config::ValidAttachments;
 use cni::delegate::find_plugin;
 use cni::skel::Verb;
 use cni::version::Version;
-use cni::{AttachmentId, Code, Error, Result, config, ident};
+use cni::{AttachmentId, Code, Error, Result, ident};
 
 /// What DEL does after a plugin has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,12 +53,12 @@ impl Runtime<'_> {
         self.cache.prepare_for_add(&attachment.id(list.name()))?;
 
         let mut result = None;
-        let mut outcome = self.run_adds(list, attachment, version, &mut result);
-        if outcome.is_ok() {
-            outcome = self.store(list, attachment, result.clone());
-        }
-        let Err(add_error) = outcome else {
-            return result.ok_or_else(|| Error::config("no plugin configs found"));
+        let outcome = self.run_adds(list, attachment, version, &mut result);
+        let outcome = outcome.and_then(|()| self.store(list, attachment, result.clone()));
+        let add_error = match outcome {
+            // Every list has a plugin, so there is a result.
+            Ok(()) => return result.ok_or_else(|| Error::config("no plugin configs found")),
+            Err(error) => error,
         };
         // Runtimes do not call DEL after a failed ADD, so this is the only clean-up.
         let prev_result = if has_prev_result_in_del(version) { result.as_deref() } else { None };
@@ -112,7 +112,7 @@ impl Runtime<'_> {
         let version = check_parameters(list, attachment)?;
         if version < Version::V0_4_0 {
             let msg = format!("configuration version {:?} does not support the CHECK command", list.cni_version());
-            return Err(config::incompatible(&msg, list.cni_version()));
+            return Err(Error::new(Code::INCOMPATIBLE_VERSION, msg));
         }
         if list.disable_check() {
             return Ok(());
@@ -202,7 +202,8 @@ impl Runtime<'_> {
 
     /// GC: runs DEL for each cached attachment that is not in `valid`, and then GC of each plugin
     /// if the list's version is 1.1.0 or newer. Does nothing if the configuration disables GC.
-    /// Cache files without a usable entry are noted and not changed.
+    /// Cache files without a usable entry are noted and not changed; temporary files that killed
+    /// processes have left in the cache are removed.
     ///
     /// # Errors
     /// - Code 1 if the list's version is not supported.
@@ -283,8 +284,8 @@ fn with_errors_of_dels(add_error: Error, failed_dels: Vec<(&PluginConf, Error)>)
     for (plugin, error) in failed_dels {
         // The message about a plugin that gave no answer contains the verb. `name_plugin` has added
         // a prefix to the ADD's message, so only the ends are compared.
-        let msg_with_add = error.msg().replace(": DEL: ", ": ADD: ");
-        let is_same = add_error.msg().ends_with(&msg_with_add);
+        let msg_if_from_add = error.msg().replace(": DEL: ", ": ADD: ");
+        let is_same = add_error.msg().ends_with(&msg_if_from_add);
         let why = if is_same { "for the same reason" } else { error.msg() };
         lines.push(format!("the DEL after the failed ADD failed too: plugin {} (delete): {why}", plugin.description()));
         if !is_same {
@@ -332,7 +333,7 @@ fn read_result(stdout: &[u8], version: Version) -> Result<Box<RawValue>> {
     let text = if has_version {
         answer.to_owned()
     } else {
-        // Now `convert_result` returns the members as the plugin wrote them.
+        // With the expected version, `convert_result` leaves the plugin's values verbatim.
         members.set("cniVersion", version.as_str())?;
         String::from_utf8_lossy(&members.to_bytes()?).into_owned()
     };

@@ -20,16 +20,18 @@ use super::Record;
 /// The length in bytes of the longest file that is read.
 const MAX_SIZE: u64 = 1 << 20;
 
-/// The folder of backups, for one network.
+/// The folder of the backups of all networks, as a call for one network uses it.
 #[derive(Clone, Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
-    /// The suffix of the names of this network's temporary files. GC removes these files, which
-    /// killed processes have left. Other networks' files stay: a process may be writing them.
+    /// The suffix of the names of this network's temporary files. GC removes those that killed
+    /// processes have left. It does not remove other networks' temporary files, because a process
+    /// may be writing them.
     temporary_suffix: String,
 }
 
-/// The backup of one attachment, whether it exists or not.
+/// The file of one attachment's backup, which does not need to exist. [`Folder::list`] also returns
+/// temporary files as this type.
 #[derive(Clone, Debug)]
 pub(crate) struct Backup {
     folder: Folder,
@@ -167,7 +169,7 @@ impl Backup {
         self.write_bytes(&record.encode())
     }
 
-    /// Creates or replaces the backup with bytes that were read from it earlier.
+    /// Creates or replaces the backup. `bytes` is an encoded record.
     ///
     /// # Errors
     /// As [`write`](Backup::write).
@@ -200,8 +202,8 @@ impl Backup {
 
     /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
     /// the attachment, so that DEL can find the file, and a hash of the network, so that GC can.
-    /// Hashes keep the name short enough for every attachment. If this backup is itself a temporary
-    /// file that [`Folder::list`] has found, returns its own path.
+    /// Hashes keep the name short enough for every attachment. For a temporary file that
+    /// [`Folder::list`] has returned, this is its own path.
     fn temporary(&self) -> PathBuf {
         if self.is_temporary() {
             return self.path.clone();
@@ -225,9 +227,9 @@ impl Backup {
         let temporary =
             purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
         let removed = purge_file(&self.path).map_err(|error| self.failed("remove", error));
-        let has_existed = removed.as_ref().is_ok_and(|existed| *existed);
+        let existed = matches!(removed, Ok(true));
         Error::join(temporary.err().into_iter().chain(removed.err()))?;
-        Ok(has_existed)
+        Ok(existed)
     }
 
     /// Returns the error for a failed action: `read`, `write` or `remove`.

@@ -60,9 +60,9 @@ pub(crate) struct SavedSysctl {
     pub(crate) original: String,
     /// The values that this plugin's entries in the list have written, each once, the newest last.
     pub(crate) written: Vec<String>,
-    /// The value that the kernel returned after the last write, if it differs.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) reads: Option<String>,
+    /// The value that the kernel returned after the last write, if it differs from the written one.
+    #[serde(rename = "reads", skip_serializing_if = "Option::is_none")]
+    pub(crate) read_back: Option<String>,
 }
 
 /// The values that this plugin's entries in the list have written to the interface, each once, the
@@ -214,7 +214,7 @@ impl SavedSysctl {
     /// Whether `current` is the value that was written last, as it was written or as the kernel
     /// returned it.
     pub(crate) fn is_in_force(&self, current: &str) -> bool {
-        self.reads.iter().chain(self.written.last()).any(|written| is_same(written, current))
+        self.read_back.iter().chain(self.written.last()).any(|written| is_same(written, current))
     }
 }
 
@@ -233,7 +233,7 @@ mod tests {
                 path: "net/ipv4/x".into(),
                 original: "0".into(),
                 written: vec!["1".into()],
-                reads: None,
+                read_back: None,
             }],
             written: Written { mtu: vec![1400], ..Written::default() },
             attachment: Some(Attachment { network: "net".into(), ..Attachment::default() }),
@@ -277,7 +277,7 @@ mod tests {
         assert_eq!(history, [2, 1, 3]);
         let saved = SavedSysctl { written: vec!["1".into(), "0x10".into()], ..Default::default() };
         assert!(saved.is_in_force("16") && !saved.is_in_force("1"));
-        let saved = SavedSysctl { written: vec!["1,2,3".into()], reads: Some("1-3".into()), ..Default::default() };
+        let saved = SavedSysctl { written: vec!["1,2,3".into()], read_back: Some("1-3".into()), ..Default::default() };
         assert!(saved.is_in_force("1-3"));
         assert!(!SavedSysctl::default().is_in_force(""));
     }

@@ -1,8 +1,10 @@
 //! bridge after another plugin: attaches that plugin's host end to the bridge and owns nothing else
 //! of it.
 
+use cni_testkit::trace::{self, Act, Plan};
 use cni_testkit::{Attachment, Container, Node, Outcome, probe, require};
 use conformance::{bridge, layer2, patched};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 /// Creates what a plugin before bridge creates: a veth pair, and a result that names both ends.
@@ -250,5 +252,31 @@ fn a_failed_chained_add_gives_the_port_back() {
     let attachment = Attachment::new(&node, &container, config);
     attachment.add_after(&prev).failure();
     assert!(node.link("host0").unwrap()["master"].is_null());
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
+fn spoof_rules_precede_and_outlast_the_port() {
+    require!(probe::nft_bridge());
+    require!(trace::supported());
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"macspoofchk": true})));
+    let plan = Plan { victim: "bridge".into(), at: u64::MAX, act: Act::Signal(Signal::SIGTERM) };
+    let traced_add = |attachment: &Attachment<'_>| {
+        let (mut as_port, mut unguarded) = (0, 0);
+        let traced = attachment.invocation("ADD", Some(&prev)).watched(&plan, |hit| {
+            if hit.call.starts_with("send") && node.ports("br0") == ["host0"] {
+                as_port += 1;
+                unguarded += u32::from(!node.ruleset().contains("macspoofchk"));
+            }
+        });
+        assert!(as_port > 0 && unguarded == 0, "unguarded at {unguarded} of {as_port} requests");
+        traced.outcome
+    };
+    attachment.del_with(&traced_add(&attachment).success()).success();
+    let ipam = json!({"ipam": {"type": "not-there"}});
+    traced_add(&attachment.clone().config(patched(attachment.config.clone(), ipam))).failure();
     node.exec(&["ip", "link", "del", "host0"]);
 }

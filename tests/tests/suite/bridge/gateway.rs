@@ -365,6 +365,18 @@ fn a_bridge_with_an_alias_keeps_both_alias_and_mac() {
     node.exec(&["ip", "link", "del", "up0"]);
 }
 
+/// This plugin creates such a port for `vlan` with `isGateway`.
+#[test]
+fn the_port_of_a_vlan_gateway_does_not_prevent_pinning() {
+    let node = Node::new();
+    node.ip(&["link add br0 up type bridge", "link add port0 up type veth peer name gate0"]);
+    node.exec(&["ip", "link", "set", "port0", "master", "br0", "alias", "cni-bridge: VLAN gateway"]);
+    let (_c, attachment, result) = attach(&node, &layer2(), 1).remove(0);
+    assert_eq!(node.link("br0").unwrap()["ifalias"], "cni-bridge: MAC pinned");
+    attachment.del_with(&result).success();
+    node.exec(&["ip", "link", "del", "port0"]);
+}
+
 /// Setting a MAC, even the same one, makes the kernel drop all neighbour entries of the bridge.
 #[test]
 fn a_second_add_keeps_the_neighbours_of_a_bridge_with_an_alias() {

@@ -317,6 +317,24 @@ fn a_chain_of_the_administrators_gets_the_way_to_the_rules() {
     });
 }
 
+#[test]
+fn a_failed_add_puts_rules_back_into_their_table() {
+    each(&[Backend::Nftables], |world| {
+        shell(world, "nft 'add table inet site; add chain inet site gate { type filter hook forward priority 0; }'");
+        let theirs = config(world, json!({"nftablesChain": "inet site gate", "ingressPolicy": "same-bridge"}));
+        let pod = world.dual();
+        pod.add(&theirs).success();
+        let before = rules(world);
+        let call = pod.invocation(&bin_dir(), "ADD", &config(world, json!({})), Some(&pod.result));
+        assert_ne!(call.with_closed_stdout().run().status, Some(0));
+        pod.check(&theirs).success();
+        shell(world, "nft delete table inet cni_firewall");
+        assert_eq!(rules(world), before);
+        pod.leave();
+        shell(world, "nft delete table inet site");
+    });
+}
+
 /// Runs a list as a runtime does, with the list that Podman ships.
 fn podman(world: &World) -> Vec<Value> {
     let base = |kind: &str| json!({"cniVersion": "0.4.0", "name": "podman", "type": kind});

@@ -360,6 +360,20 @@ fn an_interface_whose_alias_was_removed_stays_with_an_error() {
 }
 
 #[test]
+fn an_alias_that_cannot_be_a_name_is_quoted_in_the_error() {
+    let node = node();
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, network(&node));
+    let result = attachment.add().success();
+    container.ip(&["link set eth0 alias a/b"]);
+    let failure = attachment.del_with(&result).failure();
+    let text = "failed to find original ifname for \"eth0\" (its alias \"a/b\" is not an interface name)";
+    assert_eq!(failure.msg, text);
+    container.ip(&["link set eth0 alias dev0"]);
+    attachment.del_with(&result).success();
+}
+
+#[test]
 fn check_compares_with_the_result() {
     let node = node();
     let container = node.container();

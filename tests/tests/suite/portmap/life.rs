@@ -339,6 +339,10 @@ fn conditions_beyond_the_subset_go_through_nft() {
         pod.check(&config).success();
         assert_eq!(world.rules().matches("tcp dport 8080 dnat to 10.1.0.2:80").count(), 1, "{}", world.rules());
     }
+    shell(&world, "nft flush chain ip cni_hostport prerouting");
+    pod.check(&config).fails_naming(101, &["prerouting lacks a jump"]);
+    pod.add(&config).success();
+    pod.check(&config).success();
     assert!(world.client.enter(|| ask_tcp(&at(0, 8080))).is_some());
     assert!(world.node.enter(|| ask_tcp_for(IN_VAIN, &at(0, 8080))).is_none(), "192.0.2.1 is not among them");
     // Another attachment of the container has a mapping of the same kind; each takes its own.

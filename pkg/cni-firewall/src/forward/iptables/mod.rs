@@ -101,12 +101,14 @@ fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
 }
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
-/// the family of `filter`.
+/// the family of `filter`. An address in `accepted_for_others` keeps its accepting rules even if
+/// the attachment loses the address, because another attachment or the Go plugin wrote these rules.
 pub(super) fn ensure(
     filter: &mut Chains<'_>,
     owner: &str,
     addresses: &[OwnedAddress],
     admin_chain: &str,
+    accepted_for_others: &[IpAddr],
 ) -> Result<Edit> {
     let mut edit = Edit::new();
     for chain in [CNI_FORWARD, admin_chain, OWNERS] {
@@ -147,7 +149,8 @@ pub(super) fn ensure(
     let is_stale = |record: &&Record| !addresses.contains(&record.owned);
     let stale_records: Vec<&Rule> = own_records.iter().filter(is_stale).map(|record| &record.rule).collect();
     if !stale_records.is_empty() {
-        let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
+        let removal =
+            Removal { records: &stale_records, staying: addresses, accepted_for_others, ..Removal::default() };
         edit.extend(removal.plan(filter)?);
     }
     Ok(edit)
@@ -241,12 +244,15 @@ struct Removal<'r> {
     unrecorded_addresses: &'r [IpAddr],
     /// Addresses that keep their rules even if a removed record names them.
     staying: &'r [OwnedAddress],
+    /// Addresses that also keep their rules, and whose isolation is unknown: the Go plugin may have
+    /// written the rules, and it writes no records.
+    accepted_for_others: &'r [IpAddr],
 }
 
 impl Removal<'_> {
     /// Returns the edit that removes the records, the accepting rules of their addresses and of the
     /// unrecorded ones, and the isolation rules that no attachment requires any more. An address
-    /// that is in another record or staying keeps its accepting rules.
+    /// in another record, in `staying` or in `accepted_for_others` keeps its accepting rules.
     fn plan(&self, filter: &mut Chains<'_>) -> Result<Edit> {
         let mut edit = Edit::new();
         let is_of_family = |address: &&IpAddr| Family::of(**address) == filter.family();
@@ -259,7 +265,8 @@ impl Removal<'_> {
         }
         let octets: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
         let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-        let mut kept_addresses: Vec<IpAddr> = self.staying.iter().map(|owned| owned.address).collect();
+        let mut kept_addresses: Vec<IpAddr> = self.accepted_for_others.to_vec();
+        kept_addresses.extend(self.staying.iter().map(|owned| owned.address));
         for record in find_records(filter, &needles)? {
             if !self.records.contains(&&record.rule) {
                 kept_addresses.push(record.owned.address);
@@ -361,24 +368,17 @@ impl PreviousAddresses {
         Ok(PreviousAddresses { own, accepted_for_others })
     }
 
-    /// Returns the edit that undoes an [`ensure`] of `addresses`, after which the attachment
-    /// `owner` has its previous addresses again.
-    pub(super) fn put_back(
-        &self,
-        filter: &mut Chains<'_>,
-        owner: &str,
-        addresses: &[OwnedAddress],
-        admin_chain: &str,
-    ) -> Result<Edit> {
+    /// Returns the edit that undoes an [`ensure`], after which the attachment `owner` has its
+    /// previous addresses again. The rules of others stay.
+    pub(super) fn put_back(&self, filter: &mut Chains<'_>, owner: &str, admin_chain: &str) -> Result<Edit> {
+        let accepted_for_others = &self.accepted_for_others;
         if !self.own.is_empty() {
-            return ensure(filter, owner, &self.own, admin_chain);
+            return ensure(filter, owner, &self.own, admin_chain, accepted_for_others);
         }
         // The attachment had no address, so `ensure` wrote all its records.
         let own_records = find_own_records(filter, owner)?;
         let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
-        let mut staying = addresses.to_vec();
-        staying.retain(|owned| self.accepted_for_others.contains(&owned.address));
-        Removal { records: &own_rules, staying: &staying, ..Removal::default() }.plan(filter)
+        Removal { records: &own_rules, accepted_for_others, ..Removal::default() }.plan(filter)
     }
 }
 

@@ -14,9 +14,10 @@ struct OwnRules<'s> {
     mappings: Vec<OwnMapping<'s>>,
     /// The expressions of the rules in [`MASQUERADING`].
     masquerades: Vec<&'s [Expr]>,
-    /// Whether a rule has no tag and so names only the container: Go's plugin or the program `nft`
-    /// wrote it.
-    has_untagged: bool,
+    /// Whether one of the rules was written by Go's plugin: it has no tag, so it names only the
+    /// container, and no ownership rule names it. The rules that the program `nft` writes have no
+    /// tag either, but an ownership rule names each of them.
+    has_go_rules: bool,
 }
 
 /// An existing rule that maps a port.
@@ -30,9 +31,12 @@ impl<'s> OwnRules<'s> {
     fn new(state: &'s State, identity: &Identity, addresses: &[IpAddr]) -> OwnRules<'s> {
         let mut own = OwnRules::default();
         for (chain, rules) in &state.rules {
+            let owned_handles: Vec<u64> =
+                rules.iter().flat_map(|listed| identity::named_handles(&listed.rule)).collect();
             for listed in identity.own_rules(rules, addresses, shape::container) {
-                if identity.ownership_of(&listed.rule) == identity::Ownership::Container {
-                    own.has_untagged = true;
+                let is_untagged = identity.ownership_of(&listed.rule) == identity::Ownership::Container;
+                if is_untagged && !owned_handles.contains(&listed.handle) {
+                    own.has_go_rules = true;
                 }
                 let exprs = listed.rule.exprs.as_slice();
                 if *chain == MASQUERADING {
@@ -50,7 +54,7 @@ impl<'s> OwnRules<'s> {
     fn matches_claim(&self, found: &OwnMapping<'_>, claim: &ClaimedPort, conditions: Option<&[Expr]>) -> bool {
         match conditions {
             // Go's mappings have no conditions: it puts them into the base chains.
-            Some(_) if self.has_untagged => found.claim == *claim,
+            Some(_) if self.has_go_rules => found.claim == *claim,
             Some(conditions) => *found.exprs == [conditions, &shape::mapping_rule(claim)].concat(),
             // An address at the end of the conditions is read as the host address of the mapping.
             None => found.claim == *claim || ClaimedPort { host_ip: None, ..found.claim } == *claim,
@@ -79,7 +83,7 @@ impl NftPortMap {
             let container = container.address();
             // Go's plugin ignores `masqAll` with nftables.
             let is_masqueraded_as_by_go =
-                own.has_untagged && wanted.snat == Snat::All && own.has_masquerades(container, Snat::Hairpin);
+                own.has_go_rules && wanted.snat == Snat::All && own.has_masquerades(container, Snat::Hairpin);
             if !own.has_masquerades(container, wanted.snat) && !is_masqueraded_as_by_go {
                 let table = shape::table(state.family);
                 differences.push(format!("nft chain {table} {MASQUERADING} lacks a masquerade rule for {container}"));
@@ -98,7 +102,7 @@ fn shared_chain_differences(state: &State, own: &OwnRules<'_>) -> Vec<String> {
     }
     for chain in state.chains_without_jump() {
         // Go's jumps in the base chains have conditions, so they are not found.
-        if own.has_untagged && chain != HOSTPORTS_ALL {
+        if own.has_go_rules && chain != HOSTPORTS_ALL {
             continue;
         }
         differences.push(format!("nft chain {table} {chain} lacks a jump to the chains of the mappings"));

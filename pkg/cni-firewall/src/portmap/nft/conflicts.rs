@@ -3,8 +3,9 @@
 
 use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{Forwarding, Policy, conditions};
-use super::{ConflictSearch, Identity, NftPortMap, retry_races, shape};
+use super::{ConflictSearch, Identity, NftPortMap, shape};
 use crate::nft::Batch;
+use crate::retry;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -18,7 +19,7 @@ impl NftPortMap {
             return Ok(Conflicts::default());
         }
         let mut probe = LivenessProbe::default();
-        match retry_races(|| self.find_conflicts(wanted, action, &mut probe)) {
+        match retry(|| self.find_conflicts(wanted, action, &mut probe)) {
             Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
             result => result,
         }

@@ -22,6 +22,7 @@ use super::conflict::LivenessProbe;
 use super::identity::{self, HostLink, Identity};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Removal, Snat};
 use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
+use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
@@ -41,10 +42,6 @@ use plan::{FamilyRequest, Plan};
 pub use previous::PreviousRules;
 use program::ProgramMappings;
 use shape::{CONTAINER_CHAINS, ENTRY_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
-
-/// The maximum number of attempts at a change that fails because other processes have changed rules
-/// since it was planned. Of n racing changes, each fails at most n - 1 times.
-const ATTEMPTS: usize = 1024;
 
 const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
 
@@ -147,7 +144,7 @@ impl NftPortMap {
             Some(_) => HostLink::Present,
             None => HostLink::Absent,
         };
-        retry_races(|| self.attempt(wanted, stage, host_link, &mut probe))
+        retry(|| self.attempt(wanted, stage, host_link, &mut probe))
     }
 
     /// Plans and commits the transaction of a stage once. If another process has changed a rule
@@ -261,7 +258,7 @@ impl NftPortMap {
         mut select: impl FnMut(Family, &[Listed]) -> Vec<&Listed>,
     ) -> Removal {
         let mut claims = Vec::new();
-        let result = retry_races(|| {
+        let result = retry(|| {
             claims.clear();
             let mut batch = Batch::new();
             batch.only_at(self.nft.wait_for_generation()?);
@@ -367,19 +364,6 @@ impl NftPortMap {
         }
         Ok(())
     }
-}
-
-/// Calls `attempt`, and calls it again while it fails because another process has changed the rules
-/// that it read. Gives up after [`ATTEMPTS`] calls.
-fn retry_races<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
-    for _ in 0..ATTEMPTS {
-        match attempt() {
-            Err(error) if raced(&error) => {}
-            result => return result,
-        }
-    }
-    let cause = Cause::text(format!("other processes changed the rules during each of {ATTEMPTS} attempts"));
-    Err(Error::new("failed to change host ports with nftables", cause))
 }
 
 /// Returns the remark about a mapping that GC keeps because its rule names no network; `None` if

@@ -2,8 +2,9 @@
 
 use super::super::Forwarding;
 use super::shape::{self, CONTAINER_CHAINS};
-use super::{Identity, NftPortMap, retry_races};
+use super::{Identity, NftPortMap};
 use crate::nft::{Batch, Listed, mentions};
+use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
@@ -45,7 +46,7 @@ impl NftPortMap {
     ///   other rules have been put back.
     pub fn put_back(&mut self, wanted: &Forwarding, previous: &PreviousRules) -> Result<()> {
         let identity = Identity::new(&wanted.attachment);
-        let lost_count = retry_races(|| {
+        let lost_count = retry(|| {
             let (mut batch, mut lost_count) = (Batch::new(), 0);
             batch.only_at(self.nft.wait_for_generation()?);
             for (container, _) in wanted.families_with_address() {
