@@ -117,7 +117,7 @@ impl Running {
             feed(&mut self.stdin, &mut input).map_err(RunError::Io)?;
             drain(&mut self.stdout, &mut stdout, STDOUT_MAX).map_err(RunError::Io)?;
             // Standard error is only displayed, so a failure to read it is not an error of the run.
-            if drain(&mut self.stderr, &mut stderr, usize::MAX).is_err() {
+            if drain(&mut self.stderr, &mut stderr, STDERR_MAX).is_err() {
                 self.stderr = None;
             }
             stderr.truncate(STDERR_MAX);
@@ -198,8 +198,8 @@ fn feed(pipe: &mut Option<ChildStdin>, input: &mut &[u8]) -> io::Result<()> {
 }
 
 /// Appends to `output` what can be read without waiting. Returns early once `output` has more than
-/// `max` bytes, which the caller reports as an error. At the end of the output, closes the pipe
-/// (sets it to `None`).
+/// `max` bytes: the caller reports the excess as an error, or discards the excess and calls again.
+/// At the end of the output, closes the pipe (sets it to `None`).
 fn drain(pipe: &mut Option<impl Read>, output: &mut Vec<u8>, max: usize) -> io::Result<()> {
     let mut buffer = [0; 16 << 10];
     while let Some(open) = pipe {
@@ -271,6 +271,25 @@ mod tests {
     fn endless_output_is_ended() {
         let error = shell("exec cat /dev/zero", b"", LONG).unwrap_err();
         assert!(matches!(&error, RunError::Io(error) if error.to_string().contains("more than")), "{error}");
+    }
+
+    #[test]
+    fn endless_standard_error_does_not_delay_the_deadline() {
+        let timeout = Duration::from_millis(200);
+        let args = vec!["-c".into(), "exec sleep 1000".into()];
+        let child =
+            Child { program: "/bin/sh".into(), args, env: None, stdin: b"", timeout, on_sigterm: OnSigterm::Kill };
+        let error = thread::scope(|scope| {
+            let run = scope.spawn(|| {
+                let machine = LinuxMachine::install().unwrap();
+                let mut running = Running::start(&child).unwrap();
+                // Unlike a pipe, this file always has something to read.
+                running.stderr = Some(OwnedFd::from(std::fs::File::open("/dev/zero").unwrap()).into());
+                running.communicate(&machine, &child, Instant::now().checked_add(timeout)).unwrap_err()
+            });
+            run.join().unwrap()
+        });
+        assert!(matches!(error, RunError::Timeout(_)), "{error}");
     }
 
     #[test]

@@ -131,10 +131,10 @@ impl<'a> Delegate<'a> {
     }
 
     /// Whether the attachment already has addresses, which ADD will return again: `ipam` has
-    /// `"reuse": true`, and the delegate's CHECK succeeds.
+    /// `"reuse": true`, and the delegate's CHECK succeeds or answers with code 101.
     ///
     /// # Errors
-    /// Those of [`interpret`] if CHECK gives no answer, or answers with code 11.
+    /// Those of [`interpret`] if CHECK gives no answer, or answers with code 5, 11 or 100.
     fn has_reusable_addresses(&self) -> Result<bool> {
         let reuse = self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse"));
         if reuse != Some(&Json::Bool(true)) {
@@ -142,10 +142,14 @@ impl<'a> Delegate<'a> {
         }
         match self.run(Verb::Check) {
             Ok(_) => Ok(true),
-            // CHECK could not be completed, so the attachment may have addresses.
-            Err(Failure::Answered(error)) if error.code() == Code::TRY_AGAIN => Err(error),
-            // The attachment has no addresses, or the configuration's version has no CHECK.
-            Err(Failure::Answered(_)) => Ok(false),
+            Err(Failure::Answered(error)) => match error.code() {
+                // CHECK could not be completed, so the attachment may have addresses.
+                Code::IO | Code::TRY_AGAIN | Code::KERNEL => Err(error),
+                // The attachment has other addresses than prevResult, that of an earlier plugin.
+                Code::CHECK_FAILED => Ok(true),
+                // The attachment has no addresses, or the configuration's version has no CHECK.
+                _ => Ok(false),
+            },
             Err(failure) => Err(failure.into()),
         }
     }

@@ -184,8 +184,8 @@ impl<'m> Zone<'m> {
     pub(crate) fn put_back(&self, attachment: &AttachmentId, previous: &PreviousSources) -> Result<()> {
         let (recorded_before, added) = (previous.recorded.take(), previous.added.take());
         let recorded = sources::find(AttachmentFilter::One(attachment))?;
-        // If the ADD has added neither a source nor a record, nothing has to be undone.
-        if added.is_empty() && recorded.own.iter().all(|address| recorded_before.contains(address)) {
+        // If the ADD has added no source and changed no record, nothing has to be undone.
+        if added.is_empty() && recorded.own == recorded_before {
             return Ok(());
         }
         if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {

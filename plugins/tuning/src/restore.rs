@@ -51,9 +51,9 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     backup.purge().map(drop)
 }
 
-/// Restores the sysctls, and the settings of the interface if it is the recorded one. The sysctls
-/// are restored even after an error with the interface. If the backup is of an earlier namespace,
-/// restores nothing and adds a note.
+/// Restores the sysctls and the settings of the interface. The sysctls are restored even after an
+/// error with the interface. If the interface is not the recorded one, restores only the sysctls
+/// and adds a note. If the backup is of an earlier namespace, restores nothing and adds a note.
 ///
 /// # Errors
 /// The kernel's error if the namespace cannot be entered or the interface cannot be read.
@@ -72,6 +72,9 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
             // Go's files do not record the interface.
             if recorded.is_none_or(|recorded| *recorded == Interface::from(&link)) {
                 restore_link(call, &netlink, &link, record);
+            } else {
+                let why = "it is not the interface that ADD has changed";
+                call.notes.note(format_args!("the settings of {} are not restored: {why}", call.ifname));
             }
         }
         Ok(())

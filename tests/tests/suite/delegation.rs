@@ -173,15 +173,19 @@ fn a_delegate_gets_the_environment_of_its_parent() {
 /// Returns the calls of a delegate with an ADD that ends with `end`.
 #[track_caller]
 fn asked_for(end: &str) -> String {
+    asked_in_failing_add(&format!("[ $CNI_COMMAND != ADD ] || {{ {end}; }}"), timeout_of(end))
+}
+
+/// Returns the calls of a delegate, whose shell script has the line `answer`, during an ADD that
+/// fails.
+#[track_caller]
+fn asked_in_failing_add(answer: &str, extra: Value) -> String {
     let node = Node::new();
     let container = node.container();
     let seen = node.dir().join("seen");
-    let script = format!(
-        "#!/bin/sh\ncat >/dev/null\necho $CNI_COMMAND >> {}\n[ $CNI_COMMAND != ADD ] || {{ {end}; }}\n",
-        seen.display()
-    );
+    let script = format!("#!/bin/sh\ncat >/dev/null\necho $CNI_COMMAND >> {}\n{answer}\n", seen.display());
     let folder = executable(&node, "odd-ipam", &script);
-    call(&node, &folder, "ADD", timeout_of(end)).container(&container).run().failure();
+    call(&node, &folder, "ADD", extra).container(&container).run().failure();
     fs::read_to_string(seen).unwrap()
 }
 
@@ -195,6 +199,25 @@ fn a_delegate_that_refused_its_add_gets_no_del() {
 fn a_delegate_whose_add_gave_no_answer_gets_a_del() {
     for end in ["kill -KILL $$", "exec sleep 1000", "echo hello; exit 1", "exit 3", "echo hello"] {
         assert_eq!(asked_for(end), "ADD\nDEL\n", "{end}");
+    }
+}
+
+#[test]
+fn with_reuse_the_code_of_check_decides_about_add_and_del() {
+    let asked = |code: u32| {
+        let answer =
+            format!(r#"[ $CNI_COMMAND != CHECK ] || {{ echo '{{"code":{code},"msg":"m"}}'; exit 1; }}; exit 3"#);
+        asked_in_failing_add(&answer, json!({"ipam": {"reuse": true}}))
+    };
+    // The container has no address, or CHECK is not possible for any container.
+    for code in [1, 3, 7, 999] {
+        assert_eq!(asked(code), "CHECK\nADD\nDEL\n", "code {code}");
+    }
+    // The container has an address, which a DEL would release.
+    assert_eq!(asked(101), "CHECK\nADD\n");
+    // The container may have an address.
+    for code in [5, 11, 100] {
+        assert_eq!(asked(code), "CHECK\n", "code {code}");
     }
 }
 

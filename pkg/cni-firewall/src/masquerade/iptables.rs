@@ -162,6 +162,17 @@ impl Tag {
 /// Returns the edit after which exactly `addresses` are the attachment's masqueraded addresses, in
 /// the family of `nat`.
 pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
+    ensure_beside(nat, attachment, addresses, &[])
+}
+
+/// Does [`ensure`]. Jumps with a source in `untagged` stay, with the ACCEPT rules that they may
+/// need, even if the attachment has a tag with this source.
+fn ensure_beside(
+    nat: &mut Chains<'_>,
+    attachment: &AttachmentId,
+    addresses: &[Cidr],
+    untagged: &[Cidr],
+) -> Result<Edit> {
     let names = RuleNames::new(attachment);
     let mut networks: Vec<Cidr> = Vec::new();
     for network in addresses.iter().map(Cidr::network) {
@@ -210,7 +221,8 @@ pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses:
         let source = source(jump);
         // Two simultaneous ADDs of the Go plugin can both append the same rule.
         let is_duplicate = source.is_some_and(|source| existing_sources.contains(&source));
-        let has_own_tag = own_tags.iter().any(|tag| tag.source == source);
+        let is_untagged = source.is_some_and(|source| untagged.contains(&source));
+        let has_own_tag = !is_untagged && own_tags.iter().any(|tag| tag.source == source);
         let has_other_tag = other_tags.iter().any(|tag| tag.source == source);
         let is_stale = has_own_tag && !has_other_tag && !is_requested(source);
         has_untagged |= !has_own_tag && !has_other_tag;
@@ -286,9 +298,9 @@ impl PreviousAddresses {
     /// Returns the edit that undoes an [`ensure`] of `addresses`, after which the previous
     /// addresses are masqueraded again.
     pub(super) fn put_back(&self, nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
-        // `ensure` also removes the rules of the addresses that the ADD has added.
+        // This also removes the rules of the addresses that the ADD has added.
         if !self.tagged.is_empty() {
-            return ensure(nat, attachment, &self.tagged);
+            return ensure_beside(nat, attachment, &self.tagged, &self.untagged);
         }
         // The attachment had no rules before the ADD.
         if self.untagged.is_empty() {

@@ -88,7 +88,8 @@ impl Socket {
     /// reports that the table changed during a dump, else `true`.
     ///
     /// # Errors
-    /// The kernel refused the request, or sending or receiving failed.
+    /// The kernel refused the request, sending or receiving failed, or the answer has no end or a
+    /// malformed one.
     pub fn ask(
         &mut self,
         kind: u16,
@@ -112,9 +113,9 @@ impl Socket {
                 if matches!(message.kind, NLMSG_DONE | NLMSG_ERROR) {
                     self.has_unread = false;
                     return match wire::outcome(&message) {
-                        Some((errno, explanation)) if errno != 0 => Err(Cause::kernel(errno, explanation)),
-                        // A malformed end also counts as success.
-                        _ => Ok(is_consistent),
+                        Some((0, _)) => Ok(is_consistent),
+                        Some((errno, explanation)) => Err(Cause::kernel(errno, explanation)),
+                        None => Err(Cause::text("the kernel's answer is malformed: its end has no error number")),
                     };
                 }
                 handle(&message);
@@ -226,5 +227,40 @@ impl Events {
 impl AsFd for Events {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+    use crate::testing::in_new_netns;
+
+    #[test]
+    fn a_malformed_end_of_an_answer_is_an_error() {
+        in_new_netns(|| {
+            // A socket of this process takes the place of the kernel.
+            let bound = || {
+                let mut socket = Protocol::Route.socket().unwrap();
+                let address = socket.bind_auto().unwrap();
+                (socket, address)
+            };
+            let ((sender, sender_address), (receiver, receiver_address)) = (bound(), bound());
+            receiver.connect(&sender_address).unwrap();
+            let mut socket = Socket { socket: receiver, sequence: 0, buffer: Vec::new(), has_unread: false };
+            let mut ask_with_answer = |kind, payload: &[u8]| {
+                let mut answer = Vec::new();
+                Message { kind, flags: 0, sequence: socket.sequence + 1, payload }.write(&mut answer);
+                sender.send_to(&answer, &receiver_address, 0).unwrap();
+                socket
+                    .ask(libc::RTM_GETLINK, NLM_F_ACK, &[], &mut |_| {})
+                    .map_err(|cause| Error::new("ask", cause).to_string())
+            };
+            for kind in [NLMSG_ERROR, NLMSG_DONE] {
+                assert_eq!(ask_with_answer(kind, &[0; 4]), Ok(true));
+                let malformed = Err("ask: the kernel's answer is malformed: its end has no error number".to_owned());
+                assert_eq!(ask_with_answer(kind, &[0; 3]), malformed);
+            }
+        });
     }
 }

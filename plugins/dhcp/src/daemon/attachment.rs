@@ -365,8 +365,9 @@ impl Attachment {
     fn apply_lease(&mut self, key: &str, old: Option<Cidr>) -> Result<(), cni::Error> {
         // Always present here: the server has just granted the lease.
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
-        let has_moved =
-            matches!(&*self.status.borrow(), Status::Leased(result) if result.ips[0].address != lease.terms.network);
+        // The result of an adopted lease may also have addresses of other IPAM plugins.
+        let has_moved = matches!(&*self.status.borrow(), Status::Leased(result)
+            if result.ips.iter().all(|ip| ip.address != lease.terms.network));
         let is_regained = matches!(*self.status.borrow(), Status::Lost(_));
         let result = Rc::new(lease.terms.result(self.record.priority));
         self.write_record(RecordedLease::Bound(lease.clone()))?;

@@ -92,6 +92,24 @@ fn a_lease_is_adopted_from_a_cache_without_namespaces() {
 }
 
 #[test]
+fn an_adopted_lease_behind_an_ipv6_address_changes_no_route() {
+    require!(probe::dnsmasq().map(drop));
+    require!(probe::go_plugins());
+    let lan = Lan::new(10, &["--dhcp-option=3,192.168.1.1"]);
+    let container = lan.node.container();
+    let (attachment, mut result) = leased_by_go(&lan, &container, true);
+    result["ips"].as_array_mut().unwrap().insert(0, json!({"address": "fd00:1::5/64"}));
+    remember(&lan, &container, &attachment.config, &result, true);
+    container.exec(&["ip", "route", "del", "default"]);
+    let before = container.exec(&["ip", "route"]);
+    let _daemon = lan.daemon();
+    until("the lease is recorded", || is_adopted(&lan));
+    assert_eq!(container.exec(&["ip", "route"]), before);
+    del(&lan, &attachment, &container);
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
 fn an_adopted_address_that_is_refused_is_replaced() {
     require!(probe::dnsmasq().map(drop));
     require!(probe::go_plugins());

@@ -172,6 +172,9 @@ fn an_add_with_unread_result_restores_the_sources() {
     pod.add(&config).success();
     unheard(&patched(pod.result.clone(), json!({"ips": [{"address": "10.1.0.77/24"}]})));
     assert_eq!((firewalld.sources("trusted"), naming_in_records(&firewalld.world)), (of(&[&pod]), 2));
+    // An ADD with only one of the addresses removes the other source.
+    unheard(&patched(pod.result.clone(), json!({"ips": [pod.result["ips"][0]]})));
+    assert_eq!((firewalld.sources("trusted"), naming_in_records(&firewalld.world)), (of(&[&pod]), 2));
     // An ADD with other addresses removes the former ones.
     let moved = patched(pod.result.clone(), json!({"ips": [{"address": "10.1.0.77/24"}]}));
     pod.invocation(&bin_dir(), "ADD", &config, Some(&moved)).run().success();

@@ -238,7 +238,9 @@ fn a_recreated_interface_is_not_given_the_old_originals() {
     container.exec(&["ip", "link", "del", "eth0"]);
     equip(&container);
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1450"]);
-    attachment.del().success();
+    let outcome = attachment.del();
+    outcome.success();
+    assert!(outcome.stderr.contains("the settings of eth0 are not restored: "), "{}", outcome.report());
     assert_eq!(state(&container).1, 1450);
     assert_eq!(backups(&node), Vec::<String>::new());
 }

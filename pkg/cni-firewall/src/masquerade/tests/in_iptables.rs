@@ -151,6 +151,30 @@ fn purge_with_own_rules_removes_none_of_gos() {
 }
 
 #[test]
+fn undo_keeps_gos_rules_for_an_address_beside_own_rules() {
+    with_each(|rig| {
+        rig.ensure(&c1(), &[NET4]);
+        let comment = "-m comment --comment 'name: \"net\" id: \"c1\"'";
+        rig.iptables(&format!("-t nat -I {} -d 10.99.0.0/16 {comment} -j ACCEPT", chain()));
+        rig.iptables(&format!("-t nat -A POSTROUTING -s 10.99.0.7 {comment} -j {}", chain()));
+        let sorted = || {
+            let mut rules = rig.saved();
+            rules.sort();
+            rules
+        };
+        let (before, addresses, previous) = (sorted(), cidrs(&["10.99.0.7/16"]), PreviousRules::default());
+        rig.masquerade(|masquerade| {
+            masquerade.ensure(&c1(), None, &addresses, &previous).unwrap();
+            assert_ne!(sorted(), before);
+            masquerade.put_back(&c1(), &addresses, &previous).unwrap();
+        });
+        assert_eq!(sorted(), before);
+        rig.purge(&c1(), &["10.88.0.2", "10.99.0.7"]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
+#[test]
 fn deleting_an_interface_removes_only_its_own_rules() {
     with_each(|rig| {
         let eth1 = attachment("c1", "eth1");

@@ -189,9 +189,12 @@ impl NftPortMap {
     /// Removes all rules of the attachment in both families, in one transaction. Succeeds if there
     /// is nothing to remove, or if the kernel has no nf_tables.
     ///
-    /// A rule of Go's plugin names only the container. It is removed if it leads to one of
-    /// `addresses`, the attachment's known addresses. In a family without a known address it is
-    /// removed unless another rule shows that the container has another attachment.
+    /// A rule of Go's plugin names only the container. Whether it is removed depends on
+    /// `addresses`, the attachment's known addresses:
+    /// - If `addresses` is empty, it is removed, as by Go's plugin.
+    /// - In a family with a known address, it is removed if it leads to a known address.
+    /// - In a family without a known address, it is removed unless a rule of the other family, or
+    ///   of a chain that was read earlier, shows that the container has another attachment.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(attachment);
         let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
