@@ -164,3 +164,17 @@ fn a_go_plugins_leftovers_are_found_too() {
     assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n", "one DEL removes both");
     container.exec(&["ip", "link", "delete", "eth0"]);
 }
+
+#[test]
+fn a_reservation_in_the_default_folder_is_released_there() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    // The network had no `dataDir` once.
+    let reserve = "mkdir -p /var/lib/cni/networks/net1 && printf gone > /var/lib/cni/networks/net1/10.1.0.9";
+    operator.node.exec(&["sh", "-c", reserve]);
+    let seen = operator.json(&["inspect"]);
+    let (kinds, commands) = left_over(&seen);
+    assert_eq!(kinds, ["reservation"], "{seen:#}");
+    operator.paste(commands[0]);
+    assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
+}
