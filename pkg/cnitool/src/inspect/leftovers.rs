@@ -126,9 +126,7 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let links = snapshot.aliased_links.iter().map(|(attachment, link)| (attachment, link));
     let ifbs = snapshot.ifbs.iter().filter_map(|(attachment, ifb)| Some((attachment.as_ref()?, ifb)));
     for (attachment, link) in links.chain(ifbs) {
-        // The aliases are compared, because a link's alias may have only the hash of a long
-        // container ID.
-        if snapshot.cached.iter().any(|entry| entry.id().alias() == attachment.alias()) {
+        if snapshot.cached.iter().any(|entry| entry.id() == *attachment) {
             continue;
         }
         let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
