@@ -84,6 +84,19 @@ fn forget_drops_both_sets_and_the_next_install_begins_again() {
 }
 
 #[test]
+fn an_interrupted_forget_leaves_nothing_to_put_back() {
+    let place = Place::new();
+    for version in ["v1", "v2"] {
+        place.install(&place.set(version, &["bridge"])).fine();
+    }
+    fs::write(place.dest().join(".cni-install/state"), "forgetting 2\n").unwrap();
+    let status = place.call("status").fine();
+    assert!(status.contains("holds what was installed: bridge\nno earlier set is kept"), "{status}");
+    assert!(place.call("rollback").fine().contains("nothing to roll back"));
+    assert_eq!(place.says("bridge"), Some("v2 of bridge".into()));
+}
+
+#[test]
 fn what_a_rollback_could_not_put_back_stays_kept() {
     for original in [false, true] {
         let place = Place::new();

@@ -4,7 +4,7 @@
 //! of the arguments here and in each verb's module are texts for operators.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
@@ -177,9 +177,14 @@ impl Shared {
         }
     }
 
+    /// Returns the folder of the result cache: from the option, or the default.
+    pub(crate) fn cache_dir(&self) -> &Path {
+        self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref())
+    }
+
     /// Returns the result cache.
     pub(crate) fn cache(&self) -> Cache {
-        Cache::new(self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref()))
+        Cache::new(self.cache_dir())
     }
 }
 

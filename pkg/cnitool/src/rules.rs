@@ -241,6 +241,7 @@ fn environment(entry: &Entry) -> Environment {
 
 /// Returns the report for people.
 fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> String {
+    // `lacking` also counts attachments whose rules could not be compared or written.
     let (mut text, mut lacking, mut skipped) = (String::new(), 0, 0);
     for (entry, outcome) in outcomes {
         let key = entry.id();
@@ -251,9 +252,11 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
                 skipped += 1;
                 text += &line("", "skipped", std::slice::from_ref(why), streams);
             }
-            AttachmentOutcome::Failed(error) => text += &line("", "failed", &[error.to_string()], streams),
+            AttachmentOutcome::Failed(error) => {
+                lacking += 1;
+                text += &line("", "failed", &[error.to_string()], streams);
+            }
             AttachmentOutcome::Plugins(plugins) => {
-                // A plugin whose rules could not be compared or written counts as lacking rules.
                 let lacks_rules = |outcome: &PluginOutcome| match outcome {
                     PluginOutcome::Missing(_) | PluginOutcome::Restored(_) | PluginOutcome::Failed(_) => true,
                     PluginOutcome::Complete | PluginOutcome::NotExamined => false,

@@ -37,11 +37,12 @@ impl Device {
     /// Returns the device that `conf` selects: [`Dpdk`](Device::Dpdk) if `DPDKMode` is set, or if
     /// `runtimeConfig.deviceID` or else `pciBusID` names a PCI device with a driver for DPDK.
     /// Otherwise the first key that is set decides, in the order of Go's plugin: `device`,
-    /// `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`.
+    /// `hwaddr`, `kernelpath`, `runtimeConfig.deviceID`, `pciBusID`. `DPDKMode` alone selects no
+    /// device.
     ///
     /// # Errors
-    /// - Code 7, with the texts of Go's plugin, if no key is set, or if this host does not have the
-    ///   device that `runtimeConfig.deviceID` names.
+    /// - Code 7, with the texts of Go's plugin, if no key selects a device, or if this host does
+    ///   not have the device that `runtimeConfig.deviceID` names.
     /// - The errors of [`has_dpdk_driver`].
     pub(crate) fn selected_by(conf: &Conf) -> Result<Device> {
         let (mut pci, mut auxiliary) = (conf.pci.clone(), None);
@@ -58,11 +59,9 @@ impl Device {
             Some(address) => has_dpdk_driver(address)?,
             None => false,
         };
-        if is_dpdk || conf.dpdk_mode {
-            return Ok(Device::Dpdk);
-        }
         let selector = conf.selector.clone().or(pci.map(Selector::Pci)).or(auxiliary.map(Selector::Auxiliary));
-        selector.map(Device::Interface).ok_or_else(|| Error::config(NO_SELECTOR))
+        let selector = selector.ok_or_else(|| Error::config(NO_SELECTOR))?;
+        Ok(if is_dpdk || conf.dpdk_mode { Device::Dpdk } else { Device::Interface(selector) })
     }
 }
 

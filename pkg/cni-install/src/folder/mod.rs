@@ -245,7 +245,7 @@ impl Folder {
     }
 
     /// Returns the kept sets. After an interrupted command, the next command may remove some of
-    /// these.
+    /// these. After an interrupted `forget`, returns none, because no rollback can put a set back.
     ///
     /// # Errors
     /// If the installer's own files cannot be read.
@@ -253,12 +253,10 @@ impl Folder {
         let previous = match self.state()? {
             // Completing the interrupted `rollback --original` deletes the previous set.
             None | Some(State::Restoring) => None,
-            Some(
-                State::Installing(generation)
-                | State::Installed(generation)
-                | State::RollingBack(generation)
-                | State::Forgetting(generation),
-            ) => self.find_kept(generation)?,
+            Some(State::Forgetting(_)) => return Ok(KeptSets::default()),
+            Some(State::Installing(generation) | State::Installed(generation) | State::RollingBack(generation)) => {
+                self.find_kept(generation)?
+            }
         };
         Ok(KeptSets::new(self.find_original()?.as_ref(), previous.as_ref()))
     }

@@ -9,7 +9,6 @@ use cni::Error;
 use cni::config::NetConf;
 use cni::delegate::find_plugin;
 use libcni::NetworkList;
-use libcni::cache::DEFAULT_DIR;
 
 use super::{CheckOutcome, Context};
 use crate::inspect::leftovers::quoted;
@@ -72,8 +71,9 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
         check_once(&file.path, &mut outcome);
     }
     // The result cache, and the folder of the socket of dhcp's daemon.
-    for path in [DEFAULT_DIR, "/var/lib/cni/results", "/run/cni"] {
-        check_once(Path::new(path), &mut outcome);
+    let cache_dir = context.shared.cache_dir();
+    for path in [cache_dir, &cache_dir.join("results"), Path::new("/run/cni")] {
+        check_once(path, &mut outcome);
     }
     for (network, folder, _) in &context.snapshot.reservations {
         check_once(&folder.join(network), &mut outcome);

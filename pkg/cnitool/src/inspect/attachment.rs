@@ -85,7 +85,7 @@ impl AttachmentReport {
 /// Adds the attachment's links on the host, bandwidth's ifbs included: those whose alias names the
 /// attachment, and those in the result.
 fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
-    let aliased = snapshot.aliased_links.iter().filter(|(owner, _)| owner.alias() == attachment.alias());
+    let aliased = snapshot.aliased_links.iter().filter(|(owner, _)| owner == attachment);
     let mut added_indexes: Vec<u32> = Vec::new();
     for (_, link) in aliased {
         added_indexes.push(link.index);
@@ -95,7 +95,7 @@ fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
     let on_host: Vec<&Interface> = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty()).collect();
     for (owner, ifb) in &snapshot.ifbs {
         let belongs = match owner {
-            Some(owner) => owner.alias() == attachment.alias(),
+            Some(owner) => owner == attachment,
             // An ifb of the Go plugin has no alias, but is in the result.
             None => on_host.iter().any(|listed| listed.name == ifb.name),
         };

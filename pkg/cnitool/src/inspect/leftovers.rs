@@ -11,8 +11,6 @@
 //! The objects of an ADD that is still running look like leftovers. So nothing is removed here;
 //! each leftover gets a command that the operator can run.
 
-use std::path::Path;
-
 use cni::AttachmentId;
 use cni::json::Json;
 use cni_firewall::container_rules::{ContainerRule, RuleOwner};
@@ -128,9 +126,7 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let links = snapshot.aliased_links.iter().map(|(attachment, link)| (attachment, link));
     let ifbs = snapshot.ifbs.iter().filter_map(|(attachment, ifb)| Some((attachment.as_ref()?, ifb)));
     for (attachment, link) in links.chain(ifbs) {
-        // The aliases are compared, because a link's alias may have only the hash of a long
-        // container ID.
-        if snapshot.cached.iter().any(|entry| entry.id().alias() == attachment.alias()) {
+        if snapshot.cached.iter().any(|entry| entry.id() == *attachment) {
             continue;
         }
         let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
@@ -275,19 +271,17 @@ fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Le
             // If the container is gone, `add_cache_entries` reports its attachment.
             let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
             let Liveness::Unknown(why) = liveness else { continue };
-            // Without an option, cnitool finds the default folder and the folder of a configured
-            // network.
-            let finds_folder =
-                folder == Path::new(cni_ipam::store::DEFAULT_DATA_DIR) || snapshot.is_configured(network);
-            let data_dir_option =
-                if finds_folder { String::new() } else { format!(" --data-dir {}", quoted(&folder.to_string_lossy())) };
+            // Without `--data-dir`, cnitool prefers the folder that the network's configuration
+            // names.
+            let data_dir = quoted(&folder.to_string_lossy());
+            let address = reservation.address;
             leftovers.push(Leftover {
                 kind: "reservation",
                 what: format!("{reservation}  [{}]", folder.join(network).display()),
                 network: Some(network.clone()),
                 container: Some(reservation.id.clone()),
                 why,
-                command: format!("cnitool ipam release {} {}{data_dir_option}", quoted(network), reservation.address),
+                command: format!("cnitool ipam release {} {address} --data-dir {data_dir}", quoted(network)),
             });
         }
     }

@@ -13,7 +13,7 @@ use cni_firewall::container_rules::{ContainerRule, list_container_rules};
 use cni_ipam::Reservation;
 use cni_linux::{Link, LinkKind, Netlink};
 use libcni::NetworkList;
-use libcni::cache::Entry;
+use libcni::cache::{Entry, Listing};
 use plugin_dhcp::leases::{self, Lease};
 use plugin_tuning::Saved;
 
@@ -31,9 +31,7 @@ pub(crate) struct Snapshot {
     /// The links in the namespace of this process, which is the host's.
     pub(crate) links: Vec<Link>,
     /// The attachment that a link's alias names, and the link. Without ifbs: all these links
-    /// disappear with the container. If the alias has only the hash of a long container ID, the
-    /// attachment's container ID is `#` and the hash, so it differs from the one in the result
-    /// cache. The aliases of both are equal.
+    /// disappear with the container.
     pub(crate) aliased_links: Vec<(AttachmentId, Link)>,
     /// bandwidth's ifbs, which remain when the container disappears. An ifb of the Go plugin has no
     /// alias, so its attachment is `None`.
@@ -62,15 +60,17 @@ impl Snapshot {
     /// - The kernel's error if the links or the packet filter rules cannot be listed.
     pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
         let networks = node::networks(&shared.conf_folder(&Variables(&call.environment)))?;
-        let listing = shared.cache().list_all()?;
-        listing.problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
+        let Listing { entries: cached, problems } = shared.cache().list_all()?;
+        problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
         let (ifbs, other_links): (Vec<&Link>, Vec<&Link>) = links.iter().partition(|link| link.is_ifb());
-        let aliased_links =
-            other_links.into_iter().filter_map(|link| Some((attachment_in_alias(link)?, link.clone()))).collect();
+        let aliased_links = other_links
+            .into_iter()
+            .filter_map(|link| Some((attachment_in_alias(link, &cached)?, link.clone())))
+            .collect();
         // Other programs use ifbs too, under other names.
         let ifbs = ifbs.into_iter().filter(|ifb| AttachmentId::is_ifb_name(&ifb.name));
-        let ifbs = ifbs.map(|ifb| (attachment_in_alias(ifb), ifb.clone())).collect();
+        let ifbs = ifbs.map(|ifb| (attachment_in_alias(ifb, &cached), ifb.clone())).collect();
         let location = StoreLocation::default();
         let ipam = IpamContext::new(shared, call, &location, notes);
         let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
@@ -90,7 +90,6 @@ impl Snapshot {
             leases.extend(leases::list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
         }
         let rules = list_container_rules(call.machine, notes)?;
-        let cached = listing.entries;
         let backups = read_backups(&networks, notes)?;
         Ok(Snapshot { networks, cached, links, aliased_links, ifbs, rules, backups, reservations, unusual, leases })
     }
@@ -153,7 +152,7 @@ impl Snapshot {
     /// Whether the result cache has the attachment, or a link of the host has its alias.
     pub(crate) fn is_known(&self, attachment: &AttachmentId) -> bool {
         self.cached.iter().any(|entry| entry.id() == *attachment)
-            || self.aliased_links.iter().any(|(known, _)| known == attachment)
+            || self.aliased_links.iter().any(|(known, _)| known.alias() == attachment.alias())
     }
 }
 
@@ -240,9 +239,13 @@ pub(crate) fn has_go_name(backup: &Saved, attachment: &AttachmentId) -> bool {
 }
 
 /// Returns the attachment that a link's alias names, or `None` if it names none. If the alias has
-/// only the hash of a long container ID, the attachment's container ID is `#` and the hash.
-fn attachment_in_alias(link: &Link) -> Option<AttachmentId> {
+/// only the hash of a long container ID and no entry in `cached` has the attachment, its container
+/// ID is `#` and the hash.
+fn attachment_in_alias(link: &Link, cached: &[Entry]) -> Option<AttachmentId> {
     let alias = node::attachment_alias_in(link.alias.as_deref()?);
+    if let Some(attachment) = cached.iter().map(Entry::id).find(|attachment| attachment.alias() == alias) {
+        return Some(attachment);
+    }
     let parsed = AttachmentId::parse(&alias)?;
     // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.
     let hash = alias.split('/').nth(1).unwrap_or_default().to_owned();

@@ -190,7 +190,8 @@ impl<'a, 'm> IpamContext<'a, 'm> {
     fn pool_of(&self, network: &str) -> Result<NetworkPool, Error> {
         ident::check_network_name(network)?;
         let pools = self.list_pools()?;
-        let names: Vec<String> = pools.iter().map(|pool| pool.network.clone()).collect();
+        let mut names: Vec<String> = pools.iter().map(|pool| pool.network.clone()).collect();
+        names.dedup();
         let pools_of_network = pools.into_iter().filter(|pool| pool.network == network);
         // `false` is less than `true`.
         let preferred = pools_of_network.min_by_key(|pool| !pool.is_configured);

@@ -48,8 +48,8 @@ impl VerbRun<'_, '_> {
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
     /// - Code 1 if the network's CNI version is not supported.
-    /// - Code 103 if `--all` is missing, and everything of the network or attachments with an
-    ///   unreadable cache entry would be removed.
+    /// - Code 103 if `--all` is missing, and everything of the network would be removed, or
+    ///   [`Plan::would_remove_unreadable`].
     /// - Code 5 if the result cache cannot be read.
     /// - The errors of the plugins' DEL and GC, as one error.
     pub(super) fn gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
@@ -63,7 +63,7 @@ impl VerbRun<'_, '_> {
             return Err(Error::new(REFUSED, msg).with_details(details));
         }
         if needs_consent && plan.would_remove_unreadable() {
-            let msg = "these files of the result cache cannot be read, so their attachments would be removed";
+            let msg = "these files of the result cache cannot be read, so their attachments would be removed unless --keep names them";
             let details = "name those in use with --keep CONTAINER-ID/IFNAME and confirm with --all; 'cnitool del' removes an attachment with its file";
             return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
         }
@@ -128,8 +128,9 @@ impl Plan<'_> {
         self.valid.iter().next().is_none() && (self.runs_plugins || !self.checked.is_empty())
     }
 
-    /// Whether attachments with an unreadable cache entry would be removed, although they may be in
-    /// use. Only the plugins' GC removes them.
+    /// Whether the plugins' GC would remove attachments with an unreadable cache entry, which may
+    /// be in use, unless `--keep` names them. The name of a cache file does not always identify its
+    /// attachment, so `--keep` alone does not suffice.
     fn would_remove_unreadable(&self) -> bool {
         self.runs_plugins && !self.unreadable.is_empty()
     }

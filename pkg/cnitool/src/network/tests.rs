@@ -202,6 +202,9 @@ fn gc_removes_nothing_beside_an_unreadable_file_without_all() {
     node.take_calls();
     let outcome = node.call("gc net");
     assert!(outcome.exit == Exit::Failed && outcome.stderr.contains("103: refused by cnitool"), "{}", outcome.stderr);
+    let named = node.call("gc net --keep empty/eth0 --keep old/eth0");
+    let said = "so their attachments would be removed unless --keep names them\n";
+    assert!(named.exit == Exit::Failed && named.stderr.contains(said), "{}", named.stderr);
     for file in ["net-empty-eth0", "net-old-eth0"] {
         assert!(outcome.stderr.contains(&format!("/{file}: ")), "{}", outcome.stderr);
         let dry = node.call_ok("gc net --dry-run");

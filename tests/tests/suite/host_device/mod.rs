@@ -132,6 +132,7 @@ fn a_device_that_is_not_there_is_refused_in_gos_words() {
     let not_found = |reason: &str| format!("failed to find host device: {reason}");
     for (keys, msg) in [
         (json!({}), r#"specify either "device", "hwaddr", "kernelpath" or "pciBusID""#.to_owned()),
+        (json!({"DPDKMode": true}), r#"specify either "device", "hwaddr", "kernelpath" or "pciBusID""#.to_owned()),
         (json!({"device": "gone0"}), not_found("Link not found")),
         (json!({"hwaddr": "02:00:00:00:00:ff"}), not_found("failed to find physical interface")),
         (json!({"hwaddr": "zz"}), not_found("failed to parse MAC address \"zz\": address zz: invalid MAC address")),

@@ -256,6 +256,15 @@ fn folders_writable_by_others_and_wrong_files_are_reported() {
     let folder = operator.node.dir().join("net.d");
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
     found_and_repaired(&operator, "folders", &["net.d can be changed by every user (mode 0777)"]);
+    let cache = operator.node.dir().join("cache");
+    fs::create_dir(&cache).unwrap();
+    fs::set_permissions(&cache, fs::Permissions::from_mode(0o777)).unwrap();
+    let of_cache = ["doctor", "--cache-dir", cache.to_str().unwrap()];
+    let found = operator.json(&of_cache);
+    let what = found["findings"][0]["what"].as_str().unwrap_or_default();
+    assert!(what.contains("/cache can be changed by every user (mode 0777)"), "{found:#}");
+    operator.paste(found["findings"][0]["command"].as_str().unwrap());
+    operator.done(&of_cache);
     let twin = operator.node.file("net.d/20-twin.conflist", fs::read(folder.join("10-net1.conflist")).unwrap());
     found_and_repaired(&operator, "networks", &["20-twin.conflist is never used"]);
     assert!(!twin.exists());

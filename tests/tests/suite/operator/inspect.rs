@@ -164,3 +164,35 @@ fn a_go_plugins_leftovers_are_found_too() {
     assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n", "one DEL removes both");
     container.exec(&["ip", "link", "delete", "eth0"]);
 }
+
+#[test]
+fn a_reservation_in_the_default_folder_is_released_there() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    // The network had no `dataDir` once.
+    let reserve = "mkdir -p /var/lib/cni/networks/net1 && printf gone > /var/lib/cni/networks/net1/10.1.0.9";
+    operator.node.exec(&["sh", "-c", reserve]);
+    let seen = operator.json(&["inspect"]);
+    let (kinds, commands) = left_over(&seen);
+    assert_eq!(kinds, ["reservation"], "{seen:#}");
+    operator.paste(commands[0]);
+    assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
+}
+
+#[test]
+fn an_alias_with_a_hash_names_the_attachment_too() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    operator.configure(json!({}), &[json!({"type": "tuning", "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1"}})]);
+    let container = operator.node.container();
+    // With this ID, the alias would have more than 255 bytes. The name of the cache file has fewer.
+    let id = "c".repeat(243);
+    operator.done(&["add", "net1", path(&container), "--container-id", &id]);
+    let text = operator.done(&["doctor"]);
+    assert!(text.contains("1 host link, up"), "{text}");
+    operator.node.exec(&["sh", "-c", "mv /var/lib/cni/results/net1-* /tmp/record"]);
+    let seen = operator.json(&["inspect"]);
+    operator.node.exec(&["sh", "-c", "mv /tmp/record /var/lib/cni/results/net1-$0-eth0", &id]);
+    assert_eq!(left_over(&seen).0, ["link"], "{seen:#}");
+    operator.done(&["del", "net1", path(&container), "--container-id", &id]);
+}

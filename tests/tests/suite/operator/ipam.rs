@@ -106,6 +106,15 @@ fn what_is_in_use_is_released_only_by_force() {
 }
 
 #[test]
+fn a_network_with_two_folders_is_suggested_once() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    operator.node.exec(&["mkdir", "-p", "/var/lib/cni/networks/net1"]);
+    let said = operator.failed(&["ipam", "show", "nowhere"], &["or host-local: net1"]);
+    assert!(!said.stderr.contains("net1, net1"), "{}", said.report());
+}
+
+#[test]
 fn a_lock_that_is_held_is_waited_for_and_its_holder_named() {
     require!(probe::plugin("cnitool"));
     require!(probe::tool("flock"));

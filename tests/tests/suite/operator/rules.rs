@@ -304,6 +304,23 @@ fn an_interface_with_another_mac_gets_no_rules() {
     });
 }
 
+#[test]
+fn an_attachment_that_fails_counts_as_lacking_rules() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    let version = |from: &str, to: &str| {
+        let script =
+            format!("sed -i 's/\"cniVersion\":\"{from}\"/\"cniVersion\":\"{to}\"/' /var/lib/cni/results/net1-*");
+        operator.node.exec(&["sh", "-c", &script]);
+    };
+    version("1.1.0", "9.9.9");
+    let said = operator.failed(&["rules", "restore"], &["! failed: failed to decode the result"]);
+    assert!(said.stdout.ends_with("1 attachment: 1 lacked rules, 0 skipped.\n"), "{}", said.report());
+    version("9.9.9", "1.1.0");
+    operator.detach(&container);
+}
+
 /// Podman 4's and containerd 1.6's records are such.
 #[test]
 fn a_record_without_a_namespace_has_one_in_its_result() {
