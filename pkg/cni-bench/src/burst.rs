@@ -40,9 +40,10 @@ struct Progress {
 
 /// Starts a plugin and returns its process ID.
 fn start(mut command: Command) -> Result<Pid> {
-    let child =
-        command.spawn().doing(format_args!("failed to start {}", Path::new(command.get_program()).display()))?;
-    Ok(Pid::from_raw(i32::try_from(child.id()).doing("invalid process ID of a plugin")?))
+    let child = command.spawn();
+    let program = Path::new(command.get_program()).display();
+    let id = child.doing(format_args!("failed to start {program}"))?.id();
+    Ok(Pid::from_raw(i32::try_from(id).doing(format_args!("invalid process ID {id} of {program}"))?))
 }
 
 /// Runs `verb`, ADD or DEL, for all containers of `ready` at once. The plugins of one attachment
@@ -59,16 +60,16 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         let place = if verb == "DEL" { plugin_count - 1 - step } else { step };
         ready.chain.call(verb, place, &ready.attachment(round, number), prev)
     };
-    // The files of the first plugins are created before the measurement starts.
-    let mut prepared = Vec::new();
+    // The streams of the first plugins are created before the measurement starts.
+    let mut first_plugins = Vec::new();
     for number in 0..count {
         let call = call_at(number, 0, results.get(number));
         let streams = Streams::new(world.scratch(), number, &call.conf)?;
-        prepared.push((call.command(&call.program, &streams)?, Progress { number, step: 0, call, streams }));
+        first_plugins.push((call.command(&call.program, &streams)?, Progress { number, step: 0, call, streams }));
     }
     let before = children_cpu()?;
     let begin = Instant::now();
-    for (command, progress) in prepared {
+    for (command, progress) in first_plugins {
         running.insert(start(command)?, progress);
     }
     let mut failure = None;
@@ -82,6 +83,7 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
         let Some(Progress { number, step, call, mut streams }) = running.remove(&pid) else { continue };
         let output = match streams.outcome(&call, succeeded) {
             Ok(output) => output,
+            // The attachment's other plugins do not run.
             Err(error) => {
                 failure.get_or_insert(error);
                 continue;
@@ -95,11 +97,11 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
             continue;
         }
         let prev = if verb == "ADD" { crowd.results.get(number) } else { results.get(number) };
-        let step = step + 1;
-        let call = call_at(number, step, prev);
-        let streams = Streams::new(world.scratch(), number, &call.conf)?;
-        let pid = start(call.command(&call.program, &streams)?)?;
-        running.insert(pid, Progress { number, step, call, streams });
+        let next_step = step + 1;
+        let next_call = call_at(number, next_step, prev);
+        let streams = Streams::new(world.scratch(), number, &next_call.conf)?;
+        let next_pid = start(next_call.command(&next_call.program, &streams)?)?;
+        running.insert(next_pid, Progress { number, step: next_step, call: next_call, streams });
     }
     crowd.wall = begin.elapsed().as_secs_f64() * 1e3;
     crowd.cpu = children_cpu()? - before;

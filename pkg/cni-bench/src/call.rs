@@ -61,8 +61,8 @@ impl Streams {
             options.open(&path).doing(format_args!("failed to make {}", path.display()))
         };
         let (mut stdin, stdout, stderr) = (open("in")?, open("out")?, open("err")?);
-        stdin.write_all(conf.to_string().as_bytes()).doing("failed to write a configuration")?;
-        stdin.rewind().doing("failed to rewind a configuration")?;
+        let written = stdin.write_all(conf.to_string().as_bytes()).and_then(|()| stdin.rewind());
+        written.doing(format_args!("failed to write a configuration to in{tag} in {}", scratch.display()))?;
         Ok(Streams { stdin, stdout, stderr })
     }
 
@@ -71,8 +71,8 @@ impl Streams {
     /// its log.
     pub(crate) fn outcome(&mut self, call: &Call, succeeded: bool) -> Result<Value> {
         let mut stdout = String::new();
-        self.stdout.rewind().doing("failed to read an output")?;
-        self.stdout.read_to_string(&mut stdout).doing("failed to read an output")?;
+        let read = self.stdout.rewind().and_then(|()| self.stdout.read_to_string(&mut stdout));
+        read.doing(format_args!("failed to read the output of {call}"))?;
         if succeeded && stdout.trim().is_empty() {
             return Ok(Value::Null);
         }
@@ -101,8 +101,9 @@ impl Call {
     /// Returns the command that runs `program` with the environment and the streams that a runtime
     /// gives a plugin. `program` is the plugin, or a program that will exec it.
     pub(crate) fn command(&self, program: &Path, streams: &Streams) -> Result<Command> {
-        let clone =
-            |file: &File| file.try_clone().map(Stdio::from).doing("failed to duplicate a stream for the plugin");
+        let clone = |file: &File| {
+            file.try_clone().map(Stdio::from).doing(format_args!("failed to duplicate a stream for {self}"))
+        };
         let mut command = Command::new(program);
         command.stdin(clone(&streams.stdin)?).stdout(clone(&streams.stdout)?).stderr(clone(&streams.stderr)?);
         command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("CNI_COMMAND", self.verb);

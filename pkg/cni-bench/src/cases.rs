@@ -13,7 +13,7 @@ use crate::alone::{self, Alone};
 use crate::call::Call;
 use crate::chain::{Attachment, Chain};
 use crate::error::{Doing as _, Error, Result};
-use crate::floor::Floor;
+use crate::floor::KernelAttacher;
 use crate::options::Extent;
 use crate::world::{Node, Process, World, feed, run};
 
@@ -78,9 +78,9 @@ pub(crate) enum Before {
     AlmostFull,
     /// The rules that the side's own plugins write for this number of mappings or masqueraded
     /// addresses of other containers.
-    OthersRules(usize),
-    /// This number of rules of other programs: see [`write_foreign_rules`].
-    ForeignRules(usize),
+    RulesOfOtherContainers(usize),
+    /// This number of rules of other programs: see [`write_rules_of_other_programs`].
+    RulesOfOtherPrograms(usize),
 }
 
 /// A case to measure.
@@ -205,10 +205,10 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
     ] {
         let rules_case = |name: String, before| Case { before, ..Case::new(group, name, plugins, &FIREWALL) };
         for count in extent.sizes(&[0, 100, 1000, 5000]) {
-            cases.push(rules_case(format!("{} {what}", grouped(count)), Before::OthersRules(count)));
+            cases.push(rules_case(format!("{} {what}", grouped(count)), Before::RulesOfOtherContainers(count)));
         }
         for count in extent.sizes(&[100, 1000, 5000]) {
-            cases.push(rules_case(format!("{} foreign rules", grouped(count)), Before::ForeignRules(count)));
+            cases.push(rules_case(format!("{} foreign rules", grouped(count)), Before::RulesOfOtherPrograms(count)));
         }
     }
     cases
@@ -235,8 +235,8 @@ pub(crate) struct Ready {
     plugins: Plugins,
     pub(crate) chain: Chain,
     pub(crate) containers: Vec<PathBuf>,
-    /// For [`Side::Kernel`], what makes the attachments instead of plugins.
-    pub(crate) floor: Option<Floor>,
+    /// Makes the attachments instead of plugins; only for [`Side::Kernel`].
+    pub(crate) kernel_attacher: Option<KernelAttacher>,
     /// The programs that the plugin needs while it runs. They end with this value.
     _servers: Vec<Process>,
 }
@@ -283,25 +283,25 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
         servers = plugin.start_servers(&dir, &data, &containers[0])?;
     }
     let (plugins, chain) = (case.plugins, Chain { dir, plugins: confs });
-    let mut ready = Ready { side, node, plugins, chain, containers, floor: None, _servers: servers };
+    let mut ready = Ready { side, node, plugins, chain, containers, kernel_attacher: None, _servers: servers };
     match case.before {
         Before::Nothing => {}
         Before::Reservations(count) => reserve(&data, 2..2 + count)?,
         Before::AlmostFull => {
             // Containers can have the hosts 2 to 4094 of the /20: host 1 is the gateway. Hosts 2 to
-            // 5 stay free, half of the range away from the last reserved host, 2050.
+            // 5 stay free.
             ready.chain.plugins[0]["ipam"]["ranges"] = json!([[{"subnet": "10.1.0.0/20"}]]);
             reserve(&data, 6..4095)?;
+            // The search begins in the middle of the range.
             set_last_reserved(&data, 2050)?;
         }
-        Before::OthersRules(0) => {}
-        Before::OthersRules(count) => write_others_rules(world, &ready, count)?,
-        Before::ForeignRules(count) => write_foreign_rules(side, count)?,
+        Before::RulesOfOtherContainers(count) => write_rules_of_other_containers(world, &ready, count)?,
+        Before::RulesOfOtherPrograms(count) => write_rules_of_other_programs(side, count)?,
     }
     if side == Side::Kernel {
-        ready.floor = Some(match case.plugins {
-            Plugins::Alone(Alone { link: Some(link), .. }) => Floor::of_link(&data, *link)?,
-            _ => Floor::of_bridge(&data)?,
+        ready.kernel_attacher = Some(match case.plugins {
+            Plugins::Alone(Alone { link: Some(link), .. }) => KernelAttacher::for_link(&data, *link)?,
+            _ => KernelAttacher::for_bridge(&data)?,
         });
     }
     Ok(ready)
@@ -405,7 +405,11 @@ fn set_last_reserved(data: &Path, host: usize) -> Result<()> {
 
 /// Writes the firewall rules of `count` other attachments: makes one attachment, copies its rules
 /// with different names, addresses and ports, and removes the attachment.
-fn write_others_rules(world: &World, ready: &Ready, count: usize) -> Result<()> {
+fn write_rules_of_other_containers(world: &World, ready: &Ready, count: usize) -> Result<()> {
+    if count == 0 {
+        // The attachment is only needed as the original of the copies.
+        return Ok(());
+    }
     let attachment = ready.attachment(0, 0);
     let run_call = |call: &Call| call.run(world.scratch()).map(|(output, _)| output);
     let result = ready.with_interface(|| ready.chain.run("ADD", &attachment, None, run_call))?;
@@ -447,7 +451,8 @@ impl Original<'_> {
 }
 
 /// Adds `count` copies of the attachment's rules and elements in nf_tables: lists the ruleset,
-/// inserts copies of each line that has the attachment, and replaces the ruleset with the result.
+/// inserts copies of each line that [`Original::is_in`] matches, and replaces the ruleset with the
+/// result.
 fn multiply_nft_rules(original: &Original<'_>, count: usize) -> Result<()> {
     let rules = run(&["nft", "-n", "list", "ruleset"])?;
     if !rules.lines().any(|line| original.is_in(line)) {
@@ -491,7 +496,7 @@ fn multiply_iptables_rules(original: &Original<'_>, count: usize) -> Result<()> 
 /// Writes a chain of `count` rules that match address and port, as another program could have
 /// written them. No rule jumps to the chain. With iptables it is in the table `nat`, which
 /// `iptables` reads as a whole; with nftables it is in a table of its own.
-fn write_foreign_rules(side: Side, count: usize) -> Result<()> {
+fn write_rules_of_other_programs(side: Side, count: usize) -> Result<()> {
     let address = |number: usize| format!("10.200.{}.{}", number / 250, 1 + number % 250);
     if side == Side::OursNft {
         let mut text = "table ip foreign {\n chain services {\n".to_owned();

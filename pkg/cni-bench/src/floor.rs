@@ -6,6 +6,8 @@
 //! failure.
 
 use std::fs::{self, File};
+use std::io;
+use std::net::Ipv4Addr;
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -41,7 +43,7 @@ const NO_EVENTS: u32 = 0;
 
 /// Makes attachments on the current node without a plugin.
 #[derive(Debug)]
-pub(crate) struct Floor {
+pub(crate) struct KernelAttacher {
     data: PathBuf,
     attachment: AttachmentKind,
     /// The number of the last attachment, from which its address is derived.
@@ -71,7 +73,7 @@ enum AttachmentKind {
     Link(Link, u32),
 }
 
-/// What [`Floor::add`] created, for [`Floor::del`].
+/// What [`KernelAttacher::add`] created, for [`KernelAttacher::del`].
 #[derive(Debug)]
 pub(crate) struct Made {
     link: u32,
@@ -80,33 +82,41 @@ pub(crate) struct Made {
     reservation: PathBuf,
 }
 
+/// The network namespace of a container.
+struct Netns<'a> {
+    path: &'a Path,
+    file: File,
+}
+
 /// A netlink socket for routing in one network namespace.
 #[derive(Debug)]
 struct Connection(Socket);
 
-impl Floor {
+impl KernelAttacher {
     /// Prepares attachments to a bridge: creates `br0` on the current node, up and with the
     /// gateway's address. `data` is the folder of the reservations.
-    pub(crate) fn of_bridge(data: &Path) -> Result<Floor> {
+    pub(crate) fn for_bridge(data: &Path) -> Result<KernelAttacher> {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
         let attachment = AttachmentKind::Port(Connection::open(NO_EVENTS)?.index_of("br0")?);
-        Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
+        Ok(KernelAttacher { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
     /// Prepares attachments with this kind of link. The current node must have an `eth0`. `data` is
     /// the folder of the reservations.
-    pub(crate) fn of_link(data: &Path, link: Link) -> Result<Floor> {
+    pub(crate) fn for_link(data: &Path, link: Link) -> Result<KernelAttacher> {
         let attachment = AttachmentKind::Link(link, Connection::open(NO_EVENTS)?.index_of("eth0")?);
-        Ok(Floor { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
+        Ok(KernelAttacher { data: data.to_owned(), attachment, last_number: std::cell::Cell::new(0) })
     }
 
     /// Makes an attachment with a new address, and returns what it created and its cost.
     pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
-        // The numbers repeat before the addresses leave 10.1.0.0/16. Host 1 is the gateway.
-        self.last_number.set(self.last_number.get() % 60_000 + 1);
-        let host = self.last_number.get() + 10;
+        // The numbers repeat before the addresses leave 10.1.0.0/16.
+        let number = self.last_number.get() % 60_000 + 1;
+        self.last_number.set(number);
+        // Host 1 is the gateway.
+        let host = number + 10;
         let address = [10, 1, (host / 256) as u8, (host % 256) as u8];
         timed(|| self.attach(netns, address))
     }
@@ -114,7 +124,8 @@ impl Floor {
     /// Reserves the address and creates the attachment in the namespace at `netns`.
     fn attach(&self, netns: &Path, address: [u8; 4]) -> Result<Made> {
         let reservation = self.reserve(address)?;
-        let netns = File::open(netns).doing("failed to open a namespace")?;
+        let file = File::open(netns).doing(format_args!("failed to open {}", netns.display()))?;
+        let netns = Netns { path: netns, file };
         let mac = [2, 0, address[0], address[1], address[2], address[3]];
         let (link, connection) = match self.attachment {
             AttachmentKind::Port(bridge) => attach_port(bridge, &netns, mac, address)?,
@@ -125,14 +136,15 @@ impl Floor {
 
     /// Reserves the address as host-local does, under its lock, and returns the reservation's file.
     fn reserve(&self, address: [u8; 4]) -> Result<PathBuf> {
-        let doing = "failed to reserve an address";
-        let lock =
-            File::options().create(true).truncate(false).write(true).open(self.data.join("lock")).doing(doing)?;
-        lock.lock().doing(doing)?;
-        let [a, b, c, d] = address;
-        let path = self.data.join(format!("{a}.{b}.{c}.{d}"));
-        fs::write(&path, "floor\r\neth0").doing(doing)?;
-        fs::write(self.data.join("last_reserved_ip.0"), format!("{a}.{b}.{c}.{d}")).doing(doing)?;
+        let address = Ipv4Addr::from(address).to_string();
+        let path = self.data.join(&address);
+        let write = || -> io::Result<()> {
+            let lock = File::options().create(true).truncate(false).write(true).open(self.data.join("lock"))?;
+            lock.lock()?;
+            fs::write(&path, "floor\r\neth0")?;
+            fs::write(self.data.join("last_reserved_ip.0"), &address)
+        };
+        write().doing(format_args!("failed to reserve {address} in {}", self.data.display()))?;
         Ok(path)
     }
 
@@ -142,20 +154,21 @@ impl Floor {
             let mut message = LinkMessage::default();
             message.header.index = made.link;
             let (_, dellink_cost) = timed(|| made.connection.ask(RouteNetlinkMessage::DelLink(message), 0))?;
-            fs::remove_file(&made.reservation).doing("failed to remove the reservation of an address")?;
+            fs::remove_file(&made.reservation)
+                .doing(format_args!("failed to remove {}", made.reservation.display()))?;
             Ok(dellink_cost)
         })?;
         Ok((whole_cost, dellink_cost))
     }
 }
 
-/// Makes an attachment as the bridge plugin does: creates a veth pair between the bridge and the
-/// container with its alias, sets sysctls, configures the container's end, waits until the bridge
-/// forwards, and announces the address. Returns the index of the node's end and the connection to
-/// the node's namespace.
-fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Result<(u32, Connection)> {
+/// Makes an attachment as the bridge plugin does: creates a veth pair between bridge and container,
+/// sets the alias of the node's end and the container's sysctls, configures the container's end,
+/// waits until the node's end forwards, and announces the address. Returns the index of the node's
+/// end and the connection to the node's namespace.
+fn attach_port(bridge: u32, netns: &Netns<'_>, mac: [u8; 6], address: [u8; 4]) -> Result<(u32, Connection)> {
     let host = Connection::open(NO_EVENTS)?;
-    // The index is known, but the plugin has to look it up.
+    // The index is known, but the plugin has to look it up, so this request is measured too.
     host.index_of("br0")?;
     let (outer, inner) = host.create_pair(Some(bridge), netns, Some(mac))?;
     // Subscribed before the container's end is set up, so that no change of the port is missed.
@@ -185,7 +198,7 @@ fn attach_port(bridge: u32, netns: &File, mac: [u8; 6], address: [u8; 4]) -> Res
 /// Makes an attachment with a link of this kind: creates the link in the container's namespace and
 /// configures it. Returns the index of the link that a DEL removes, and the connection to the
 /// namespace of that link.
-fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<(u32, Connection)> {
+fn attach_link(link: Link, eth0: u32, netns: &Netns<'_>, address: [u8; 4]) -> Result<(u32, Connection)> {
     // Not `eth0`: kernels before 6.2 refuse a name that the node has, even for another namespace.
     const NAME: &str = "floor0";
     let host = Connection::open(NO_EVENTS)?;
@@ -202,7 +215,7 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
     };
     let mut message = LinkMessage::default();
     message.attributes.push(LinkAttribute::IfName(NAME.to_owned()));
-    message.attributes.push(LinkAttribute::NetNsFd(netns.as_raw_fd()));
+    message.attributes.push(LinkAttribute::NetNsFd(netns.file.as_raw_fd()));
     if link != Link::Dummy {
         message.attributes.push(LinkAttribute::Link(eth0));
     }
@@ -217,9 +230,10 @@ fn attach_link(link: Link, eth0: u32, netns: &File, address: [u8; 4]) -> Result<
 
 /// Runs `work` in a namespace, and returns a connection to that namespace. Uses a new thread, so
 /// that the calling thread stays in its own namespace.
-fn connect_inside(netns: &File, work: impl FnOnce() + Send) -> Result<Connection> {
+fn connect_inside(netns: &Netns<'_>, work: impl FnOnce() + Send) -> Result<Connection> {
     let visit = || -> Result<Connection> {
-        setns(netns, CloneFlags::CLONE_NEWNET).doing("failed to enter a namespace")?;
+        setns(&netns.file, CloneFlags::CLONE_NEWNET)
+            .doing(format_args!("failed to enter the network namespace {}", netns.path.display()))?;
         work();
         Connection::open(NO_EVENTS)
     };
@@ -263,6 +277,12 @@ fn first_link(answers: Vec<RouteNetlinkMessage>) -> Option<LinkMessage> {
         RouteNetlinkMessage::NewLink(link) => Some(link),
         _ => None,
     })
+}
+
+/// Whether this is the information about a bridge port in the forwarding state.
+fn is_forwarding_port(info: &LinkInfo) -> bool {
+    let LinkInfo::PortData(InfoPortData::BridgePort(port)) = info else { return false };
+    port.iter().any(|entry| matches!(entry, InfoBridgePort::State(state) if u8::from(*state) == FORWARDING))
 }
 
 impl Connection {
@@ -320,7 +340,7 @@ impl Connection {
     fn find_link_by_name(&self, name: &str) -> Result<LinkMessage> {
         let mut message = LinkMessage::default();
         message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-        self.find_link(message)
+        self.find_link(message).doing(format_args!("failed to find the link {name}"))
     }
 
     /// Returns the index of the link with this name.
@@ -331,12 +351,12 @@ impl Connection {
     /// Creates a veth pair between this namespace and `netns`. Attaches this namespace's end to
     /// `bridge` if that is given, and sets `mac` on the end in `netns` if that is given. Returns
     /// the indexes of this namespace's end and of the end in `netns`.
-    fn create_pair(&self, bridge: Option<u32>, netns: &File, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
+    fn create_pair(&self, bridge: Option<u32>, netns: &Netns<'_>, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
         const NAME: &str = "vethfloor";
         let mut peer = LinkMessage::default();
         peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
         peer.attributes.extend(mac.map(|mac| LinkAttribute::Address(mac.to_vec())));
-        peer.attributes.push(LinkAttribute::NetNsFd(netns.as_raw_fd()));
+        peer.attributes.push(LinkAttribute::NetNsFd(netns.file.as_raw_fd()));
         let mut host = LinkMessage::default();
         (host.header.flags, host.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
         host.attributes.push(LinkAttribute::IfName(NAME.to_owned()));
@@ -351,6 +371,7 @@ impl Connection {
             // Kernels before 6.2 do not answer with the created link.
             None => self.find_link_by_name(NAME)?,
         };
+        // IFLA_LINK of one end of a veth is the index of the other end.
         let peer_index = created.attributes.iter().find_map(|attribute| match attribute {
             LinkAttribute::Link(index) => Some(*index),
             _ => None,
@@ -406,14 +427,7 @@ impl Connection {
         for attribute in &link.attributes {
             match attribute {
                 LinkAttribute::OperState(state) => is_up = *state == State::Up,
-                LinkAttribute::LinkInfo(infos) => {
-                    for info in infos {
-                        let LinkInfo::PortData(InfoPortData::BridgePort(port)) = info else { continue };
-                        is_forwarding |= port.iter().any(
-                            |entry| matches!(entry, InfoBridgePort::State(state) if u8::from(*state) == FORWARDING),
-                        );
-                    }
-                }
+                LinkAttribute::LinkInfo(infos) => is_forwarding = infos.iter().any(is_forwarding_port),
                 _ => {}
             }
         }

@@ -44,9 +44,7 @@ impl Line {
 
     /// Parses a line of the table: the operation, then three numbers.
     fn parse(line: &str) -> Result<Line> {
-        let invalid = || {
-            Error::new(format!("this is not a line of the table, which has an operation and three numbers: {line:?}"))
-        };
+        let invalid = || Error::new(format!("{line:?} is not an operation followed by three numbers"));
         let number = |word: &str| word.parse::<usize>().map_err(|_| invalid());
         let words: Vec<&str> = line.split_whitespace().collect();
         let [what @ .., syscalls, programs, threads] = words.as_slice() else { return Err(invalid()) };
@@ -145,6 +143,7 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
         }
         for side in &case.sides {
             let mut lines = Vec::new();
+            // A repetition lowers the counts in `lines`.
             for _ in 0..=MAX_RECOUNTS {
                 let doing = format_args!("{} ({})", case.name, side.label());
                 count(&world, &folders, &case, *side, &mut lines).doing(doing)?;
@@ -191,7 +190,7 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     let path = options.table.display();
     let text = fs::read_to_string(&options.table).doing(format_args!("failed to read {path}"))?;
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
-    let lines: Vec<Line> = lines.map(Line::parse).collect::<Result<_>>()?;
+    let lines = lines.map(Line::parse).collect::<Result<Vec<Line>>>().doing(format_args!("invalid table {path}"))?;
     if lines.is_empty() && options.mode == GuardMode::Compare {
         return Err(Error::new(format!(
             "{path} is empty, so there is nothing to compare with; scripts/bench --counts writes it"

@@ -172,9 +172,10 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             results.skipped.push((case.name, obstacle));
             continue;
         }
-        let rounds = match begin.elapsed() {
-            elapsed if elapsed > LATE => Rounds { min: 1, max: 20, time: Duration::from_secs(1) },
-            _ => options.extent.rounds(),
+        let rounds = if begin.elapsed() > LATE {
+            Rounds { min: 1, max: 20, time: Duration::from_secs(1) }
+        } else {
+            options.extent.rounds()
         };
         if let Err(error) = measure_case(&world, &folders, &case, rounds, &mut results) {
             report::progress(&format!("        {error}"));
@@ -255,9 +256,9 @@ fn round_label(ready: &Ready, round: usize) -> String {
     format!("{}, round {round}", ready.side.label())
 }
 
-/// Returns the sides in their order in this round. The first side changes with every round, and the
-/// direction with every cycle of rounds: what a side deletes slows the next side down, so each side
-/// must follow different sides.
+/// Returns the sides in their order in this round. What a side deletes slows the next side down, so
+/// no side may always follow the same one: the first side changes with each round, and the order is
+/// reversed in every second cycle of rounds.
 fn order_of_round(sides: &[Ready], round: usize) -> Vec<&Ready> {
     let mut order: Vec<&Ready> = sides.iter().collect();
     order.rotate_left(round % sides.len());
@@ -271,9 +272,9 @@ fn order_of_round(sides: &[Ready], round: usize) -> Vec<&Ready> {
 /// [`Side::Kernel`], these are ADD, DEL, and the RTM_DELLINK of that DEL.
 fn measure_verbs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Cost)>> {
     let attachment = ready.attachment(round, 0);
-    if let Some(floor) = &ready.floor {
-        let (made, add) = floor.add(&attachment.netns)?;
-        let (del, dellink) = floor.del(made)?;
+    if let Some(attacher) = &ready.kernel_attacher {
+        let (made, add) = attacher.add(&attachment.netns)?;
+        let (del, dellink) = attacher.del(made)?;
         return Ok(vec![("ADD", add), ("DEL", del), ("RTM_DELLINK", dellink)]);
     }
     run_verbs(ready, case, &attachment, |call, total: &mut Cost| {

@@ -84,7 +84,7 @@ pub(crate) struct Guard {
 /// What is done with the counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GuardMode {
-    /// Fail if a count exceeds its bound, or if the table has other operations.
+    /// Fail if a count exceeds its bound, or if the table has different operations.
     Compare,
     /// Write the counts to the table.
     Update,

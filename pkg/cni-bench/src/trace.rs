@@ -72,7 +72,8 @@ pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
     let mut command = call.command(Path::new("/proc/self/exe"), &streams)?;
     command.env(TRACEE, &call.program);
     let child = command.spawn().doing(format_args!("failed to run {call}"))?;
-    let root = Pid::from_raw(i32::try_from(child.id()).doing("invalid process ID of a plugin")?);
+    let id = child.id();
+    let root = Pid::from_raw(i32::try_from(id).doing(format_args!("invalid process ID {id} of {call}"))?);
     let folder = call.program.parent().unwrap_or(Path::new("/"));
     let (succeeded, counts) = follow(root, folder).doing(format_args!("failed to trace {call}"))?;
     Ok((streams.outcome(call, succeeded)?, counts))
@@ -189,10 +190,13 @@ impl Tracer<'_> {
                     self.counts.threads += usize::from(self.has_begun);
                     self.counts.own_threads += usize::from(self.has_begun && !self.foreign.contains(&pid));
                 }
-                let child = ptrace::getevent(pid).doing("failed to read the ID of a new thread or process")?;
+                let child = ptrace::getevent(pid)
+                    .doing(format_args!("failed to read the ID of the thread or process that {pid} created"))?;
                 // Until an exec, a thread or process runs the program of its creator.
                 if self.foreign.contains(&pid) {
-                    self.foreign.insert(Pid::from_raw(i32::try_from(child).doing("invalid ID of a new thread")?));
+                    let child = i32::try_from(child)
+                        .doing(format_args!("invalid ID {child} of a thread or process that {pid} created"))?;
+                    self.foreign.insert(Pid::from_raw(child));
                 }
             }
             EXIT => self.counts.peak = self.counts.peak.max(peak_memory(pid).unwrap_or(0)),

@@ -106,7 +106,7 @@ impl Process {
         const LIMIT: Duration = Duration::from_secs(10);
         let shown = argv.join(" ");
         let output = File::create(log).doing(format_args!("failed to make {}", log.display()))?;
-        let errors = output.try_clone().doing("failed to duplicate a stream")?;
+        let errors = output.try_clone().doing(format_args!("failed to duplicate {}", log.display()))?;
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).args(argv);
         command.stdin(Stdio::null()).stdout(output).stderr(errors);

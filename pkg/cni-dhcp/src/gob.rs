@@ -171,7 +171,7 @@ impl Reader {
             if self.types.len() >= MAX_TYPES {
                 return Err(GobError("there are too many types"));
             }
-            self.types.insert(id.checked_neg().ok_or(GobError("a type has no number"))?, defined);
+            self.types.insert(id.checked_neg().ok_or(GobError("the number of a type is out of range"))?, defined);
             input.expect_end()?;
             return Ok(None);
         }
@@ -230,29 +230,34 @@ impl Reader {
 fn definition(input: &mut Input<'_>) -> Result<Type> {
     let mut defined = None;
     input.fields(|input, kind| {
-        // Of an array or slice, field 1 is the type of the elements; of a map, the fields 1 and 2
-        // are the types of keys and values. An array's field 2 is its length, which is not used.
-        let (mut field_1, mut field_2) = (0, 0);
-        let mut members = Vec::new();
-        input.fields(|input, index| {
-            match (kind, index) {
-                (_, 0) => skip_name_and_number(input)?,
-                (STRUCT, 1) => members = struct_members(input)?,
-                (_, 1) => field_1 = input.int()?,
-                _ => field_2 = input.int()?,
-            }
-            Ok(())
-        })?;
-        defined = Some(match kind {
-            ARRAY | SLICE => Type::List(field_1),
-            STRUCT => Type::Struct(members),
-            MAP => Type::Map(field_1, field_2),
-            GOB_ENCODER..=TEXT_MARSHALER => Type::Opaque,
-            _ => return Err(GobError("a type has an unknown kind")),
-        });
+        defined = Some(type_of_kind(input, kind)?);
         Ok(())
     })?;
     defined.ok_or(GobError("a type has no kind"))
+}
+
+/// Decodes the structure that defines a type of this kind.
+fn type_of_kind(input: &mut Input<'_>, kind: usize) -> Result<Type> {
+    // Of an array or slice, field 1 is the type of the elements; of a map, the fields 1 and 2 are
+    // the types of keys and values. An array's field 2 is its length, which is not used.
+    let (mut field_1, mut field_2) = (0, 0);
+    let mut members = Vec::new();
+    input.fields(|input, index| {
+        match (kind, index) {
+            (_, 0) => skip_name_and_number(input)?,
+            (STRUCT, 1) => members = struct_members(input)?,
+            (_, 1) => field_1 = input.int()?,
+            _ => field_2 = input.int()?,
+        }
+        Ok(())
+    })?;
+    match kind {
+        ARRAY | SLICE => Ok(Type::List(field_1)),
+        STRUCT => Ok(Type::Struct(members)),
+        MAP => Ok(Type::Map(field_1, field_2)),
+        GOB_ENCODER..=TEXT_MARSHALER => Ok(Type::Opaque),
+        _ => Err(GobError("a type has an unknown kind")),
+    }
 }
 
 /// Skips the structure with the name and the number of a type that is being defined.

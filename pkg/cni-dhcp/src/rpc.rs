@@ -234,7 +234,7 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
 fn ip_net(cidr: &Cidr) -> Fields {
     let address = octets(Some(cidr.address()));
     let mask_byte = |index: usize| {
-        // How many bits of this byte the prefix covers.
+        // How many bits of this byte the prefix covers. For 0, the shift overflows.
         let ones = usize::from(cidr.prefix()).saturating_sub(index * 8).min(8);
         0xff_u8.checked_shl(8 - ones as u32).unwrap_or(0)
     };
@@ -399,10 +399,8 @@ fn read_result(body: &Value) -> Result<AddResult, RpcError> {
             let number = route.int(name).map(u32::try_from).transpose();
             number.map_err(|_| RpcError::Invalid("a number of a route is out of range"))
         };
-        let scope = number("Scope")?
-            .map(u8::try_from)
-            .transpose()
-            .map_err(|_| RpcError::Invalid("the scope of a route is out of range"))?;
+        let scope = number("Scope")?.map(u8::try_from).transpose();
+        let scope = scope.map_err(|_| RpcError::Invalid("the scope of a route is out of range"))?;
         Ok(Route {
             dst,
             gw: read_address(route.bytes("GW"), "Routes.GW is not an address")?,

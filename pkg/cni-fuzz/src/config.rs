@@ -99,7 +99,7 @@ impl Plugin for Reader {
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        assert!(valid.iter().all(|(id, ifname)| !id.is_empty() && !ifname.is_empty()));
+        assert!(valid.iter().all(|(id, ifname)| !id.is_empty() && !ifname.is_empty()), "empty name in {valid:?}");
         self.read_location(call)
     }
 
@@ -116,7 +116,11 @@ impl Plugin for Reader {
 fn check_found_program(kind: &str) {
     let folder = Path::new("/bin");
     if let Ok(program) = find_plugin(kind, &[folder.to_owned()]) {
-        assert_eq!((program.parent(), program.file_name()), (Some(folder), Some(OsStr::new(kind))), "{kind:?}");
+        assert_eq!(
+            (program.parent(), program.file_name()),
+            (Some(folder), Some(OsStr::new(kind))),
+            "found for {kind:?}"
+        );
     }
 }
 
@@ -147,16 +151,20 @@ pub fn run(data: &[u8]) {
     if Json::parse(&again).as_ref() != Ok(&json) {
         return;
     }
-    assert_eq!(run_call(plugin, &environment, &again), outcome, "the same document, written again");
+    assert_eq!(run_call(plugin, &environment, &again), outcome, "{verb} differs after the document was written again");
     // A key that no plugin knows.
     let Json::Object(mut members) = json else { return };
     let unknown = Json::Array(vec![Json::Null, Json::Object(vec![("type".to_owned(), Json::Bool(true))])]);
     members.insert(members.len() / 2, ("zz/unknown".to_owned(), unknown));
     let json = Json::Object(members);
-    assert_eq!(run_call(plugin, &environment, &to_text(&json, keep_key)), outcome, "an unknown key");
+    assert_eq!(
+        run_call(plugin, &environment, &to_text(&json, keep_key)),
+        outcome,
+        "{verb} differs with an unknown key"
+    );
     // Only the top-level keys are changed: deeper ones may be names in a map, where case matters.
     let upper_case = to_text(&json, |depth, key| if depth == 0 { key.to_ascii_uppercase() } else { key.to_owned() });
-    assert_eq!(run_call(plugin, &environment, &upper_case), outcome, "keys in upper case");
+    assert_eq!(run_call(plugin, &environment, &upper_case), outcome, "{verb} differs with keys in upper case");
 }
 
 /// Runs a call with the configuration `stdin` and checks its output. Returns whether the call
@@ -172,24 +180,31 @@ fn run_call(plugin: Reader, environment: &Environment, mut stdin: &[u8]) -> (boo
 
 /// Checks the output of a call with the configuration `config`.
 fn check_output(verb: &str, config: &[u8], succeeded: bool, stdout: &[u8]) {
-    assert!(verb != "VERSION" || succeeded, "VERSION never fails");
+    let shown = String::from_utf8_lossy(stdout);
+    assert!(verb != "VERSION" || succeeded, "VERSION failed: {shown}");
     let has_output = !succeeded || matches!(verb, "ADD" | "VERSION");
-    assert_eq!(has_output, !stdout.is_empty(), "{verb}: {}", String::from_utf8_lossy(stdout));
+    assert_eq!(has_output, !stdout.is_empty(), "whether {verb} (succeeded: {succeeded}) has an output: {shown:?}");
     if !has_output {
         return;
     }
-    let json = Json::parse(stdout).expect("one JSON document");
-    let version = json.get("cniVersion").and_then(Json::as_str).and_then(Version::find).expect("a supported version");
+    let json = Json::parse(stdout)
+        .unwrap_or_else(|error| panic!("the output of {verb} is not one JSON document: {error}: {shown}"));
+    let Some(version) = json.get("cniVersion").and_then(Json::as_str).and_then(Version::find) else {
+        panic!("the output of {verb} has no supported cniVersion: {shown}")
+    };
     if succeeded && verb == "ADD" {
-        let result = AddResult::decode_as(&json, version).expect("a result of that version");
+        let result = AddResult::decode_as(&json, version).unwrap_or_else(|error| {
+            panic!("the output of {verb} is not a result of version {version}: {error}: {shown}")
+        });
         crate::result::check_versions(&result);
-        assert!(Json::parse(config).is_ok());
+        assert!(Json::parse(config).is_ok(), "ADD accepted a configuration that is not JSON");
     } else if !succeeded {
-        let Some(Json::Number(code)) = json.get("code") else { panic!("no code in {json:?}") };
-        let code = code.as_u64().expect("a code that is a number");
+        let Some(Json::Number(code)) = json.get("code") else { panic!("the error of {verb} has no code: {shown}") };
         // The specification and these plugins use codes below 200; 999 reports a defect.
-        assert!((1..200).contains(&code), "code {code}: {json:?}");
-        assert!(json.get("msg").and_then(Json::as_str).is_some_and(|msg| !msg.is_empty()));
+        let is_expected = code.as_u64().is_some_and(|code| (1..200).contains(&code));
+        assert!(is_expected, "the error of {verb} has an unexpected code: {shown}");
+        let has_message = json.get("msg").and_then(Json::as_str).is_some_and(|msg| !msg.is_empty());
+        assert!(has_message, "the error of {verb} has no message: {shown}");
     }
 }
 

@@ -29,14 +29,18 @@ fn check(message: &Message<'_>) {
     let Some(found) = decode_entry(message) else { return };
     let body = &message.payload[NFGENMSG..];
     let key = conntrack_key(&found);
-    assert_eq!(key[0], message.payload[0], "the family");
+    assert_eq!(key[0], message.payload[0], "the family of the key of {found:?}");
     for kind in [TUPLE_ORIG, ID, ZONE] {
-        assert_eq!(find(&key[NFGENMSG..], kind), find(body, kind), "attribute {kind}");
+        assert_eq!(find(&key[NFGENMSG..], kind), find(body, kind), "attribute {kind} of the key of {found:?}");
     }
     // A key with the reply's tuple, which every entry needs, is decoded as the same entry.
-    let reply = find(body, TUPLE_REPLY).expect("an entry has a reply");
+    let reply = find(body, TUPLE_REPLY).unwrap_or_else(|| panic!("decoded without the tuple of the reply: {found:?}"));
     let mut again = key.to_vec();
-    again.extend(u16::try_from(reply.len() + 4).expect("it came in an attribute").to_ne_bytes());
+    again.extend(
+        u16::try_from(reply.len() + 4)
+            .expect("the value fits into an attribute, because it was read from one")
+            .to_ne_bytes(),
+    );
     again.extend(TUPLE_REPLY.to_ne_bytes());
     again.extend(reply);
     assert_eq!(decode_entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &again }), Some(found));

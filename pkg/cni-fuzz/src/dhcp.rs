@@ -31,17 +31,17 @@ fn check(bytes: &[u8]) {
         Reply::Nak(_) => None,
     };
     let Some(lease) = read_lease(&DEFAULT_REQUEST) else { return };
-    assert_eq!(lease.address().octets(), bytes[16..20], "the offered address");
+    assert_eq!(lease.address().octets(), bytes[16..20], "the offered address of {lease:?}");
     // Fewer than three seconds have no room for three different times.
-    assert!(lease.t1 < lease.t2 && lease.t2 < lease.seconds || lease.seconds < 3, "{lease:?}");
+    assert!(lease.t1 < lease.t2 && lease.t2 < lease.seconds || lease.seconds < 3, "times out of order: {lease:?}");
     let priority = Some(5);
     let result = lease.result(priority);
     assert_eq!((result.ips.len(), result.interfaces.len()), (1, 0));
-    assert!(result.routes.iter().all(|route| route.priority == priority));
+    assert!(result.routes.iter().all(|route| route.priority == priority), "wrong priority: {:?}", result.routes);
     let names = result.dns.search.iter().chain([&result.dns.domain]);
-    assert!(names.flat_map(|name| name.bytes()).all(|byte| byte.is_ascii_graphic()), "{:?}", result.dns);
+    assert!(names.flat_map(|name| name.bytes()).all(|byte| byte.is_ascii_graphic()), "invalid name: {:?}", result.dns);
     // Without requested options, only the address, the mask and the times are read.
-    let bare_lease = read_lease(&[]).expect("the same answer");
+    let bare_lease = read_lease(&[]).expect("the answer is refused if no options are requested");
     let expected = LeaseParameters {
         routers: Vec::new(),
         classless: None,

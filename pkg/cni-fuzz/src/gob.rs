@@ -13,8 +13,8 @@ pub fn run(data: &[u8]) {
     let first_len = usize::from(input.u16());
     let bytes = input.rest();
     let (first, second) = bytes.split_at(first_len.min(bytes.len()));
-    assert_eq!(read_requests(&[first, second]), read_requests(&[bytes]), "requests");
-    assert_eq!(read_responses(&[first, second]), read_responses(&[bytes]), "responses");
+    assert_eq!(read_requests(&[first, second]), read_requests(&[bytes]), "requests in two parts and in one");
+    assert_eq!(read_responses(&[first, second]), read_responses(&[bytes]), "responses in two parts and in one");
 }
 
 /// Returns the requests in these parts, as text.

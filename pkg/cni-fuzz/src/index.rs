@@ -85,14 +85,14 @@ fn compare_with_model(input: &mut Input<'_>) {
             index.set(address, Some(hash));
             model.insert(address, hash);
         }
-        assert_eq!(index.holder(address), model.get(&address).copied());
-        assert_eq!(index.next_free(address), next_free(&model, address));
+        assert_eq!(index.holder(address), model.get(&address).copied(), "the holder of {address}");
+        assert_eq!(index.next_free(address), next_free(&model, address), "the next free address from {address} on");
     }
-    assert_eq!(index.len(), model.len());
+    assert_eq!(index.len(), model.len(), "the number of addresses");
     for hash in 3..10 {
         let held: Vec<IpAddr> =
             model.iter().filter(|(_, holder)| **holder == hash).map(|(address, _)| *address).collect();
-        assert_eq!(index.held(hash), held);
+        assert_eq!(index.held(hash), held, "the addresses of the holder {hash}");
     }
 }
 

@@ -22,29 +22,32 @@ pub fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     // The output of iptables-save may be anything, but must not make a plugin panic.
     for (name, chain) in fuzzing::saved_chains(&text) {
-        assert!(!name.contains('\n'));
+        assert!(!name.contains('\n'), "newline in the chain name {name:?}");
         for rule in &chain.rules {
-            assert!(rule.target().is_none_or(|target| rule.words().iter().any(|word| word == target)));
+            let is_word = rule.target().is_none_or(|target| rule.words().iter().any(|word| word == target));
+            assert!(is_word, "the target {:?} is not a word of {:?}", rule.target(), rule.words());
         }
     }
     let (edit, expected) = build_edit(&text);
     let Ok(restore) = fuzzing::restore_text(&edit) else {
-        assert!(!expected.iter().all(is_writable), "refused: {expected:?}");
+        assert!(!expected.iter().all(is_writable), "refused, although all lines are writable: {expected:?}");
         return;
     };
     let mut lines = restore.lines();
-    assert_eq!(lines.next(), Some("*nat"));
-    assert_eq!(lines.next_back(), Some("COMMIT"));
+    assert_eq!(lines.next(), Some("*nat"), "the first line");
+    assert_eq!(lines.next_back(), Some("COMMIT"), "the last line");
     let lines: Vec<Words> = lines.map(read_line).collect();
-    assert_eq!(lines, expected);
+    assert_eq!(lines, expected, "the lines between the first and the last");
     // A line that adds a rule is also a line of a listing by iptables-save. Lines with a quoted
     // chain are skipped, because a listing never quotes a chain's name.
     for line in restore.lines().filter(|line| line.starts_with("-A ") && !line.starts_with("-A \"")) {
         let words = read_line(line);
-        let [_, chain, rule @ ..] = words.as_slice() else { panic!("no chain in {line:?}") };
+        let [_, chain, rule @ ..] = words.as_slice() else { panic!("{line:?} has no chain") };
         let saved = fuzzing::saved_chains(line);
-        let [(saved_name, saved_chain)] = saved.as_slice() else { panic!("not one chain in {line:?}") };
-        assert_eq!((saved_name, saved_chain.rules[0].words()), (chain, rule));
+        let [(saved_name, saved_chain)] = saved.as_slice() else {
+            panic!("not one chain was read from {line:?}: {saved:?}")
+        };
+        assert_eq!((saved_name, saved_chain.rules[0].words()), (chain, rule), "read from {line:?}");
     }
 }
 
@@ -104,9 +107,9 @@ fn build_edit(text: &str) -> (Edit, Vec<Words>) {
 /// Reads a line as iptables-restore does: `:CHAIN POLICY COUNTERS`, or words that are separated by
 /// blanks and may be quoted.
 fn read_line(line: &str) -> Words {
-    assert!(line.len() < 10_240 && !line.contains(['\n', '\r', '\0']));
+    assert!(line.len() < 10_240 && !line.contains(['\n', '\r', '\0']), "iptables-restore cannot read {line:?}");
     if let Some(chain) = line.strip_prefix(':') {
-        let chain = chain.strip_suffix(" - [0:0]").expect("no policy and no counters");
+        let Some(chain) = chain.strip_suffix(" - [0:0]") else { panic!("policy or counters in {line:?}") };
         return vec![":".to_owned(), words(chain).remove(0)];
     }
     words(line)
@@ -131,7 +134,7 @@ fn words(line: &str) -> Words {
                 char => word.push(char),
             }
         }
-        assert!(!quoted, "an open quote in {line:?}");
+        assert!(!quoted, "a quote is not closed in {line:?}");
         words.push(word);
         rest = rest[end..].trim_start_matches([' ', '\t']);
     }
@@ -146,7 +149,7 @@ fn check_accepted_conditions(words: &[String]) {
     }
     if check_conditions(words).is_ok() {
         let offender = words.iter().find(|word| is_command_of_iptables(word));
-        assert_eq!(offender, None, "accepted for iptables");
+        assert_eq!(offender, None, "accepted for iptables: {words:?}");
     }
     if accepts_for_nft(words) {
         let text = words.join(" ");
@@ -159,7 +162,10 @@ fn check_accepted_conditions(words: &[String]) {
 /// Whether iptables would read the word as a command, a target or a table. As getopt allows, a long
 /// option may be abbreviated, and several short options may share one word.
 fn is_command_of_iptables(word: &str) -> bool {
-    let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else { return word == "COMMIT" };
+    let Some(options) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else {
+        // The word is not an option. A line `COMMIT` ends a table of iptables-restore.
+        return word == "COMMIT";
+    };
     if let Some(long) = options.strip_prefix('-') {
         const COMMANDS: [&str; 11] =
             ["jump", "goto", "table", "append", "delete", "insert", "flush", "policy", "modprobe", "zero", "new-chain"];
@@ -173,6 +179,7 @@ fn is_command_of_iptables(word: &str) -> bool {
             's' | 'd' | 'p' | 'i' | 'o' | 'm' => return false,
             // A negative number, which is a value. Of the digits, only 4 and 6 are options.
             '0'..='3' | '5' | '7'..='9' => return false,
+            // These options have no value, so the next character is an option too.
             'f' | 'b' | 'v' | 'n' | 'x' => {}
             _ => return true,
         }
@@ -201,7 +208,7 @@ fn nft_tokens(text: &str, colons: Colons) -> Vec<String> {
         let address_len = prefix_len(|char| char.is_ascii_hexdigit() || char == ':');
         let end = if first == '"' {
             let close = rest[1..].find('"').map(|at| at + 2);
-            assert!(close.is_some(), "an open string in {text:?} swallows what follows it");
+            assert!(close.is_some(), "a string is not closed in {text:?}");
             close.unwrap_or(rest.len())
         } else if colons == Colons::InAddresses && rest[..address_len].matches(':').count() > 1 {
             address_len

@@ -34,7 +34,7 @@ fn read(bytes: &[u8]) {
     if let Some(written) = fuzzing::userdata(comment.as_deref(), &tags) {
         let are_own_tags = tags.iter().all(|(kind, _)| *kind >= FIRST_TAG);
         if are_own_tags {
-            assert_eq!(fuzzing::read_userdata(&written), (comment, tags));
+            assert_eq!(fuzzing::read_userdata(&written), (comment, tags), "the written user data");
         }
     }
     for message in wire::messages(bytes) {
@@ -50,25 +50,27 @@ fn check_payload(bytes: &[u8]) {
     let place = decode::place(bytes);
     let Some(listed) = decode::rule(bytes) else { return };
     if let Some(place) = place {
-        assert_eq!(place.handle, listed.handle);
+        assert_eq!(place.handle, listed.handle, "the handle of {listed:?}");
     }
     // A comment that is not UTF-8 is read with replacement characters, so its bytes differ.
     if let Some(comment) = listed.rule.comment.as_deref().filter(|comment| !comment.contains('\u{fffd}')) {
         let wanted = comment.as_bytes();
-        assert!(wanted.is_empty() || bytes.windows(wanted.len()).any(|part| part == wanted));
+        let is_in_bytes = wanted.is_empty() || bytes.windows(wanted.len()).any(|part| part == wanted);
+        assert!(is_in_bytes, "the comment {comment:?} is not in the message");
     }
     for family in [Family::V4, Family::V6] {
         let words = fuzzing::words_of(family, listed.clone());
         let _ = (words.target(), words.comment(), words.value("-s"));
         if listed.rule.comment.is_some() {
-            assert!(words.words().iter().any(|word| word == "--comment"));
+            assert!(words.words().iter().any(|word| word == "--comment"), "no comment in {:?}", words.words());
         }
         // If iptables can express the rule, the text for iptables-restore has the same words.
         let mut edit = Edit::new();
         edit.delete("C", &words);
         if let Ok(text) = fuzzing::restore_text(&edit) {
-            let line = text.lines().find_map(|line| line.strip_prefix("-D C")).expect("the line of the rule");
-            assert_eq!(split(line), words.words());
+            let line = text.lines().find_map(|line| line.strip_prefix("-D C"));
+            let line = line.unwrap_or_else(|| panic!("no line deletes the rule {:?} in {text:?}", words.words()));
+            assert_eq!(split(line), words.words(), "the words of {line:?}");
         }
     }
 }
@@ -92,20 +94,21 @@ fn write_and_read(input: &mut Input<'_>) {
     let bytes = match fuzzing::rule_message(&table, &chain, &rule) {
         Ok(bytes) => bytes,
         Err(error) => {
-            assert!(size > userdata::MAX || rule.comment.is_some_and(|comment| comment.len() > 254), "{error}");
+            let is_too_long = size > userdata::MAX || rule.comment.is_some_and(|comment| comment.len() > 254);
+            assert!(is_too_long, "a rule with {size} bytes of user data was refused: {error}");
             return;
         }
     };
-    let message = wire::messages(&bytes).next().expect("one message");
-    assert_eq!(message.payload.len() + NLMSGHDR, bytes.len());
+    let message = wire::messages(&bytes).next().expect("the written bytes have no message");
+    assert_eq!(message.payload.len() + NLMSGHDR, bytes.len(), "the length of the message of {rule:?}");
     // The kernel adds the handle: an attribute of 12 bytes, 4 of which are its header.
     let mut payload = message.payload.to_vec();
     payload.extend(12_u16.to_ne_bytes());
     payload.extend(NFTA_RULE_HANDLE.to_ne_bytes());
     payload.extend(77_u64.to_be_bytes());
-    let place = decode::place(&payload).expect("what we write we read");
+    let place = decode::place(&payload).expect("the place of the written rule cannot be read");
     assert_eq!((place.table, place.chain, place.handle), (table.as_bytes(), chain.as_bytes(), 77));
-    assert_eq!(decode::rule(&payload).expect("what we write we read").rule, rule);
+    assert_eq!(decode::rule(&payload).expect("the written rule cannot be read").rule, rule);
     check_payload(&payload);
 }
 

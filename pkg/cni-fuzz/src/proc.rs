@@ -34,10 +34,10 @@ fn check_connections(text: &str) {
     let ports = [(Protocol::Udp, 53), (Protocol::Tcp, 80), (Protocol::Sctp, 80), (Protocol::Tcp, 8080)];
     for requested in [&ports[..], &ports[..1]] {
         let Some(entries) = conntrack_text(text, requested) else { continue };
-        assert!(entries.len() <= text.lines().count());
+        assert!(entries.len() <= text.lines().count(), "more entries than lines: {entries:?}");
         for entry in entries {
-            assert!(requested.contains(&(entry.protocol, entry.destination.port())), "{entry:?}");
-            assert_eq!(from_key(&entry), Some(entry));
+            assert!(requested.contains(&(entry.protocol, entry.destination.port())), "not requested: {entry:?}");
+            assert_eq!(from_key(&entry), Some(entry), "the entry that the key deletes");
         }
     }
 }
@@ -56,7 +56,7 @@ fn from_key(found: &Entry) -> Option<Entry> {
 /// Returns a netlink attribute. The value's length must be a multiple of 4, so that no padding
 /// follows.
 fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(value.len() + 4).expect("a short value");
+    let length = u16::try_from(value.len() + 4).expect("the value is too long for an attribute");
     [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
 }
 
@@ -71,9 +71,13 @@ fn check_locks(text: &str) {
             let inode = file.rsplit(':').next().and_then(|number| number.parse().ok());
             process.parse() == Ok(pid) && inode == Some(INODE)
         };
-        assert!(pid != 0 && text.lines().any(names_holder), "{pid} in {text:?}");
+        assert!(pid != 0 && text.lines().any(names_holder), "no line names the holder {pid} in {text:?}");
     }
     let line = format!("9: FLOCK  ADVISORY  WRITE 4242 fd:01:{INODE} 0 EOF\n");
-    assert_eq!(holder(&format!("{line}{text}")), Some(4242), "the first line about the file names its holder");
-    assert!(holder(&format!("{text}\n{line}")).is_some());
+    assert_eq!(
+        holder(&format!("{line}{text}")),
+        Some(4242),
+        "the first line about the file names its holder, before {text:?}"
+    );
+    assert!(holder(&format!("{text}\n{line}")).is_some(), "no holder was found after {text:?}");
 }

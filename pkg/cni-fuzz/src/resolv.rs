@@ -13,7 +13,7 @@ pub fn run(data: &[u8]) {
     let dns = resolv_conf(&String::from_utf8_lossy(data));
     let lists = [&dns.nameservers, &dns.search, &dns.options];
     for value in lists.into_iter().flatten().chain(Some(&dns.domain).filter(|domain| !domain.is_empty())) {
-        assert!(!value.is_empty() && !value.contains(char::is_whitespace), "{value:?}");
+        assert!(!value.is_empty() && !value.contains(char::is_whitespace), "invalid value {value:?}");
     }
     let mut text = String::new();
     dns.nameservers.iter().for_each(|server| writeln!(text, "nameserver {server}").unwrap());
@@ -22,7 +22,7 @@ pub fn run(data: &[u8]) {
     if !dns.domain.is_empty() {
         writeln!(text, "domain {}", dns.domain).unwrap();
     }
-    assert_eq!(resolv_conf(&text), dns);
+    assert_eq!(resolv_conf(&text), dns, "read from {text:?}");
     let result = AddResult { dns, ..AddResult::default() };
     let encoded = result.encode(Version::NEWEST).unwrap();
     assert_eq!(AddResult::decode_as(&Json::parse(&encoded).unwrap(), Version::NEWEST).unwrap(), result);

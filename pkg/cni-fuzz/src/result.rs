@@ -14,7 +14,7 @@ pub fn run(data: &[u8]) {
         let as_version = AddResult::decode_as(&json, version);
         let as_named = AddResult::decode(&json, version);
         if let (Ok(as_version), Ok(as_named)) = (&as_version, &as_named) {
-            assert_eq!(as_version, as_named);
+            assert_eq!(as_version, as_named, "decoded as {version} and as the named version");
         }
         for result in [as_version.ok(), as_named.ok()].into_iter().flatten() {
             check_versions(&result);
@@ -29,16 +29,19 @@ pub(crate) fn check_versions(result: &AddResult) {
         let bytes = match result.encode(version) {
             Ok(bytes) => bytes,
             Err(error) => {
-                assert_eq!(error, ResultError::NoAddress);
-                assert!(version.shape() == Shape::Ip4Ip6 && !has_address, "{version}: {result:?}");
+                assert_eq!(error, ResultError::NoAddress, "failed to write {result:?} in {version}");
+                assert!(version.shape() == Shape::Ip4Ip6 && !has_address, "refused in {version}: {result:?}");
                 continue;
             }
         };
-        let json = Json::parse(&bytes).expect("what we write is JSON");
-        assert_eq!(json.get("cniVersion").and_then(Json::as_str), Some(version.as_str()));
-        let back = AddResult::decode_as(&json, version).expect("what we write we read");
-        assert_eq!(back, expressible(result, version), "{version}");
-        assert_eq!(back.encode(version).expect("what was read is written again"), bytes, "{version}");
+        let shown = String::from_utf8_lossy(&bytes);
+        let json =
+            Json::parse(&bytes).unwrap_or_else(|error| panic!("wrote invalid JSON in {version}: {error}: {shown}"));
+        assert_eq!(json.get("cniVersion").and_then(Json::as_str), Some(version.as_str()), "the version of {shown}");
+        let back = AddResult::decode_as(&json, version)
+            .unwrap_or_else(|error| panic!("failed to read what was written in {version}: {error}: {shown}"));
+        assert_eq!(back, expressible(result, version), "read from {shown}");
+        assert_eq!(back.encode(version).as_deref(), Ok(bytes.as_slice()), "read from {shown} and written again");
     }
 }
 

@@ -29,12 +29,12 @@ type Files = BTreeMap<String, Option<Vec<u8>>>;
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
     let mut input = Input::new(data);
-    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = tempfile::tempdir().expect("failed to create a temporary folder");
     let data_dir = dir.path().join("data");
     let folder = data_dir.join("net");
-    fs::create_dir_all(&folder).expect("a folder");
+    fs::create_dir_all(&folder).expect("failed to create the network's folder");
     let outside = dir.path().join("outside");
-    fs::write(&outside, "c1\r\neth0").expect("a file outside");
+    fs::write(&outside, "c1\r\neth0").expect("failed to write the file outside");
     let is_lockable = fill_folder(&mut input, &folder, &outside);
     let host = Host::new("m", "b");
     let sets = sets();
@@ -50,17 +50,18 @@ pub fn run(data: &[u8]) {
         if verb == 7 {
             let ranges = sets.sets().iter().flat_map(|set| set.ranges());
             let counters: Vec<_> = ranges.map(|range| (range.first(), range.last(), u64::from(selector))).collect();
-            plant(&data_dir, "net", &host, &entries(&mut input, 16), &counters).expect("to plant an index");
+            plant(&data_dir, "net", &host, &entries(&mut input, 16), &counters)
+                .expect("failed to write the forged index");
             continue;
         }
         let before = files(&folder);
         let store = Store::open(&data_dir, "net", Options::new(Notes::silent(), host.clone()));
         if !is_lockable {
-            assert!(store.lock(LIMIT, &NoMachine).is_err());
-            assert_eq!(files(&folder), before);
+            assert!(store.lock(LIMIT, &NoMachine).is_err(), "locked, although the lock is a folder");
+            assert_eq!(files(&folder), before, "changed without the lock");
             continue;
         }
-        let mut locked = store.lock(LIMIT, &NoMachine).expect("the lock");
+        let mut locked = store.lock(LIMIT, &NoMachine).expect("failed to lock");
         let owner = Owner::new(
             ["c1", "c2", "c3", "\u{e4}"][usize::from(selector / 8 % 4)],
             ["eth0", "net1"][usize::from(selector / 32 % 2)],
@@ -76,7 +77,7 @@ pub fn run(data: &[u8]) {
                 check_add(&folder, &before, &owner, &sets, reserved.ok());
             }
             3 | 4 => {
-                let removed = locked.release(&owner).expect("DEL");
+                let removed = locked.release(&owner).expect("DEL failed");
                 check_removal(&folder, &before, removed, &reservations_of(&before, &owner));
             }
             5 => {
@@ -84,25 +85,29 @@ pub fn run(data: &[u8]) {
                 // the format without an interface.
                 let kept: [&[u8]; 2] = [b"c2\r\neth0", b"c2"];
                 let removable = reservations(&before, |text| !kept.contains(&text));
-                let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC");
-                assert!(collected.error.is_none());
+                let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC failed");
+                assert!(collected.error.is_none(), "GC failed: {:?}", collected.error);
                 let removed = collected.removed.iter().map(|reservation| reservation.address).collect();
                 check_removal(&folder, &before, removed, &removable);
             }
             _ => {
-                let listed = locked.list().expect("a list");
-                assert!(listed.unread.is_empty());
-                assert!(listed.reservations.iter().all(|one| before.contains_key(&one.address.to_string())));
-                let _ = store.usage(&sets).expect("STATUS");
-                assert_eq!(files(&folder), before);
+                let listed = locked.list().expect("failed to list the reservations");
+                assert!(listed.unread.is_empty(), "unread: {:?}", listed.unread);
+                let without_file =
+                    listed.reservations.iter().find(|one| !before.contains_key(&one.address.to_string()));
+                assert!(without_file.is_none(), "listed without a file: {without_file:?}");
+                let _ = store.usage(&sets).expect("STATUS failed");
+                assert_eq!(files(&folder), before, "changed by reading");
             }
         }
-        assert_eq!(fs::read(&outside).expect("the file outside"), b"c1\r\neth0");
+        assert_eq!(fs::read(&outside).expect("failed to read the file outside"), b"c1\r\neth0");
     }
-    let mut names: Vec<_> =
-        fs::read_dir(dir.path()).expect("the folder").map(|entry| entry.unwrap().file_name()).collect();
+    let mut names: Vec<_> = fs::read_dir(dir.path())
+        .expect("failed to list the temporary folder")
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     names.sort();
-    assert_eq!(names, ["data", "outside"]);
+    assert_eq!(names, ["data", "outside"], "files in the temporary folder");
 }
 
 /// Checks that an ADD wrote a file for each address of its lease and gave no address that was
@@ -111,18 +116,19 @@ pub fn run(data: &[u8]) {
 fn check_add(folder: &Path, before: &Files, owner: &Owner, sets: &RangeSets, lease: Option<Lease>) {
     let mut expected = before.clone();
     if let Some(lease) = lease {
-        assert_eq!(lease.addresses.len(), sets.sets().len());
+        assert_eq!(lease.addresses.len(), sets.sets().len(), "the number of leased addresses");
         for (range, address) in lease.addresses {
             let name = address.to_string();
-            assert!(range.contains(address) && sets.sets().iter().all(|set| !set.is_gateway(address)));
+            let is_usable = range.contains(address) && sets.sets().iter().all(|set| !set.is_gateway(address));
+            assert!(is_usable, "{address} is outside its range or a gateway");
             // A regular file that is not a reservation, such as an empty one, reserves no address.
             let is_free = match before.get(&name) {
                 None => true,
                 Some(content) => content.as_deref().is_some_and(|text| reservation_text(text).is_none()),
             };
             assert!(is_free, "{name} was already reserved");
-            let metadata = fs::metadata(folder.join(&name)).expect("a file");
-            assert_eq!(metadata.permissions().mode() & 0o7777, 0o600);
+            let metadata = fs::metadata(folder.join(&name)).expect("the reservation has no file");
+            assert_eq!(metadata.permissions().mode() & 0o7777, 0o600, "the mode of {name}");
             expected.insert(name, Some(text_of(owner).into_bytes()));
         }
     }
@@ -130,17 +136,20 @@ fn check_add(folder: &Path, before: &Files, owner: &Owner, sets: &RangeSets, lea
     for files in [&mut after, &mut expected] {
         files.retain(|name, _| !name.starts_with("last_reserved_ip."));
     }
-    assert_eq!(after, expected);
+    assert_eq!(after, expected, "the files after an ADD of {owner:?}");
 }
 
 /// Checks that DEL or GC removed only reservations in `removable`, and changed no other file. They
 /// need not have removed all of them: a forged index may hide reservations until it is rebuilt.
 fn check_removal(folder: &Path, before: &Files, removed: Vec<IpAddr>, removable: &[String]) {
     let removed: Vec<String> = removed.iter().map(ToString::to_string).collect();
-    assert!(removed.iter().all(|name| removable.contains(name)), "{removed:?} of {removable:?}");
+    assert!(
+        removed.iter().all(|name| removable.contains(name)),
+        "removed {removed:?}, although only {removable:?} are removable"
+    );
     let mut expected = before.clone();
     expected.retain(|name, _| !removed.contains(name));
-    assert_eq!(files(folder), expected);
+    assert_eq!(files(folder), expected, "the files after the removal of {removed:?}");
 }
 
 /// Creates files, links and folders in `folder`, some of them links to `outside`. Returns whether
@@ -182,21 +191,22 @@ fn fill_folder(input: &mut Input<'_>, folder: &Path, outside: &Path) -> bool {
 /// Returns two small range sets.
 fn sets() -> RangeSets {
     let set = |subnet: &str| vec![RangeConf { subnet: Some(subnet.to_owned()), ..RangeConf::default() }];
-    RangeSets::check(&[], &RangeConf::default(), &[set("10.0.0.0/28"), set("fd00::/125")]).expect("two sets")
+    RangeSets::check(&[], &RangeConf::default(), &[set("10.0.0.0/28"), set("fd00::/125")])
+        .expect("the two range sets are valid")
 }
 
 /// Returns all entries of the folder except the lock, which exists only if a process needed it.
 fn files(folder: &Path) -> Files {
     let mut files = Files::new();
-    for entry in fs::read_dir(folder).expect("the folder") {
-        let entry = entry.expect("an entry");
+    for entry in fs::read_dir(folder).expect("failed to list the network's folder") {
+        let entry = entry.expect("failed to list the network's folder");
         let name = entry.file_name().to_string_lossy().into_owned();
         if name == "lock" {
             continue;
         }
         // `file_type` does not follow links.
         let is_regular = entry.file_type().is_ok_and(|kind| kind.is_file());
-        let content = is_regular.then(|| fs::read(entry.path()).expect("a file"));
+        let content = is_regular.then(|| fs::read(entry.path()).expect("failed to read a file"));
         files.insert(name, content);
     }
     files

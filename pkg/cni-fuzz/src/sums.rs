@@ -15,11 +15,15 @@ pub fn run(data: &[u8]) {
         let path = Path::new(&program.name);
         let mut components = path.components();
         assert!(
-            matches!(components.next(), Some(Component::Normal(name)) if name == path) && components.next().is_none()
+            matches!(components.next(), Some(Component::Normal(name)) if name == path) && components.next().is_none(),
+            "not a plain file name: {program:?}"
         );
-        assert!(!program.name.starts_with('.') && program.name.len() <= 255 && program.name != SUMS, "{program:?}");
-        assert!(program.name.bytes().all(|byte| byte.is_ascii_graphic()), "{program:?}");
-        assert_eq!(program.sum.len(), 64);
+        assert!(
+            !program.name.starts_with('.') && program.name.len() <= 255 && program.name != SUMS,
+            "invalid name: {program:?}"
+        );
+        assert!(program.name.bytes().all(|byte| byte.is_ascii_graphic()), "invalid character: {program:?}");
+        assert_eq!(program.sum.len(), 64, "the length of the sum of {program:?}");
         assert!(names.insert(&program.name), "{program:?} twice");
     }
     assert_eq!(parse(&text(&programs)), Ok(programs));

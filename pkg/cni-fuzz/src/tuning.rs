@@ -22,15 +22,16 @@ pub fn run(data: &[u8]) {
     let ifname = input.line_text();
     let list = input.rest();
     let Some(all_files) = permitted(b".", &key, &ifname) else { return };
-    assert!(!all_files.is_empty());
+    assert!(!all_files.is_empty(), "{key:?} means no file");
     let comments: Vec<Vec<u8>> = list.split(|byte| *byte == b'\n').map(|line| [b"#", line].concat()).collect();
-    assert!(permitted(&comments.join(&b'\n'), &key, &ifname).is_none_or(|files| files.is_empty()));
+    let by_comments = permitted(&comments.join(&b'\n'), &key, &ifname).unwrap_or_default();
+    assert!(by_comments.is_empty(), "comments permit {by_comments:?}");
     let Some(files) = permitted(list, &key, &ifname) else { return };
-    assert!(files.iter().all(|file| all_files.contains(file)));
+    assert!(files.iter().all(|file| all_files.contains(file)), "{files:?} are not among {all_files:?}");
     let more = permitted(&[list, b"\n^net[./]core"].concat(), &key, &ifname).unwrap_or_default();
-    assert!(files.iter().all(|file| more.contains(file)), "{files:?} {more:?}");
+    assert!(files.iter().all(|file| more.contains(file)), "an additional pattern reduces {files:?} to {more:?}");
     // The interface matters only if the key has the placeholder IFNAME.
     if !key.contains("IFNAME") {
-        assert_eq!(permitted(list, &key, "another0"), Some(files));
+        assert_eq!(permitted(list, &key, "another0"), Some(files), "for another interface");
     }
 }

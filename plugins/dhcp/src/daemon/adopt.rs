@@ -41,15 +41,9 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     let cni_args = cni_args.join(";");
     let list = entry.list().ok()?;
     let capability_args = Some(&attachment.capability_args);
+    // A plugin without a valid configuration is skipped.
     let mut stdin_of_plugins = list.plugins().iter().flat_map(|plugin| list.request(plugin, capability_args));
-    let (conf, ipam) = stdin_of_plugins.find_map(|stdin| {
-        let conf = NetConf::parse(stdin).ok()?;
-        if conf.ipam_type() != "dhcp" {
-            return None;
-        }
-        let ipam = Conf::read(&conf, &cni_args).ok()?;
-        if sockets.contains(&ipam.socket.as_path()) { Some((conf, ipam)) } else { None }
-    })?;
+    let (conf, ipam) = stdin_of_plugins.find_map(|stdin| conf_with_dhcp(stdin, &cni_args, sockets))?;
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     let mut result = AddResult::decode(&json, Version::NEWEST).ok()?;
     result.interfaces.clear();
@@ -62,4 +56,15 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
         ..CmdArgs::default()
     };
     Some(Cached { args, conf, ipam, result })
+}
+
+/// Parses a plugin's configuration and the keys of its `ipam`. Returns `None` if a part is invalid,
+/// or if the plugin does not use dhcp with one of these sockets.
+fn conf_with_dhcp(stdin: Vec<u8>, cni_args: &str, sockets: &[&Path]) -> Option<(NetConf, Conf)> {
+    let conf = NetConf::parse(stdin).ok()?;
+    if conf.ipam_type() != "dhcp" {
+        return None;
+    }
+    let ipam = Conf::read(&conf, cni_args).ok()?;
+    if sockets.contains(&ipam.socket.as_path()) { Some((conf, ipam)) } else { None }
 }

@@ -65,14 +65,15 @@ impl Handle {
         // The namespace may have moved to another path. The task can only renew the lease if its
         // own path still leads to the interface.
         let is_path_valid = *netns == found.netns || !self.interface.is_gone();
-        // A new namespace can get the inode number of a deleted one, so the MAC is compared too. If
-        // the plugin tuning has changed the MAC of the same interface, the interface still has the
-        // leased address.
-        let has_address = || match &*self.status.borrow() {
+        // A new namespace can get the inode number of a deleted one, so the MAC is compared too.
+        let is_same_mac = *mac == found.mac;
+        // If the plugin tuning has changed the MAC of the same interface, the interface still has
+        // the leased address.
+        let has_leased_address = || match &*self.status.borrow() {
             Status::Leased(result) => result.ips.iter().any(|ip| found.has_address(ip.address)),
             Status::Acquiring | Status::Lost(_) | Status::Failed(_) => false,
         };
-        is_same_link && is_path_valid && (*mac == found.mac || has_address())
+        is_same_link && is_path_valid && (is_same_mac || has_leased_address())
     }
 }
 
@@ -134,9 +135,9 @@ impl Attachment {
     /// Records the lease and clears the recorded error.
     ///
     /// # Errors
-    /// Code 5 if the first lease, for which the plugin still waits, cannot be recorded: a later
-    /// daemon would not know this lease, so it would never be released. If a later change cannot be
-    /// recorded, the error is only logged.
+    /// Code 5 if the record cannot be written while the plugin still waits for the first lease:
+    /// without a record, a later daemon could not release the lease. Afterwards, such an error is
+    /// only logged.
     fn write_record(&mut self, lease: RecordedLease) -> Result<(), cni::Error> {
         self.record.lease = lease;
         self.record.error = None;
@@ -205,6 +206,7 @@ impl Attachment {
                         self.record_error("the server did not answer the last request to renew the lease".into());
                     }
                     match exchange.send(&self.interface, &bytes, path) {
+                        // With a lease, every message is a request to extend it.
                         Ok(()) => is_unanswered = self.session.lease().is_some(),
                         Err(error) => {
                             is_unanswered = false;

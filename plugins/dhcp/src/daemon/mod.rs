@@ -235,7 +235,7 @@ impl Daemon {
         });
         for adopt::Cached { args, conf, ipam, result } in cached {
             let key = key(&args.container_id, conf.name(), &args.ifname);
-            // An unreadable record also means that the lease is not Go's.
+            // A record, even an unreadable one, means that the lease is this daemon's, not Go's.
             if !matches!(self.records.find(&key), Ok(None)) {
                 continue;
             }
@@ -349,7 +349,7 @@ impl Daemon {
                 Status::Lost(why) | Status::Failed(why) => return Err(why),
                 Status::Acquiring => {}
             }
-            // This fails if the task has ended without a lease, because a DEL has released it.
+            // Fails if the task has ended because its lease was released.
             status.changed().await.map_err(|_| "the lease was released".to_owned())?;
         }
     }
@@ -394,8 +394,8 @@ impl Daemon {
         if !self.attachments.borrow().contains_key(&key)
             && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
         {
-            // An earlier daemon was killed after it had requested this address. This task is only
-            // started to release the address.
+            // An earlier daemon was killed after it had requested this address, and `resume` starts
+            // no task for such a record. The task that is started here only releases the address.
             let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
             self.start(self.recorded_interface(&record), record, session);
         }

@@ -157,9 +157,10 @@ impl Interface {
     /// Deletes an address. It is not an error if the interface does not have it or the namespace
     /// is gone.
     pub(crate) fn delete_address(&self, address: Cidr) -> Result<(), Error> {
-        match self.netlink()?.map(|netlink| netlink.delete_address(self.index, address)) {
-            Some(Err(error)) if !error.is_not_found() => Err(error),
-            _ => Ok(()),
+        let Some(netlink) = self.netlink()? else { return Ok(()) };
+        match netlink.delete_address(self.index, address) {
+            Err(error) if error.is_not_found() => Ok(()),
+            outcome => outcome,
         }
     }
 
@@ -189,6 +190,7 @@ impl Interface {
         let mut sent = sockets.send(self.mac, bytes, path);
         // Without the UDP socket, `send` has already sent a frame.
         if sockets.udp.is_some() && network.contains(to.into()) {
+            // It is enough if one of the two messages is sent.
             sent = sockets.send_frame(self.mac, bytes, path).or(sent);
         }
         sockets.close();
@@ -229,12 +231,12 @@ impl Sockets {
         let mut buffer = [0; MAX_FRAME];
         loop {
             let mut ready = self.packet.readable().await?;
-            match ready.try_io(|socket| socket.get_ref().receive(&mut buffer)) {
-                Ok(length) => match Datagram::from_frame(&buffer[..length?]) {
-                    Some(datagram) if datagram.from.port() == SERVER_PORT => return Ok(datagram.payload.to_vec()),
-                    _ => {}
-                },
-                Err(_would_block) => {}
+            // An outer error means that no frame has arrived after all.
+            let Ok(length) = ready.try_io(|socket| socket.get_ref().receive(&mut buffer)) else { continue };
+            if let Some(datagram) = Datagram::from_frame(&buffer[..length?])
+                && datagram.from.port() == SERVER_PORT
+            {
+                return Ok(datagram.payload.to_vec());
             }
         }
     }
