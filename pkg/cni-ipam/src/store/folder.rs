@@ -138,7 +138,8 @@ impl Folder {
     /// Links an open file to a name in the folder.
     fn link(&self, file: &File, name: &str) -> io::Result<()> {
         match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
-            // Linking a descriptor needs CAP_DAC_READ_SEARCH, linking its path in /proc does not.
+            // Without CAP_DAC_READ_SEARCH, the descriptor cannot be linked, but its path in /proc
+            // can.
             Err(Errno::ENOENT) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)
