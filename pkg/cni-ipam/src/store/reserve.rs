@@ -252,7 +252,8 @@ impl Locked {
     /// # Errors
     /// After an error, the reservations that this call created have been removed again.
     /// - [`Trouble::Final`] with code 5 if a file cannot be created.
-    /// - [`Trouble::Stale`] if the folder has changed since the index was opened.
+    /// - [`Trouble::Stale`] if the folder has changed since the index was opened, or has a file for
+    ///   an address that is free according to the index.
     /// - [`Trouble::Index`] if the header cannot be made dirty.
     fn create_all(&mut self, owner: &Owner, addresses: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
         if !self.begin_change()? {
@@ -267,7 +268,7 @@ impl Locked {
                     created.push(record);
                     continue;
                 }
-                // According to the index, the address was free.
+                // The address is not free, so the index was wrong.
                 Ok(LinkOutcome::Exists) => Trouble::Stale,
                 Err(error) => {
                     let doing = format!("failed to create {}/{address}", self.folder.path.display());
