@@ -166,7 +166,7 @@ impl ConsistentIndex {
     /// # Panics
     /// The index cannot be created.
     pub fn new() -> ConsistentIndex {
-        match Index::build(&[], &Header::default(), &Host::new("m", "b")) {
+        match Index::build(&[], &[], &Host::new("m", "b")) {
             Ok(index) => ConsistentIndex(index),
             Err(error) => panic!("an empty index: {error}"),
         }

@@ -1,11 +1,12 @@
 //! Changes the folder from which runtimes execute plugins, while they do so.
 //!
 //! A *kept set* is a folder with the files that an install has replaced, for a rollback (see
-//! `kept.rs`). The installer's own files are in `.cni-install/`, beside the programs:
+//! `kept.rs`). A *generation* is the number of an install. The installer's own files are in
+//! `.cni-install/`, beside the programs:
 //!
-//! - `<n>/`, a generation: the kept set of the n-th install, complete before a program is replaced.
-//!   The newest one is the *previous* set. After `forget` the folder has only `SHA256SUMS`, the
-//!   list of the programs that the install has installed, and is not a kept set any more.
+//! - `<n>/`: the kept set of the n-th install, complete before a program is replaced. The newest
+//!   one is the *previous* set. After `forget` the folder has only `SHA256SUMS`, the list of the
+//!   programs that the install has installed, and is not a kept set any more.
 //! - `original/`, the *original* set: for each name that any install has replaced, the file from
 //!   before the first install. Each install adds the previous set to the original set, before its
 //!   own kept set becomes the previous set. So after only one install, and after installs of an
@@ -180,19 +181,22 @@ impl Folder {
             Some(State::Installed(generation)) if self.find_kept(generation)?.is_some() => {
                 self.begin_rollback(generation)
             }
-            // The interrupted install is rolled back, not undone, so the generation before it is
-            // removed. The original set takes over the files of that generation.
             Some(State::Installing(generation)) => {
+                // `remove_garbage` will also delete the kept set of the install before the
+                // interrupted one.
                 self.add_to_original(generation - 1)?;
                 self.begin_rollback(generation)
             }
+            // An interrupted `rollback`.
             Some(State::RollingBack(generation)) => self.finish_rollback(KeptSetId::Previous(generation)),
+            // An interrupted `rollback --original`.
             Some(State::Restoring) => self.finish_rollback(KeptSetId::Original),
+            // There is no previous set, or an interrupted `forget` was removing it.
             None | Some(State::Installed(_) | State::Forgetting(_)) => {
                 let (_, current) = self.recover()?;
                 if current > 0 {
-                    // Fails if the list cannot be read. Without this, a damaged kept set would be
-                    // reported as none.
+                    // Fails if the list of installed programs cannot be read. Otherwise a kept set
+                    // with a missing list would be reported as none.
                     self.list_installed(current)?;
                 }
                 Ok(RollbackReport::NothingKept { is_original_kept: self.find_original()?.is_some() })
@@ -309,12 +313,12 @@ impl Folder {
         if !report.still_kept.is_empty() {
             kept.add_to(&self.own_path("original"))?;
         }
-        // The earlier generation's folder lists its programs. Without the folder, nothing counts as
-        // installed.
-        let before = generation - 1;
-        if before > 0 && exists(&self.generation_folder(before))? {
-            State::Installed(before).write(&self.own_folder)?;
-            return Ok(before);
+        // The earlier install's programs are listed in its folder. Without the folder, nothing
+        // counts as installed.
+        let earlier = generation - 1;
+        if earlier > 0 && exists(&self.generation_folder(earlier))? {
+            State::Installed(earlier).write(&self.own_folder)?;
+            return Ok(earlier);
         }
         State::remove(&self.own_folder)?;
         Ok(0)
@@ -447,9 +451,10 @@ impl Folder {
                 vec![generation]
             }
             Ok(None) => vec![],
-            // An interrupted rollback to the original set has to be finished first. Without a
-            // readable state, it is unknown which files are needed.
-            Ok(Some(State::Restoring)) | Err(_) => return,
+            // The interrupted `rollback --original` must be finished first.
+            Ok(Some(State::Restoring)) => return,
+            // It is unknown which files are needed.
+            Err(_) => return,
         };
         let needed: Vec<PathBuf> =
             needed_generations.into_iter().map(|generation| self.generation_folder(generation)).collect();

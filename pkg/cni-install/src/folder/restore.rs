@@ -10,12 +10,15 @@ use crate::kept::{Kept, exists};
 use crate::report::RestoreReport;
 use crate::staging;
 
-/// What happened to one program when a kept set was put back. The fields of [`RestoreReport`]
-/// describe the cases.
+/// What happened to one program when a kept set was put back.
 enum RestoreOutcome {
+    /// The plugin folder has the kept file.
     Restored,
+    /// The program is removed, because it did not exist before.
     Removed,
+    /// Another installer has replaced or removed the program, so it was left unchanged.
     Left,
+    /// The kept file is gone, so the program was left unchanged.
     Lost,
 }
 

@@ -81,13 +81,12 @@ impl Index {
     /// Returns the number of addresses with this hash. Finds the first unused rank by a binary
     /// search, because reading all ranks would be slow for many addresses.
     pub(super) fn count_owned(&self, hash: u64) -> Result<u32, TableError> {
-        // All ranks below `low` exist.
+        // All ranks below `low` exist. `high` is raised until the rank `high` does not exist.
         let (mut low, mut high) = (0, 0);
         while self.owned_at(hash, high)?.is_some() {
             low = high + 1;
             high = low.saturating_mul(2) - 1;
         }
-        // The rank `high` does not exist.
         while low < high {
             let middle = low + (high - low) / 2;
             if self.owned_at(hash, middle)?.is_some() { low = middle + 1 } else { high = middle }

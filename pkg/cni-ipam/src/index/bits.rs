@@ -149,7 +149,9 @@ pub(crate) fn next_free(table: &Table, family: Family, from: u128) -> Result<Opt
             (level, start) = (level + 1, next);
             continue;
         }
-        let found = (number << BITS_PER_LEVEL | u128::from(unset_bits.trailing_zeros())) << (level * BITS_PER_LEVEL);
+        // `found` is the first address, or in level 0 the only one, that this bit stands for.
+        let lowest_unset = u128::from(unset_bits.trailing_zeros());
+        let found = (number << BITS_PER_LEVEL | lowest_unset) << (level * BITS_PER_LEVEL);
         // The last word of a level may extend beyond the family's last address.
         if found > family.max() {
             return Ok(None);

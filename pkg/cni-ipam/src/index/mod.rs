@@ -91,9 +91,10 @@ pub(crate) struct Index {
 pub(crate) fn open(path: &Path, folder_stamp: &Stamp, host: &Host) -> Option<Index> {
     let file = open_file(path, OpenOptions::new().read(true).write(true)).ok()?;
     let header = read_header(&file)?;
-    let is_current = header.clean && header.stamp == *folder_stamp;
-    // In a new boot, the rebuild finds the reservations of earlier boots.
-    if !is_current || header.machine != host.machine() || header.boot != host.boot() {
+    let describes_folder = header.clean && header.stamp == *folder_stamp;
+    // The header's `oldest_reclaimable` is only right for the machine and boot that wrote it.
+    let is_of_this_boot = header.machine == host.machine() && header.boot == host.boot();
+    if !describes_folder || !is_of_this_boot {
         return None;
     }
     let table = Table::in_storage(Storage::File(file), header.slots, header.used);
@@ -123,7 +124,7 @@ pub(crate) fn peek_header(path: &Path) -> Option<Header> {
 
 /// Queries an index without the lock, for STATUS. `folder_stamp` reads the folder's stamp, before
 /// and after the query. Returns `None` if the index is missing, damaged, dirty or stale, if the
-/// folder changed during the query, or if `query` returned `None`.
+/// folder changed during the query, or if `query` failed or returned `None`.
 pub(crate) fn peek<T>(
     path: &Path,
     folder_stamp: impl Fn() -> Option<Stamp>,
@@ -131,18 +132,19 @@ pub(crate) fn peek<T>(
 ) -> Option<T> {
     let file = open_file(path, OpenOptions::new().read(true)).ok()?;
     let header = read_header(&file).filter(|header| header.clean)?;
-    let second_handle = file.try_clone().ok()?;
+    // The index takes `file`, so the second reading of the header needs another handle.
+    let header_file = file.try_clone().ok()?;
     if folder_stamp()? != header.stamp {
         return None;
     }
     let table = Table::in_storage(Storage::File(file), header.slots, header.used);
     let index = Index { table, header, path: None, has_new_stamp: false };
     let answer = query(&index).ok()??;
-    // A change during the query is noticed: it makes the header dirty before it changes the table,
-    // and then writes another stamp.
-    let is_unchanged =
-        read_header(&second_handle).as_ref() == Some(&index.header) && folder_stamp()? == index.header.stamp;
-    is_unchanged.then_some(answer)
+    // A change makes the header dirty before it changes the table, and its clean header has a new
+    // stamp. So the answer is right if the header is the same as before.
+    let has_same_header = read_header(&header_file).as_ref() == Some(&index.header);
+    let has_same_stamp = folder_stamp()? == index.header.stamp;
+    (has_same_header && has_same_stamp).then_some(answer)
 }
 
 /// Returns the records and the header of an index, even if the index is dirty or stale: a record
@@ -178,8 +180,9 @@ fn read_records(path: &Path, host: &Host) -> Option<(HashMap<IpAddr, Record>, He
 
 impl Index {
     /// Returns a new index in memory with these records, at most one for each address. The index
-    /// counts the same ranges as `old_header`, the header of the index that it replaces.
-    pub(crate) fn build(records: &[Record], old_header: &Header, host: &Host) -> Result<Index, TableError> {
+    /// gets a counter for the range of each of `counters`. Their counts are not used: the new
+    /// counters count the records.
+    pub(crate) fn build(records: &[Record], counters: &[Counter], host: &Host) -> Result<Index, TableError> {
         let unreadable = records.iter().any(|record| record.holder == Holder::Unreadable);
         let foreign = records.iter().any(|record| record.holder == Holder::Foreign);
         let (machine, boot) = (host.machine(), host.boot());
@@ -187,7 +190,7 @@ impl Index {
         // Two entries per record, and the tree, which is small unless the addresses are far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, has_new_stamp: false };
-        index.header.counters = old_header.counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
+        index.header.counters = counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
         // The same as `put`, but faster, because no address has a record yet. `ranks` counts the
         // addresses of each attachment.
         let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
@@ -258,8 +261,8 @@ impl Index {
     }
 
     /// Writes an index that is in memory to the file at `path`, which is replaced atomically, and
-    /// uses the file from then on. The header is clean if `has_new_stamp` is
-    /// set. Writes nothing if the index is in a file already.
+    /// uses the file from then on. The header is clean if `has_new_stamp` is set. Writes nothing if
+    /// the index is in a file already.
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         self.header.clean = self.has_new_stamp;
@@ -270,7 +273,9 @@ impl Index {
         // The lock is held, so an existing temporary file was left by a killed process.
         let temporary = path.with_extension("new");
         let mut options = OpenOptions::new();
-        let file = open_file(&temporary, options.read(true).write(true).create(true).truncate(true).mode(0o600))?;
+        options.read(true).write(true).create(true).truncate(true).mode(0o600);
+        let file = open_file(&temporary, &mut options)
+            .map_err(|error| io::Error::other(format!("failed to open {}: {error}", temporary.display())))?;
         file.write_all_at(bytes, 0)?;
         std::fs::rename(&temporary, path)?;
         self.table = Table::in_storage(Storage::File(file), self.header.slots, self.header.used);
@@ -279,20 +284,23 @@ impl Index {
         Ok(())
     }
 
-    /// Moves all entries to a table of twice the size. A file is replaced, not changed in place.
+    /// Moves all entries to a table with twice as many slots. An index file is replaced, not
+    /// changed in place.
     fn grow(&mut self) -> Result<(), TableError> {
-        // A table with room for as many entries as there are slots now has twice the slots.
-        let mut table = Table::in_memory(self.table.slots());
+        // `in_memory` takes a number of entries and creates more slots than that, a power of two.
+        // So for the present number of slots, it creates twice as many.
+        let mut larger = Table::in_memory(self.table.slots());
         let mut outcome = Ok(());
         self.table.for_each(|key, payload| {
             if outcome.is_ok() {
-                outcome = table.put(key, payload);
+                outcome = larger.put(key, payload);
             }
         })?;
         outcome?;
-        self.table = table;
+        self.table = larger;
         if let Some(path) = self.path.clone() {
-            // The change is not complete, so `save` must write a dirty header.
+            // The change of the index is not complete, so the header must stay dirty until
+            // `finish`. `save` writes a dirty header while `has_new_stamp` is false.
             let has_new_stamp = std::mem::replace(&mut self.has_new_stamp, false);
             self.save(&path)?;
             self.has_new_stamp = has_new_stamp;
@@ -311,7 +319,8 @@ impl Index {
         self.header.exact
     }
 
-    /// Whether another machine may also use the folder, on a shared file system.
+    /// Whether another machine may also use the folder, on a shared file system. Then new records
+    /// have no boot.
     pub(crate) fn is_shared(&self) -> bool {
         self.header.shared
     }

@@ -218,6 +218,7 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
         id if id.len() > MAX_ID_LENGTH => format!("{}…", id.chars().take(SHOWN_LENGTH).collect::<String>()),
         id => id.to_owned(),
     };
+    // A reservation separates ID and interface name by `\r\n`.
     let second_line = rest.strip_prefix("\r\n").unwrap_or_default();
     let ifname = second_line.split(|c: char| c.is_whitespace() || c == '\0').next().unwrap_or_default();
     let owner = if cni::ident::check_interface_name(ifname).is_ok() { format!("{id}\r\n{ifname}") } else { id };

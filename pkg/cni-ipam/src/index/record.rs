@@ -135,18 +135,24 @@ impl Record {
     /// Whether this plugin made the reservation in an earlier boot of this machine. `false` if that
     /// is uncertain, or if the record cannot prove that the file is still the same.
     pub(crate) fn is_of_earlier_boot(&self, host: &Host) -> bool {
-        // 0 means unknown. Records of another machine have 0, see `old_records`.
-        let are_boots_known = self.boot != 0 && host.boot() != 0 && host.machine() != 0;
-        are_boots_known
-            && self.boot != host.boot()
-            && matches!(self.holder, Holder::Content(_))
-            && self.ctime != UNRELIABLE_CTIME
+        // 0 in a record of another machine too, because `old_records` clears the boot there.
+        let is_recorded_boot_known = self.boot != 0;
+        // 0 stands for an ID that cannot be read.
+        let is_host_known = host.machine() != 0 && host.boot() != 0;
+        if !is_recorded_boot_known || !is_host_known || self.boot == host.boot() {
+            return false;
+        }
+        let is_reservation = matches!(self.holder, Holder::Content(_));
+        // No file matches a record with an unreliable ctime.
+        let can_prove_same_file = self.ctime != UNRELIABLE_CTIME;
+        is_reservation && can_prove_same_file
     }
 
     /// Whether a file with this ctime is unchanged since the record was made.
     pub(super) fn matches_ctime(&self, ctime: Timestamp) -> bool {
         match self.ctime {
             UNRELIABLE_CTIME => false,
+            // Linking the file has set its ctime, shortly after the provisional record was stored.
             (seconds, PROVISIONAL_NANOS) => (seconds..=seconds.saturating_add(MAX_LINK_DELAY)).contains(&ctime.0),
             recorded => recorded == ctime,
         }

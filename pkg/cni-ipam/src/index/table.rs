@@ -203,7 +203,7 @@ impl Table {
     /// Returns an empty table in memory that has room for this many entries without becoming
     /// [crowded](Table::is_crowded).
     pub(crate) fn in_memory(entries: u64) -> Table {
-        // 7/4 slots for each entry: a little more than the limit of 8/5.
+        // With 7/4 slots for each entry, the table is 4/7 full, which is less than 5/8.
         let slots = (entries.saturating_mul(7) / 4 + 1).next_power_of_two().max(MIN_SLOTS);
         let bytes = vec![0; (PAGE_LENGTH + slots * SLOT_LENGTH as u64) as usize];
         Table::in_storage(Storage::Memory(bytes), slots, 0)
@@ -263,8 +263,7 @@ impl Table {
     /// returns the value.
     ///
     /// # Errors
-    /// - [`TableError::Corrupt`] if a slot is damaged, or if `visit` returned no value for any
-    ///   slot.
+    /// - [`TableError::Corrupt`] if a slot is damaged, or if `visit` returned `None` for all slots.
     /// - [`TableError::Io`] if the file cannot be read.
     fn walk<T>(
         &self,
@@ -332,7 +331,7 @@ impl Table {
     /// more, because it ends at a free slot.
     pub(crate) fn remove(&mut self, key: &Key) -> Result<(), TableError> {
         let (mut hole, Some(_)) = self.find(key)? else { return Ok(()) };
-        // The slots to write, with their new entries.
+        // The slots to write, with their new entries. A moved entry's old slot is the next hole.
         let mut moves: Vec<(u64, Slot)> = Vec::new();
         // `& mask` makes the slot after the last one the first one.
         let mask = self.slots - 1;

@@ -27,7 +27,7 @@ proptest! {
     fn an_index_agrees_with_a_map(
         steps in prop::collection::vec((any::<bool>(), 0u32..200, prop::option::of(0u64..6)), 1..300),
     ) {
-        let mut index = Index::build(&[], &Header::default(), &Host::default()).unwrap();
+        let mut index = Index::build(&[], &[], &Host::default()).unwrap();
         let mut model: BTreeMap<IpAddr, Holder> = BTreeMap::new();
         let (r4, r6) = (range("10.0.0.0/25"), range("fd00::/121"));
         index.count_occupied(&r4).unwrap();
@@ -94,7 +94,7 @@ fn the_oldest_are_those_whose_files_changed_first_and_are_meant() {
     };
     let oldest = |records: &[Record], gateway: &str| {
         let sets = sets(gateway);
-        let mut index = Index::build(records, &Header::default(), &Host::default()).unwrap();
+        let mut index = Index::build(records, &[], &Host::default()).unwrap();
         assert_eq!(index.oldest(&sets.sets()[0]).unwrap(), [] as [IpAddr; 0], "found by the rebuild of an ADD alone");
         index.store_oldest(&sets, records).unwrap();
         let before = index.accesses();
@@ -120,7 +120,7 @@ fn cost_does_not_grow_with_sixty_thousand_reservations() {
     let many: Vec<Record> = (2..60_002).map(|n| record(v4(n), Holder::Content(u64::from(n) + 1000))).collect();
     let range = range("10.0.0.0/14");
     let cost = |records: &[Record], at: u32| {
-        let mut index = Index::build(records, &Header::default(), &Host::default()).unwrap();
+        let mut index = Index::build(records, &[], &Host::default()).unwrap();
         index.count_occupied(&range).unwrap();
         let before = index.accesses();
         let free = index.next_free(v4(2)).unwrap().unwrap();
@@ -148,7 +148,7 @@ fn cost_does_not_grow_with_sixty_thousand_reservations() {
 #[test]
 fn a_holder_of_very_many_addresses_does_not_slow_the_table() {
     let many: Vec<Record> = (0..30_000).map(|n| record(v4(n), Holder::Content(9))).collect();
-    let mut index = Index::build(&many, &Header::default(), &Host::default()).unwrap();
+    let mut index = Index::build(&many, &[], &Host::default()).unwrap();
     let before = index.accesses();
     index.put(&record(v4(40_000), Holder::Content(9))).unwrap();
     assert!(index.accesses() - before < 60, "{} accesses", index.accesses() - before);
@@ -160,7 +160,7 @@ fn a_table_in_a_file_grows_while_it_is_used() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("index");
     let open_folder = File::open(folder.path()).unwrap();
-    let mut index = Index::build(&[], &Header::default(), &Host::default()).unwrap();
+    let mut index = Index::build(&[], &[], &Host::default()).unwrap();
     index.stamp_folder(&open_folder).unwrap();
     index.save(&path).unwrap();
     for n in 0..2000 {
@@ -183,7 +183,7 @@ fn an_index_of_another_boot_or_machine_only_gives_its_records() {
     let path = folder.path().join("index");
     let open_folder = File::open(folder.path()).unwrap();
     let host = Host::new("machine", "boot");
-    let mut index = Index::build(&[record(v4(1), Holder::Content(7))], &Header::default(), &host).unwrap();
+    let mut index = Index::build(&[record(v4(1), Holder::Content(7))], &[], &host).unwrap();
     std::fs::write(&path, "").unwrap();
     index.save(&path).unwrap();
     index.stamp_folder(&open_folder).unwrap();

@@ -115,17 +115,18 @@ impl Folder {
             self.link(&file, name).map(|()| file)
         });
         let name_exists = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
+        let could_succeed_otherwise = |error: &io::Error| !name_exists(error) && !is_final(error);
         let linked = match unnamed {
             // Perhaps the file system lacks O_TMPFILE.
-            Err(error) if !name_exists(&error) && !is_final(&error) => self.write_temporary(content, name, before_link),
+            Err(error) if could_succeed_otherwise(&error) => self.write_temporary(content, name, before_link),
             outcome => outcome,
         };
         match linked {
             Ok(file) => Ok(Some(file)),
             Err(error) if name_exists(&error) => Ok(None),
-            Err(error) if is_final(&error) => Err(error),
             // Perhaps the sidecar is not writable.
-            Err(_) => self.write_under_final_name(content, name),
+            Err(error) if could_succeed_otherwise(&error) => self.write_under_final_name(content, name),
+            Err(error) => Err(error),
         }
     }
 
@@ -138,7 +139,8 @@ impl Folder {
     /// Links an open file to a name in the folder.
     fn link(&self, file: &File, name: &str) -> io::Result<()> {
         match linkat(file.as_fd(), "", self.file.as_fd(), name, AtFlags::AT_EMPTY_PATH) {
-            // Linking a descriptor needs CAP_DAC_READ_SEARCH, linking its path in /proc does not.
+            // Without CAP_DAC_READ_SEARCH, the descriptor cannot be linked, but its path in /proc
+            // can.
             Err(Errno::ENOENT) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 Ok(linkat(AT_FDCWD, path.as_str(), self.file.as_fd(), name, AtFlags::AT_SYMLINK_FOLLOW)?)

@@ -115,8 +115,8 @@ impl Locked {
         for address in listed {
             match self.read(address) {
                 Ok(Content::Text(text)) if text == content => reserved.addresses.push(address),
-                // An exact index has missed no change, so the two contents have the same hash, or
-                // the file was edited in place.
+                // The two contents have the same hash, or the file was edited in place. An exact
+                // index has not missed a created file, so it need not be rebuilt.
                 Ok(_) if is_exact => {}
                 Ok(_) => return Err(Trouble::Stale),
                 Err(error) => reserved.errors.push(error),

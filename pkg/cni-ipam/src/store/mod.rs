@@ -433,30 +433,34 @@ impl Locked {
     /// file cannot be written, the index stays in memory and a note reports the error.
     fn rebuild(&mut self) -> Result<Index, Trouble> {
         let path = self.store.index_path();
-        // The folder's mtime is set before the folder is read. If another program then changes the
-        // folder, the kernel changes the mtime, and the next verb does not use this index.
         let stamp = match self.trust {
+            // The index stays in memory, so it needs no stamp.
             Trust::Nothing => None,
+            // Sets the folder's mtime before the folder is read. If another program then changes
+            // the folder, the kernel changes the mtime, and the next verb does not use this index.
             _ => self.prepare_rebuild(),
         };
         let host = &self.store.options.host;
-        let (known, mut old_header) = match self.trust {
+        let (known, old_header) = match self.trust {
             // No records and an empty header.
             Trust::Nothing | Trust::OnlyWriting => Default::default(),
             Trust::Records | Trust::WholeIndex => index::old_records(&path, host),
         };
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io_error("read", error))?;
-        // The new index counts the ranges of the old index and those of this ADD.
+        // The new index has a counter of used addresses for each range that had one in the old
+        // index, and for each range of this ADD.
+        let mut header_with_counters = old_header;
         for range in self.range_sets.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
-            old_header.start_counting(range);
+            header_with_counters.start_counting(range);
         }
-        let mut index = Index::build(&records, &old_header, host)?;
+        let mut index = Index::build(&records, &header_with_counters.counters, host)?;
         if let Some(range_sets) = &self.range_sets {
             index.store_oldest(range_sets, &records)?;
         }
         index.set_oldest_reclaimable(self.oldest_reclaimable_in(&records));
         if !reboot::is_local(&self.folder.file) {
+            // New reservations are then recorded without a boot, so they are never reclaimed.
             index.set_shared();
         }
         if let Some(stamp) = stamp {

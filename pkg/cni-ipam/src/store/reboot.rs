@@ -118,32 +118,34 @@ impl Locked {
         }
         let mut records = self.index()?.records().map_err(TableError::Io)?;
         records.retain(|record| record.is_of_earlier_boot(&host));
-        let (mut older, not_older): (Vec<Record>, Vec<Record>) =
+        let (older, not_older): (Vec<Record>, Vec<Record>) =
             records.into_iter().partition(|record| record.ctime < booted);
-        let count = older.len();
-        older.retain(|record| index::is_unchanged(&self.folder.file, record));
-        let is_any_changed = older.len() < count;
-        // A file edited in place does not change the folder's mtime, so the index is rebuilt. Once
-        // is enough, because a rebuild compares each file with its record.
-        if is_any_changed && self.trust == Trust::WholeIndex {
+        let is_unchanged = |record: &&Record| index::is_unchanged(&self.folder.file, record);
+        let reclaimable: Vec<IpAddr> = older.iter().filter(is_unchanged).map(|record| record.address).collect();
+        // An edit of a file in place does not change the folder's mtime, so the index has missed
+        // it. One rebuild is enough, because it compares each file with its record.
+        if reclaimable.len() < older.len() && self.trust == Trust::WholeIndex {
             return Err(Trouble::Stale);
         }
         self.index()?.set_oldest_reclaimable(oldest_ctime(not_older.iter()));
-        Ok(older.into_iter().map(|record| record.address).collect())
+        Ok(reclaimable)
     }
 }
 
 impl Store {
     /// Returns the addresses that the next ADD would reclaim, for STATUS. Takes no lock. Returns
-    /// `None` if nothing is to be reclaimed, or if that cannot be determined.
+    /// `None` if it would reclaim none according to the policy or the index's header, or if the
+    /// addresses cannot be determined.
     pub(super) fn reclaimable(&self) -> Option<Vec<IpAddr>> {
         let (host, path) = (&self.options.host, self.index_path());
         if self.options.after_reboot == RebootPolicy::Keep {
             return None;
         }
         let header = index::peek_header(&path)?;
-        // An index of an earlier boot does not count the reservations of that boot as reclaimable.
-        if header.boot == host.boot() && header.oldest_reclaimable.is_none() {
+        // In an index of an earlier boot, `oldest_reclaimable` does not include the reservations of
+        // that boot, so the records must be read.
+        let is_of_this_boot = header.boot == host.boot();
+        if is_of_this_boot && header.oldest_reclaimable.is_none() {
             return None;
         }
         let booted = host.booted()?;

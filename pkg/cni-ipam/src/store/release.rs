@@ -81,15 +81,13 @@ impl Locked {
         self.store.note_foreign(&mut foreign);
         invalid.sort_unstable_by_key(|reservation| reservation.address);
         let addresses: Vec<IpAddr> = invalid.iter().map(|reservation| reservation.address).collect();
-        let (removed, error) = self.remove(&addresses);
+        let (removed_addresses, error) = self.remove(&addresses);
         errors.extend(error);
-        let removed: HashSet<IpAddr> = removed.into_iter().collect();
-        invalid.retain(|reservation| removed.contains(&reservation.address));
-        Ok(Collected {
-            kept: occupied.len() - foreign.len() - invalid.len(),
-            removed: invalid,
-            error: Error::join(errors).err(),
-        })
+        let removed_addresses: HashSet<IpAddr> = removed_addresses.into_iter().collect();
+        let mut removed = invalid;
+        removed.retain(|reservation| removed_addresses.contains(&reservation.address));
+        let kept = occupied.len() - foreign.len() - removed.len();
+        Ok(Collected { removed, kept, error: Error::join(errors).err() })
     }
 
     /// Removes reservations that the caller has chosen from [`list`](Locked::list), except those

@@ -252,22 +252,23 @@ impl Locked {
     /// # Errors
     /// After an error, the reservations that this call created have been removed again.
     /// - [`Trouble::Final`] with code 5 if a file cannot be created.
-    /// - [`Trouble::Stale`] if the folder has changed since the index was opened.
+    /// - [`Trouble::Stale`] if the folder has changed since the index was opened, or has a file for
+    ///   an address that is free according to the index.
     /// - [`Trouble::Index`] if the header cannot be made dirty.
     fn create_all(&mut self, owner: &Owner, addresses: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
         if !self.begin_change()? {
             return Err(Trouble::Stale);
         }
         let mut created: Vec<Record> = Vec::with_capacity(addresses.len());
-        // The first error of writing a provisional record.
-        let mut index_outcome = Ok(());
+        // The first error of writing a provisional record to the index, if there is one.
+        let mut provisional_outcome = Ok(());
         for (position, address) in addresses {
-            let trouble = match self.create(owner, *address, &mut index_outcome) {
+            let trouble = match self.create(owner, *address, &mut provisional_outcome) {
                 Ok(LinkOutcome::Created(record)) => {
                     created.push(record);
                     continue;
                 }
-                // According to the index, the address was free.
+                // The address is not free, so the index was wrong.
                 Ok(LinkOutcome::Exists) => Trouble::Stale,
                 Err(error) => {
                     let doing = format!("failed to create {}/{address}", self.folder.path.display());
@@ -290,7 +291,8 @@ impl Locked {
             }
         }
         self.finish_change(|index| {
-            index_outcome?;
+            // After an error, the table may be wrong. `finish_change` then drops the index.
+            provisional_outcome?;
             created.iter().try_for_each(|record| index.put(record))
         });
         Ok(created)
@@ -313,13 +315,12 @@ impl Locked {
     ///
     /// Just before the file is linked to its name, a provisional record is written to the index:
     /// see [`PROVISIONAL_NANOS`](crate::index::PROVISIONAL_NANOS). If that fails, the reservation
-    /// is created anyway. The error is stored in `index_outcome`, so that the caller drops the
-    /// index.
+    /// is created anyway, and `provisional_outcome` gets the error.
     pub(super) fn create(
         &mut self,
         owner: &Owner,
         address: IpAddr,
-        index_outcome: &mut Result<(), TableError>,
+        provisional_outcome: &mut Result<(), TableError>,
     ) -> std::io::Result<LinkOutcome> {
         // On a shared file system, a different boot ID does not prove that the container is gone,
         // so the record gets no boot.
@@ -330,8 +331,8 @@ impl Locked {
         let mut before_link = |record: &Record| {
             let Some(index) = index.as_mut() else { return };
             // An index in memory does not outlive this process, so it needs no provisional record.
-            if index.is_on_disk() && index_outcome.is_ok() {
-                *index_outcome = index.put(record);
+            if index.is_on_disk() && provisional_outcome.is_ok() {
+                *provisional_outcome = index.put(record);
             }
         };
         let outcome = self.folder.create(address, &content, boot, &mut before_link)?;
