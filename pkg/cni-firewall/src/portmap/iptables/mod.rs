@@ -117,12 +117,12 @@ impl<'m> IptablesPortMap<'m> {
             Ok(changed_count) => (changed_count, None),
             Err((changed_count, error)) => (changed_count, Some(error)),
         };
+        // Only what was changed is put back.
         previous.keep_first(changed_count);
-        // Families may have been changed before the error, or before another attachment took one of
-        // the ports: the previous rules of these families are put back.
         if let Some(error) = error {
             return Err(self.put_back_after(error, wanted, &previous));
         }
+        // The holder can have taken the port after the first family was changed.
         if let Some(holder) = living_holder {
             self.put_back(wanted, &previous)?;
             return Ok(EnsureOutcome::Held(holder));
@@ -165,6 +165,8 @@ impl<'m> IptablesPortMap<'m> {
             let family = Family::of(container.address());
             let Some(variant) = self.iptables.variant_for_new_rules(family)? else { continue };
             let mut probe = LivenessProbe::default();
+            // The closure can run several times. The remarks are those of the last run, but a failed
+            // run may have changed rules too.
             let (mut last_remarks, mut has_changes) = (Vec::new(), false);
             let result = self.iptables.change(family, variant, |nat| {
                 previous.remember(nat, variant, wanted)?;
@@ -175,6 +177,7 @@ impl<'m> IptablesPortMap<'m> {
                 Ok(plan.edit)
             });
             remarks.append(&mut last_remarks);
+            // A family that was not changed has nothing to put back.
             if !has_changes {
                 previous.forget(family);
             }
@@ -330,23 +333,22 @@ fn plan_jumps(
     claims_of_others: &[ClaimedPort],
     edit: &mut Edit,
 ) {
-    // Whether each existing jump is a wanted one. A duplicate of a wanted jump is not.
-    let mut is_kept = vec![false; existing.len()];
+    let mut unmatched: Vec<&Rule> = existing.to_vec();
     for words in shape::jump_rules(wanted, conditions) {
         // The kernel can return conditions in another form than the configuration has, so they
         // cannot be compared: a jump with conditions is always replaced.
-        let kept_index = if conditions.is_empty() {
-            (0..existing.len()).find(|index| !is_kept[*index] && existing[*index].matches(&words))
-        } else {
-            None
-        };
-        match kept_index {
-            Some(index) => is_kept[index] = true,
+        let position =
+            if conditions.is_empty() { unmatched.iter().position(|jump| jump.matches(&words)) } else { None };
+        match position {
+            // Removes one jump only: duplicates of a wanted jump stay in the list.
+            Some(position) => {
+                unmatched.remove(position);
+            }
             None => edit.append(DNAT, words),
         }
     }
-    for (jump, is_kept) in existing.iter().zip(is_kept) {
-        if !is_kept && !can_match_any(jump, claims_of_others) {
+    for jump in unmatched {
+        if !can_match_any(jump, claims_of_others) {
             edit.delete(DNAT, jump);
         }
     }
