@@ -296,10 +296,10 @@ impl<'m> Iptables<'m> {
         families: &[(Family, Variant)],
         plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
     ) -> Result<usize, (usize, Error)> {
-        let mut changed = 0;
-        match self.attempt_all(families, plan, &mut changed) {
-            Ok(()) => Ok(changed),
-            Err(error) => Err((changed, error)),
+        let mut changed_count = 0;
+        match self.attempt_all(families, plan, &mut changed_count) {
+            Ok(()) => Ok(changed_count),
+            Err(error) => Err((changed_count, error)),
         }
     }
 
