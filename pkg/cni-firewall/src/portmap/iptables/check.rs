@@ -13,7 +13,7 @@ impl IptablesPortMap<'_> {
     /// [`ensure`](IptablesPortMap::ensure) writes; empty if there is none. If both variants have
     /// the container's chain, returns only the shorter of their lists of differences. Accepts
     /// the rules of Go's plugin, and duplicates. Does not compare conditions, because the kernel
-    /// can return them in another form than the configuration has.
+    /// can return them in a form that differs from the configuration.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let chain = shape::chain_name(&wanted.attachment);
         let mut differences = Vec::new();

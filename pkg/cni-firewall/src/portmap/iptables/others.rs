@@ -184,7 +184,7 @@ struct OtherChain<'t> {
     jump_owner: Option<(&'t str, &'t str)>,
     /// Whether the ADD's attachment or a jump to the chain has conditions. Both containers can then
     /// have the same port, for different packets. Conditions are not compared, because the kernel
-    /// can return them in another form than the configuration has.
+    /// can return them in a form that differs from the configuration.
     conditions_differ: bool,
 }
 
