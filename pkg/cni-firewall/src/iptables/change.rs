@@ -72,7 +72,8 @@ impl Iptables<'_> {
             let Some(planned) = self.plan_edits(&families[finished_count..], &mut plan)? else { return Ok(()) };
             for PlannedEdit { family, variant, edit, text } in planned {
                 let writer = self.choose_writer(family, variant, attempt);
-                // Only the first family of an attempt is compared with the failure, which is its own.
+                // The failed family is the first of this attempt. `take` clears the failure, so
+                // that the families after it are not compared with it.
                 if let Some(failure) = last_failure.take()
                     && failure.would_be_repeated(&text, writer)
                 {

@@ -304,7 +304,7 @@ impl<'m> Iptables<'m> {
     }
 
     /// Makes the removals that `plan` returns, in every family and variant that may have one of the
-    /// `chains`. An error in one of them does not stop the others.
+    /// `chains`. An error in one family or variant does not stop the others.
     pub fn clean(&mut self, chains: &[&str], mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Cleaned {
         let (mut unreached, mut results) = (Vec::new(), Vec::new());
         for family in FAMILIES {

@@ -41,7 +41,7 @@ pub(super) fn chain_name(network: &str, container: &str) -> String {
 }
 
 /// Whether this is the name of a masquerading chain: `CNI-` and 24 hex digits. The names of other
-/// chains of CNI plugins have another form.
+/// chains of CNI plugins have a different form.
 pub(crate) fn is_chain_name(name: &str) -> bool {
     name.strip_prefix(CHAIN_PREFIX)
         .is_some_and(|hash| hash.len() == CHAIN_DIGITS && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
@@ -385,8 +385,8 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
 /// - `is_untagged_garbage(source, has_garbage_tags)`: whether an untagged jump with this source is
 ///   removed. `has_garbage_tags` is whether a tag of the chain has an alias for which `is_garbage`
 ///   is true.
-/// - `names`: if given, only jumps with the comment of this container are removed: another container
-///   can have a chain of the same name ([`RuleNames::is_jump`]).
+/// - `names`: if given, only jumps with the comment of this container are removed, because another
+///   container can have a chain of the same name ([`RuleNames::is_jump`]).
 fn remove(
     nat: &mut Chains<'_>,
     chain: &str,
