@@ -48,7 +48,8 @@ impl Iptables<'_> {
     /// Plans the edits of all `families`, then applies them in order. If an edit cannot be applied,
     /// usually because another process changed the table after it was read, this family and those
     /// after it are planned again. If `plan` returns `None`, changes nothing more and returns `Ok`.
-    /// Sets `changed` to how many of the `families`, counted from the first, may have been changed.
+    /// Sets `changed_count` to how many of the `families`, counted from the first, may have been
+    /// changed.
     ///
     /// # Errors
     /// - The lock, `plan` or reading fails.
@@ -59,32 +60,37 @@ impl Iptables<'_> {
         &mut self,
         families: &[(Family, Variant)],
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
-        changed: &mut usize,
+        changed_count: &mut usize,
     ) -> Result<()> {
         let _lock = self.lock()?;
-        *changed = 0;
-        let mut remaining = families;
+        *changed_count = 0;
+        // How many families are finished, counted from the first.
+        let mut finished_count = 0;
+        // The failure of the first family that is not finished.
         let mut last_failure: Option<FailedEdit> = None;
         for attempt in 0..ATTEMPTS {
-            let Some(planned) = self.plan_edits(remaining, &mut plan)? else { return Ok(()) };
+            let Some(planned) = self.plan_edits(&families[finished_count..], &mut plan)? else { return Ok(()) };
             for PlannedEdit { family, variant, edit, text } in planned {
                 let writer = self.choose_writer(family, variant, attempt);
-                // The failed family is the first of the remaining ones. `take` clears the failure,
-                // so that the families after it are not compared with it.
+                // The failed family is the first of this attempt. `take` clears the failure, so
+                // that the families after it are not compared with it.
                 if let Some(failure) = last_failure.take()
                     && failure.would_be_repeated(&text, writer)
                 {
                     return Err(failure.error);
                 }
-                let applied = if edit.is_empty() { Ok(()) } else { self.apply(family, variant, &edit, writer, &text) };
+                if edit.is_empty() {
+                    finished_count += 1;
+                    continue;
+                }
+                let result = self.apply(family, variant, &edit, writer, &text);
                 // A legacy program that fails has changed nothing. With iptables-nft the additions
                 // may have been made before the error.
-                let may_have_changed = !edit.is_empty() && (applied.is_ok() || variant == Variant::Nft);
-                if may_have_changed {
-                    *changed = families.len() - remaining.len() + 1;
+                if result.is_ok() || variant == Variant::Nft {
+                    *changed_count = finished_count + 1;
                 }
-                match applied {
-                    Ok(()) => remaining = remaining.get(1..).unwrap_or_default(),
+                match result {
+                    Ok(()) => finished_count += 1,
                     Err(error) if error.is_deadline() || error.is_terminated() => return Err(error),
                     Err(error) => {
                         last_failure = Some(FailedEdit { text, writer, error });
@@ -92,7 +98,7 @@ impl Iptables<'_> {
                     }
                 }
             }
-            if remaining.is_empty() {
+            if finished_count == families.len() {
                 return Ok(());
             }
         }
@@ -172,6 +178,7 @@ impl Iptables<'_> {
         }
         match &mut self.nft {
             Some(nft) => nft.commit(batch),
+            // Without nf_tables no rule was read, so the batch is empty.
             None => Ok(()),
         }
     }

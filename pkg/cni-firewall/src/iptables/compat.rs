@@ -101,6 +101,7 @@ impl RuleParts {
                     (loaded, mask) = (loaded_by_payload(family, *base, *offset, *len), None);
                 }
                 Expr::Bitwise { mask: bits, xor, .. } => {
+                    // Plugins write only masks, with an `xor` of 0.
                     parts.whole &= xor.iter().all(|byte| *byte == 0);
                     mask = Some(bits);
                 }

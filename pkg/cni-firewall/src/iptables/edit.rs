@@ -126,8 +126,8 @@ impl Edit {
             && self.deleted_chains.is_empty()
     }
 
-    /// Whether the edit creates chains or adds rules. These are the changes of iptables-nft that
-    /// `iptables-restore` may have to make. Rules that are put back do not count.
+    /// Whether the edit creates chains or adds rules: even with iptables-nft, `iptables-restore`
+    /// may have to do that. Rules that are put back do not count.
     pub(crate) fn has_additions(&self) -> bool {
         !self.chains.is_empty() || !self.rules.is_empty()
     }

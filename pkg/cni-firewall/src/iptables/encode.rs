@@ -28,8 +28,8 @@ pub(super) struct Encoded {
     pub(super) protocol: u8,
 }
 
-/// Encodes the rule with these words. `None` for a rule of another form than plugins write, for
-/// example with conditions of a user: then `iptables-restore` has to write the rule.
+/// Encodes the rule with these words. `None` for words that plugins do not write themselves, for
+/// example conditions of a user: then `iptables-restore` has to write the rule.
 pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
     let mut encoder =
         Encoder { family, comparisons: Vec::new(), matches: Vec::new(), protocol: 0, options: BTreeSet::new() };

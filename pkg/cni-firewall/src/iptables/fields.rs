@@ -56,8 +56,8 @@ pub(super) fn mark_text(value: u32, mask: u32) -> String {
 
 /// Returns the prefix (`10.1.0.0/16`) of the addresses that a comparison with `data` accepts.
 /// Without a mask, the prefix has as many bytes as `data`, because nf_tables can compare only the
-/// first bytes of an address. `None` for a mask with holes or of another length than `data`, and
-/// for `data` that is empty or longer than an address.
+/// first bytes of an address. `None` for a mask with holes, for a mask whose length
+/// differs from that of `data`, and for `data` that is empty or longer than an address.
 pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
     let address_len = if family == Family::V4 { 4 } else { 16 };
     if data.is_empty() || data.len() > address_len {

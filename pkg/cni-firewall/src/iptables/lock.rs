@@ -58,8 +58,8 @@ impl NetnsLock {
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
         let netns = File::open(NETNS).map_err(preparation_error)?;
-        let netns_id = file_id(&netns.metadata().map_err(preparation_error)?);
-        let name = format!("iptables-{}-{}.lock", netns_id.0, netns_id.1);
+        let (device, inode) = file_id(&netns.metadata().map_err(preparation_error)?);
+        let name = format!("iptables-{device}-{inode}.lock");
         let path = folder.join(&name);
         loop {
             let (file, remark) = match open(folder, &name) {
@@ -74,11 +74,14 @@ impl NetnsLock {
             let wait_limit = flock::Limit { deadline, length: limit };
             let file = flock::lock(file, machine, on_sigterm, wait_limit)
                 .map_err(|refused| refused_error(&display_name, refused))?;
+            // The namespace's own file cannot be replaced.
+            if remark.is_some() {
+                return Ok(NetnsLock { _file: file, remark });
+            }
             // If the lock file was removed and created again during the wait, the lock is on the
-            // removed file, and does not exclude processes that open the path now. The namespace's
-            // own file cannot be replaced.
+            // removed file, and does not exclude processes that open the path now.
             let is_at_path = path.symlink_metadata().is_ok_and(|found| file_id(&found) == locked_id);
-            if remark.is_some() || is_at_path {
+            if is_at_path {
                 return Ok(NetnsLock { _file: file, remark });
             }
             if machine.now() >= deadline {

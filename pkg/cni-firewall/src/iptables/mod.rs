@@ -296,15 +296,15 @@ impl<'m> Iptables<'m> {
         families: &[(Family, Variant)],
         plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
     ) -> Result<usize, (usize, Error)> {
-        let mut changed = 0;
-        match self.attempt_all(families, plan, &mut changed) {
-            Ok(()) => Ok(changed),
-            Err(error) => Err((changed, error)),
+        let mut changed_count = 0;
+        match self.attempt_all(families, plan, &mut changed_count) {
+            Ok(()) => Ok(changed_count),
+            Err(error) => Err((changed_count, error)),
         }
     }
 
     /// Makes the removals that `plan` returns, in every family and variant that may have one of the
-    /// `chains`. An error in one of them does not stop the others.
+    /// `chains`. An error in one family or variant does not stop the others.
     pub fn clean(&mut self, chains: &[&str], mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Cleaned {
         let (mut unreached, mut results) = (Vec::new(), Vec::new());
         for family in FAMILIES {

@@ -24,7 +24,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use cni::Cidr;
 use cni::hash::sha512_hex;
 
-use crate::iptables::{Chains, Edit, Rule};
+use crate::iptables::{Chain, Chains, Edit, Rule};
 use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -41,7 +41,7 @@ pub(super) fn chain_name(network: &str, container: &str) -> String {
 }
 
 /// Whether this is the name of a masquerading chain: `CNI-` and 24 hex digits. The names of other
-/// chains of CNI plugins have another form.
+/// chains of CNI plugins have a different form.
 pub(crate) fn is_chain_name(name: &str) -> bool {
     name.strip_prefix(CHAIN_PREFIX)
         .is_some_and(|hash| hash.len() == CHAIN_DIGITS && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
@@ -184,53 +184,41 @@ fn ensure_beside(
         return Ok(create(&names, nat.family(), addresses, &networks));
     };
     let mut edit = Edit::new();
-    let chain_has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
-    // The ACCEPT rules are inserted, not appended, because they must precede MASQUERADE.
-    for network in networks.iter().rev() {
-        let accept = names.accept(*network);
-        if !chain_has(&accept) {
-            edit.insert(&names.chain, accept);
-        }
-    }
-    let masquerade = names.masquerade(nat.family());
-    if !chain_has(&masquerade) {
-        edit.append(&names.chain, masquerade);
-    }
-    for address in addresses {
-        let tag = names.tag(*address);
-        if !chain_has(&tag) {
-            edit.append(&names.chain, tag);
-        }
-    }
+    add_missing_rules(&mut edit, &names, &chain, nat.family(), addresses, &networks);
 
     let (own_tags, other_tags): (Vec<Tag>, Vec<Tag>) =
         chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.alias == names.alias);
-    let requested_sources: Vec<Cidr> = addresses.iter().map(|address| Cidr::host(address.address())).collect();
-    let is_requested = |source: Option<Cidr>| source.is_some_and(|source| requested_sources.contains(&source));
-    let is_written_now = |tag: &Tag| addresses.iter().any(|address| tag.rule.matches(&names.tag(*address)));
+    let requested_tags: Vec<Vec<String>> = addresses.iter().map(|address| names.tag(*address)).collect();
     let mut unused_networks: Vec<Cidr> = Vec::new();
-    for stale in own_tags.iter().filter(|tag| !is_written_now(tag)) {
-        edit.delete(&names.chain, &stale.rule);
-        unused_networks.extend(stale.network);
+    for tag in &own_tags {
+        if requested_tags.iter().any(|words| tag.rule.matches(words)) {
+            continue;
+        }
+        edit.delete(&names.chain, &tag.rule);
+        let is_network_of_other = other_tags.iter().any(|other| other.network == tag.network);
+        unused_networks.extend(tag.network.filter(|network| !networks.contains(network) && !is_network_of_other));
     }
-    unused_networks
-        .retain(|network| !networks.contains(network) && !other_tags.iter().any(|tag| tag.network == Some(*network)));
+
+    let requested_sources: Vec<Cidr> = addresses.iter().map(|address| Cidr::host(address.address())).collect();
     let mut has_untagged = false;
     let mut existing_sources: Vec<Cidr> = Vec::new();
     for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
         let source = source(jump);
         // Two simultaneous ADDs of the Go plugin can both append the same rule.
         let is_duplicate = source.is_some_and(|source| existing_sources.contains(&source));
-        let is_untagged = source.is_some_and(|source| untagged.contains(&source));
-        let has_own_tag = !is_untagged && own_tags.iter().any(|tag| tag.source == source);
+        let is_requested = source.is_some_and(|source| requested_sources.contains(&source));
+        // At the undo of an ADD, that ADD has tagged a source that was untagged before.
+        let was_untagged = source.is_some_and(|source| untagged.contains(&source));
+        let has_own_tag = !was_untagged && own_tags.iter().any(|tag| tag.source == source);
         let has_other_tag = other_tags.iter().any(|tag| tag.source == source);
-        let is_stale = has_own_tag && !has_other_tag && !is_requested(source);
+        let is_stale = has_own_tag && !has_other_tag && !is_requested;
         has_untagged |= !has_own_tag && !has_other_tag;
         if is_duplicate || is_stale {
             edit.delete(POSTROUTING, jump);
         }
         existing_sources.extend(source);
     }
+    // An untagged jump may need any ACCEPT rule.
     if !has_untagged {
         delete_accepts(&mut edit, &names.chain, &chain.rules, &unused_networks);
     }
@@ -240,6 +228,36 @@ fn ensure_beside(
         }
     }
     Ok(edit)
+}
+
+/// Adds to `edit` the rules for `addresses`, which are in `networks`, that the container's existing
+/// `chain` lacks.
+fn add_missing_rules(
+    edit: &mut Edit,
+    names: &RuleNames,
+    chain: &Chain,
+    family: Family,
+    addresses: &[Cidr],
+    networks: &[Cidr],
+) {
+    let chain_has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
+    // The ACCEPT rules are inserted, not appended, because they must precede MASQUERADE.
+    for network in networks.iter().rev() {
+        let accept = names.accept(*network);
+        if !chain_has(&accept) {
+            edit.insert(&names.chain, accept);
+        }
+    }
+    let masquerade = names.masquerade(family);
+    if !chain_has(&masquerade) {
+        edit.append(&names.chain, masquerade);
+    }
+    for address in addresses {
+        let tag = names.tag(*address);
+        if !chain_has(&tag) {
+            edit.append(&names.chain, tag);
+        }
+    }
 }
 
 /// Returns the edit that creates a container's chain and all rules for `addresses`, which are in
@@ -345,7 +363,7 @@ pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: 
 /// (container ID, interface name). Untagged jumps stay while any interface of their container is
 /// valid.
 pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
-    let valid_chains: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
+    let chains_of_valid: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
     let valid_aliases: Vec<String> =
         valid.iter().map(|(container, ifname)| AttachmentId::new(network, *container, *ifname).alias()).collect();
     let alias_prefix = AttachmentId::network_prefix(network);
@@ -365,8 +383,10 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
             continue;
         }
         let is_garbage = |alias: &str| !valid_aliases.iter().any(|valid| valid == alias);
-        let container_is_valid = valid_chains.contains(&chain);
-        edit.extend(remove(nat, &chain, None, is_garbage, |_, _| !container_is_valid)?);
+        let container_is_valid = chains_of_valid.contains(&chain);
+        // All comments were checked above.
+        let names = None;
+        edit.extend(remove(nat, &chain, names, is_garbage, |_, _| !container_is_valid)?);
     }
     Ok(edit)
 }
@@ -378,7 +398,8 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
 /// - `is_untagged_garbage(source, has_garbage_tags)`: whether an untagged jump with this source is
 ///   removed. `has_garbage_tags` is whether a tag of the chain has an alias for which `is_garbage`
 ///   is true.
-/// - `names`: if given, jumps with a different comment stay ([`RuleNames::is_jump`]).
+/// - `names`: if given, only jumps with the comment of this container are removed, because another
+///   container can have a chain of the same name ([`RuleNames::is_jump`]).
 fn remove(
     nat: &mut Chains<'_>,
     chain: &str,
@@ -394,21 +415,22 @@ fn remove(
     let mut remaining_sources: Vec<Cidr> = Vec::new();
     for jump in &nat.rules_leading_to(POSTROUTING, chain)? {
         let source = source(jump);
-        let is_removed = if names.is_some_and(|names| !names.is_jump(jump)) {
-            // Another container, whose chain has the same name, needs this jump.
+        let is_of_other_container = names.is_some_and(|names| !names.is_jump(jump));
+        let has_remaining_tag = remaining_tags.iter().any(|tag| tag.source == source);
+        let has_garbage_tag = garbage_tags.iter().any(|tag| tag.source == source);
+        let is_jump_garbage = if is_of_other_container {
             false
-        } else if remaining_tags.iter().any(|tag| tag.source == source) {
+        } else if has_remaining_tag {
             // A remaining attachment needs one jump with this source: only duplicates are removed.
             source.is_some_and(|source| remaining_sources.contains(&source))
-        } else if garbage_tags.iter().any(|tag| tag.source == source) {
+        } else if has_garbage_tag {
             true
         } else {
-            // The jump is untagged.
-            let is_removed = is_untagged_garbage(source, !garbage_tags.is_empty());
-            has_remaining_untagged |= !is_removed;
-            is_removed
+            let is_untagged_garbage = is_untagged_garbage(source, !garbage_tags.is_empty());
+            has_remaining_untagged |= !is_untagged_garbage;
+            is_untagged_garbage
         };
-        if is_removed {
+        if is_jump_garbage {
             edit.delete(POSTROUTING, jump);
         } else {
             remaining_sources.extend(source);
@@ -422,7 +444,7 @@ fn remove(
     for tag in &garbage_tags {
         edit.delete(chain, &tag.rule);
     }
-    // See `delete_accepts`.
+    // An untagged jump may need any ACCEPT rule.
     if has_remaining_untagged {
         return Ok(edit);
     }
@@ -436,8 +458,8 @@ fn remove(
 }
 
 /// Adds to `edit` the removal of the ACCEPT rules for `networks` from `chain`, which contains
-/// `rules`. The caller must not call this if an untagged jump remains: such a jump, created by Go's
-/// plugin, does not name its network and may need any of these rules.
+/// `rules`. Must not be called if an untagged jump remains: the jump does not name its network, and
+/// may need any of these rules.
 fn delete_accepts(edit: &mut Edit, chain: &str, rules: &[Rule], networks: &[Cidr]) {
     for rule in rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
         let destination: Option<Cidr> = rule.value("-d").and_then(|network| network.parse().ok());

@@ -281,7 +281,7 @@ impl<'m> Masquerade<'m> {
                 let missing_in_variant = iptables::check(&mut nat, attachment, &addresses)?;
                 // The ADD used the variant that has the container's chain, so the missing rules of
                 // that variant are reported, not those of nftables.
-                if missing_in_variant.is_empty() || nat.has_chain(&chain)? {
+                if nat.has_chain(&chain)? {
                     missing_in_family = missing_in_variant;
                 }
                 if missing_in_family.is_empty() {
@@ -307,14 +307,15 @@ impl<'m> Masquerade<'m> {
         }
         match backend {
             Some(Backend::Nftables) => nftables::probe(),
-            _ if is_installed => Ok(()),
-            // No program is installed, but the rules can be written over netlink.
+            Some(Backend::Iptables) | None if is_installed => Ok(()),
+            // Without iptables, `ensure` uses nftables.
+            None => nftables::probe(),
+            // The rules can be written over netlink.
             Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
             Some(Backend::Iptables) => Err(Error::new(
                 "failed to find iptables-restore",
                 Cause::text("it is neither in PATH nor in /usr/sbin"),
             )),
-            None => nftables::probe(),
         }
     }
 

@@ -112,6 +112,7 @@ pub(super) fn ensure(
     let comment = comment(attachment);
     retry(|| {
         let mut batch = Batch::new();
+        // If another program changes the ruleset before the commit, `retry` plans again.
         batch.only_at(nft.wait_for_generation()?);
         if !has_shared_chains(&mut nft)? {
             add_shared_chains(&mut batch);
@@ -149,7 +150,8 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
         return Ok(false);
     }
     // Compared as text: releases of nft write the same prefix match with different expressions.
-    // Words describe the rules of one family, and this chain has rules of both.
+    // `words` reads a rule as one of a given family. This chain has rules of both, so each rule is
+    // read twice.
     let as_text = |exprs: &[Expr]| [Family::V4, Family::V6].map(|family| words(family, exprs));
     let rules = nft.rules(TABLE, POSTROUTING)?;
     let existing = rules.iter().map(|listed| as_text(&listed.rule.exprs));

@@ -13,7 +13,7 @@ impl IptablesPortMap<'_> {
     /// [`ensure`](IptablesPortMap::ensure) writes; empty if there is none. If both variants have
     /// the container's chain, returns only the shorter of their lists of differences. Accepts
     /// the rules of Go's plugin, and duplicates. Does not compare conditions, because the kernel
-    /// can return them in another form than the configuration has.
+    /// can return them in a form that differs from the configuration.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let chain = shape::chain_name(&wanted.attachment);
         let mut differences = Vec::new();
@@ -61,6 +61,7 @@ fn differences_in(
     // An unmarked section for another address counts too: it can have the rule that marks
     // connections to a port, because Go makes that rule only once, with the first address.
     let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
+    let unmarked_claims: Vec<ClaimedPort> = unmarked.iter().flat_map(|section| section.claims()).collect();
     for claim in claims {
         for words in shape::mapping_rules(wanted, container, claim) {
             if !accepted_rules.iter().any(|rule| rule.matches(&words)) {
@@ -70,9 +71,9 @@ fn differences_in(
         if !jumps.iter().filter_map(Jump::read).any(|jump| jump.can_match(claim)) {
             differences.push(format!("chain {DNAT} lacks a rule that jumps to {chain} for {claim}"));
         }
-        // The first overlapping rule takes precedence.
+        // The first rule for the port takes precedence, even if it leads to another address.
         if let Some(first) = shape::first_overlapping_claim(chain_rules, claim)
-            && unmarked.iter().flat_map(|section| section.claims()).any(|unmarked_claim| unmarked_claim == first)
+            && unmarked_claims.contains(&first)
         {
             differences
                 .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));

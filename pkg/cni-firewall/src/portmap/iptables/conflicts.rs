@@ -22,7 +22,7 @@ pub enum UnreadTables {
 enum SearchOutcome {
     /// The table was searched. The plan has the removals of dead containers' rules and, if there is
     /// one, the living holder of a wanted port.
-    Searched(Plan),
+    Searched(Box<Plan>),
     /// The table was not searched, for this reason. The ADD can continue without the search.
     Skipped(String),
 }
@@ -35,9 +35,8 @@ impl IptablesPortMap<'_> {
     /// would cost a process.
     ///
     /// # Errors
-    /// If tables cannot be read or changed, or on SIGTERM. Missing programs of iptables-legacy are
-    /// only a remark. With [`ConflictAction::Keep`] failing programs are too, because the ADD does
-    /// not need them otherwise.
+    /// If tables cannot be read or changed, or on SIGTERM. If programs of iptables-legacy are not
+    /// installed, only adds a remark; with [`ConflictAction::Keep`], also if they fail.
     pub fn conflicts(
         &mut self,
         wanted: &Forwarding,
@@ -50,14 +49,17 @@ impl IptablesPortMap<'_> {
         }
         for (container, claims) in wanted.families_with_address() {
             let family = Family::of(container.address());
-            // The variant that the ADD searches itself; none is skipped if no port is mapped.
-            let skipped_variant = match unread {
+            // An ADD searches a variant itself only if it maps ports.
+            let variant_of_add = match unread {
                 UnreadTables::OtherVariant if !claims.is_empty() => self.iptables.chosen_variant(family)?,
                 UnreadTables::OtherVariant | UnreadTables::Both => None,
             };
             for variant in self.iptables.variants_to_search(family, &[DNAT])? {
+                if Some(variant) == variant_of_add {
+                    continue;
+                }
                 // Most containers map no port: their ADD must not cost a process.
-                if Some(variant) == skipped_variant || (variant == Variant::Legacy && claims.is_empty()) {
+                if variant == Variant::Legacy && claims.is_empty() {
                     continue;
                 }
                 let name = format!("{}-{variant}", program_name(family));
@@ -92,7 +94,7 @@ impl IptablesPortMap<'_> {
         probe: &mut LivenessProbe,
     ) -> Result<SearchOutcome> {
         let family = Family::of(container.address());
-        // The ADD does not need the programs of iptables-legacy otherwise.
+        // With `Keep`, the ADD runs the programs of iptables-legacy only for this search.
         let is_optional = variant == Variant::Legacy && action == ConflictAction::Keep;
         let skip_if_optional = |error: Error| {
             if is_optional && !error.is_terminated() {
@@ -115,7 +117,7 @@ impl IptablesPortMap<'_> {
         };
         match action {
             ConflictAction::Keep => match self.iptables.read(family, variant) {
-                Ok(mut nat) => Ok(SearchOutcome::Searched(plan_for_table(&mut nat)?)),
+                Ok(mut nat) => Ok(SearchOutcome::Searched(Box::new(plan_for_table(&mut nat)?))),
                 Err(error) => skip_if_optional(error),
             },
             ConflictAction::Displace => {
@@ -125,7 +127,7 @@ impl IptablesPortMap<'_> {
                     last_plan = plan_for_table(nat)?;
                     Ok(if last_plan.living_holder.is_some() { Edit::new() } else { last_plan.edit.clone() })
                 })?;
-                Ok(SearchOutcome::Searched(last_plan))
+                Ok(SearchOutcome::Searched(Box::new(last_plan)))
             }
         }
     }

@@ -93,9 +93,40 @@ impl<'m> IptablesPortMap<'m> {
             let variant = self.variant_for_new_rules(family)?;
             mapped_families.push(MappedFamily { family, variant, container, claims, remarks: Vec::new() });
         }
+        let mut previous = PreviousRules::default();
+        let changed =
+            self.change_families(&mut mapped_families, wanted, host_link.as_deref(), &mut probe, &mut previous);
+        match changed {
+            Ok(None) => {}
+            // The holder can have taken the port after the first family was changed.
+            Ok(Some(holder)) => {
+                self.put_back(wanted, &previous)?;
+                return Ok(EnsureOutcome::Held(holder));
+            }
+            Err(error) => return Err(self.put_back_after(error, wanted, &previous)),
+        }
+        let mut remarks: Vec<String> = mapped_families.into_iter().flat_map(|mapped| mapped.remarks).collect();
+        if let Err(error) = self.ensure_empty_chains(wanted, host_link.as_deref(), &mut previous, &mut remarks) {
+            return Err(self.put_back_after(error, wanted, &previous));
+        }
+        let previous = if previous.is_empty() { None } else { Some(previous) };
+        Ok(EnsureOutcome::Done { previous, remarks })
+    }
+
+    /// Makes the changes in all `mapped_families`. If a living container has a wanted port, stops
+    /// and returns that container. Records in `previous` the rules of the families that may have
+    /// been changed, even on an error.
+    fn change_families(
+        &mut self,
+        mapped_families: &mut [MappedFamily],
+        wanted: &Forwarding,
+        host_link: Option<&str>,
+        probe: &mut LivenessProbe,
+        previous: &mut PreviousRules,
+    ) -> Result<Option<Holder>> {
         let families: Vec<(Family, Variant)> =
             mapped_families.iter().map(|mapped| (mapped.family, mapped.variant)).collect();
-        let (mut previous, mut living_holder) = (PreviousRules::default(), None);
+        let mut living_holder = None;
         let result = self.iptables.change_all(&families, |nat| {
             let family = nat.family();
             // Always found: `families` was made from `mapped_families`.
@@ -103,8 +134,7 @@ impl<'m> IptablesPortMap<'m> {
                 return Ok(Some(Edit::new()));
             };
             previous.remember(nat, mapped.variant, wanted)?;
-            let container_and_claims = (mapped.container, mapped.claims.as_slice());
-            let plan = plan_family(nat, wanted, container_and_claims, host_link.as_deref(), &mut probe)?;
+            let plan = plan_family(nat, wanted, (mapped.container, &mapped.claims), host_link, probe)?;
             if plan.living_holder.is_some() {
                 living_holder = plan.living_holder;
                 // `None` ends the change of both families.
@@ -113,26 +143,12 @@ impl<'m> IptablesPortMap<'m> {
             mapped.remarks = plan.remarks;
             Ok(Some(plan.edit))
         });
-        let (changed_count, error) = match result {
-            Ok(changed_count) => (changed_count, None),
-            Err((changed_count, error)) => (changed_count, Some(error)),
+        let (changed_count, outcome) = match result {
+            Ok(changed_count) => (changed_count, Ok(living_holder)),
+            Err((changed_count, error)) => (changed_count, Err(error)),
         };
         previous.keep_first(changed_count);
-        // Families may have been changed before the error, or before another attachment took one of
-        // the ports: the previous rules of these families are put back.
-        if let Some(error) = error {
-            return Err(self.put_back_after(error, wanted, &previous));
-        }
-        if let Some(holder) = living_holder {
-            self.put_back(wanted, &previous)?;
-            return Ok(EnsureOutcome::Held(holder));
-        }
-        let mut remarks: Vec<String> = mapped_families.into_iter().flat_map(|mapped| mapped.remarks).collect();
-        if let Err(error) = self.ensure_empty_chains(wanted, host_link.as_deref(), &mut previous, &mut remarks) {
-            return Err(self.put_back_after(error, wanted, &previous));
-        }
-        let previous = if previous.is_empty() { None } else { Some(previous) };
-        Ok(EnsureOutcome::Done { previous, remarks })
+        outcome
     }
 
     /// Puts the previous rules back after `error`, and returns `error`. If putting back fails too,
@@ -165,6 +181,8 @@ impl<'m> IptablesPortMap<'m> {
             let family = Family::of(container.address());
             let Some(variant) = self.iptables.variant_for_new_rules(family)? else { continue };
             let mut probe = LivenessProbe::default();
+            // The closure can run several times. The remarks are those of its last run, but every
+            // run may have changed rules.
             let (mut last_remarks, mut has_changes) = (Vec::new(), false);
             let result = self.iptables.change(family, variant, |nat| {
                 previous.remember(nat, variant, wanted)?;
@@ -175,6 +193,7 @@ impl<'m> IptablesPortMap<'m> {
                 Ok(plan.edit)
             });
             remarks.append(&mut last_remarks);
+            // A family that was not changed has nothing to put back.
             if !has_changes {
                 previous.forget(family);
             }
@@ -330,23 +349,22 @@ fn plan_jumps(
     claims_of_others: &[ClaimedPort],
     edit: &mut Edit,
 ) {
-    // Whether each existing jump is a wanted one. A duplicate of a wanted jump is not.
-    let mut is_kept = vec![false; existing.len()];
+    let mut unmatched: Vec<&Rule> = existing.to_vec();
     for words in shape::jump_rules(wanted, conditions) {
-        // The kernel can return conditions in another form than the configuration has, so they
-        // cannot be compared: a jump with conditions is always replaced.
-        let kept_index = if conditions.is_empty() {
-            (0..existing.len()).find(|index| !is_kept[*index] && existing[*index].matches(&words))
-        } else {
-            None
-        };
-        match kept_index {
-            Some(index) => is_kept[index] = true,
+        // Conditions cannot be compared, because the kernel can return them in a form that differs
+        // from the configuration: a jump with conditions is always replaced.
+        let position =
+            if conditions.is_empty() { unmatched.iter().position(|jump| jump.matches(&words)) } else { None };
+        match position {
+            // Removes one jump only: duplicates of a wanted jump stay in the list.
+            Some(position) => {
+                unmatched.remove(position);
+            }
             None => edit.append(DNAT, words),
         }
     }
-    for (jump, is_kept) in existing.iter().zip(is_kept) {
-        if !is_kept && !can_match_any(jump, claims_of_others) {
+    for jump in unmatched {
+        if !can_match_any(jump, claims_of_others) {
             edit.delete(DNAT, jump);
         }
     }

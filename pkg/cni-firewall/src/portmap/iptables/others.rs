@@ -42,25 +42,36 @@ pub(super) fn plan_displacement(
             return Ok(());
         }
     }
-    let mut plan_address_chains = || -> Result<()> {
-        for chain in nat.list_chains_for_address(DNAT, shape::PREFIX, container.address())? {
-            if !is_of_other_container(&chain) || port_chains.contains(&chain) {
-                continue;
-            }
-            plan_displacement_in_chain(nat, wanted, (container, claims), &chain, probe, plan)?;
-            if plan.living_holder.is_some() {
-                break;
-            }
-        }
-        Ok(())
-    };
     // The wanted ports work even if rules for other ports lead to this container too, so the ADD
     // does not fail.
-    if let Err(error) = plan_address_chains() {
+    if let Err(error) = plan_displacement_by_address(nat, wanted, (container, claims), &port_chains, probe, plan) {
         plan.remarks.push(format!(
             "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
             container.address()
         ));
+    }
+    Ok(())
+}
+
+/// Does [`plan_displacement`] for the other containers' chains that lead to this container's
+/// address, except `searched_chains`.
+fn plan_displacement_by_address(
+    nat: &mut Chains<'_>,
+    wanted: &Forwarding,
+    (container, claims): (Cidr, &[ClaimedPort]),
+    searched_chains: &BTreeSet<String>,
+    probe: &mut LivenessProbe,
+    plan: &mut Plan,
+) -> Result<()> {
+    let own_chain = shape::chain_name(&wanted.attachment);
+    for chain in nat.list_chains_for_address(DNAT, shape::PREFIX, container.address())? {
+        if chain == own_chain || searched_chains.contains(&chain) {
+            continue;
+        }
+        plan_displacement_in_chain(nat, wanted, (container, claims), &chain, probe, plan)?;
+        if plan.living_holder.is_some() {
+            break;
+        }
     }
     Ok(())
 }
@@ -82,39 +93,31 @@ fn plan_displacement_in_chain(
     let (mut removed, mut kept): (Vec<&Rule>, Vec<&MappingRules>) = (Vec::new(), Vec::new());
     let mut remarks = Vec::new();
     for section in &sections {
-        // `ensure_empty_chains` writes a marker without a mapping: such a marker is kept.
-        let mut keeps_marker = section.mappings.is_empty();
+        let mut has_kept_mapping = false;
         for mapping in &section.mappings {
-            let mut holder_is_dead = false;
-            if let Some(holder) = other.holder_of(section, mapping, claims) {
-                let has_wanted_port = claims.iter().any(|claim| claim.overlaps(&holder.claim));
-                match probe.liveness_of(wanted, &holder)? {
-                    Liveness::Alive if has_wanted_port => {
-                        plan.living_holder = Some(holder);
-                        return Ok(());
-                    }
-                    Liveness::Alive => {}
-                    Liveness::Dead => {
-                        remarks.push(holder.removal_remark(wanted));
-                        holder_is_dead = true;
-                    }
-                    Liveness::Unknown if has_wanted_port => remarks.push(holder.port_taken_remark()),
-                    Liveness::Unknown => remarks.push(holder.unknown_owner_remark()),
+            let fate = match other.holder_of(section, mapping, claims) {
+                Some(holder) => mapping_fate(holder, wanted, claims, probe, &mut remarks)?,
+                None => MappingFate::Keep,
+            };
+            match fate {
+                MappingFate::Keep => {
+                    kept.push(mapping);
+                    has_kept_mapping = true;
+                }
+                MappingFate::Remove => removed.extend(&mapping.rules),
+                MappingFate::RefuseAdd(holder) => {
+                    plan.living_holder = Some(holder);
+                    return Ok(());
                 }
             }
-            if holder_is_dead {
-                removed.extend(&mapping.rules);
-            } else {
-                kept.push(mapping);
-                keeps_marker = true;
-            }
         }
-        if !keeps_marker {
+        // A marker that never had a mapping, written by `ensure_empty_chains`, is kept.
+        if !has_kept_mapping && !section.mappings.is_empty() {
             removed.extend(&section.marker);
         }
     }
     plan.remarks.append(&mut remarks);
-    // This keeps an empty chain too, which does not show its owner.
+    // An empty chain is kept too: it does not show its owner.
     if removed.is_empty() {
         return Ok(());
     }
@@ -138,6 +141,37 @@ fn plan_displacement_in_chain(
     Ok(())
 }
 
+/// What becomes of a mapping in the chain of another container.
+enum MappingFate {
+    Keep,
+    Remove,
+    /// This living container has a wanted port, so the ADD fails.
+    RefuseAdd(Holder),
+}
+
+/// Decides about a mapping of `holder`, which has a wanted port or leads to the address of the
+/// ADD's container. Adds a remark if the holder is dead or if that is unknown.
+fn mapping_fate(
+    holder: Holder,
+    wanted: &Forwarding,
+    claims: &[ClaimedPort],
+    probe: &mut LivenessProbe,
+    remarks: &mut Vec<String>,
+) -> Result<MappingFate> {
+    let has_wanted_port = claims.iter().any(|claim| claim.overlaps(&holder.claim));
+    match probe.liveness_of(wanted, &holder)? {
+        Liveness::Alive if has_wanted_port => return Ok(MappingFate::RefuseAdd(holder)),
+        Liveness::Alive => {}
+        Liveness::Dead => {
+            remarks.push(holder.removal_remark(wanted));
+            return Ok(MappingFate::Remove);
+        }
+        Liveness::Unknown if has_wanted_port => remarks.push(holder.port_taken_remark()),
+        Liveness::Unknown => remarks.push(holder.unknown_owner_remark()),
+    }
+    Ok(MappingFate::Keep)
+}
+
 /// A chain of another container, and the data of the ADD that its rules are compared with.
 struct OtherChain<'t> {
     chain: &'t str,
@@ -150,7 +184,7 @@ struct OtherChain<'t> {
     jump_owner: Option<(&'t str, &'t str)>,
     /// Whether the ADD's attachment or a jump to the chain has conditions. Both containers can then
     /// have the same port, for different packets. Conditions are not compared, because the kernel
-    /// can return them in another form than the configuration has.
+    /// can return them in a form that differs from the configuration.
     conditions_differ: bool,
 }
 

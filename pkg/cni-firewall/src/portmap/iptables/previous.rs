@@ -108,9 +108,9 @@ impl FamilyRules {
     /// and the jumps to it. Rules and jumps that other attachments in the chain need stay.
     fn plan_put_back(&self, nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
         let chain = shape::chain_name(&wanted.attachment);
+        // The attachment had no rules, so all of its present ones were added by `ensure`.
         if self.rules.is_empty() {
-            // The claims of the removed rules are not needed here.
-            let _claims = plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;
+            let _claims_of_removed = plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))?;
             return Ok(());
         }
         let sections = shape::sections(nat.rules(&chain)?);

@@ -323,12 +323,12 @@ pub(super) fn first_overlapping_claim(rules: &[Rule], claim: &ClaimedPort) -> Op
 }
 
 /// Splits a container's chain into sections: those without a marker, one for each address, then
-/// those with a marker. A mapping without a readable claim, before the first marker, is a section
-/// of its own. An empty chain gives one empty section.
+/// those with a marker. A mapping without a readable claim before the first marker is a section of
+/// its own. An empty chain gives one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut unmarked: Vec<MappingRules> = Vec::new();
     let mut marked: Vec<Section> = Vec::new();
-    // The rules of the mapping whose DNAT rule has not been reached yet.
+    // The rules since the last marker or DNAT rule: a mapping ends with its DNAT rule.
     let mut pending: Vec<Rule> = Vec::new();
     for rule in rules {
         if is_marker(rule) {
@@ -347,7 +347,8 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
     let mut sections: Vec<Section> = Vec::new();
     for mapping in unmarked {
         let address = mapping.claim.map(|claim| claim.container.ip());
-        match sections.iter_mut().find(|section| address.is_some() && section.address() == address) {
+        let section_of_address = sections.iter_mut().find(|section| address.is_some() && section.address() == address);
+        match section_of_address {
             Some(section) => section.mappings.push(mapping),
             None => sections.push(Section { marker: None, mappings: vec![mapping] }),
         }
@@ -364,15 +365,15 @@ fn is_marker(rule: &Rule) -> bool {
     rule.target().is_none() && rule.comment().is_some_and(|text| AttachmentId::parse(text).is_some())
 }
 
-/// Adds a mapping to the last section in `marked`. Exception: Go's plugin appends its rules to the
-/// chain, without a marker, so a mapping to an address that differs from the section's is added to
-/// `unmarked`, as is one before the first marker. A mapping without rules is not added.
+/// Adds the next mapping of a chain to the last section in `marked` or, if it does not belong to
+/// that section, to `unmarked`. A mapping without rules is not added.
 fn add_mapping(mapping: MappingRules, marked: &mut [Section], unmarked: &mut Vec<MappingRules>) {
     if mapping.rules.is_empty() {
         return;
     }
     let Some(section) = marked.last_mut() else { return unmarked.push(mapping) };
     match (section.address(), mapping.claim) {
+        // Go's plugin, which writes no markers, has appended its rules to the section.
         (Some(address), Some(claim)) if address != claim.container.ip() => unmarked.push(mapping),
         _ => section.mappings.push(mapping),
     }
