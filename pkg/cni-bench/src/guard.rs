@@ -100,8 +100,8 @@ fn guarded_cases() -> Vec<Case> {
     cases
 }
 
-/// Counts the operations, and compares them with the table or rewrites it. Returns what [`compare`]
-/// returns, or `true` after a rewrite.
+/// Counts what each operation costs, and compares the counts with the table or rewrites the table.
+/// Returns whether the counts agree with the table; `true` after a rewrite.
 pub(crate) fn run(options: &Guard) -> Result<bool> {
     let table = read(options)?;
     let counted = count_all(options, &table)?;
@@ -112,7 +112,7 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
         return Ok(true);
     }
     let is_good = compare(options, &table, &counted);
-    say(&format!("{} operations counted", counted.len()));
+    say(&format!("the costs of {} operations counted", counted.len()));
     if !is_good {
         progress(
             "If the change is intended, scripts/bench --counts rewrites the table. strace -f -c shows what makes the calls.",
@@ -121,9 +121,9 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
     Ok(is_good)
 }
 
-/// Counts the operations of all cases. In a comparison, if an operation exceeds the table, counts
-/// those of the same case and side again, up to [`MAX_RECOUNTS`] times. For a case that this
-/// machine cannot run, returns its lines of the table.
+/// Counts what the operations of all cases cost. In a comparison, if an operation costs more than
+/// its line of `table` says, counts the operations of the same case and side again, up to
+/// [`MAX_RECOUNTS`] times. For a case that this machine cannot run, returns its lines of `table`.
 fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
     // No guarded case has the side `Theirs`, so its folder does not matter.

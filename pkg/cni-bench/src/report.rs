@@ -143,7 +143,7 @@ pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
         fs::write(&path, text).doing(format_args!("failed to write {}", path.display()))
     };
     say(&text(results));
-    let json = serde_json::to_string_pretty(&as_json(results)).doing("failed to write JSON")?;
+    let json = serde_json::to_string_pretty(&as_json(results)).doing("failed to encode the results as JSON")?;
     save("results.json", &(json + "\n"))?;
     let mut plots = Vec::new();
     for (name, title, svg) in plot::all(results) {

@@ -200,10 +200,10 @@ impl Session {
 
     /// Returns a client with an address that another daemon, such as Go's, has leased for it. The
     /// other parameters of the lease are not known.
-    pub fn adopt(client: Client, limits: Limits, random: u64, network: Cidr, now: Duration) -> Session {
+    pub fn adopt(client: Client, limits: Limits, random: u64, cidr: Cidr, now: Duration) -> Session {
         let mut session = Session::new(client, limits, random, now);
         session.deadline = None;
-        session.state = State::Confirming(network);
+        session.state = State::Confirming(cidr);
         session
     }
 
@@ -237,7 +237,7 @@ impl Session {
         let lease = self.lease().cloned()?;
         if now >= lease.expiry() {
             self.enter(State::Searching, now);
-            return Some(Change::Lost(lease.terms.network));
+            return Some(Change::Lost(lease.terms.cidr));
         }
         match &self.state {
             State::Bound(_) | State::Renewing(_) if now >= lease.t2() => self.enter(State::Rebinding(lease), now),
@@ -263,7 +263,7 @@ impl Session {
                 }
                 (Ask::Select { address: offer.address(), server: offer.server }, Path::Broadcast, Duration::MAX)
             }
-            State::Confirming(network) => (Ask::Confirm { address: v4(*network) }, Path::Broadcast, Duration::MAX),
+            State::Confirming(cidr) => (Ask::Confirm { address: v4(*cidr) }, Path::Broadcast, Duration::MAX),
             State::Renewing(lease) => {
                 let (address, to) = (lease.terms.address(), lease.terms.server);
                 (Ask::Extend { address }, Path::Unicast { from: address, to }, lease.t2())
@@ -316,7 +316,7 @@ impl Session {
                 Some(Change::Offered(terms))
             }
             (State::Requesting(offer), Reply::Ack(terms))
-                if offer.server == terms.server && offer.network == terms.network =>
+                if offer.server == terms.server && offer.cidr == terms.cidr =>
             {
                 self.deadline = None;
                 self.state = State::Bound(Lease { terms, since });
@@ -328,34 +328,34 @@ impl Session {
                 self.next = now.saturating_add(REFUSED_WAIT);
                 None
             }
-            (State::Confirming(network), Reply::Ack(terms)) if v4(network) == terms.address() => {
+            (State::Confirming(cidr), Reply::Ack(terms)) if v4(cidr) == terms.address() => {
                 // The address is the same, but its prefix may differ.
-                let is_same = network == terms.network;
+                let is_same = cidr == terms.cidr;
                 self.state = State::Bound(Lease { terms, since });
-                Some(if is_same { Change::Acquired } else { Change::Moved(network) })
+                Some(if is_same { Change::Acquired } else { Change::Moved(cidr) })
             }
-            (State::Confirming(network), Reply::Nak(_)) => {
+            (State::Confirming(cidr), Reply::Nak(_)) => {
                 self.enter(State::Searching, now);
-                Some(Change::Lost(network))
+                Some(Change::Lost(cidr))
             }
             (State::Renewing(lease), Reply::Ack(terms))
-                if lease.terms.server == terms.server && lease.terms.network == terms.network =>
+                if lease.terms.server == terms.server && lease.terms.cidr == terms.cidr =>
             {
                 self.state = State::Bound(Lease { terms, since });
                 Some(Change::Extended)
             }
             (State::Rebinding(lease), Reply::Ack(terms)) => {
-                let has_moved = lease.terms.network != terms.network;
+                let has_moved = lease.terms.cidr != terms.cidr;
                 self.state = State::Bound(Lease { terms, since });
-                Some(if has_moved { Change::Moved(lease.terms.network) } else { Change::Extended })
+                Some(if has_moved { Change::Moved(lease.terms.cidr) } else { Change::Extended })
             }
             (State::Renewing(lease), Reply::Nak(server)) if lease.terms.server == server => {
                 self.enter(State::Searching, now);
-                Some(Change::Lost(lease.terms.network))
+                Some(Change::Lost(lease.terms.cidr))
             }
             (State::Rebinding(lease), Reply::Nak(_)) => {
                 self.enter(State::Searching, now);
-                Some(Change::Lost(lease.terms.network))
+                Some(Change::Lost(lease.terms.cidr))
             }
             _ => None,
         }

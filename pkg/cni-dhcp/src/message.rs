@@ -220,13 +220,13 @@ impl Client {
         if !is_host(address) || !is_host(server) || !is_mask_valid || seconds == 0 {
             return None;
         }
-        let network = Cidr::new(address.into(), u8::try_from(prefix).ok()?)?;
+        let cidr = Cidr::new(address.into(), u8::try_from(prefix).ok()?)?;
         let (t1, t2) = renewal_times(seconds, number(code::T1), number(code::T2));
         let address_list = |code| requested(code).map(|data| addresses(&data)).unwrap_or_default();
         let text = |data: Vec<u8>| String::from_utf8(data).ok().map(|text| text.trim_end_matches('\0').to_owned());
         let mtu = requested(code::MTU).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);
         Some(LeaseParameters {
-            network,
+            cidr,
             server,
             seconds,
             t1,
@@ -268,8 +268,9 @@ pub enum Reply {
 /// The parameters of an offer or a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseParameters {
-    /// The address with its prefix.
-    pub network: Cidr,
+    /// The leased address with its prefix length.
+    #[serde(rename = "network")]
+    pub cidr: Cidr,
     /// The server's address (option 54).
     pub server: Ipv4Addr,
     /// The lease time in seconds (option 51); `u32::MAX` for a lease that never ends.
@@ -299,7 +300,7 @@ pub struct LeaseParameters {
 impl LeaseParameters {
     /// Returns the leased address.
     pub fn address(&self) -> Ipv4Addr {
-        v4(self.network)
+        v4(self.cidr)
     }
 
     /// Returns the result for an ADD, with routes of this priority (metric).
@@ -319,7 +320,7 @@ impl LeaseParameters {
             route.mtu = self.mtu.map(u32::from);
         }
         AddResult {
-            ips: vec![IpConfig { interface: None, address: self.network, gateway }],
+            ips: vec![IpConfig { interface: None, address: self.cidr, gateway }],
             routes,
             dns: Dns {
                 nameservers: self.nameservers.iter().map(Ipv4Addr::to_string).collect(),
@@ -344,8 +345,8 @@ fn route_to(dst: Ipv4Addr, prefix: u8, gateway: Ipv4Addr) -> Option<Route> {
 }
 
 /// Returns the IPv4 address of a CIDR. Returns 0.0.0.0 for IPv6, which DHCPv4 never has.
-pub(crate) fn v4(network: Cidr) -> Ipv4Addr {
-    match network.address() {
+pub(crate) fn v4(cidr: Cidr) -> Ipv4Addr {
+    match cidr.address() {
         IpAddr::V4(address) => address,
         IpAddr::V6(_) => Ipv4Addr::UNSPECIFIED,
     }

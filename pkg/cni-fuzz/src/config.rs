@@ -37,7 +37,9 @@ fn parse_interface<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
 }
 
 impl Reader {
-    /// Reads the whole configuration, as ADD does. Returns a result only for host-local.
+    /// Reads the whole configuration, as ADD does. Also checks that a search for the IPAM plugin
+    /// finds only a program with exactly that name. Returns a result only for host-local: that of
+    /// an ADD, without addresses.
     fn read(self, call: &Call<'_>) -> Result<Option<AddResult>> {
         check_found_program(call.conf.ipam_type());
         match self.name() {

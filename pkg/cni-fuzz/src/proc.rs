@@ -37,13 +37,14 @@ fn check_connections(text: &str) {
         assert!(entries.len() <= text.lines().count(), "more entries than lines: {entries:?}");
         for entry in entries {
             assert!(requested.contains(&(entry.protocol, entry.destination.port())), "not requested: {entry:?}");
-            assert_eq!(from_key(&entry), Some(entry), "the entry that the key deletes");
+            assert_eq!(decode_key_of(&entry), Some(entry), "the entry that the key of this entry deletes");
         }
     }
 }
 
-/// Returns the entry that is decoded from the key of `found`, completed with the reply's tuple.
-fn from_key(found: &Entry) -> Option<Entry> {
+/// Returns the entry that the key for the deletion of `found` describes. The decoder needs a reply
+/// tuple, which the key lacks, so one with the answering address of `found` is added first.
+fn decode_key_of(found: &Entry) -> Option<Entry> {
     let (kind, address) = match found.answered_by {
         IpAddr::V4(address) => (IP_V4_SOURCE, address.octets().to_vec()),
         IpAddr::V6(address) => (IP_V6_SOURCE, address.octets().to_vec()),
@@ -79,5 +80,8 @@ fn check_locks(text: &str) {
         Some(4242),
         "the first line about the file names its holder, before {text:?}"
     );
-    assert!(holder(&format!("{text}\n{line}")).is_some(), "no holder was found after {text:?}");
+    assert!(
+        holder(&format!("{text}\n{line}")).is_some(),
+        "the lock's holder in {line:?} was not found at the end of {text:?}"
+    );
 }

@@ -206,7 +206,8 @@ fn files(folder: &Path) -> Files {
         }
         // `file_type` does not follow links.
         let is_regular = entry.file_type().is_ok_and(|kind| kind.is_file());
-        let content = is_regular.then(|| fs::read(entry.path()).expect("failed to read a file"));
+        let content =
+            is_regular.then(|| fs::read(entry.path()).unwrap_or_else(|error| panic!("failed to read {name}: {error}")));
         files.insert(name, content);
     }
     files

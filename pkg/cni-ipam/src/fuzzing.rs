@@ -168,7 +168,7 @@ impl ConsistentIndex {
     pub fn new() -> ConsistentIndex {
         match Index::build(&[], &[], &Host::new("m", "b")) {
             Ok(index) => ConsistentIndex(index),
-            Err(error) => panic!("an empty index: {error}"),
+            Err(error) => panic!("failed to create an empty index: {error}"),
         }
     }
 

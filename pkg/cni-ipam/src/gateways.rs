@@ -30,8 +30,9 @@ struct Runtime {
     ip_ranges: Option<Json>,
 }
 
-/// Returns the gateways of host-local's ranges, each with the prefix length of its subnet. Skips
-/// values that cannot be parsed.
+/// Returns the gateways of host-local's ranges, each with the prefix length of its subnet. The
+/// gateway of a range without `gateway` is the subnet's first host. Skips a range whose subnet or
+/// gateway cannot be parsed.
 pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
     let Keys { ipam, runtime_config } = conf.decode().unwrap_or_default();
     let mut gateways: Vec<Cidr> = gateway_of(ipam.subnet.as_ref(), ipam.gateway.as_ref()).into_iter().collect();
@@ -45,13 +46,13 @@ pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
     gateways
 }
 
-/// Returns the gateway of a range with these values of `subnet` and `gateway`. Returns `None` if
-/// the subnet is missing, or if a text cannot be parsed.
+/// Returns the gateway of a range with these values of `subnet` and `gateway`: the subnet's first
+/// host if `gateway` is missing. Returns `None` if the subnet is missing, or if a text cannot be
+/// parsed.
 fn gateway_of(subnet: Option<&Json>, gateway: Option<&Json>) -> Option<Cidr> {
     let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
     match gateway.and_then(Json::as_str) {
         Some(text) => Cidr::new(text.parse().ok()?, subnet.prefix()),
-        // The default gateway is the first host.
         None => subnet.first(),
     }
 }

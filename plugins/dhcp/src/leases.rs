@@ -83,7 +83,7 @@ fn lease_of(record: Record) -> Option<Lease> {
             (&lease.terms, Some(times))
         }
     };
-    let (address, server) = (terms.network, terms.server);
+    let (address, server) = (terms.cidr, terms.server);
     let Record { network, container_id, ifname, error, .. } = record;
     Some(Lease { network, container_id, ifname, address, server, times, error })
 }

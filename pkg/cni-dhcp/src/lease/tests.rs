@@ -93,8 +93,8 @@ fn a_silent_server_leads_to_any_server_and_then_to_the_end() {
     sent(&mut session, s(500));
     assert_eq!(sent(&mut session, s(875)), (3, FROM, Path::BroadcastFrom(FROM)));
     assert_eq!(session.elapse(s(999)), None);
-    let network = session.lease().unwrap().terms.network;
-    assert_eq!(session.elapse(s(1000)), Some(Change::Lost(network)));
+    let cidr = session.lease().unwrap().terms.cidr;
+    assert_eq!(session.elapse(s(1000)), Some(Change::Lost(cidr)));
     assert_eq!(session.lease(), None);
     assert_eq!(sent(&mut session, s(1000)).0, 1);
     assert!(!matches!(session.step(s(1_000_000)), Step::Failed), "a lost lease is looked for without end");
@@ -112,7 +112,7 @@ fn another_server_may_extend_or_move_a_lease_after_t2() {
     let mut session = bound();
     sent(&mut session, s(875));
     assert_eq!(session.clone().receive(&answer(&session, 5, 2, ADDRESS), s(876)), Some(Change::Extended));
-    let old = session.lease().unwrap().terms.network;
+    let old = session.lease().unwrap().terms.cidr;
     assert_eq!(session.receive(&answer(&session, 5, 2, [10, 0, 0, 10]), s(876)), Some(Change::Moved(old)));
     assert_eq!(session.lease().unwrap().terms.address(), Ipv4Addr::new(10, 0, 0, 10));
 }
@@ -187,8 +187,8 @@ fn a_release_goes_from_the_address_to_the_server() {
 
 #[test]
 fn an_adopted_address_is_asked_for_until_it_is_confirmed() {
-    let network: Cidr = "10.0.0.9/24".parse().unwrap();
-    let mut session = Session::adopt(client(), Limits::default(), 42, network, s(0));
+    let cidr: Cidr = "10.0.0.9/24".parse().unwrap();
+    let mut session = Session::adopt(client(), Limits::default(), 42, cidr, s(0));
     let Step::Send(bytes, Path::Broadcast) = session.step(s(0)) else { panic!() };
     assert!(bytes.windows(6).any(|window| window == [50, 4, 10, 0, 0, 9]), "the address");
     assert!(!bytes.windows(2).any(|window| window == [54, 4]), "no server");
@@ -197,6 +197,6 @@ fn an_adopted_address_is_asked_for_until_it_is_confirmed() {
     assert_eq!(session.receive(&answer(&session, 5, 1, [10, 0, 0, 66]), s(100_000)), None);
     assert_eq!(session.receive(&answer(&session, 5, 1, ADDRESS), s(100_000)), Some(Change::Acquired));
     assert!(session.lease().is_some());
-    assert_eq!(refused.receive(&answer(&refused, 6, 1, [0; 4]), s(100_000)), Some(Change::Lost(network)));
+    assert_eq!(refused.receive(&answer(&refused, 6, 1, [0; 4]), s(100_000)), Some(Change::Lost(cidr)));
     assert_eq!(sent(&mut refused, s(100_000)).0, 1);
 }

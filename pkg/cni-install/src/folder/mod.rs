@@ -271,8 +271,9 @@ impl Folder {
         let context = |action: &'static str| move |error: Error| Error::new(format!("{action}: {error}"));
         match self.state()? {
             None => {
-                // A rollback may have been killed before it removed the original set, and an older
-                // cni-install, which does not know that set, never removes it.
+                // The original set may still exist: a rollback first removes `state` and then this
+                // set, and may have been killed in between. An older cni-install, which does not
+                // know this set, never removes it.
                 self.remove_original_if_restored()?;
                 Ok((RecoveryReport::Nothing, 0))
             }
@@ -286,8 +287,8 @@ impl Folder {
             Some(State::RollingBack(generation)) => {
                 let outcome = self.finish_rollback(KeptSetId::Previous(generation));
                 outcome.map_err(context("failed to finish a rollback that was interrupted"))?;
-                // If another installer's file was left, the set is still kept, and the generation
-                // still counts as installed.
+                // If another installer's file was left, `finish_rollback` still keeps the set and
+                // has written `installed <generation>`.
                 let current = if self.state()?.is_some() { generation } else { 0 };
                 Ok((RecoveryReport::RollbackFinished, current))
             }

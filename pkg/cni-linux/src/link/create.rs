@@ -81,11 +81,12 @@ impl Netlink {
         }
     }
 
-    /// Waits until an interface has a carrier, so that it accepts frames. `watch` must have been
-    /// opened in this connection's namespace before the change that brings the carrier.
+    /// Waits until the kernel has noticed an interface's carrier, so that frames sent through the
+    /// interface are not dropped. `watch` must have been opened in this connection's namespace
+    /// before the change that brings the carrier.
     ///
-    /// A bridge needs this wait too. It has a carrier from its first port on, but drops everything
-    /// that the host sends through it until a worker of the kernel has noticed the carrier.
+    /// Needed for a bridge too: with its first port, the bridge gets a carrier, which a worker of
+    /// the kernel notices later.
     ///
     /// # Errors
     /// [`Error::is_deadline`] at the deadline, [`Error::is_terminated`] after SIGTERM,

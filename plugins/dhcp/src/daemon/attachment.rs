@@ -309,14 +309,14 @@ impl Attachment {
         if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
             log(format_args!("{key}: releasing lease"));
             let sent = self.session.release(&terms).and_then(|(bytes, path)| {
-                self.interface.send_release(&bytes, path, terms.network).map_err(|error| error.to_string())
+                self.interface.send_release(&bytes, path, terms.cidr).map_err(|error| error.to_string())
             });
             if let Err(error) = sent {
                 log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
             }
             // The interface may stay, and the server may lease the address to another client at
             // once.
-            self.log_error(self.interface.delete_address(terms.network));
+            self.log_error(self.interface.delete_address(terms.cidr));
         }
         self.purge_record(key);
     }
@@ -369,7 +369,7 @@ impl Attachment {
         let Some(lease) = self.session.lease().cloned() else { return Ok(()) };
         // The result of an adopted lease may also have addresses of other IPAM plugins.
         let has_moved = matches!(&*self.status.borrow(), Status::Leased(result)
-            if result.ips.iter().all(|ip| ip.address != lease.terms.network));
+            if result.ips.iter().all(|ip| ip.address != lease.terms.cidr));
         let is_regained = matches!(*self.status.borrow(), Status::Lost(_));
         let result = Rc::new(lease.terms.result(self.record.priority));
         self.write_record(RecordedLease::Bound(lease.clone()))?;

@@ -44,8 +44,10 @@ pub(crate) struct Interface {
 pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
     let namespace = Netns::open(&netns).map_err(|error| error.to_string())?;
     let link = namespace.run(Netlink::open).and_then(|netlink| netlink?.link(name));
-    // Go has this text for every error.
-    let link = link.map_err(|_| format!("error looking up {name:?}: Link not found"))?;
+    let link = link.map_err(|error| match error.is_not_found() {
+        true => format!("error looking up {name:?}: Link not found"),
+        false => format!("error looking up {name:?}: {error}"),
+    })?;
     let mac = link.mac.ok_or_else(|| format!("interface {name} has no Ethernet address"))?;
     Ok(Interface { netns, netns_id: namespace.id(), name: name.to_owned(), index: link.index, mac })
 }
@@ -102,7 +104,10 @@ impl Interface {
     /// The interface or its namespace is gone, or the kernel's error.
     pub(crate) async fn bring_up(&self, timeout: Duration) -> Result<(), String> {
         let text = |error: Error| error.to_string();
-        let netns = self.open().map_err(text)?.ok_or("its network namespace no longer exists")?;
+        let netns = self
+            .open()
+            .map_err(text)?
+            .ok_or_else(|| format!("the network namespace of {} no longer exists", self.name))?;
         let watch = Watch::open_in(&netns).map_err(text)?;
         let netlink = netns.run(Netlink::open).and_then(|netlink| netlink).map_err(text)?;
         drop(netns);
@@ -166,7 +171,7 @@ impl Interface {
 
     /// Opens the sockets for messages on a path, in the interface's namespace.
     fn open_sockets(&self, path: Path) -> io::Result<Sockets> {
-        let gone = || io::Error::other("its network namespace no longer exists");
+        let gone = || io::Error::other(format!("the network namespace of {} no longer exists", self.name));
         let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
         let open_inside = || -> io::Result<Sockets> {
             // The UDP socket cannot be opened if the interface does not have the leased address
