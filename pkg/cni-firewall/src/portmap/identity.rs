@@ -109,6 +109,7 @@ impl Identity {
     pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
         let tag_bytes = TAG_HEADER_LEN + self.hashes.len() + TAG_HEADER_LEN + TEXT_LEN + TAG_HEADER_LEN;
         let used_bytes = comment_len(&self.comment) + tag_bytes;
+        // At least 1, because `chunks` panics for 0. Only an ID that `nft` refuses leaves less room.
         let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / HANDLE_LEN).max(1);
         let mut rules = Vec::new();
         for chunk in handles.chunks(handles_per_rule) {
@@ -152,10 +153,10 @@ impl Identity {
     /// Returns the rules of a list that are this attachment's. `container_of` returns the container
     /// address of a rule, and `addresses` are the attachment's known addresses.
     ///
-    /// If a rule names only the container, an ownership rule that names it decides. Without an
-    /// ownership rule, it is this attachment's in these cases:
+    /// If a rule names only the container, an ownership rule that names its handle decides. Without
+    /// an ownership rule, the rule is this attachment's in these cases:
     /// - `container_of` returns one of `addresses`, or `None`.
-    /// - `addresses` is empty. Go's plugin, too, compares only the container.
+    /// - `addresses` is empty. Then only the container is compared, as Go's plugin does.
     pub(super) fn own_rules<'l>(
         &self,
         rules: &'l [Listed],

@@ -53,7 +53,8 @@ impl ConflictSearch<'_> {
             let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
             match probe.liveness_of(wanted, &holder)? {
                 Liveness::Alive if has_wanted_port => return Ok(ConflictDecision { held: Some(holder), ..decision }),
-                // Containers of different networks may have the same address.
+                // The rule leads to the address of this container, which a container of another
+                // network may have too. So the rule stays.
                 Liveness::Alive => {}
                 Liveness::Dead => {
                     decision.dead_rules.push((chain, listed.handle));
