@@ -177,8 +177,9 @@ impl SpoofCheck {
             }
             match self.replace(&id, &jump, mac, &existing) {
                 // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump
-                // to it. So the rules, whose owner was checked above, are removed first.
+                // to it. So the rules are removed first.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
+                    // The owner was checked above.
                     self.purge_id(&id, |_| None)?;
                     self.replace(&id, &jump, mac, &[])
                 }
@@ -245,10 +246,10 @@ impl SpoofCheck {
             if let Some(other) = id.find_other_owner(rules, attachment) {
                 return Some(other);
             }
-            // Go's rules have no tag. The interface of this attachment is already deleted, so an
-            // existing interface that Go's rules guard belongs to another attachment. If the
-            // interfaces cannot be read, the rules are removed, as Go always does.
+            // If the interfaces cannot be read, the rules are removed, as Go always does.
             let owner_with_link = find_owner_with_link(&id, rules, None).unwrap_or(None);
+            // Go's rules have no tag. The interface of this attachment is already deleted, so an
+            // existing interface that Go's rules guard belongs to another attachment.
             owner_with_link.filter(|owner| owner.tag == JumpTag::Missing)
         })
     }
@@ -258,9 +259,10 @@ impl SpoofCheck {
     /// not write the rules, and all stay.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
+        let guards_other_veth =
+            |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|guarded| guarded != host_veth);
         let find_other = |rules: &[Listed]| {
-            let is_other = |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
-            id.find_other_owner(rules, attachment).or_else(|| id.owners(rules).find(is_other))
+            id.find_other_owner(rules, attachment).or_else(|| id.owners(rules).find(guards_other_veth))
         };
         self.purge_id(&id, find_other).map(drop)
     }

@@ -109,7 +109,7 @@ impl Identity {
     pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
         let tag_bytes = TAG_HEADER_LEN + self.hashes.len() + TAG_HEADER_LEN + TEXT_LEN + TAG_HEADER_LEN;
         let used_bytes = comment_len(&self.comment) + tag_bytes;
-        // At least 1, because `chunks` panics for 0. Only an ID that `nft` refuses leaves less room.
+        // `chunks` panics for 0. Only an ID that is too long for `nft` leaves so little room.
         let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / HANDLE_LEN).max(1);
         let mut rules = Vec::new();
         for chunk in handles.chunks(handles_per_rule) {

@@ -77,9 +77,9 @@ impl Plan {
     /// Adds the attachment's own rules of one family: in each chain whose existing rules differ
     /// from the wanted ones, deletes the existing and appends the wanted ones.
     ///
-    /// `conditions` are the compiled conditions; `None` if they cannot be compiled. Then the program
-    /// `nft` has already written the mappings, described by `program_mappings`: only the older
-    /// mappings are deleted, and ownership rules appended.
+    /// `conditions` are the compiled conditions; `None` if they cannot be compiled. Then the
+    /// program `nft` has already written the mappings, which `program_mappings` describes: only the
+    /// older mappings are deleted, and ownership rules appended.
     fn add_own_rules(
         &mut self,
         request: &FamilyRequest<'_>,
