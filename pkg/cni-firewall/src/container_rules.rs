@@ -352,10 +352,10 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
     Ok(())
 }
 
-/// Returns the owner of a rule that jumps to a container's chain. The network and the container are
-/// those in the rule's comment. The interface is the one in the chain's first tag, a rule without a
-/// target whose comment is the alias. If several interfaces of the container share the chain, the
-/// jump may belong to another one.
+/// Returns the owner of a rule that jumps to a container's chain. `network_and_container` are those
+/// in the rule's comment. The interface is read from the chain's first tag, a rule without a target
+/// and with the alias as its comment; if several interfaces of the container share the chain, it
+/// may be the wrong one.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,

@@ -166,8 +166,8 @@ impl SpoofCheck {
         retry(|| {
             // PREROUTING, which can be long, need not be read if the ID has no chains: a jump
             // exists only together with its target chain.
-            let mut existing = self.find_chains(&id)?;
-            if !existing.is_empty() {
+            let mut existing = Vec::new();
+            if !self.find_chains(&id)?.is_empty() {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
                 if let Some(owner) = find_owner_with_link(&id, &rules, Some(host_veth))? {
                     let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
@@ -273,8 +273,8 @@ impl SpoofCheck {
     }
 
     /// Removes all rules of the ID and returns `Ok(None)`. If `find_other`, given the rules of
-    /// PREROUTING, returns another owner, removes nothing and returns that owner. A kernel without
-    /// nf_tables has no rules to remove.
+    /// PREROUTING, returns another owner, removes nothing and returns that owner. Also returns
+    /// `Ok(None)` on a kernel without nf_tables, which has no rules to remove.
     fn purge_id(
         &mut self,
         id: &Id,
@@ -291,8 +291,8 @@ impl SpoofCheck {
                 object.add_removal(&mut batch);
             }
             match self.nft.commit(batch) {
-                // Linux before 5.0 (see `ensure`), or a rule of another program jumps to one of the
-                // chains.
+                // Linux is older than 5.0 (see `ensure`), or a rule of another program jumps to one
+                // of the chains. That chain stays, but the other objects can be removed.
                 Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(&objects)?,
                 result => result?,
             }

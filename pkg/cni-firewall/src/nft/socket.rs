@@ -153,7 +153,7 @@ impl Nft {
                 let Some((errno, text)) = wire::outcome(&message) else { continue };
                 let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
                 if position > change_count + 1 {
-                    // A late answer to an earlier batch, which overran the socket's buffer.
+                    // A late answer to an earlier batch. Its answers overran the socket's buffer.
                     continue;
                 }
                 if errno == 0 {
@@ -384,10 +384,11 @@ impl Nft {
     /// to leave the object out.
     ///
     /// The kernel sends a long list in parts, and begins each part by counting objects from the
-    /// start. If rules are added or removed meanwhile, the count is wrong. The kernel then sets a
-    /// flag, or the generations in the objects differ, but not always: removed rules leave the list
-    /// after the generation has been incremented, and rules of an unfinished transaction are in the
-    /// list before (on Linux 6.18, rules were missing in 1 of 1,200 reads beside a busy writer).
+    /// start. If rules are added or removed meanwhile, the count is wrong. Usually the kernel then
+    /// sets a flag, or the objects have different generations. But not always, because a
+    /// transaction adds rules to the list before it increments the generation, and takes removed
+    /// rules off the list afterwards (on Linux 6.18, rules were missing in 1 of 1,200 reads beside
+    /// a busy writer).
     fn dump<T>(
         &mut self,
         what: &str,
@@ -397,18 +398,19 @@ impl Nft {
     ) -> Result<Vec<T>> {
         let mut previous_handles = None;
         for _ in 0..self.reads_max {
-            let (mut handles, mut values) = (Vec::new(), Vec::new());
-            let (mut first_generation, mut is_one_generation) = (None, true);
+            let (mut handles, mut values, mut generations) = (Vec::new(), Vec::new(), Vec::new());
             let is_uninterrupted = self.ask(what, family, &request, NLM_F_DUMP, |message| {
                 let generation = decode::generation_low_bits(message.payload);
-                is_one_generation &= *first_generation.get_or_insert(generation) == generation;
+                if !generations.contains(&generation) {
+                    generations.push(generation);
+                }
                 if let Some((handle, value)) = read_object(message.payload) {
                     handles.push(handle);
                     values.push(value);
                 }
             })?;
             let is_confirmed = self.one_reading_suffices || previous_handles.as_ref() == Some(&handles);
-            if is_uninterrupted && is_one_generation && is_confirmed {
+            if is_uninterrupted && generations.len() <= 1 && is_confirmed {
                 return Ok(values);
             }
             previous_handles = Some(handles);
