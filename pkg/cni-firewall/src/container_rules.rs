@@ -259,8 +259,8 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
             ifname: value_of("if: "),
             evidence: Evidence::MasqueradeNft(comment.clone()),
         };
-        // The rule does not name its family. Decoded for the wrong family, it lacks its addresses,
-        // so the longer text is the right one.
+        // The rule does not name its family. The text for the wrong family lacks the addresses, so
+        // the longer text is the right one.
         let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
         let text = if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 };
         rules.push(nft_entry(Purpose::Masquerade, table, chain, &listed, owner, text));

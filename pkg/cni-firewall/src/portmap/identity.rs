@@ -121,7 +121,8 @@ impl Identity {
     }
 
     /// Whether `nft` has already written the rules of `text` for this attachment: all tagged rules
-    /// of the attachment are ownership rules for `text`, and these name one existing rule per line.
+    /// of the attachment are ownership rules for `text`, and name one existing rule for each of its
+    /// lines.
     pub(super) fn has_rules_of_text(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
         let mut owned_handles = Vec::new();

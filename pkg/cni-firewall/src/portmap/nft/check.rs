@@ -138,7 +138,7 @@ fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &Stat
     }
     for found in &own.mappings {
         let OwnMapping { claim, .. } = found;
-        // The mapping of a requested claim counts as requested even if its conditions differ.
+        // A mapping of a requested claim counts as requested even if its conditions differ.
         let is_wanted = claims.contains(claim)
             || claims.iter().any(|wanted_claim| own.matches_claim(found, wanted_claim, conditions));
         if !is_wanted {

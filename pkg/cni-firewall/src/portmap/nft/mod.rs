@@ -218,6 +218,7 @@ impl NftPortMap {
     /// mapping and its container has no valid attachment, the result has a remark on the rule.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
+        // A set, because a repeated attempt finds the same rules again.
         let mut remarks = BTreeSet::new();
         let mut removal = self.purge_where("", FAMILIES, |_, rules| {
             let mut garbage_handles: Vec<u64> = Vec::new();

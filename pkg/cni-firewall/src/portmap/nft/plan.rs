@@ -102,6 +102,8 @@ impl Plan {
                     claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()).collect()
                 }
                 (MASQUERADING, _) => shape::masquerade_rules(container.address(), wanted.snat),
+                // The program has written the mappings, or the chain is `HOSTIP_HOSTPORTS`, to
+                // which only older releases of Go add rules.
                 _ => Vec::new(),
             };
             let is_in_place = match written_by_program {
