@@ -136,18 +136,18 @@ impl LivenessProbe {
         if !leads_here {
             return Ok(Liveness::Unknown);
         }
-        Ok(if self.is_routed_only_to(wanted, address) { Liveness::Dead } else { Liveness::Unknown })
+        Ok(if self.is_routed_only_here(wanted, address) { Liveness::Dead } else { Liveness::Unknown })
     }
 
     /// Whether all routes of the host to this address lead to the attachment of the ADD. False if
     /// the routes cannot be read: that proves nothing, and must not make the ADD fail.
-    fn is_routed_only_to(&mut self, wanted: &Forwarding, address: IpAddr) -> bool {
+    fn is_routed_only_here(&mut self, wanted: &Forwarding, address: IpAddr) -> bool {
         if let Some(known) = self.routed_only_here.get(&address) {
             return *known;
         }
-        let is_routed_only_here = self.is_routed_only_via(address, &wanted.links).unwrap_or(false);
-        self.routed_only_here.insert(address, is_routed_only_here);
-        is_routed_only_here
+        let is_only_here = self.all_routes_use(address, &wanted.links).unwrap_or(false);
+        self.routed_only_here.insert(address, is_only_here);
+        is_only_here
     }
 
     /// Returns the name of the link on the host that has the attachment's alias; `None` if no link
@@ -159,7 +159,7 @@ impl LivenessProbe {
     /// Whether packets to this address can leave the host by these interfaces only: in every
     /// routing table that has a non-default route to the address, the most specific routes use
     /// these interfaces. False if no table has such a route.
-    fn is_routed_only_via(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
+    fn all_routes_use(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
         let host = self.host()?;
         let mut link_indices = Vec::new();
         for name in links {
