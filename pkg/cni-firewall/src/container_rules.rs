@@ -259,8 +259,8 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
             ifname: value_of("if: "),
             evidence: Evidence::MasqueradeNft(comment.clone()),
         };
-        // The rule does not name its family. Decoded for the wrong family, it lacks its addresses,
-        // so the longer text is the right one.
+        // The rule does not name its family. The text for the wrong family lacks the addresses, so
+        // the longer text is the right one.
         let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
         let text = if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 };
         rules.push(nft_entry(Purpose::Masquerade, table, chain, &listed, owner, text));
@@ -352,10 +352,10 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
     Ok(())
 }
 
-/// Returns the owner of a rule that jumps to a container's chain. The network and the container are
-/// those in the rule's comment. The interface is the one in the chain's first tag, a rule without a
-/// target whose comment is the alias. If several interfaces of the container share the chain, the
-/// jump may belong to another one.
+/// Returns the owner of a rule that jumps to a container's chain. `network_and_container` are those
+/// in the rule's comment. The interface is read from the chain's first tag, a rule without a target
+/// and with the alias as its comment; if several interfaces of the container share the chain, it
+/// may be the wrong one.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,

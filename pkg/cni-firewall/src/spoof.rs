@@ -166,8 +166,8 @@ impl SpoofCheck {
         retry(|| {
             // PREROUTING, which can be long, need not be read if the ID has no chains: a jump
             // exists only together with its target chain.
-            let mut existing = self.find_chains(&id)?;
-            if !existing.is_empty() {
+            let mut existing = Vec::new();
+            if !self.find_chains(&id)?.is_empty() {
                 let rules = self.nft.rules(TABLE, PREROUTING)?;
                 if let Some(owner) = find_owner_with_link(&id, &rules, Some(host_veth))? {
                     let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
@@ -177,8 +177,9 @@ impl SpoofCheck {
             }
             match self.replace(&id, &jump, mac, &existing) {
                 // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump
-                // to it. So the rules, whose owner was checked above, are removed first.
+                // to it. So the rules are removed first.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
+                    // The owner was checked above.
                     self.purge_id(&id, |_| None)?;
                     self.replace(&id, &jump, mac, &[])
                 }
@@ -245,10 +246,10 @@ impl SpoofCheck {
             if let Some(other) = id.find_other_owner(rules, attachment) {
                 return Some(other);
             }
-            // Go's rules have no tag. The interface of this attachment is already deleted, so an
-            // existing interface that Go's rules guard belongs to another attachment. If the
-            // interfaces cannot be read, the rules are removed, as Go always does.
+            // If the interfaces cannot be read, the rules are removed, as Go always does.
             let owner_with_link = find_owner_with_link(&id, rules, None).unwrap_or(None);
+            // Go's rules have no tag. The interface of this attachment is already deleted, so an
+            // existing interface that Go's rules guard belongs to another attachment.
             owner_with_link.filter(|owner| owner.tag == JumpTag::Missing)
         })
     }
@@ -258,9 +259,10 @@ impl SpoofCheck {
     /// not write the rules, and all stay.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
+        let guards_other_veth =
+            |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|guarded| guarded != host_veth);
         let find_other = |rules: &[Listed]| {
-            let is_other = |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|name| name != host_veth);
-            id.find_other_owner(rules, attachment).or_else(|| id.owners(rules).find(is_other))
+            id.find_other_owner(rules, attachment).or_else(|| id.owners(rules).find(guards_other_veth))
         };
         self.purge_id(&id, find_other).map(drop)
     }
@@ -271,8 +273,8 @@ impl SpoofCheck {
     }
 
     /// Removes all rules of the ID and returns `Ok(None)`. If `find_other`, given the rules of
-    /// PREROUTING, returns another owner, removes nothing and returns that owner. A kernel without
-    /// nf_tables has no rules to remove.
+    /// PREROUTING, returns another owner, removes nothing and returns that owner. Also returns
+    /// `Ok(None)` on a kernel without nf_tables, which has no rules to remove.
     fn purge_id(
         &mut self,
         id: &Id,
@@ -289,8 +291,8 @@ impl SpoofCheck {
                 object.add_removal(&mut batch);
             }
             match self.nft.commit(batch) {
-                // Linux before 5.0 (see `ensure`), or a rule of another program jumps to one of the
-                // chains.
+                // Linux is older than 5.0 (see `ensure`), or a rule of another program jumps to one
+                // of the chains. That chain stays, but the other objects can be removed.
                 Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(&objects)?,
                 result => result?,
             }

@@ -85,6 +85,26 @@ pub struct PreviousRules {
     iptables: RefCell<Vec<(Family, Variant, iptables::PreviousAddresses)>>,
 }
 
+impl PreviousRules {
+    /// Stores what the attachment `owner` has in the family of `filter` before an ADD of
+    /// `addresses`. Does nothing if the family is already stored: after a conflict with another
+    /// process, an ADD plans its changes again.
+    fn store_iptables(
+        &self,
+        filter: &mut super::iptables::Chains<'_>,
+        variant: Variant,
+        owner: &str,
+        addresses: &[OwnedAddress],
+    ) -> Result<()> {
+        let family = filter.family();
+        let mut stored = self.iptables.borrow_mut();
+        if !stored.iter().any(|(stored_family, ..)| *stored_family == family) {
+            stored.push((family, variant, iptables::PreviousAddresses::read(filter, owner, addresses)?));
+        }
+        Ok(())
+    }
+}
+
 /// Forwarding in one network namespace.
 pub struct Forward<'m> {
     machine: &'m dyn Machine,
@@ -137,31 +157,30 @@ impl<'m> Forward<'m> {
     /// rules are replaced, and stored in `previous`.
     fn ensure_in_iptables(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
-        let mut families = Vec::new();
+        let mut families_with_variant = Vec::new();
         for family in rules.families() {
             let Some(variant) = iptables.variant_for_new_rules(family)? else {
                 // There is neither a program nor a usable kernel. The probe fails with the reason.
                 return iptables.probe(family);
             };
-            families.push((family, variant));
+            families_with_variant.push((family, variant));
         }
         let owner = owner::name(&rules.attachment);
-        let outcome = iptables.change_all(&families, |filter| {
+        let outcome = iptables.change_all(&families_with_variant, |filter| {
             let family = filter.family();
             let addresses = rules.of_family(family);
-            let mut stored = previous.iptables.borrow_mut();
-            // After a conflict with another process this closure runs again: only its first run
-            // stores the addresses.
-            let is_stored = stored.iter().any(|(stored_family, ..)| *stored_family == family);
-            if !is_stored
-                && let Some((_, variant)) = families.iter().find(|(planned_family, _)| *planned_family == family)
-            {
-                stored.push((family, *variant, iptables::PreviousAddresses::read(filter, &owner, &addresses)?));
+            let planned = families_with_variant.iter().find(|(planned_family, _)| *planned_family == family);
+            if let Some((_, variant)) = planned {
+                previous.store_iptables(filter, *variant, &owner, &addresses)?;
             }
-            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, &[]).map(Some)
+            let edit = iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, &[])?;
+            Ok(Some(edit))
         });
-        // How many families were changed does not matter: `put_back` undoes every stored one.
-        outcome.map(drop).map_err(|(_, error)| error)
+        match outcome {
+            Ok(_) => Ok(()),
+            // Which families have been changed does not matter: `put_back` undoes every stored one.
+            Err((_, error)) => Err(error),
+        }
     }
 
     /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure`
@@ -304,16 +323,16 @@ struct CheckedFamily {
     accepts_any: bool,
 }
 
-/// Checks the rules of one family. Searches the variants of iptables, the host's own first, and
-/// returns the result of the first one that accepts an address or has all rules. If there is none,
-/// returns the result of the first variant.
+/// Checks the rules of one family in the variants of iptables, the host's own first. Returns the
+/// result of the first variant that accepts an address or has all rules; if no variant does, the
+/// result of the first one.
 fn check_family_in_iptables(
     iptables: &mut Iptables<'_>,
     rules: &ForwardRules,
     family: Family,
 ) -> Result<CheckedFamily> {
     let addresses = rules.of_family(family);
-    let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
+    let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
     let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
     let mut variants = iptables.variants_to_search(family, &[iptables::CNI_FORWARD])?;
     variants.sort_by_key(|variant| *variant != host_variant);
@@ -321,12 +340,13 @@ fn check_family_in_iptables(
     for variant in variants {
         let mut filter = iptables.read(family, variant)?;
         let missing = iptables::check(&mut filter, &addresses, &rules.iptables_admin_chain)?;
-        let accepts_any = iptables::accepts_any(&mut filter, &hosts)?;
+        let accepts_any = iptables::accepts_any(&mut filter, &ips)?;
         if missing.is_empty() || accepts_any {
             return Ok(CheckedFamily { missing, accepts_any });
         }
         missing_in_first.get_or_insert(missing);
     }
+    // No variant has a chain that could hold rules.
     let no_chain = || vec![format!("iptables chain {} is missing from table filter", iptables::CNI_FORWARD)];
     Ok(CheckedFamily { missing: missing_in_first.unwrap_or_else(no_chain), accepts_any: false })
 }

@@ -102,7 +102,7 @@ fn forward_rules(entry_chain: &EntryChain) -> Vec<Vec<Expr>> {
     let mut rules = vec![vec![jump(STAGE_1)]];
     for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
         let (set, _) = set_of(sample);
-        // `in_set` replaces the comparison with the sample with a lookup in the set.
+        // `in_set` turns the comparison with `sample` into a lookup in the set.
         let from_container = in_set(saddr(sample), set);
         let reply_to_container = [in_set(daddr(sample), set), ct_established_related()].concat();
         rules.push([match_family(table, sample), from_container, vec![accept.clone()]].concat());
@@ -148,7 +148,7 @@ pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule>
 
 /// Reads a rule that [`owner_rule`] has written; `None` for other rules.
 pub(crate) fn read_owner_rule(listed: &Listed) -> Option<OwnedAddress> {
-    // The rule does not name the family of its address. Only the right family gives an address.
+    // The rule does not name its family. Decoded for the wrong family, it has no address.
     for family in [route::Family::V4, route::Family::V6] {
         let rule = rule_in_words(family, listed.clone());
         if let Some((owner, address, ingress)) = read_owner(&rule) {
@@ -231,7 +231,7 @@ pub(super) fn ensure(
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut existing = Vec::new();
+        let mut previous_addresses = Vec::new();
         for owners in list_owners(nft)? {
             let table = owners.table();
             let mut wanted_here: Vec<OwnedAddress> = Vec::new();
@@ -239,12 +239,12 @@ pub(super) fn ensure(
                 wanted_here.extend(group.iter().copied().cloned());
             }
             for owned in owners.addresses().filter(|owned| owned.owner == owner) {
-                existing.push(PreviousAddress { family: owners.family, table: owners.table.clone(), owned });
+                previous_addresses.push(PreviousAddress { family: owners.family, table: owners.table.clone(), owned });
             }
             let is_removed = |owned: &OwnedAddress| owned.owner == owner && !wanted_here.contains(owned);
             remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
         }
-        previous.replace(Some(existing));
+        previous.replace(Some(previous_addresses));
         for (entry_chain, group) in &groups {
             add_addresses(nft, &mut batch, entry_chain, group)?;
         }
@@ -375,10 +375,9 @@ fn remove(nft: &mut Nft, is_removed: &dyn Fn(&OwnedAddress) -> bool) -> Result<(
     })
 }
 
-/// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true. From the
-/// same table, it also removes the set elements and the isolation rules that no remaining record
-/// requires. The addresses `staying`, which the caller adds to the table, count as remaining
-/// records.
+/// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true, and of
+/// the set elements and isolation rules in the same table that no remaining record requires. The
+/// addresses in `staying`, which the caller adds to the table, count as remaining records.
 fn remove_addresses(
     nft: &mut Nft,
     batch: &mut Batch,
@@ -405,8 +404,8 @@ fn remove_addresses(
     removed.dedup();
     for address in removed {
         let (set, _) = set_of(address);
-        let is_recorded = remaining.iter().any(|owned| owned.address == address);
-        if !is_recorded && nft.has_element(table, set, address)? {
+        let is_still_recorded = remaining.iter().any(|owned| owned.address == address);
+        if !is_still_recorded && nft.has_element(table, set, address)? {
             batch.delete_element(table, set, address);
         }
     }
@@ -501,7 +500,7 @@ pub(super) fn probe(admin_chain: Option<&EntryChain>) -> Result<()> {
     check_exists(&mut nft, admin_chain)?;
     let own_chain = EntryChain::own();
     let entry_chain = admin_chain.unwrap_or(&own_chain);
-    // An earlier ADD has written rules, so the kernel has what they need.
+    // An earlier ADD has written these rules, so the kernel has what they need.
     if nft.find_chain(entry_chain.table(), CNI_FORWARD)?.is_some() && leads_to_forward(&mut nft, entry_chain)? {
         return Ok(());
     }

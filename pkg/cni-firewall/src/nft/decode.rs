@@ -77,6 +77,7 @@ pub struct Place<'a> {
 /// Decodes only the table, the chain and the handle of a dumped rule.
 pub fn place(payload: &[u8]) -> Option<Place<'_>> {
     let bytes = payload.get(NFGENMSG_LEN..)?;
+    // Without the final NUL.
     let name = |kind| attribute(bytes, kind)?.split(|byte| *byte == 0).next();
     Some(Place {
         table: name(NFTA_RULE_TABLE)?,

@@ -101,26 +101,26 @@ impl Nft {
     /// Sends the batch and reads the kernel's answers. If the kernel refuses a change, the netlink
     /// message of the change is written to `refused_request`.
     fn send_batch(&mut self, batch: Batch, ending: Ending, refused_request: &mut Vec<u8>) -> Result<()> {
-        let generation = batch.generation();
+        let required_generation = batch.generation();
         self.one_reading_suffices = false;
         let mut changes = batch.into_changes()?;
         let Some(last) = changes.last_mut() else {
-            // Without changes there is nothing to send, but the caller's decision to change nothing
-            // is only valid for that generation too.
-            return match generation {
+            // Nothing to send. But the caller decided to change nothing at the required generation,
+            // and must decide again if the ruleset has changed since.
+            return match required_generation {
                 Some(expected) if self.generation()? != expected => Err(Error::new(BATCH_FAILED, Errno::ERESTART)),
                 _ => Ok(()),
             };
         };
-        // Only the last change is acknowledged: refusals come in any case, and older kernels never
-        // acknowledge the end message.
+        // An acknowledgement is requested for the last change only: the kernel reports refusals
+        // anyway, and older kernels never acknowledge the end message.
         last.flags |= NLM_F_ACK;
-        let required_generation = match generation {
+        let begin_attributes = match required_generation {
             Some(Generation(generation)) => wire::new_attribute(NFNL_BATCH_GENID, &generation.to_be_bytes()),
             None => Vec::new(),
         };
         let mut bytes = Vec::new();
-        let first_sequence = self.write_control(NFNL_MSG_BATCH_BEGIN, &required_generation, &mut bytes);
+        let first_sequence = self.write_control(NFNL_MSG_BATCH_BEGIN, &begin_attributes, &mut bytes);
         for change in &changes {
             change.write(self.socket.next_sequence(), &mut bytes);
         }
@@ -153,16 +153,15 @@ impl Nft {
                 let Some((errno, text)) = wire::outcome(&message) else { continue };
                 let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
                 if position > change_count + 1 {
-                    // A late answer to an earlier batch, whose answers overran the socket's buffer.
+                    // A late answer to an earlier batch. Its answers overran the socket's buffer.
                     continue;
                 }
                 if errno == 0 {
                     is_acknowledged |= position == change_count;
                     continue;
                 }
-                match &first_refusal {
-                    Some(earlier) if earlier.position <= position => {}
-                    _ => first_refusal = Some(Refusal { position, errno, text }),
+                if first_refusal.as_ref().is_none_or(|first| position < first.position) {
+                    first_refusal = Some(Refusal { position, errno, text });
                 }
             }
         }
@@ -221,9 +220,9 @@ impl Nft {
         for _ in 0..self.reads_max {
             let generation = self.wait_for_generation()?;
             let rules = self.rules_where(table, chain, &matches);
+            // `wait_for_generation` has set this until the next commit, which may never come.
             self.one_reading_suffices = false;
             let rules = rules?;
-            // Compared here, because the caller need not commit anything.
             if self.generation()? == generation {
                 return Ok(rules);
             }
@@ -385,10 +384,11 @@ impl Nft {
     /// to leave the object out.
     ///
     /// The kernel sends a long list in parts, and begins each part by counting objects from the
-    /// start. If rules are added or removed meanwhile, the count is wrong. The kernel then sets a
-    /// flag, or the generations in the objects differ, but not always: removed rules leave the list
-    /// after the generation has been incremented, and rules of an unfinished transaction are in the
-    /// list before (on Linux 6.18, rules were missing in 1 of 1,200 reads beside a busy writer).
+    /// start. If rules are added or removed meanwhile, the count is wrong. Usually the kernel then
+    /// sets a flag, or the objects have different generations. But not always, because a
+    /// transaction adds rules to the list before it increments the generation, and takes removed
+    /// rules off the list afterwards (on Linux 6.18, rules were missing in 1 of 1,200 reads beside
+    /// a busy writer).
     fn dump<T>(
         &mut self,
         what: &str,
@@ -398,18 +398,19 @@ impl Nft {
     ) -> Result<Vec<T>> {
         let mut previous_handles = None;
         for _ in 0..self.reads_max {
-            let (mut handles, mut values) = (Vec::new(), Vec::new());
-            let (mut first_generation, mut is_one_generation) = (None, true);
+            let (mut handles, mut values, mut generations) = (Vec::new(), Vec::new(), Vec::new());
             let is_uninterrupted = self.ask(what, family, &request, NLM_F_DUMP, |message| {
                 let generation = decode::generation_low_bits(message.payload);
-                is_one_generation &= *first_generation.get_or_insert(generation) == generation;
+                if !generations.contains(&generation) {
+                    generations.push(generation);
+                }
                 if let Some((handle, value)) = read_object(message.payload) {
                     handles.push(handle);
                     values.push(value);
                 }
             })?;
             let is_confirmed = self.one_reading_suffices || previous_handles.as_ref() == Some(&handles);
-            if is_uninterrupted && is_one_generation && is_confirmed {
+            if is_uninterrupted && generations.len() <= 1 && is_confirmed {
                 return Ok(values);
             }
             previous_handles = Some(handles);

@@ -104,8 +104,8 @@ pub(super) enum Liveness {
 #[derive(Debug, Default)]
 pub(super) struct LivenessProbe {
     host: Option<Netlink>,
-    /// The results of [`is_routed_only_via`](LivenessProbe::is_routed_only_via) by address, because
-    /// each reads all routes of the host.
+    /// For each address, whether it is routed only to the attachment of the ADD. Stored, because
+    /// finding it out reads all routes of the host.
     routed_only_here: BTreeMap<IpAddr, bool>,
 }
 
@@ -119,10 +119,11 @@ impl LivenessProbe {
         if leads_here && holder.network.as_deref() == Some(&wanted.attachment.network) {
             return Ok(Liveness::Dead);
         }
-        // With different conditions and another address, both containers may have the port whether
-        // or not the link exists.
+        // Both containers may have the port, whether or not the other one is alive.
+        if !leads_here && holder.conditions_differ {
+            return Ok(Liveness::Unknown);
+        }
         if holder.had_link
-            && (leads_here || !holder.conditions_differ)
             && let Some(attachment) = holder.attachment()
         {
             return Ok(match self.find_host_link(&attachment)? {
@@ -135,13 +136,18 @@ impl LivenessProbe {
         if !leads_here {
             return Ok(Liveness::Unknown);
         }
-        let is_routed_only_here = match self.routed_only_here.get(&address) {
-            Some(known) => *known,
-            // Routes that cannot be read prove nothing, and do not make the ADD fail.
-            None => self.is_routed_only_via(address, &wanted.links).unwrap_or(false),
-        };
-        self.routed_only_here.insert(address, is_routed_only_here);
-        Ok(if is_routed_only_here { Liveness::Dead } else { Liveness::Unknown })
+        Ok(if self.is_routed_only_here(wanted, address) { Liveness::Dead } else { Liveness::Unknown })
+    }
+
+    /// Whether all routes of the host to this address lead to the attachment of the ADD. False if
+    /// the routes cannot be read: that proves nothing, and must not make the ADD fail.
+    fn is_routed_only_here(&mut self, wanted: &Forwarding, address: IpAddr) -> bool {
+        if let Some(known) = self.routed_only_here.get(&address) {
+            return *known;
+        }
+        let is_only_here = self.all_routes_use(address, &wanted.links).unwrap_or(false);
+        self.routed_only_here.insert(address, is_only_here);
+        is_only_here
     }
 
     /// Returns the name of the link on the host that has the attachment's alias; `None` if no link
@@ -153,7 +159,7 @@ impl LivenessProbe {
     /// Whether packets to this address can leave the host by these interfaces only: in every
     /// routing table that has a non-default route to the address, the most specific routes use
     /// these interfaces. False if no table has such a route.
-    fn is_routed_only_via(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
+    fn all_routes_use(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
         let host = self.host()?;
         let mut link_indices = Vec::new();
         for name in links {

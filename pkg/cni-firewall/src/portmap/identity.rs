@@ -109,6 +109,7 @@ impl Identity {
     pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
         let tag_bytes = TAG_HEADER_LEN + self.hashes.len() + TAG_HEADER_LEN + TEXT_LEN + TAG_HEADER_LEN;
         let used_bytes = comment_len(&self.comment) + tag_bytes;
+        // `chunks` panics for 0. Only an ID that is too long for `nft` leaves so little room.
         let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / HANDLE_LEN).max(1);
         let mut rules = Vec::new();
         for chunk in handles.chunks(handles_per_rule) {
@@ -120,7 +121,8 @@ impl Identity {
     }
 
     /// Whether `nft` has already written the rules of `text` for this attachment: all tagged rules
-    /// of the attachment are ownership rules for `text`, and these name one existing rule per line.
+    /// of the attachment are ownership rules for `text`, and name one existing rule for each of its
+    /// lines.
     pub(super) fn has_rules_of_text(&self, rules: &[Listed], text: &str) -> bool {
         let hash = text_hash(text);
         let mut owned_handles = Vec::new();
@@ -152,10 +154,10 @@ impl Identity {
     /// Returns the rules of a list that are this attachment's. `container_of` returns the container
     /// address of a rule, and `addresses` are the attachment's known addresses.
     ///
-    /// If a rule names only the container, an ownership rule that names it decides. Without an
-    /// ownership rule, it is this attachment's in these cases:
+    /// If a rule names only the container, an ownership rule that names its handle decides. Without
+    /// an ownership rule, the rule is this attachment's in these cases:
     /// - `container_of` returns one of `addresses`, or `None`.
-    /// - `addresses` is empty. Go's plugin, too, compares only the container.
+    /// - `addresses` is empty. Then only the container is compared, as Go's plugin does.
     pub(super) fn own_rules<'l>(
         &self,
         rules: &'l [Listed],

@@ -5,8 +5,8 @@
 //! rules of other containers are removed. For nftables, `identity` names the attachment in rules,
 //! and [`conditions`] compiles extra matches.
 //!
-//! A *claim* ([`ClaimedPort`]) is a mapping in one family: a host port, and the address and port of
-//! the container to which its packets go.
+//! A *claim* ([`ClaimedPort`]) is a mapping in one family: a host port, and the container's address
+//! and port.
 //!
 //! Everything works in the network namespace of the calling thread, which must be the host's. A
 //! mapping without a host address applies in both families, one with 0.0.0.0 only in IPv4.

@@ -74,8 +74,8 @@ impl Id {
         })
     }
 
-    /// Returns the owner of the first jump of this ID, among the rules of PREROUTING, whose tag
-    /// names a different attachment or a different network. Jumps without a tag are skipped.
+    /// Returns the owner of this ID's first jump whose tag names a different attachment or network.
+    /// `rules` are the rules of PREROUTING. Jumps without a tag are skipped.
     pub(super) fn find_other_owner(&self, rules: &[Listed], attachment: &AttachmentId) -> Option<SpoofOwner> {
         self.owners(rules).find(|owner| match &owner.tag {
             JumpTag::Alias(alias) => *alias != attachment.alias(),

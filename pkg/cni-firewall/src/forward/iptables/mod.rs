@@ -162,23 +162,23 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
     // FORWARD, which can be long, is not read if neither chain exists: no rule can jump to a chain
     // that does not exist.
     let has_target = filter.has_chain(CNI_FORWARD)? || filter.has_chain(STAGE_1)?;
-    let rules = if has_target { find_jumps(filter)? } else { Vec::new() };
+    let jumps = if has_target { find_jumps(filter)? } else { Vec::new() };
     let jump_to_forward = commented_rule(&[], JUMP_COMMENT, CNI_FORWARD);
-    let adds_forward_jump = required.contains(&CNI_FORWARD) && !contains(&rules, &jump_to_forward);
+    let adds_forward_jump = required.contains(&CNI_FORWARD) && !contains(&jumps, &jump_to_forward);
     if adds_forward_jump {
         edit.insert(FORWARD, jump_to_forward.clone());
     }
-    delete_duplicates(edit, FORWARD, &rules, &jump_to_forward);
+    delete_duplicates(edit, FORWARD, &jumps, &jump_to_forward);
 
     let jump_to_stage_1 = commented_rule(&[], ISOLATION_COMMENT, STAGE_1);
-    let existing: Vec<Rule> = matching(&rules, &jump_to_stage_1).cloned().collect();
-    if existing.is_empty() && !required.contains(&STAGE_1) {
+    let jumps_to_stage_1: Vec<Rule> = matching(&jumps, &jump_to_stage_1).cloned().collect();
+    if jumps_to_stage_1.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
     }
-    // A jump to CNI_FORWARD that was inserted above is now before the jump to STAGE_1.
-    let is_first = !adds_forward_jump && rules.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
-    if !is_first || existing.len() != 1 {
-        edit.put_first(FORWARD, jump_to_stage_1, &existing);
+    // A jump to CNI_FORWARD that is added above comes before the existing jumps.
+    let is_first = !adds_forward_jump && jumps.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
+    if !is_first || jumps_to_stage_1.len() != 1 {
+        edit.put_first(FORWARD, jump_to_stage_1, &jumps_to_stage_1);
     }
     Ok(())
 }
@@ -255,26 +255,12 @@ impl Removal<'_> {
     /// in another record, in `staying` or in `accepted_for_others` keeps its accepting rules.
     fn plan(&self, filter: &mut Chains<'_>) -> Result<Edit> {
         let mut edit = Edit::new();
-        let is_of_family = |address: &&IpAddr| Family::of(**address) == filter.family();
-        let mut candidates: Vec<IpAddr> = self.unrecorded_addresses.iter().filter(is_of_family).copied().collect();
-        candidates.extend(self.records.iter().filter_map(|rule| Record::read(rule)).map(|record| record.owned.address));
-        candidates.sort();
-        candidates.dedup();
+        let candidates = self.candidates(filter.family());
         if candidates.is_empty() {
             return Ok(edit);
         }
-        let octets: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
-        let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-        let mut kept_addresses: Vec<IpAddr> = self.accepted_for_others.to_vec();
-        kept_addresses.extend(self.staying.iter().map(|owned| owned.address));
-        for record in find_records(filter, &needles)? {
-            if !self.records.contains(&&record.rule) {
-                kept_addresses.push(record.owned.address);
-            }
-        }
         let existing_rules = find_forward_rules(filter, &candidates)?;
-        let released: Vec<IpAddr> =
-            candidates.into_iter().filter(|address| !kept_addresses.contains(address)).collect();
+        let released = self.without_kept(filter, candidates)?;
         for words in released.iter().flat_map(|address| accept_rules(*address)) {
             for rule in matching(&existing_rules, &words) {
                 edit.delete(CNI_FORWARD, rule);
@@ -294,6 +280,32 @@ impl Removal<'_> {
             end_isolation(filter, &mut edit, &remaining, &released)?;
         }
         Ok(edit)
+    }
+
+    /// Returns the addresses of one family that may lose their accepting rules: those of the
+    /// records, and the unrecorded ones.
+    fn candidates(&self, family: Family) -> Vec<IpAddr> {
+        let mut candidates = self.unrecorded_addresses.to_vec();
+        candidates.retain(|address| Family::of(*address) == family);
+        candidates.extend(self.records.iter().filter_map(|rule| Record::read(rule)).map(|record| record.owned.address));
+        candidates.sort();
+        candidates.dedup();
+        candidates
+    }
+
+    /// Returns `candidates` without the addresses that keep their accepting rules.
+    fn without_kept(&self, filter: &mut Chains<'_>, mut candidates: Vec<IpAddr>) -> Result<Vec<IpAddr>> {
+        let mut kept: Vec<IpAddr> = self.accepted_for_others.to_vec();
+        kept.extend(self.staying.iter().map(|owned| owned.address));
+        let octets: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
+        let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
+        for record in find_records(filter, &needles)? {
+            if !self.records.contains(&&record.rule) {
+                kept.push(record.owned.address);
+            }
+        }
+        candidates.retain(|address| !kept.contains(address));
+        Ok(candidates)
     }
 }
 
@@ -320,9 +332,11 @@ fn end_isolation(
         for rule in filter.rules(chain)? {
             let Some(bridge) = rule.value(interface_option) else { continue };
             let policies = policies_with_rule(rule, bridge);
-            // A rule that no policy has was written by another program.
-            let is_required = remaining.iter().any(|owned| policies.contains(&owned.ingress));
-            if !policies.is_empty() && !is_required {
+            // Written by another program.
+            if policies.is_empty() {
+                continue;
+            }
+            if !remaining.iter().any(|owned| policies.contains(&owned.ingress)) {
                 edit.delete(chain, rule);
             }
         }
@@ -333,10 +347,11 @@ fn end_isolation(
 /// Returns the policies for `bridge` whose isolation rules include `rule`.
 fn policies_with_rule(rule: &Rule, bridge: &str) -> Vec<Ingress> {
     let mut policies = vec![Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
-    // The rule of the second stage is the same for both policies.
-    if !rule.matches(&stage_2_rule(bridge)) {
-        policies.retain(|policy| stage_1_rules(policy).iter().any(|words| rule.matches(words)));
+    if rule.matches(&stage_2_rule(bridge)) {
+        // Both policies have this rule.
+        return policies;
     }
+    policies.retain(|policy| stage_1_rules(policy).iter().any(|words| rule.matches(words)));
     policies
 }
 
@@ -355,10 +370,10 @@ impl PreviousAddresses {
     /// [`CNI_FORWARD`] already accepts for others.
     pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
         let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
-        let hosts: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-        let rules = find_forward_rules(filter, &hosts)?;
+        let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
+        let rules = find_forward_rules(filter, &ips)?;
         let mut accepted_for_others = Vec::new();
-        for address in hosts {
+        for address in ips {
             let is_accepted = accept_rules(address).iter().any(|words| contains(&rules, words));
             let is_own = own.iter().any(|owned| owned.address == address);
             if is_accepted && !is_own {
@@ -375,7 +390,7 @@ impl PreviousAddresses {
         if !self.own.is_empty() {
             return ensure(filter, owner, &self.own, admin_chain, accepted_for_others);
         }
-        // The attachment had no address, so `ensure` wrote all its records.
+        // The attachment had no address, so all its records are from the ADD.
         let own_records = find_own_records(filter, owner)?;
         let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
         Removal { records: &own_rules, accepted_for_others, ..Removal::default() }.plan(filter)

@@ -56,7 +56,8 @@ impl<'s> OwnRules<'s> {
             // Go's mappings have no conditions: it puts them into the base chains.
             Some(_) if self.has_go_rules => found.claim == *claim,
             Some(conditions) => *found.exprs == [conditions, &shape::mapping_rule(claim)].concat(),
-            // An address at the end of the conditions is read as the host address of the mapping.
+            // The conditions cannot be compared. If they end with an address, `read_mapping` takes
+            // it for the host address, which `claim` then lacks.
             None => found.claim == *claim || ClaimedPort { host_ip: None, ..found.claim } == *claim,
         }
     }
@@ -82,9 +83,9 @@ impl NftPortMap {
             differences.extend(mapping_differences(wanted, &claims, &state, &own));
             let container = container.address();
             // Go's plugin ignores `masqAll` with nftables.
-            let is_masqueraded_as_by_go =
+            let has_go_masquerades =
                 own.has_go_rules && wanted.snat == Snat::All && own.has_masquerades(container, Snat::Hairpin);
-            if !own.has_masquerades(container, wanted.snat) && !is_masqueraded_as_by_go {
+            if !own.has_masquerades(container, wanted.snat) && !has_go_masquerades {
                 let table = shape::table(state.family);
                 differences.push(format!("nft chain {table} {MASQUERADING} lacks a masquerade rule for {container}"));
             }
@@ -137,7 +138,7 @@ fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &Stat
     }
     for found in &own.mappings {
         let OwnMapping { claim, .. } = found;
-        // The mapping of a requested claim counts as requested even if its conditions differ.
+        // A mapping of a requested claim counts as requested even if its conditions differ.
         let is_wanted = claims.contains(claim)
             || claims.iter().any(|wanted_claim| own.matches_claim(found, wanted_claim, conditions));
         if !is_wanted {

@@ -71,15 +71,15 @@ impl From<Error> for Refusal {
     }
 }
 
-/// What the transaction of an ADD does.
+/// What the transaction of an ADD does. Only an ADD that needs the program `nft` has two stages.
 #[derive(Clone, Copy)]
 enum Stage<'w> {
-    /// Creates the shared chains and removes the rules of dead containers. Only needed before the
-    /// program `nft` runs, which adds its rules to the chains.
+    /// Before the program `nft` runs: creates the shared chains, to which the program adds rules,
+    /// and removes the rules of dead containers.
     Prepare,
     /// Does the same, and writes the attachment's rules, except for these mappings, which the
     /// program `nft` has written.
-    Whole(&'w [ProgramMappings]),
+    WriteRules(&'w [ProgramMappings]),
 }
 
 /// The existing chains and rules of one family, as far as an ADD needs them.
@@ -118,20 +118,19 @@ impl NftPortMap {
         machine: &dyn Machine,
         wanted: &Forwarding,
     ) -> Result<EnsureOutcome<PreviousRules>, Refusal> {
-        let mut by_program = ProgramMappings::uncompiled(wanted)?;
-        if !by_program.is_empty() {
+        let mut program_mappings = ProgramMappings::uncompiled(wanted)?;
+        if !program_mappings.is_empty() {
             // The program needs the shared chains, and must not run if a living container has a
             // wanted port.
             if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare)? {
                 return Ok(EnsureOutcome::Held(holder));
             }
-            self.add_by_program(machine, wanted, &mut by_program)?;
+            self.add_by_program(machine, wanted, &mut program_mappings)?;
         }
-        let outcome = self.transact(wanted, Stage::Whole(&by_program));
+        let outcome = self.transact(wanted, Stage::WriteRules(&program_mappings));
         if !matches!(outcome, Ok(EnsureOutcome::Done { .. })) {
-            // If deleting fails too, that error is returned instead of the outcome, because rules
-            // remain.
-            self.delete_added(&by_program)?;
+            // An error here replaces the outcome, because rules of the program then remain.
+            self.delete_added(&program_mappings)?;
         }
         Ok(outcome?)
     }
@@ -171,15 +170,17 @@ impl NftPortMap {
         let has_changes = !batch.is_empty();
         match self.nft.commit(batch) {
             Ok(()) => {}
+            // Nothing has changed, and the caller tries again.
             Err(error) if raced(&error) => return Err(error),
             Err(error) => {
-                let Stage::Whole(by_program) = stage else { return Err(error) };
-                // Either nothing has changed, or everything has and the kernel's answer was lost.
-                // `put_back` reads the rules first, so it is right in both cases.
+                // `Stage::Prepare` does not change the attachment's rules.
+                let Stage::WriteRules(program_mappings) = stage else { return Err(error) };
+                // If only the kernel's answer was lost, the rules have been written. `put_back`
+                // reads which rules exist.
                 let mut errors = vec![error];
-                errors.extend(self.delete_added(by_program).err());
+                errors.extend(self.delete_added(program_mappings).err());
                 errors.extend(self.put_back(wanted, &previous).err());
-                // Always fails, because there is an error.
+                // Returns here in any case: `errors` is not empty.
                 Error::join(errors)?;
             }
         }
@@ -216,14 +217,15 @@ impl NftPortMap {
     /// Removes every rule that names `network` but none of the `valid` attachments, and the rules
     /// that a removed ownership rule names (module `program`).
     ///
-    /// Other rules that name no network stay, such as those of Go's plugin. The result has a remark
-    /// on each of them that is a mapping of a container without a valid attachment.
+    /// Other rules that name no network stay, such as those of Go's plugin. If such a rule is a
+    /// mapping and its container has no valid attachment, the result has a remark on the rule.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
+        // A set, because a repeated attempt finds the same rules again.
         let mut remarks = BTreeSet::new();
         let mut removal = self.purge_where("", FAMILIES, |_, rules| {
             let mut garbage_handles: Vec<u64> = Vec::new();
-            // The handles that ownership rules name, of any network.
+            // The handles in the ownership rules of all networks.
             let mut owned_handles: Vec<u64> = Vec::new();
             for Listed { handle, rule, .. } in rules {
                 let named_handles = identity::named_handles(rule);
@@ -236,10 +238,10 @@ impl NftPortMap {
             }
             for Listed { handle, rule, .. } in rules {
                 let is_valid_container = valid.iter().any(|identity| Some(&identity.comment) == rule.comment.as_ref());
-                if is_valid_container || owned_handles.contains(handle) || identity::names_any_network(rule) {
-                    continue;
+                let has_network = identity::names_any_network(rule) || owned_handles.contains(handle);
+                if !is_valid_container && !has_network {
+                    remarks.extend(unknown_network_remark(rule));
                 }
-                remarks.extend(unknown_network_remark(rule));
             }
             rules.iter().filter(|listed| garbage_handles.contains(&listed.handle)).collect()
         });
@@ -247,10 +249,10 @@ impl NftPortMap {
         removal
     }
 
-    /// Removes the rules of containers that `select` returns, in one transaction. For each family,
-    /// in the order of `families`, and each chain, `select` gets the rules whose comments begin
-    /// with `comment_beginning`. The result has the claims of the selected rules even if the
-    /// removal fails: if the kernel's answer was lost, the rules may be gone.
+    /// Removes the rules that `select` returns, in one transaction. `select` is called for each
+    /// family, in the order of `families`, and each chain, with the rules whose comments begin with
+    /// `comment_beginning`. The result has the claims of the selected rules even if the removal
+    /// fails: if only the kernel's answer was lost, the rules are gone.
     fn purge_where(
         &mut self,
         comment_beginning: &str,

@@ -53,7 +53,8 @@ impl ConflictSearch<'_> {
             let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
             match probe.liveness_of(wanted, &holder)? {
                 Liveness::Alive if has_wanted_port => return Ok(ConflictDecision { held: Some(holder), ..decision }),
-                // Containers of different networks may have the same address.
+                // The rule leads to the address of this container, which a container of another
+                // network may have too. So the rule stays.
                 Liveness::Alive => {}
                 Liveness::Dead => {
                     decision.dead_rules.push((chain, listed.handle));
@@ -66,14 +67,13 @@ impl ConflictSearch<'_> {
                 Liveness::Unknown => decision.remarks.push(holder.unknown_owner_remark()),
             }
         }
-        // The masquerading rules that a dead container has for this address are removed with its
-        // mappings, and are found by the same comment and tags.
-        for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain == MASQUERADING) {
-            let Listed { handle, rule, .. } = listed;
+        // With the mappings of a dead container to this address, its masquerading rules for the
+        // address are removed. They have the same comment and tags.
+        for Listed { handle, rule, .. } in state.rules_of(MASQUERADING) {
             let is_of_dead =
                 stale_mappings.iter().any(|mapping| mapping.comment == rule.comment && mapping.tags == rule.tags);
             if is_of_dead && shape::container(rule) == Some(self.container.address()) {
-                decision.dead_rules.push((chain, *handle));
+                decision.dead_rules.push((MASQUERADING, *handle));
             }
         }
         Ok(decision)
@@ -124,10 +124,9 @@ impl State {
     /// Returns the first mapping of this container that a packet for `claim` can match. Packets
     /// pass [`HOSTIP_HOSTPORTS`] before [`HOSTPORTS`].
     pub(super) fn first_mapping(&self, identity: &Identity, claim: &ClaimedPort) -> Option<ClaimedPort> {
-        for searched_chain in [HOSTIP_HOSTPORTS, HOSTPORTS] {
-            for (chain, listed) in self.all_rules() {
-                if chain == searched_chain
-                    && identity.ownership_of(&listed.rule) != identity::Ownership::Other
+        for chain in [HOSTIP_HOSTPORTS, HOSTPORTS] {
+            for listed in self.rules_of(chain) {
+                if identity.ownership_of(&listed.rule) != identity::Ownership::Other
                     && let Some((found, _)) = shape::read_mapping(&listed.rule)
                     && found.overlaps(claim)
                 {

@@ -34,7 +34,7 @@ pub(super) struct Plan {
 
 impl NftPortMap {
     /// Adds the changes of one family to the plan: missing shared chains and rules, the removal of
-    /// dead containers' rules, and in [`Stage::Whole`] the attachment's own rules. Returns the
+    /// dead containers' rules, and in [`Stage::WriteRules`] the attachment's own rules. Returns the
     /// living container that has a wanted port, if there is one; then the plan must not be
     /// committed.
     pub(super) fn plan_family(
@@ -46,7 +46,7 @@ impl NftPortMap {
         let FamilyRequest { wanted, identity, container, claims, stage, .. } = *request;
         let family = Family::of(container.address());
         let table = shape::table(family);
-        // `None`: the program `nft` writes the mappings of this family.
+        // `None` if only the program `nft` can write the mappings of this family.
         let conditions = conditions::compile(wanted.conditions(family), family).ok();
         let state = self.read_state(container, wanted, identity, claims)?;
         state.add_missing(&mut plan.batch);
@@ -61,14 +61,14 @@ impl NftPortMap {
             }
             plan.remarks.extend(decision.remarks);
         }
-        let Stage::Whole(by_program) = stage else { return Ok(None) };
+        let Stage::WriteRules(program_mappings) = stage else { return Ok(None) };
         if wanted.policy == Policy::RefuseIfAlive {
             let mut older_mappings = state.mappings_to_other_addresses(identity, &wanted.addresses());
             older_mappings.retain(|older| claims.iter().any(|claim| claim.overlaps(older)));
             plan.remarks.extend(older_mappings.iter().map(older_mapping_remark));
         }
-        let by_program = by_program.iter().find(|mappings| mappings.family == family);
-        plan.add_own_rules(request, &state, conditions.as_deref(), by_program);
+        let family_mappings = program_mappings.iter().find(|mappings| mappings.family == family);
+        plan.add_own_rules(request, &state, conditions.as_deref(), family_mappings);
         Ok(None)
     }
 }
@@ -77,23 +77,23 @@ impl Plan {
     /// Adds the attachment's own rules of one family: in each chain whose existing rules differ
     /// from the wanted ones, deletes the existing and appends the wanted ones.
     ///
-    /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings.
-    /// Then `by_program` describes the mappings, which are in the kernel already: only older
-    /// mappings are deleted, and ownership rules appended.
+    /// `conditions` are the compiled conditions; `None` if they cannot be compiled. Then the
+    /// program `nft` has already written the mappings, which `program_mappings` describes: only the
+    /// older mappings are deleted, and ownership rules appended.
     fn add_own_rules(
         &mut self,
         request: &FamilyRequest<'_>,
         state: &State,
         conditions: Option<&[Expr]>,
-        by_program: Option<&ProgramMappings>,
+        program_mappings: Option<&ProgramMappings>,
     ) {
         let FamilyRequest { wanted, identity, container, claims, host_link, .. } = *request;
         let table = shape::table(state.family);
         for chain in CONTAINER_CHAINS {
-            // The program writes to one chain only.
-            let by_program = if chain == HOSTPORTS { by_program } else { None };
             let mut existing = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
-            if let Some(mappings) = by_program {
+            // The program writes to this chain only.
+            let written_by_program = if chain == HOSTPORTS { program_mappings } else { None };
+            if let Some(mappings) = written_by_program {
                 existing.retain(|listed| !mappings.has_added(listed));
             }
             self.previous.record(state.family, chain, &existing);
@@ -102,10 +102,12 @@ impl Plan {
                     claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()).collect()
                 }
                 (MASQUERADING, _) => shape::masquerade_rules(container.address(), wanted.snat),
+                // The program has written the mappings, or the chain is `HOSTIP_HOSTPORTS`, to
+                // which only older releases of Go add rules.
                 _ => Vec::new(),
             };
-            let is_in_place = match by_program {
-                Some(mappings) => mappings.is_in_place(),
+            let is_in_place = match written_by_program {
+                Some(mappings) => mappings.is_in_place,
                 None => existing.iter().map(|listed| &listed.rule.exprs).eq(&new_rules),
             };
             if is_in_place {
@@ -117,8 +119,10 @@ impl Plan {
             for exprs in new_rules {
                 self.batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), host_link));
             }
-            for rule in by_program.map(|mappings| mappings.ownership_rules(identity)).unwrap_or_default() {
-                self.batch.append_rule(table, chain, &rule);
+            if let Some(mappings) = written_by_program {
+                for rule in mappings.ownership_rules(identity) {
+                    self.batch.append_rule(table, chain, &rule);
+                }
             }
         }
     }

@@ -90,8 +90,11 @@ impl NftPortMap {
         for listed in own {
             batch.delete_rule(table, chain, listed.handle);
         }
+        if recorded.is_empty() {
+            return Ok(0);
+        }
         // A chain that another program has removed is not created again.
-        if recorded.is_empty() || self.nft.find_chain(table, chain)?.is_none() {
+        if self.nft.find_chain(table, chain)?.is_none() {
             return Ok(0);
         }
         let mut lost_count = 0;

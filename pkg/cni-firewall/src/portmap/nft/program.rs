@@ -55,9 +55,11 @@ pub(super) struct ProgramMappings {
     /// The first token that [`conditions`] does not compile, for errors.
     token: String,
     program: PathBuf,
-    /// The handles of the rules that the program has added; empty before it runs. `None` if it need
-    /// not run, because an earlier ADD had the same text and all its rules exist.
-    added_handles: Option<Vec<u64>>,
+    /// Whether the program need not run, because an earlier ADD had the same text and all its rules
+    /// exist.
+    pub(super) is_in_place: bool,
+    /// The handles of the rules that the program has added during this ADD.
+    added_handles: Vec<u64>,
 }
 
 impl ProgramMappings {
@@ -77,28 +79,27 @@ impl ProgramMappings {
                 return Err(Refusal::Condition { token, why: why.to_owned() });
             };
             let text = text(family, conditions, &claims, &Identity::new(&wanted.attachment).comment);
-            let added_handles = Some(Vec::new());
-            uncompiled.push(ProgramMappings { family, claims, text, token, program, added_handles });
+            uncompiled.push(ProgramMappings {
+                family,
+                claims,
+                text,
+                token,
+                program,
+                is_in_place: false,
+                added_handles: Vec::new(),
+            });
         }
         Ok(uncompiled)
     }
 
     /// Whether the program has added this rule during this ADD.
     pub(super) fn has_added(&self, listed: &Listed) -> bool {
-        self.added_handles.as_ref().is_some_and(|added| added.contains(&listed.handle))
-    }
-
-    /// Whether the program did not need to run, because an earlier ADD wrote the same rules.
-    pub(super) fn is_in_place(&self) -> bool {
-        self.added_handles.is_none()
+        self.added_handles.contains(&listed.handle)
     }
 
     /// Returns the ownership rules for the added rules; none if no rule was added.
     pub(super) fn ownership_rules(&self, identity: &Identity) -> Vec<Rule> {
-        match &self.added_handles {
-            Some(added) => identity.ownership_rules(added, &self.text),
-            None => Vec::new(),
-        }
+        identity.ownership_rules(&self.added_handles, &self.text)
     }
 
     /// Runs `nft` with the text. If `nft` refuses the text, the error has the first line of its
@@ -125,19 +126,19 @@ impl ProgramMappings {
 }
 
 impl NftPortMap {
-    /// Runs the program for each family in `by_program`. The attachment's old rules stay. On
+    /// Runs the program for each family in `program_mappings`. The attachment's old rules stay. On
     /// failure, the added rules are deleted again, except those of a run after which the rules
     /// could not be read.
     pub(super) fn add_by_program(
         &mut self,
         machine: &dyn Machine,
         wanted: &Forwarding,
-        by_program: &mut [ProgramMappings],
+        program_mappings: &mut [ProgramMappings],
     ) -> Result<(), Refusal> {
         let identity = Identity::new(&wanted.attachment);
-        let result = by_program.iter_mut().try_for_each(|mappings| self.add_family(machine, &identity, mappings));
+        let result = program_mappings.iter_mut().try_for_each(|mappings| self.add_family(machine, &identity, mappings));
         if result.is_err() {
-            self.delete_added(by_program)?;
+            self.delete_added(program_mappings)?;
         }
         result
     }
@@ -153,32 +154,31 @@ impl NftPortMap {
         let table = shape::table(mappings.family);
         let old_rules = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
         if identity.has_rules_of_text(&old_rules, &mappings.text) {
-            mappings.added_handles = None;
+            mappings.is_in_place = true;
             return Ok(());
         }
         mappings.run(machine)?;
-        let mut added_handles = Vec::new();
         for listed in self.nft.rules_commented(table, HOSTPORTS, &identity.comment)? {
             let is_new = !old_rules.iter().any(|old| old.handle == listed.handle);
             let is_untagged = identity.ownership_of(&listed.rule) == identity::Ownership::Container;
             // Another attachment of the container may have added rules meanwhile, to its own
-            // address. A rule whose address cannot be read is taken for one of this ADD.
+            // address.
             let leads_here = match shape::container(&listed.rule) {
                 Some(address) => mappings.claims.iter().any(|claim| claim.container.ip() == address),
+                // Taken for a rule of this ADD, so that it is deleted if the ADD fails.
                 None => true,
             };
             if is_new && is_untagged && leads_here {
-                added_handles.push(listed.handle);
+                mappings.added_handles.push(listed.handle);
             }
         }
-        mappings.added_handles = Some(added_handles);
         Ok(())
     }
 
     /// Deletes the rules that the program has added. A rule that no longer exists is not an error.
-    pub(super) fn delete_added(&mut self, by_program: &[ProgramMappings]) -> Result<()> {
-        for mappings in by_program {
-            for handle in mappings.added_handles.iter().flatten() {
+    pub(super) fn delete_added(&mut self, program_mappings: &[ProgramMappings]) -> Result<()> {
+        for mappings in program_mappings {
+            for handle in &mappings.added_handles {
                 let mut batch = Batch::new();
                 batch.delete_rule(shape::table(mappings.family), HOSTPORTS, *handle);
                 match self.nft.commit(batch) {
