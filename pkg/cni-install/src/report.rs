@@ -77,7 +77,10 @@ impl RestoreReport {
             ("removed, because they did not exist before", &self.removed),
             ("not restored, because another installer has replaced or removed them after the install", &self.left),
             ("left alone, because the kept file is gone", &self.lost),
-            ("still kept, because the folder does not hold them (`cni-install forget` drops them)", &self.still_kept),
+            (
+                "still kept as copies, because the plugin folder does not contain them (`cni-install forget` deletes the copies)",
+                &self.still_kept,
+            ),
         ] {
             if !names.is_empty() {
                 let _ = write!(text, "\n  {label}: {}", names.join(", "));

@@ -112,7 +112,7 @@ fn what_a_rollback_could_not_put_back_stays_kept() {
                 text.contains("install: bridge") && text.contains("removed them after the install: tuning"),
                 "{text}"
             );
-            assert!(text.contains("still kept") && text.contains("drops them): tuning"), "{text}");
+            assert!(text.contains("still kept") && text.contains("deletes the copies): tuning"), "{text}");
             assert_eq!(place.says("bridge"), Some("old".into()));
         }
         // The obstacle is gone.

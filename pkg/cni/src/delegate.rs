@@ -130,12 +130,16 @@ impl<'a> Delegate<'a> {
         self.decode_result(&stdout).map_err(Failure::Unanswered)
     }
 
-    /// Whether the attachment already has addresses, which ADD will return again: `ipam` has
-    /// `"reuse": true`, and the delegate's CHECK succeeds or answers with code 101.
+    /// Whether the attachment already has addresses, which ADD will return again: the delegate is
+    /// host-local, `ipam` has `"reuse": true`, and CHECK succeeds or answers with code 101.
     ///
     /// # Errors
     /// Those of [`interpret`] if CHECK gives no answer, or answers with code 5, 11 or 100.
     fn has_reusable_addresses(&self) -> Result<bool> {
+        // For another IPAM plugin, the key and the codes from 100 can mean something else.
+        if self.conf.ipam_type() != "host-local" {
+            return Ok(false);
+        }
         let reuse = self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse"));
         if reuse != Some(&Json::Bool(true)) {
             return Ok(false);

@@ -154,6 +154,8 @@ fn parse_cidr(text: &str, expected: &str) -> Result<Cidr> {
 fn parse_gateway(text: &str) -> Result<Option<IpAddr>> {
     match text {
         "" => Ok(None),
-        text => parse_ip(text).map(Some).ok_or_else(|| Error::config(format!("invalid IP address: {text}"))),
+        text => parse_ip(text).map(Some).ok_or_else(|| {
+            Error::config(format!("invalid IP address: {text}")).with_details("it is a gateway in ipam.addresses")
+        }),
     }
 }

@@ -124,9 +124,11 @@ impl Conf {
             let sources = [raw.runtime_config.mac, cni_args_mac.to_owned(), raw.mac];
             sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
         });
+        // If both values are invalid, the error is about the MAC, as in Go.
+        let mac = parse_mac(&mac_text)?;
         let mtu = convert_number("mtu", args.mtu.unwrap_or(raw.mtu))?;
         let link = LinkConf {
-            mac: parse_mac(&mac_text)?,
+            mac,
             promisc: args.promisc.unwrap_or(raw.promisc),
             // As in Go, 0 means that the MTU is not changed.
             mtu: Some(mtu).filter(|mtu| *mtu != 0),

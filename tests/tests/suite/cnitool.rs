@@ -303,6 +303,16 @@ fn the_highest_version_that_is_known_is_spoken() {
 }
 
 #[test]
+fn check_of_a_version_without_it_does_not_blame_the_cache() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    operator.chain(json!({"cniVersion": "0.3.1"}));
+    let outcome = operator.run("check");
+    failed(&outcome, &["does not support the CHECK command"]);
+    assert!(!outcome.stderr.contains("result cache"), "{}", outcome.report());
+}
+
+#[test]
 fn check_can_be_disabled() {
     require!(probe::plugin("cnitool"));
     for more in [json!({"disableCheck": true}), json!({"disableCheck": "true"})] {

@@ -184,7 +184,7 @@ fn asked_in_failing_add(answer: &str, extra: Value) -> String {
     let container = node.container();
     let seen = node.dir().join("seen");
     let script = format!("#!/bin/sh\ncat >/dev/null\necho $CNI_COMMAND >> {}\n{answer}\n", seen.display());
-    let folder = executable(&node, "odd-ipam", &script);
+    let folder = executable(&node, extra["ipam"]["type"].as_str().unwrap_or("odd-ipam"), &script);
     call(&node, &folder, "ADD", extra).container(&container).run().failure();
     fs::read_to_string(seen).unwrap()
 }
@@ -204,11 +204,12 @@ fn a_delegate_whose_add_gave_no_answer_gets_a_del() {
 
 #[test]
 fn with_reuse_the_code_of_check_decides_about_add_and_del() {
-    let asked = |code: u32| {
+    let asked_of = |ipam_type: &str, code: u32| {
         let answer =
             format!(r#"[ $CNI_COMMAND != CHECK ] || {{ echo '{{"code":{code},"msg":"m"}}'; exit 1; }}; exit 3"#);
-        asked_in_failing_add(&answer, json!({"ipam": {"reuse": true}}))
+        asked_in_failing_add(&answer, json!({"ipam": {"type": ipam_type, "reuse": true}}))
     };
+    let asked = |code| asked_of("host-local", code);
     // The container has no address, or CHECK is not possible for any container.
     for code in [1, 3, 7, 999] {
         assert_eq!(asked(code), "CHECK\nADD\nDEL\n", "code {code}");
@@ -219,6 +220,8 @@ fn with_reuse_the_code_of_check_decides_about_add_and_del() {
     for code in [5, 11, 100] {
         assert_eq!(asked(code), "CHECK\n", "code {code}");
     }
+    // Another IPAM plugin can use the key and the codes from 100 for something else.
+    assert_eq!(asked_of("odd-ipam", 101), "ADD\nDEL\n");
 }
 
 #[test]

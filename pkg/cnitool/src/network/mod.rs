@@ -85,7 +85,8 @@ impl VerbRun<'_, '_> {
         let cached = entry.ok().flatten();
         self.fill_in(&mut attachment, cached.as_ref())?;
         if let Err(error) = self.runtime.check(&list, &attachment) {
-            if is_entry_absent && error.details().is_empty() {
+            let lacks_check = error.code() == Code::INCOMPATIBLE_VERSION;
+            if is_entry_absent && !lacks_check && error.details().is_empty() {
                 let details = "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)";
                 return Err(error.with_details(details));
             }

@@ -82,6 +82,15 @@ fn the_mac_is_taken_from_args_runtime_variable_configuration() {
 }
 
 #[test]
+fn an_invalid_mac_is_reported_before_an_invalid_mtu() {
+    let node = Node::new();
+    let container = pod(&node);
+    tuned(&node, &container, json!({"mac": "zz", "mtu": -5}))
+        .add_after(&prev(&container))
+        .fails_naming(7, &["zz", "MAC"]);
+}
+
+#[test]
 fn args_beat_the_configuration() {
     let keys = json!({"mtu": 1300, "args": {"cni": {"mtu": 1400}}});
     sets(keys, None, (MAC, 1400, false, false, 1000));
