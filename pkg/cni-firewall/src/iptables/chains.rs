@@ -85,8 +85,9 @@ impl Chains<'_> {
     }
 
     /// Returns the chain's rules, in order, that contain one of these port numbers or the name of
-    /// the chain `target`. The result can contain some other rules too, because over netlink the
-    /// rules are searched as bytes. An index in the result is not a position in the chain.
+    /// the chain `target`. The result can contain some other rules too: over netlink the rules are
+    /// searched as bytes, and a chain that has already been read is returned whole. An index in the
+    /// result is not a position in the chain.
     pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
@@ -185,8 +186,9 @@ impl Chains<'_> {
     }
 }
 
-/// Searches the bytes of a rule for `prefix`, and returns each occurrence with the printable ASCII
-/// after it: the name of the chain that the rule jumps to, and perhaps parts of the rule's comment.
+/// Searches the bytes of a rule for `prefix`, and returns each occurrence with the text after it,
+/// up to a space or a byte that is not printable ASCII: the name of the chain that the rule jumps
+/// to, and perhaps parts of the rule's comment.
 fn names_with_prefix(bytes: &[u8], prefix: &str) -> Vec<String> {
     let mut names = Vec::new();
     for start in 0..bytes.len() {

@@ -52,10 +52,11 @@ impl Iptables<'_> {
     /// changed.
     ///
     /// # Errors
-    /// - The lock, `plan` or reading fails.
-    /// - Applying an edit reaches a deadline, or is ended by SIGTERM.
-    /// - Applying an edit fails [`ATTEMPTS`] times, or once if the next attempt would be the same
-    ///   and the error does not [report a concurrent change](is_concurrent_change).
+    /// - The lock, `plan` or reading fails, or an edit has a word that cannot be quoted.
+    /// - Applying an edit reaches a deadline.
+    /// - Applying an edit fails in the last of [`ATTEMPTS`] attempts, or in an earlier one if the
+    ///   next would be the same and the error does not [report a concurrent
+    ///   change](is_concurrent_change).
     pub(super) fn attempt_all(
         &mut self,
         families: &[(Family, Variant)],

@@ -54,10 +54,10 @@ pub(super) fn mark_text(value: u32, mask: u32) -> String {
     if mask == u32::MAX { format!("{value:#x}") } else { format!("{value:#x}/{mask:#x}") }
 }
 
-/// Returns the prefix (`10.1.0.0/16`) of the addresses that a comparison with `data` accepts.
+/// Returns the prefix (`10.1.0.0/16`) that a comparison with `data` compares an address with.
 /// Without a mask, the prefix has as many bytes as `data`, because nf_tables can compare only the
-/// first bytes of an address. `None` for a mask with holes, for a mask whose length
-/// differs from that of `data`, and for `data` that is empty or longer than an address.
+/// first bytes of an address. `None` for a mask with holes, for a mask whose length differs from
+/// that of `data`, and for `data` that is empty or longer than an address.
 pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
     let address_len = if family == Family::V4 { 4 } else { 16 };
     if data.is_empty() || data.len() > address_len {

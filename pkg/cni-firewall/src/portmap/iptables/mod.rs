@@ -82,8 +82,9 @@ impl<'m> IptablesPortMap<'m> {
     /// attachment's previous rules are put back.
     ///
     /// # Errors
-    /// If rules cannot be written over netlink and iptables is not installed, or if a change fails.
-    /// If putting back fails too, the error has both causes.
+    /// If the host's links cannot be read, if rules cannot be written over netlink and iptables is
+    /// not installed, or if a change or putting back fails. If both fail, the error has both
+    /// causes.
     pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
         let mut probe = LivenessProbe::default();
         let host_link = probe.find_host_link(&wanted.attachment)?;
@@ -227,8 +228,8 @@ fn program_name(family: Family) -> &'static str {
 }
 
 /// Plans all changes for one family: the removal of dead containers' rules, the shared rules, and
-/// the container's own. `host_link` is the host end of the attachment's veth, if there is one. If a
-/// living container has a wanted port, the plan is incomplete and must not be applied.
+/// the container's own. `host_link` is the result of [`LivenessProbe::find_host_link`]. If a living
+/// container has a wanted port, the plan is incomplete and must not be applied.
 fn plan_family(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,

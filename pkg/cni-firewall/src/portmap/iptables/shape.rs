@@ -18,8 +18,8 @@
 //! - N is the network, P the protocol, A and B are ports of the host, H is an address of the host,
 //!   and C:Q is the address and port of the container.
 //! - The rule without a target is a *marker*: the rules after it belong to the attachment whose
-//!   alias is its comment. LINK is the host end of the attachment's veth, if there was one when the
-//!   rule was written.
+//!   alias is its comment. LINK is the link on the host that had this alias when the rule was
+//!   written, if there was one.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -159,7 +159,8 @@ pub(super) struct Jump {
     /// The ports. Empty if the rule names none, or names them in an unknown form: such a rule can
     /// match any port.
     pub(super) ports: Vec<u16>,
-    /// Whether the rule has conditions. Also true for a rule with unknown parts.
+    /// Whether the rule has conditions. Also true for a rule in another form than [`jump_rules`]
+    /// returns without conditions.
     pub(super) has_conditions: bool,
 }
 
@@ -185,7 +186,7 @@ impl Jump {
 }
 
 /// Returns the marker: the rule that names the attachment of the rules after it. `host_link` is the
-/// host end of the attachment's veth, if there is one.
+/// link on the host that has the attachment's alias, if there is one.
 pub(super) fn marker_rule(attachment: &AttachmentId, host_link: Option<&str>) -> RuleWords {
     let mut marker = host_link.map(|link| words(["-i", link])).unwrap_or_default();
     marker.extend(words(["-m", "comment", "--comment", &attachment.alias()]));
@@ -291,7 +292,7 @@ impl Section {
         self.marker.as_ref().and_then(Rule::comment)
     }
 
-    /// Whether the attachment had a veth with a host end when the section was written.
+    /// Whether a link on the host had the attachment's alias when the section was written.
     pub(super) fn had_link(&self) -> bool {
         self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
     }

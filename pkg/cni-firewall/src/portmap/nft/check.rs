@@ -14,9 +14,9 @@ struct OwnRules<'s> {
     mappings: Vec<OwnMapping<'s>>,
     /// The expressions of the rules in [`MASQUERADING`].
     masquerades: Vec<&'s [Expr]>,
-    /// Whether one of the rules was written by Go's plugin: it has no tag, so it names only the
-    /// container, and no ownership rule names it. The rules that the program `nft` writes have no
-    /// tag either, but an ownership rule names each of them.
+    /// Whether one of the rules counts as written by Go's plugin: it has no tag, so it names only
+    /// the container, and no ownership rule names it. The rules that the program `nft` writes for
+    /// these plugins have no tag either, but an ownership rule names each of them.
     has_go_rules: bool,
 }
 

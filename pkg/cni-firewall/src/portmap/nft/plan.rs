@@ -78,8 +78,9 @@ impl Plan {
     /// from the wanted ones, deletes the existing and appends the wanted ones.
     ///
     /// `conditions` are the compiled conditions; `None` if they cannot be compiled. Then the
-    /// program `nft` has already written the mappings, which `program_mappings` describes: only the
-    /// older mappings are deleted, and ownership rules appended.
+    /// program `nft` has already written the mappings, which `program_mappings` describes: in their
+    /// chain, the older rules are deleted and ownership rules appended, or nothing changes if an
+    /// earlier ADD had the program write the same mappings.
     fn add_own_rules(
         &mut self,
         request: &FamilyRequest<'_>,

@@ -1,7 +1,7 @@
 //! Writes mappings with the program `nft`, in each family whose conditions [`conditions`] does not
 //! compile: sets, connection states, and the rest of nft's language.
 //!
-//! `nft -f -` adds the new rules beside the old ones of the attachment; a transaction then removes
+//! `nft -f -` adds the new rules after the old ones of the attachment; a transaction then removes
 //! the old ones. `nft` cannot write tags, so until that transaction the new rules look like Go's.
 //! The transaction adds *ownership rules*, which have no effect: their tags have the handles of
 //! the new rules and a hash of the text that `nft` got. By this hash, the next ADD recognizes that
