@@ -3,7 +3,7 @@
 //!
 //! The allocation is a round robin: it continues after the address that was allocated last, so that
 //! a released address stays unused as long as possible. A runtime may request one address for each
-//! set, in several places of the configuration ([`Requested`]).
+//! set, in several places ([`Requested`]).
 
 use std::net::IpAddr;
 

@@ -86,8 +86,8 @@ fn forged_table(slots: u64, entries: &[CraftedEntry]) -> (Vec<u8>, u64) {
     (bytes, used)
 }
 
-/// Runs every query and change on an index with these entries, which may contradict each other, but
-/// have the right checksums. Each must terminate, with an answer or with an error about damage.
+/// Queries and changes an index with these entries, which may contradict each other, but have the
+/// right checksums. Each call must terminate, with an answer or with an error about damage.
 ///
 /// # Panics
 /// A free address is below the requested one or of the other family.

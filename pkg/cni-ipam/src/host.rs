@@ -1,6 +1,6 @@
 //! Identifies the machine and its current boot, for the records of reservations.
 //!
-//! Records have hashes of the IDs, not the IDs. If the machine or the boot has no known ID, no
+//! The index has hashes of the IDs, not the IDs. If the machine or the boot has no known ID, no
 //! reservation counts as one of an earlier boot.
 
 use std::fs;

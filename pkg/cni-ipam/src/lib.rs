@@ -11,8 +11,8 @@
 //!   boot are recognised.
 //!
 //! This crate knows no plugin, no result and no network state. The folder is authoritative, and
-//! other programs write to it. So the index is used only while its header has the folder's mtime,
-//! and the file of a reservation is read before it is replaced or removed.
+//! other programs write to it. So the index answers queries only while its header has the folder's
+//! mtime, and the file of a reservation is read before it is replaced or removed.
 
 pub mod allocator;
 #[cfg(feature = "fuzzing")]

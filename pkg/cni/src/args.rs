@@ -14,7 +14,7 @@ impl CniArgs {
     /// Parses the variable's value.
     ///
     /// # Errors
-    /// Code 4 with Go's text if a pair has no `=` or no key.
+    /// Code 4 with Go's text if a pair has no `=` or no key, even with `IgnoreUnknown`.
     pub fn parse(text: &str) -> Result<CniArgs> {
         let mut pairs = Vec::new();
         for pair in text.split(';').filter(|pair| !pair.is_empty()) {

@@ -7,7 +7,7 @@
 //! runs its DEL. If the delegate answers ADD with an error, it has undone its changes and gets no
 //! DEL: the refused call may have been a second ADD of a running container, whose address a DEL
 //! would release. For the same reason there is no DEL if the attachment had its addresses before
-//! this ADD (`"reuse": true` in `ipam`).
+//! this ADD (host-local with `"reuse": true`).
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

@@ -51,7 +51,7 @@ pub struct Runtime<'m> {
     pub machine: &'m dyn Machine,
     /// The folders in which plugins are searched: CNI_PATH.
     pub plugin_folders: Vec<PathBuf>,
-    /// The environment variables for plugins. Each call replaces the `CNI_*` ones.
+    /// The environment variables for plugins. Each call replaces the six of the protocol.
     pub environment: Vec<(OsString, OsString)>,
     /// The result cache.
     pub cache: Cache,

@@ -33,7 +33,7 @@ pub fn read(call: &Call<'_>) -> Result<AddResult> {
             assert!(address.is_none_or(|address| set.find(address).is_some()));
         }
     }
-    // Only ADD reads `reuse`.
+    // DEL does not read `reuse`.
     let read_by_del = StoreLocation::read(&call.conf, &Notes::silent())?;
     let expected = StoreLocation { on_repeat: read_by_del.on_repeat, ..conf.location };
     assert_eq!(read_by_del, expected, "DEL must use the store of ADD");

@@ -33,9 +33,10 @@
 //!
 //! A kept set is deleted as soon as a rollback to it would change nothing: the plugin folder has
 //! all of its files, and none of the programs that were installed where no file existed. A rollback
-//! that left another installer's program in place keeps the set. The next install and a rollback to
-//! the original set also delete the previous set, after they have added it to the original set.
-//! `forget` deletes both sets. All other files that `state` does not need are removed.
+//! that left another installer's program in place of a kept file keeps the set. The next install
+//! and a rollback to the original set also delete the previous set, after they have added it to the
+//! original set. `forget` deletes both sets. All other files that `state` does not need are
+//! removed.
 //!
 //! The lock is an flock of the plugin folder itself, so there is no lock file.
 
@@ -287,8 +288,8 @@ impl Folder {
             Some(State::RollingBack(generation)) => {
                 let outcome = self.finish_rollback(KeptSetId::Previous(generation));
                 outcome.map_err(context("failed to finish a rollback that was interrupted"))?;
-                // If another installer's file was left, `finish_rollback` still keeps the set and
-                // has written `installed <generation>`.
+                // If another installer's program was left in place of a kept file,
+                // `finish_rollback` still keeps the set and has written `installed <generation>`.
                 let current = if self.state()?.is_some() { generation } else { 0 };
                 Ok((RecoveryReport::RollbackFinished, current))
             }

@@ -65,8 +65,8 @@ impl Folder {
         Ok(kept.not_restored_in(&self.path)?.is_empty())
     }
 
-    /// Whether the program of this name in the plugin folder is one that cni-install has installed.
-    /// False if another installer has replaced it.
+    /// Whether the program of this name in the plugin folder is one that, according to `kept`,
+    /// cni-install has installed. False if another installer has replaced it.
     fn has_installed_program(&self, kept: &Kept, name: &str) -> Result<bool, Error> {
         Ok(self.mode_and_sum(name)?.is_some_and(|(_, sum)| kept.was_installed(name, &sum)))
     }

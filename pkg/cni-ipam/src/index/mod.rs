@@ -25,18 +25,20 @@
 //! 5. [`Index::finish`] writes a *clean* header with the new mtime.
 //!
 //! If the process is killed in between, the next verb finds the dirty header and rebuilds the
-//! index. If a power loss undoes the write of step 1, the folder's mtime still differs from the
+//! index. If a power loss undoes step 1 but not step 2, the folder's mtime differs from the
 //! header's.
 //!
 //! In step 2, just before a new file gets its name, the caller stores a *provisional* record of the
-//! file, with a placeholder for the ctime ([`PROVISIONAL_NANOS`]). If the process is killed before
-//! step 4, the rebuild learns from this record in which boot the file was created.
+//! file, with a placeholder for the nanoseconds of the ctime ([`PROVISIONAL_NANOS`]). If the
+//! process is killed before step 4, the rebuild learns from this record in which boot the file was
+//! created.
 //!
 //! # What an index can miss
 //!
-//! - A program that ignores the lock changes the folder between steps 1 and 3. The next rebuild
-//!   finds the change, at the latest when a range seems to be full ([`Index::is_exact`]). A rebuild
-//!   itself misses nothing, because it sets the mtime before it reads the folder.
+//! - A program that ignores the lock (Go's plugin takes it) changes the folder between steps 1 and
+//!   3, which take microseconds. The next rebuild finds the change, at the latest when a range
+//!   seems to be full ([`Index::is_exact`]). A rebuild itself misses nothing, because it sets the
+//!   mtime before it reads the folder.
 //! - A file is edited in place, which does not change the folder's mtime. Every verb reads a file
 //!   before it acts on it, but until the next rebuild, the new owner's DEL does not find the file.
 
@@ -148,13 +150,13 @@ pub(crate) fn peek<T>(
 }
 
 /// Returns the records and the header of an index, even if the index is dirty or stale: a record
-/// still describes the file if the file has the inode and times in the record. Returns no records
-/// and an empty header if the index is missing or damaged.
+/// still describes the file if the file has the inode and times in the record. Skips damaged
+/// records. Returns no records and an empty header if the index or its header cannot be read.
 pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Header) {
     read_records(path, host).unwrap_or_default()
 }
 
-/// Does the work of [`old_records`]. Returns `None` if the index is missing or damaged.
+/// Does the work of [`old_records`]. Returns `None` if the index or its header cannot be read.
 fn read_records(path: &Path, host: &Host) -> Option<(HashMap<IpAddr, Record>, Header)> {
     let file = open_file(path, OpenOptions::new().read(true)).ok()?;
     let header = read_header(&file)?;

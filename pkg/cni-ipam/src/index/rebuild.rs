@@ -214,7 +214,7 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     let id = match id.trim_end() {
         "" => return Content::Foreign,
         // Too long for an ID: messages show the beginning of the line. No ID contains `…`, so this
-        // owner matches no attachment, and only GC removes the file.
+        // owner matches no attachment, and of the verbs only GC removes the file.
         id if id.len() > MAX_ID_LENGTH => format!("{}…", id.chars().take(SHOWN_LENGTH).collect::<String>()),
         id => id.to_owned(),
     };

@@ -137,7 +137,7 @@ impl Record {
     pub(crate) fn is_of_earlier_boot(&self, host: &Host) -> bool {
         // 0 in a record of another machine too, because `old_records` clears the boot there.
         let is_recorded_boot_known = self.boot != 0;
-        // 0 stands for an ID that cannot be read.
+        // 0 stands for an unknown ID.
         let is_host_known = host.machine() != 0 && host.boot() != 0;
         if !is_recorded_boot_known || !is_host_known || self.boot == host.boot() {
             return false;

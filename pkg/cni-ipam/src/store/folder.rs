@@ -48,8 +48,8 @@ impl Folder {
     /// record, or 0.
     ///
     /// `before_link` is called with a provisional record just before a file is linked to the final
-    /// name: twice if the first file cannot be linked, and not at all if the file is written under
-    /// its final name.
+    /// name, and again if linking fails and a second file is linked. It is not called for a file
+    /// that is written under its final name.
     ///
     /// # Errors
     /// The file cannot be written. No file with this name remains.

@@ -107,6 +107,7 @@ impl Locked {
     /// # Errors
     /// - [`Trouble::Stale`] if the content of a file differs and the index may be outdated.
     /// - [`Trouble::Index`] if the index cannot be read.
+    /// - [`Trouble::Final`] with code 5 if the folder cannot be read.
     pub(super) fn find_by_content(&mut self, content: &[u8]) -> Result<Reserved, Trouble> {
         let index = self.index()?;
         let (mut listed, is_exact) = (index.owned_by(hash(content))?, index.is_exact());

@@ -107,6 +107,7 @@ impl Locked {
     /// # Errors
     /// - [`Trouble::Stale`] if the index must be rebuilt first.
     /// - [`Trouble::Index`] if the index cannot be read.
+    /// - [`Trouble::Final`] with code 5 if the folder cannot be read.
     fn find_reclaimable(&mut self) -> Result<Vec<IpAddr>, Trouble> {
         let Some(oldest) = self.index()?.oldest_reclaimable() else { return Ok(Vec::new()) };
         let host = self.store.options.host.clone();

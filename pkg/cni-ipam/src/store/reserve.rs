@@ -69,9 +69,9 @@ impl Occupied for IndexedAddresses<'_> {
 
 impl Locked {
     /// Reserves one address of each set for `owner`: the requested address, or the next one in the
-    /// round robin. With [`RepeatPolicy::Reuse`], returns an address that the owner has already.
-    /// With [`RebootPolicy::Reclaim`](super::RebootPolicy::Reclaim), first releases reservations of
-    /// an earlier boot.
+    /// round robin. With [`RepeatPolicy::Reuse`], uses an address of the set that the owner has
+    /// already. With [`RebootPolicy::Reclaim`](super::RebootPolicy::Reclaim), first releases
+    /// reservations of an earlier boot.
     ///
     /// # Errors
     /// After an error, nothing is reserved. The messages of the first three begin with Go's texts.
@@ -220,7 +220,7 @@ impl Locked {
         );
         let mut oldest = self.index()?.oldest(set)?;
         if oldest.is_empty() && total > 0 {
-            // The index was rebuilt for other sets.
+            // The last rebuild was not for this set.
             oldest = self.index()?.search_oldest(set)?;
         }
         let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();

@@ -130,8 +130,8 @@ impl Environment {
     /// is reported before missing variables.
     ///
     /// # Errors
-    /// Code 4 if a value is invalid, if any `CNI_*` value is not UTF-8, or if variables are
-    /// missing, which the error lists.
+    /// Code 4 if a value is invalid, if the value of any field is not UTF-8, even if the verb does
+    /// not need it, or if variables are missing, which the error lists.
     pub(super) fn check(&self, verb: Verb) -> Result<()> {
         if let Some(name) = self.not_utf8.first() {
             return Err(invalid_utf8(name));
