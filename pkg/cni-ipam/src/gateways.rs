@@ -47,11 +47,11 @@ pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
 }
 
 /// Returns the gateway of a range with these values of `subnet` and `gateway`: the subnet's first
-/// host if `gateway` is missing. Returns `None` if the subnet is missing, or if a text cannot be
+/// host if `gateway` is missing or empty. Returns `None` if the subnet is missing, or if a text cannot be
 /// parsed.
 fn gateway_of(subnet: Option<&Json>, gateway: Option<&Json>) -> Option<Cidr> {
     let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
-    match gateway.and_then(Json::as_str) {
+    match gateway.and_then(Json::as_str).filter(|text| !text.is_empty()) {
         Some(text) => Cidr::new(text.parse().ok()?, subnet.prefix()),
         None => subnet.first(),
     }
@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn the_gateways_of_the_ranges_are_known() {
-        let keys = r#","runtimeConfig":{"ipRanges":[[{"subnet":"10.3.0.0/24"}]]},"ipam":{"type":"host-local","subnet":"10.1.0.0/24","ranges":[[{"subnet":"10.2.0.0/16","gateway":"10.2.9.9"},{"Subnet":"fd00::/64"}],5]}"#;
+        let keys = r#","runtimeConfig":{"ipRanges":[[{"subnet":"10.3.0.0/24"}]]},"ipam":{"type":"host-local","subnet":"10.1.0.0/24","ranges":[[{"subnet":"10.2.0.0/16","gateway":"10.2.9.9"},{"Subnet":"fd00::/64","gateway":""}],5]}"#;
         let conf = NetConf::parse(format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge"{keys}}}"#)).unwrap();
         let texts: Vec<String> = configured_gateways(&conf).iter().map(Cidr::to_string).collect();
         assert_eq!(texts, ["10.1.0.1/24", "10.2.9.9/16", "fd00::1/64", "10.3.0.1/24"]);
