@@ -90,7 +90,7 @@ fn accepted_mac(rules: &[Listed]) -> Option<Mac> {
 }
 
 /// The maximum number of tries of a change that fails with [`is_conflict`]. Only changes of the
-/// same attachment's rules conflict, so an error that persists this long has another cause.
+/// same ID's rules conflict, so an error that persists this long has another cause.
 const TRIES_MAX: usize = 32;
 
 /// Whether a change may have failed because another process has created or deleted an object that

@@ -109,8 +109,9 @@ impl Drop for ReturnGuard {
     /// Takes the thread back. Ends the process with a message on standard error if that fails.
     fn drop(&mut self) {
         let go_back = || setns(self.0.as_fd(), CloneFlags::CLONE_NEWNET);
-        // The thread has the privilege, because it could enter the namespace. So `setns` can only
-        // fail for lack of memory: try three times.
+        // The thread could enter the namespace, so it also has the privilege to go back, except if
+        // its own namespace belongs to another user namespace. Otherwise `setns` can only fail for
+        // lack of memory: try three times.
         if let Err(errno) = go_back().or_else(|_| go_back()).or_else(|_| go_back()) {
             // A rollback in the wrong namespace would delete links of other owners.
             let _ = writeln!(

@@ -84,8 +84,8 @@ impl Netlink {
     ///
     /// # Errors
     /// If a name is in use, [`Error::taken`] returns which. An error leaves no pair behind, unless
-    /// the kernel's answer was lost: the caller can find such a pair by the host end's name and
-    /// hardware address.
+    /// the kernel's answer was lost or the removal failed: the caller can find such a pair by the
+    /// host end's name and hardware address.
     pub fn create_veth(&self, spec: &VethSpec<'_>) -> Result<Veth> {
         let request = host_request(spec).veth(&peer_request(spec));
         let link = self.create_link(&request, spec.name).map_err(|cause| {

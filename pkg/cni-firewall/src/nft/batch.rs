@@ -149,8 +149,8 @@ pub(crate) enum ErrnoTranslation {
     /// For the creation of a base chain:
     /// - ENOENT becomes EOPNOTSUPP: the kernel has no such type of chain for the family. The table
     ///   is not missing, because the same batch creates it.
-    /// - EOPNOTSUPP, or EEXIST on older kernels, becomes an error without an errno: the chain
-    ///   exists with another hook, type or priority.
+    /// - EOPNOTSUPP or EEXIST, which depends on the kernel and the difference, becomes an error
+    ///   without an errno: the chain exists with another hook, type or priority, or without a hook.
     BaseChain,
 }
 

@@ -73,7 +73,7 @@ impl Nft {
     ///
     /// # Errors
     /// The kernel refuses a change, or does not answer. The error names the first refused change
-    /// and has its errno.
+    /// and has its errno, which [`Batch::ensure_base_chain`] replaces.
     pub fn commit(&mut self, batch: Batch) -> Result<()> {
         self.transact(batch, Ending::Commit)
     }
@@ -477,7 +477,7 @@ impl Refusal {
             (libc::ENOENT, ErrnoTranslation::BaseChain) => {
                 unsupported(&change.what, "the kernel has no such type of chain", Errno::ENOENT)
             }
-            // Older kernels answer EEXIST.
+            // Older kernels always answer EEXIST, newer ones for another type or no hook.
             (libc::EOPNOTSUPP | libc::EEXIST, ErrnoTranslation::BaseChain) => {
                 Error::new(&change.what, Cause::text("the chain exists with another hook, type or priority"))
             }

@@ -113,7 +113,7 @@ pub(super) enum JumpTag {
     Alias(String),
     /// The hash of the network's name, for an alias that is too long.
     NetworkHash(Vec<u8>),
-    /// There is no tag: the Go plugin wrote the rule.
+    /// There is no tag, because the Go plugin wrote the rule, or no jump at all.
     Missing,
 }
 
@@ -157,8 +157,8 @@ impl fmt::Display for SpoofOwner {
 }
 
 impl SpoofOwner {
-    /// Whether the attachment belongs to `network`; `None` if the Go plugin wrote the rules, which
-    /// then do not name their network.
+    /// Whether the attachment belongs to `network`; `None` if no jump has a tag, because the Go
+    /// plugin wrote the rules or because there are only chains.
     pub fn belongs_to(&self, network: &str) -> Option<bool> {
         match &self.tag {
             JumpTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),

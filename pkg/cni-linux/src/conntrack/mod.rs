@@ -229,8 +229,9 @@ fn tracked_connections() -> Option<u64> {
     crate::sysctl::read("net/netfilter/nf_conntrack_count").ok()?.parse().ok()
 }
 
-/// Whether an entry is to be deleted: it targets one of the claims and is in `scope`, and its
-/// destination is an address of this host. Fails if the host's addresses cannot be listed.
+/// Whether an entry is to be deleted: it targets one of the claims and is in `scope`, and, if that
+/// claim has no host address, its destination is an address of this host. Fails if the host's
+/// addresses cannot be listed.
 fn must_delete(
     entry: &Entry,
     claims: &[ClaimedPort],

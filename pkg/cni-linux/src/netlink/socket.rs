@@ -66,7 +66,7 @@ impl Socket {
         // Once connected to the kernel, the socket receives no messages from other processes.
         socket.connect(&SocketAddr::new(0, 0))?;
         // Failures are ignored, because older kernels lack these options: explanations in errors
-        // (since 4.12), and errors without the request's body (since 4.2).
+        // (since 4.12), and errors without the request's body (since 4.3).
         let _ = (socket.set_ext_ack(true), socket.set_cap_ack(true));
         // Dumps that are filtered by the request (since 4.20), only for routing. Callers filter the
         // answer for older kernels.

@@ -140,8 +140,8 @@ impl<I: Interface> Links<'_, '_, I> {
     }
 
     /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, else leaves it, with
-    /// a note. If its end on the host has a port mark, an earlier plugin created `inner`: then only
-    /// undoes what this plugin's ADD did to it.
+    /// a note. If its end on the host has a port mark, an earlier plugin created `inner`: gives it
+    /// back if the mark is this attachment's, else leaves it silently.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
         // The end on the host, if `inner` is a veth whose peer is there.
         let outer = match inner.peer_index {

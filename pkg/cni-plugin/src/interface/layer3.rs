@@ -24,8 +24,8 @@ const USABLE_DEADLINE: Duration = Duration::from_secs(1);
 /// the route has no gateway.
 const SCOPE_LINK: u8 = 253;
 
-/// A container's addresses and routes. For ADD they come from IPAM and are checked; for CHECK they
-/// come unchecked from `prevResult`.
+/// A container's addresses and routes. For ADD they come from IPAM or an earlier plugin's result
+/// and are checked; for CHECK they come unchecked from `prevResult`.
 #[derive(Clone, Debug)]
 pub struct Layer3 {
     /// The container's addresses, each with its gateway.
@@ -102,8 +102,8 @@ impl Layer3 {
     }
 
     /// Adds a default route for each address family that has a gateway, beginning with the family
-    /// of the first address. A default route in IPAM's answer gets the gateway if it has none; with
-    /// a gateway, it is enough.
+    /// of the first address. A default route with a gateway in IPAM's answer is enough. One without
+    /// a gateway gets the gateway if it is in the main table with metric 0.
     fn add_default_routes(&mut self) {
         let mut families = Family::ALL;
         if self.ips.first().is_some_and(|ip| !ip.address.is_ipv4()) {
@@ -267,8 +267,9 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
 
 /// Adds the addresses to the interface `index`, sets it up, and adds the routes.
 ///
-/// If the container already has a default route over another interface, does not add the new
-/// default route, removes it from `layer3.routes` and writes a note, as the specification asks.
+/// If the container already has a conflicting default route over another interface, does not add
+/// the new default route, removes it from `layer3.routes` and writes a note, as the specification
+/// asks.
 ///
 /// # Errors
 /// The kernel refuses an address or a route.
@@ -328,9 +329,9 @@ enum AddedRoute {
 }
 
 /// Adds one route, which has several `paths` if it is a multipath route. Does nothing if an
-/// identical route exists, or if this is a default route and there is one over another interface.
-/// As in Go, a route to the subnet of the interface `index` is added in front of the route to this
-/// subnet that the kernel added with the address.
+/// identical route exists, or if this is a default route that conflicts with one over another
+/// interface. As in Go, a route to the subnet of the interface `index` is added in front of the
+/// route to this subnet that the kernel added with the address.
 ///
 /// # Errors
 /// The kernel refuses the route.

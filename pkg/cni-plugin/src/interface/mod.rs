@@ -367,7 +367,7 @@ pub struct CreatedLink<L> {
 #[derive(Debug, Default)]
 pub struct HostState {
     /// The addresses that the host has for this container, for example the gateway's. ADD waits
-    /// until they are usable.
+    /// until they are usable, except with [`Dad::Normal`].
     pub added: Vec<IpAddr>,
     /// The index of the host's link whose neighbour entries for the container's addresses may still
     /// have the MAC of an earlier container; `None` if there is no such link.
