@@ -126,8 +126,8 @@ pub enum Change {
     /// A server has extended or confirmed the lease, but with another address or prefix. The value
     /// is the old address with its prefix.
     Moved(Cidr),
-    /// The lease has expired, or a server has refused to extend it. The value is its address, which
-    /// must not be used any more.
+    /// The lease has expired, or a server has refused to extend or confirm it. The value is its
+    /// address, which must not be used any more.
     Lost(Cidr),
 }
 

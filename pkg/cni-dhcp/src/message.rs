@@ -282,8 +282,8 @@ pub struct LeaseParameters {
     /// The routers (option 3). The first one is the gateway in the result. Without classless
     /// routes, there is a default route through it.
     pub routers: Vec<Ipv4Addr>,
-    /// The classless routes (option 121): destination, prefix and gateway. `None` without the
-    /// option. With the option, there are no other routes.
+    /// The classless routes (option 121): destination, prefix and gateway. `None` if the option is
+    /// absent or invalid. With a valid option, there are no other routes.
     pub classless: Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>>,
     /// The routes by address class (option 33): destination and gateway.
     pub classful: Vec<(Ipv4Addr, Ipv4Addr)>,

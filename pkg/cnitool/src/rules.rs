@@ -196,9 +196,9 @@ fn restore_attachment(
 }
 
 /// Returns why the attachment is skipped, or `None` if it is certainly in use: its namespace has
-/// its interface, and the interface has the MAC in the result (if the result has one). A different
-/// MAC means that another ADD has created the interface. The rules of an attachment that is not in
-/// use could match packets of another container.
+/// its interface, and the interface has the MAC in the result (if the result has one). An interface
+/// with a different MAC was not created by this attachment's ADD. The rules of an attachment that
+/// is not in use could match packets of another container.
 ///
 /// # Errors
 /// The kernel's error if the namespace or its links cannot be read; code 6 if the result cannot be

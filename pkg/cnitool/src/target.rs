@@ -16,8 +16,9 @@ pub(crate) enum NetnsPresence {
     Exists,
     /// There is no file at the path, for this reason.
     Gone(String),
-    /// The file at the path is not a namespace, for this reason. This does not prove that the
-    /// namespace is gone: it may still be mounted at this path in another mount namespace.
+    /// The file at the path is not a namespace, for this reason: an empty file remains after a
+    /// namespace was unmounted. This does not prove that the namespace is gone: it may still be
+    /// mounted at this path in another mount namespace.
     OtherFile(String),
     /// It is not known whether the namespace exists, for this reason.
     Unknown(String),

@@ -107,8 +107,8 @@ impl Plugin for Bandwidth {
                 // set: an ADD was killed in between.
                 None if ifb.group == AttachmentId::group(&attachment.network) => true,
                 // Go's plugin sets no alias, and uses one name for the ifbs of all the container's
-                // interfaces. This ifb belongs to another interface if this attachment had an ifb
-                // with its own name, or if a `prevResult` is present that does not list this ifb.
+                // interfaces in a network. This ifb belongs to another interface if this attachment
+                // had an ifb with its own name, or if a `prevResult` does not list this ifb.
                 None => !had_own_ifb && prev.as_ref().is_none_or(|prev| lists_host_interface(prev, &name)),
             };
             if is_of_attachment {
@@ -266,8 +266,8 @@ fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
 /// Go's sets them.
 ///
 /// # Errors
-/// Code 101 if `link` has no such filter, or with the first number that differs. The text begins as
-/// that of Go's plugin.
+/// Code 101 if `link` has no such filter, or if a number differs. Then the text names the first
+/// such number as that of Go's plugin does.
 fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
     let found = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
     let Some(found) = found else { return Err(failed(format!("{} has no token bucket filter", link.name))) };

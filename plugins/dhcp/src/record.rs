@@ -66,7 +66,7 @@ pub(crate) struct Records(PathBuf);
 
 impl Records {
     /// Returns the folder that belongs to a socket: `/run/cni/dhcp` for `/run/cni/dhcp.sock`, and
-    /// `PATH.leases` for a PATH with another extension.
+    /// `PATH.leases` for a PATH that does not end in `.sock`.
     pub(crate) fn for_socket(socket: &Path) -> Records {
         match socket.extension() {
             Some(extension) if extension == "sock" => Records(socket.with_extension("")),

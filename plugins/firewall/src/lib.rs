@@ -1,5 +1,6 @@
-//! The plugin `firewall`: lets packets from and to a container pass the node's filter, and isolates
-//! bridges. It is a chained plugin, and returns the result of the plugin before it unchanged.
+//! The plugin `firewall`: lets packets from and to a container pass the node's filter and, if
+//! configured, isolates bridges. It is a chained plugin, and returns the result of the plugin
+//! before it unchanged.
 //!
 //! `conf` reads the configuration. [`cni_firewall::forward`] writes the rules, or `firewalld` adds
 //! the addresses to a zone of firewalld instead. The container's namespace is never entered.

@@ -1,5 +1,5 @@
-//! Implements DEL and GC: removes the rules and tracked connections of attachments from both
-//! backends. Rules are found by the attachment that they name.
+//! Implements DEL and GC: removes the rules of attachments from both backends, then the tracked
+//! connections that were mapped to them. Rules are found by the attachment that they name.
 //!
 //! DEL also reads the container's addresses in prevResult and, only to delete tracked connections,
 //! the configured mappings. Rules that cannot be removed because a program is missing are not an

@@ -311,8 +311,8 @@ fn explain_unsupported(error: cni_linux::Error, backend: Backend) -> Error {
 /// Converts an error of iptables. If a program of iptables is missing and the error is not the
 /// kernel's, adds that the backend cannot be used.
 fn explain_iptables_failure(call: &Call<'_>, forwarding: &Forwarding, error: cni_linux::Error) -> Error {
-    // Most rules are written over netlink, without the program. An error with an errno is the
-    // kernel's answer to that, and a missing program is not its cause.
+    // Rules of iptables-nft can be written over netlink, without the program. An error with an
+    // errno is the kernel's answer to that, and a missing program is not its cause.
     if error.errno().is_some() || !lacks_iptables_program(call, forwarding) {
         return error.into();
     }

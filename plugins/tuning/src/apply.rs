@@ -77,7 +77,7 @@ struct NamespaceChanges {
     previous_backup: Option<Content>,
     /// This attachment.
     attachment: Attachment,
-    /// The sysctls that `apply` writes, for `undo`. Unset until the first of them is written.
+    /// The sysctls that `apply` writes, for `undo`. Unset until `apply` begins to write them.
     sysctls: OnceCell<Vec<Found>>,
     /// Whether the backup has been written.
     is_backup_written: Cell<bool>,

@@ -7,7 +7,8 @@
 //!
 //! `IFNAME` is replaced by the name of the interface after the separators have been found, so that
 //! dots in that name are not separators. The allow-list checks each reading separately, so that a
-//! pattern for the path of one file does not permit the other.
+//! pattern for the path of one file does not permit the other. A pattern that matches the key as it
+//! is written permits both.
 
 use cni::{Error, Result};
 

@@ -121,7 +121,7 @@ fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record
 }
 
 /// Restores the sysctls of the calling thread's namespace, in the reverse order of ADD. Returns a
-/// note for each sysctl that was not restored.
+/// note for each existing sysctl that was not restored.
 fn write_originals(record: &Record) -> Vec<String> {
     let mut notes = Vec::new();
     for saved in record.sysctls.iter().rev() {

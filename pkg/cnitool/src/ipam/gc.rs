@@ -42,12 +42,14 @@ struct Decision {
 }
 
 impl IpamContext<'_, '_> {
-    /// Prints for each reservation whether it is removed and why. Then removes them, unless
-    /// `--dry-run` is given.
+    /// Decides which reservations are removed, prints the decisions, and removes these reservations
+    /// unless `--dry-run` is given.
     ///
     /// # Errors
-    /// - Code 5 if the store, a reservation or the result cache cannot be read, or a reservation
-    ///   cannot be removed. An unreadable reservation does not prevent the removal of the others.
+    /// - As [`pool_of`](IpamContext::pool_of).
+    /// - Code 5 if the store, a reservation or the result cache cannot be read, a reservation
+    ///   cannot be removed, or stdout cannot be written. An unreadable reservation does not prevent
+    ///   the removal of the others.
     /// - Code 11 if the lock is held for too long.
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {

@@ -35,10 +35,12 @@ impl IpamContext<'_, '_> {
     /// Releases the selected reservations and prints them.
     ///
     /// # Errors
+    /// - As [`pool_of`](IpamContext::pool_of).
     /// - Code 3 if no reservation is selected.
     /// - Code 103 without `--force` if a selected reservation is in use. Nothing is released then.
-    /// - Code 5 if the result cache or a reservation cannot be read, or a reservation cannot be
-    ///   removed. An unreadable reservation does not prevent the release of the others.
+    /// - Code 5 if the store, the result cache or a reservation cannot be read, a reservation
+    ///   cannot be removed, or stdout cannot be written. An unreadable reservation does not prevent
+    ///   the release of the others.
     /// - Code 11 if the lock is held for too long.
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn release(&self, args: &Release, streams: &mut Streams<'_>) -> Result<(), Error> {

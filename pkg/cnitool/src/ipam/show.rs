@@ -22,7 +22,8 @@ impl IpamContext<'_, '_> {
     /// files or are too long.
     ///
     /// # Errors
-    /// - Code 5 if the store or the result cache cannot be read.
+    /// - As [`pool_of`](IpamContext::pool_of).
+    /// - Code 5 if the store or the result cache cannot be read, or stdout cannot be written.
     /// - Code 11 if the lock is held for too long.
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {

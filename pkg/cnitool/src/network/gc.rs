@@ -42,15 +42,15 @@ struct CheckedAttachment {
 }
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool gc`: prints which attachments are kept and removed. Then removes them, unless
-    /// `--dry-run` is given or `disableGC` is set.
+    /// Runs `cnitool gc`: prints which attachments are kept and removed, and removes the latter
+    /// unless `--dry-run` is given or `disableGC` is set.
     ///
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
     /// - Code 1 if the network's CNI version is not supported.
-    /// - Code 103 if `--all` is missing, and everything of the network would be removed, or
-    ///   [`Plan::would_remove_unreadable`].
-    /// - Code 5 if the result cache cannot be read.
+    /// - Code 103 without `--all` if [`Plan::would_remove_everything`] or
+    ///   [`Plan::would_remove_unreadable`] is true, unless gc only reports.
+    /// - Code 5 if the result cache cannot be read or stdout cannot be written.
     /// - The errors of the plugins' DEL and GC, as one error.
     pub(super) fn gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;

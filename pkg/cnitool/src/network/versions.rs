@@ -9,8 +9,8 @@ use crate::Streams;
 use crate::report::{Format, write, write_json};
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool version`: prints the list of the plugins, even if there is an error. With
-    /// `--json`, prints only the error.
+    /// Runs `cnitool version`: prints the list of the plugins. If there is an error, the list is
+    /// printed before it; with `--json`, only the error is printed.
     ///
     /// # Errors
     /// As [`configuration`](VerbRun::configuration). Otherwise these, joined to one error:

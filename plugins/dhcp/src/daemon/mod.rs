@@ -316,12 +316,12 @@ impl Daemon {
         }
     }
 
-    /// Returns the lease of an attachment as a result. If the attachment has no task, starts one,
-    /// and waits until the task has acquired a lease or has given up.
+    /// Returns the lease of an attachment as a result. If the attachment has no task for its
+    /// present interface, starts one. Waits until the task has acquired a lease or has given up.
     ///
     /// # Errors
-    /// The text for the plugin: the configuration or interface is unusable, the lease is lost, or
-    /// no server has granted one.
+    /// The text for the plugin: the configuration or interface is unusable, the lease is lost or
+    /// was released, or no server has granted one.
     async fn allocate(self: &Rc<Self>, args: &CmdArgs) -> Result<Rc<AddResult>, String> {
         let (conf, ipam) = read_conf(args)?;
         let (interface, record) = self.prepare(args, &conf, ipam)?;
@@ -394,8 +394,8 @@ impl Daemon {
         if !self.attachments.borrow().contains_key(&key)
             && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
         {
-            // An earlier daemon was killed after it had requested this address, and `resume` starts
-            // no task for such a record. The task that is started here only releases the address.
+            // An earlier daemon ended after it had requested this address, and `resume` starts no
+            // task for such a record. The task that is started here only releases the address.
             let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
             self.start(self.recorded_interface(&record), record, session);
         }
@@ -409,8 +409,8 @@ impl Daemon {
         let handle = self.attachments.borrow().get(key).cloned();
         if let Some(handle) = handle {
             let (done, released) = oneshot::channel();
-            // Sending or waiting fails if the task ends before it processes the command. Then the
-            // attachment has no lease.
+            // Sending or waiting fails if the task ends before it processes the command. Then there
+            // is nothing to release.
             if handle.commands.send(LeaseCommand::Release(done)).is_ok() {
                 let _ = released.await;
             }

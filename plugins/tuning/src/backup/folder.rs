@@ -165,7 +165,7 @@ impl Backup {
     /// Creates or replaces the backup. A reader sees the old content or the new one.
     ///
     /// # Errors
-    /// Code 5 if the backup cannot be written. It is unchanged.
+    /// Code 5 if the backup cannot be written; then it is unchanged.
     pub(crate) fn write(&self, record: &Record) -> Result<()> {
         self.write_bytes(&record.encode())
     }
