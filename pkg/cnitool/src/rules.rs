@@ -241,8 +241,7 @@ fn environment(entry: &Entry) -> Environment {
 
 /// Returns the report for people.
 fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> String {
-    // `lacking` also counts attachments whose rules could not be compared or written.
-    let (mut text, mut lacking, mut skipped) = (String::new(), 0, 0);
+    let (mut text, mut lacking, mut skipped, mut failed) = (String::new(), 0, 0, 0);
     for (entry, outcome) in outcomes {
         let key = entry.id();
         let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
@@ -253,15 +252,16 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
                 text += &line("", "skipped", std::slice::from_ref(why), streams);
             }
             AttachmentOutcome::Failed(error) => {
-                lacking += 1;
+                failed += 1;
                 text += &line("", "failed", &[error.to_string()], streams);
             }
             AttachmentOutcome::Plugins(plugins) => {
-                let lacks_rules = |outcome: &PluginOutcome| match outcome {
-                    PluginOutcome::Missing(_) | PluginOutcome::Restored(_) | PluginOutcome::Failed(_) => true,
-                    PluginOutcome::Complete | PluginOutcome::NotExamined => false,
-                };
-                if plugins.iter().any(|(_, outcome)| lacks_rules(outcome)) {
+                let has_failed = |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Failed(_));
+                let lacks_rules =
+                    |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Missing(_) | PluginOutcome::Restored(_));
+                if plugins.iter().any(|(_, outcome)| has_failed(outcome)) {
+                    failed += 1;
+                } else if plugins.iter().any(|(_, outcome)| lacks_rules(outcome)) {
                     lacking += 1;
                 }
                 for (kind, outcome) in plugins {
@@ -272,7 +272,11 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
         }
     }
     let plural = if outcomes.len() == 1 { "attachment" } else { "attachments" };
-    text + &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped.\n", outcomes.len())
+    text += &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped", outcomes.len());
+    if failed > 0 {
+        text += &format!(", {failed} failed");
+    }
+    text + ".\n"
 }
 
 /// Returns the line about a plugin or, without `prefix`, about the whole attachment.
