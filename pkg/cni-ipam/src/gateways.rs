@@ -47,8 +47,8 @@ pub fn configured_gateways(conf: &NetConf) -> Vec<Cidr> {
 }
 
 /// Returns the gateway of a range with these values of `subnet` and `gateway`: the subnet's first
-/// host if `gateway` is missing or empty. Returns `None` if the subnet is missing, or if a text cannot be
-/// parsed.
+/// host if `gateway` is missing or empty. Returns `None` if the subnet is missing, or if a text
+/// cannot be parsed.
 fn gateway_of(subnet: Option<&Json>, gateway: Option<&Json>) -> Option<Cidr> {
     let subnet: Cidr = subnet?.as_str()?.parse().ok()?;
     match gateway.and_then(Json::as_str).filter(|text| !text.is_empty()) {
