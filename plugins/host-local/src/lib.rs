@@ -155,7 +155,9 @@ impl Plugin for HostLocal {
         };
         if reserved.is_empty() {
             let msg = format!("host-local: Failed to find address added by container {}", call.container_id);
-            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
+            let folder = location.data_dir.join(call.conf.name());
+            let details = format!("{} has no reservation for {} {}", folder.display(), call.container_id, call.ifname);
+            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details));
         }
         let (Some(prev), Some(sets)) = (call.conf.prev_result()?, conf::range_sets(&call.conf)?) else {
             return Ok(());
