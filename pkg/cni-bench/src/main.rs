@@ -19,6 +19,7 @@ mod measure;
 mod options;
 mod plot;
 mod report;
+mod rules;
 mod stats;
 mod targets;
 mod trace;

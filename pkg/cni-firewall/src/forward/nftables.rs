@@ -25,6 +25,8 @@
 //! administrator. All rules are then written to the table of that chain, which jumps to
 //! `cni_forward` in place of `forward`. The chain with this jump is the [`EntryChain`].
 
+mod check;
+
 use std::cell::RefCell;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -37,6 +39,8 @@ use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, 
 use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route;
+
+pub(super) use check::check;
 
 /// The name of the plugins' own table, used where no administrator's chain is configured.
 pub(super) const OWN_TABLE: &str = "cni_firewall";
@@ -423,51 +427,6 @@ fn remove_addresses(
         }
     }
     Ok(())
-}
-
-/// Returns a sentence for each missing element or rule of `addresses`; empty if none is missing.
-pub(super) fn check(
-    nft: &mut Nft,
-    addresses: &[OwnedAddress],
-    admin_chain: Option<&EntryChain>,
-) -> Result<Vec<String>> {
-    let own_chain = EntryChain::own();
-    let mut missing = Vec::new();
-    for (entry_chain, group) in by_entry_chain(addresses, admin_chain, &own_chain) {
-        let table = entry_chain.table();
-        if !has_forward_rules(nft, entry_chain)? {
-            missing.push(format!("nft chain {table} {CNI_FORWARD} is missing or has other rules than it should"));
-            continue;
-        }
-        let is_hooked_in = match nft.find_chain(table, &entry_chain.chain)? {
-            // How the administrator's chain is reached is not checked.
-            Some(chain) => !entry_chain.is_in_own_table() || chain.base == Some(OWN_CHAIN_HOOK),
-            None => false,
-        };
-        if !is_hooked_in || !leads_to_forward(nft, entry_chain)? {
-            missing.push(format!("nft chain {table} {} does not lead to {CNI_FORWARD}", entry_chain.chain));
-        }
-        for owned in group {
-            let (set, _) = set_of(owned.address);
-            if !nft.has_element(table, set, owned.address)? {
-                missing.push(format!("nft set {table} {set} lacks {}", owned.address));
-            }
-            for (chain, exprs) in isolation_rules(&owned.ingress)? {
-                if nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == exprs) {
-                    continue;
-                }
-                // Only a policy with a bridge has isolation rules.
-                let bridge = owned.ingress.bridge().unwrap_or_default();
-                let policy = owned.ingress.name();
-                let sentence =
-                    format!("nft chain {table} {chain} lacks the rule of bridge {bridge} for ingressPolicy {policy}");
-                if !missing.contains(&sentence) {
-                    missing.push(sentence);
-                }
-            }
-        }
-    }
-    Ok(missing)
 }
 
 /// Whether a table records an address of the attachment `owner`.

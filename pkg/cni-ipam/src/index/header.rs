@@ -7,8 +7,10 @@ use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
 use super::bits::Family;
+use super::record::family;
 use super::table::{PAGE_LENGTH, SLOT_LENGTH, hash};
 use crate::host::Timestamp;
+use crate::ranges::{Range, number};
 
 /// The first bytes of the file. A change of the format of the page or the slots, or of [`hash`],
 /// needs another value: an index with another value is not read, but rebuilt.
@@ -93,6 +95,29 @@ pub(crate) struct Header {
     /// The number of times that the header was written.
     pub(crate) sequence: u64,
     pub(crate) counters: Vec<Counter>,
+}
+
+/// Whether the counter is for this range.
+pub(super) fn is_counter_of(counter: &Counter, range: &Range) -> bool {
+    (counter.family, counter.first, counter.last)
+        == (family(range.first()), number(range.first()), number(range.last()))
+}
+
+impl Header {
+    /// Adds a counter for a range, unless the range has one. If there is no room, the new counter
+    /// replaces the least recently used one. The new counter is 0, so the caller must set it.
+    pub(crate) fn start_counting(&mut self, range: &Range) {
+        if self.counters.iter().any(|counter| is_counter_of(counter, range)) {
+            return;
+        }
+        let (first, last) = (number(range.first()), number(range.last()));
+        let counter = Counter { family: family(range.first()), first, last, used: 0, last_used: self.sequence };
+        if self.counters.len() < COUNTERS {
+            self.counters.push(counter);
+        } else if let Some(least_recent) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
+            *least_recent = counter;
+        }
+    }
 }
 
 /// A buffer to which numbers are appended in little-endian order.

@@ -60,7 +60,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::host::{Host, Timestamp};
 use crate::ranges::{Range, number};
-use header::{CLEAN_AT, Counter, Header, Stamp};
+use header::{CLEAN_AT, Counter, Header, Stamp, is_counter_of};
 use record::{RECORD, address_to_payload, family};
 use table::{Key, PAGE_LENGTH, Storage, Table, TableError};
 
@@ -450,29 +450,6 @@ impl Index {
     #[cfg(test)]
     pub(crate) fn accesses(&self) -> u64 {
         self.table.accesses()
-    }
-}
-
-/// Whether the counter is for this range.
-fn is_counter_of(counter: &Counter, range: &Range) -> bool {
-    (counter.family, counter.first, counter.last)
-        == (family(range.first()), number(range.first()), number(range.last()))
-}
-
-impl Header {
-    /// Adds a counter for a range, unless the range has one. If there is no room, the new counter
-    /// replaces the least recently used one. The new counter is 0, so the caller must set it.
-    pub(crate) fn start_counting(&mut self, range: &Range) {
-        if self.counters.iter().any(|counter| is_counter_of(counter, range)) {
-            return;
-        }
-        let (first, last) = (number(range.first()), number(range.last()));
-        let counter = Counter { family: family(range.first()), first, last, used: 0, last_used: self.sequence };
-        if self.counters.len() < header::COUNTERS {
-            self.counters.push(counter);
-        } else if let Some(least_recent) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
-            *least_recent = counter;
-        }
     }
 }
 
