@@ -191,7 +191,8 @@ fn find_host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Li
     let host_end = host.find_link_by_index(index)?.filter(|link| link.peer_index == Some(inner.index));
     let host_end = host_end.ok_or_else(|| Error::config(format!("veth peer with index {index} is not in host ns")))?;
     if !lists_host_interface(prev, &host_end.name) {
-        return Err(Error::config("no veth peer of container interface found in host ns"));
+        let details = format!("prevResult does not list {}, the host's end of {ifname}", host_end.name);
+        return Err(Error::config("no veth peer of container interface found in host ns").with_details(details));
     }
     Ok(host_end)
 }
