@@ -61,20 +61,6 @@ impl Folder {
         before_link: &mut dyn FnMut(&Record),
     ) -> io::Result<LinkOutcome> {
         let step = Step::begin();
-        let outcome = self.create_unlogged(address, content, boot, before_link);
-        let suffix = if matches!(outcome, Ok(LinkOutcome::Exists)) { ", which exists" } else { "" };
-        step.end(format_args!("create {}/{address}{suffix}", self.path.display()), &outcome);
-        outcome
-    }
-
-    /// Does the work of [`create`](Folder::create).
-    fn create_unlogged(
-        &self,
-        address: IpAddr,
-        content: &str,
-        boot: u64,
-        before_link: &mut dyn FnMut(&Record),
-    ) -> io::Result<LinkOutcome> {
         let record_of = |file: &File| -> io::Result<Record> {
             let metadata = file.metadata()?;
             Ok(Record {
@@ -92,13 +78,17 @@ impl Folder {
             before_link(&Record { ctime: (record.ctime.0, PROVISIONAL_NANOS), ..record });
             Ok(())
         });
-        let Some(file) = written? else { return Ok(LinkOutcome::Exists) };
-        let record = record_of(&file);
-        if record.is_err() {
-            // The caller needs the record, so without one the reservation is removed again.
-            let _ = self.unlink(&name);
-        }
-        record.map(LinkOutcome::Created)
+        let outcome = match written {
+            Ok(Some(file)) => record_of(&file).map(LinkOutcome::Created).inspect_err(|_| {
+                // The caller needs the record, so without one the reservation is removed again.
+                let _ = self.unlink(&name);
+            }),
+            Ok(None) => Ok(LinkOutcome::Exists),
+            Err(error) => Err(error),
+        };
+        let suffix = if matches!(outcome, Ok(LinkOutcome::Exists)) { ", which exists" } else { "" };
+        step.end(format_args!("create {}/{address}{suffix}", self.path.display()), &outcome);
+        outcome
     }
 
     /// Creates a file with this name and content. Tries three methods: to link a file without a
