@@ -122,7 +122,7 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
 }
 
 /// Counts what the operations of all cases cost. In a comparison, if an operation costs more than
-/// its line of `table` says, counts the operations of the same case and side again, up to
+/// in its line of `table`, counts the operations of the same case and side again, up to
 /// [`MAX_RECOUNTS`] times. For a case that this machine cannot run, returns its lines of `table`.
 fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;

@@ -172,9 +172,9 @@ pub trait Interface {
         check.wait_for_dad(check.settle_deadline())
     }
 
-    /// Whether DEL removes CNI_IFNAME although neither an alias nor `prevResult` says which
-    /// attachment it belongs to. CNI_IFNAME is of this plugin's kind; `outer` is its end on the
-    /// host.
+    /// Whether DEL removes CNI_IFNAME although neither an alias nor `prevResult` names the
+    /// attachment that it belongs to. CNI_IFNAME is of this plugin's kind; `outer` is its end on
+    /// the host.
     ///
     /// The default is `true` if CNI_NETNS exists and is not the host's own namespace: interfaces of
     /// the Go plugins have no alias, and before specification 0.4.0 DEL gets no `prevResult`.

@@ -182,7 +182,7 @@ mod tests {
         let mut decided = [one("10.0.0.2", true), one("10.0.0.3", true), one("10.0.0.4", false)];
         let removed = [decided[0].reservation.address];
         assert_eq!(mark_unremoved_as_kept(&mut decided, &removed), [decided[1].reservation.address]);
-        let told: Vec<(bool, &str)> = decided.iter().map(|one| (one.is_removed, one.why.as_str())).collect();
-        assert_eq!(told, [(true, "because"), (false, "it has changed in the meantime"), (false, "because")]);
+        let reported: Vec<(bool, &str)> = decided.iter().map(|one| (one.is_removed, one.why.as_str())).collect();
+        assert_eq!(reported, [(true, "because"), (false, "it has changed in the meantime"), (false, "because")]);
     }
 }
