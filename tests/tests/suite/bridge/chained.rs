@@ -280,3 +280,26 @@ fn spoof_rules_precede_and_outlast_the_port() {
     traced_add(&attachment.clone().config(patched(attachment.config.clone(), ipam))).failure();
     node.exec(&["ip", "link", "del", "host0"]);
 }
+
+#[test]
+fn del_after_a_killed_chained_add_leaves_nothing() {
+    require!(probe::nft_bridge());
+    require!(trace::supported());
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, patched(layer2(), json!({"macspoofchk": true})));
+    let plan = |at| Plan { victim: "bridge".into(), at, act: Act::Signal(Signal::SIGKILL) };
+    let whole = attachment.invocation("ADD", Some(&prev)).traced(&plan(u64::MAX));
+    attachment.del_with(&whole.outcome.success()).success();
+    let mut killed_with_rules = 0;
+    for (at, _) in (1..).zip(&whole.all).filter(|(_, hit)| !hit.starting && hit.call.starts_with("send")) {
+        let traced = attachment.invocation("ADD", Some(&prev)).traced(&plan(at));
+        killed_with_rules += u32::from(node.ruleset().contains("macspoofchk"));
+        attachment.del_with(&prev).success();
+        let left = (node.ruleset().contains("macspoofchk"), node.link("host0").unwrap()["master"].clone());
+        assert_eq!(left, (false, Value::Null), "killed at {at}, {:?}\n{}", traced.hit, traced.outcome.report());
+    }
+    assert!(killed_with_rules > 0, "no kill came after the rules were written");
+    node.exec(&["ip", "link", "del", "host0"]);
+}
