@@ -194,6 +194,8 @@ release_emulated() (
     qemu=qemu-$(case $1 in arm64) echo aarch64 ;; *) echo "$1" ;; esac)
     sed 's/.*  //' SHA256SUMS | while read -r plugin; do
         CNI_COMMAND=VERSION "$qemu" "./$plugin" </dev/null | jq -e '.supportedVersions | index("1.1.0")' >/dev/null
+        # What Nomad and nerdctl parse.
+        "$qemu" "./$plugin" </dev/null 2>&1 >/dev/null | sed -n 1p | grep -qxE "CNI $plugin plugin v([0-9]+\.){2}[0-9]+\+rust\.[0-9A-Za-z.-]+"
     done
     "$qemu" ./cni-install --version
     store=$work/$1

@@ -19,7 +19,7 @@ use crate::args::CniArgs;
 use crate::config::{self, NetConf, ValidAttachments};
 use crate::json::{Json, UnknownKey};
 use crate::machine::Machine;
-use crate::release::release;
+use crate::release::{release, version_line};
 use crate::result::{AddResult, pretty};
 use crate::rollback::{Notes, Rollback};
 use crate::steps::{CallTimer, Quoted};
@@ -287,7 +287,7 @@ fn handle(
     facts: &mut CallFacts,
 ) -> Result<()> {
     let Some(verb) = environment.verb(plugin.name())? else {
-        // A person has started the plugin.
+        // A person or a program that asks for the version, such as Nomad.
         streams.notes.note(about(plugin.name()));
         return Ok(());
     };
@@ -469,10 +469,14 @@ fn requested_version(stdin: &mut Option<&mut dyn Read>) -> Option<Version> {
     if text.is_empty() { None } else { Version::find(text) }
 }
 
-/// Returns the text for a person who runs the plugin by hand: its release and the supported
-/// versions.
+/// Returns the text for a call without CNI_COMMAND: the version line, which programs parse, the
+/// supported versions of the specification, and this project's release.
 fn about(name: &str) -> String {
     let supported: Vec<&str> = Version::ALL.iter().map(|version| version.as_str()).collect();
-    let release = release();
-    format!("CNI {name} plugin v{release}\nCNI protocol versions supported: {}", supported.join(", "))
+    format!(
+        "{}\nCNI protocol versions supported: {}\nCNI plugins in Rust: release {}",
+        version_line(name),
+        supported.join(", "),
+        release()
+    )
 }

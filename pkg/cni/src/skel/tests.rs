@@ -221,10 +221,11 @@ fn a_variable_that_is_not_text_is_named() {
 fn without_a_command_plugin_and_versions_are_printed() {
     let outcome = call(&Recorder::default(), &environment("", &[]), "");
     assert!(!outcome.failed && outcome.stdout.is_empty());
-    assert!(outcome.notes.starts_with("CNI recorder plugin v"), "{}", outcome.notes);
-    assert!(
-        outcome.notes.ends_with("\nCNI protocol versions supported: 0.1.0, 0.2.0, 0.3.0, 0.3.1, 0.4.0, 1.0.0, 1.1.0")
-    );
+    let lines: Vec<&str> = outcome.notes.lines().collect();
+    let version = concat!("CNI recorder plugin v1.9.1+rust.", env!("CARGO_PKG_VERSION"));
+    let release = format!("CNI plugins in Rust: release {}", crate::release::release());
+    let supported = "CNI protocol versions supported: 0.1.0, 0.2.0, 0.3.0, 0.3.1, 0.4.0, 1.0.0, 1.1.0";
+    assert_eq!(lines, [version, supported, release.as_str()]);
     let outcome = call(&Recorder::default(), &environment("add", &[]), CONF);
     assert_eq!((outcome.code(), outcome.msg()), (4, "unknown CNI_COMMAND: add".into()));
 }

@@ -6,4 +6,5 @@ mod configuration;
 mod environment;
 mod guard;
 mod json;
+mod version_line;
 mod versions;
