@@ -202,16 +202,15 @@ ruleset' or 'iptables-restore' without --noflush: containers have lost
 masquerading, host ports, acceptance by the firewall and the spoof check.
 Compares the rules of each attachment that a runtime or cnitool has stored with
 the result and the configuration of its add, and writes those that are missing.
-Existing rules and rules of other programs stay. Attachments whose network
-namespace or interface is gone are skipped. Plugins of other projects are not
-examined.";
+Existing rules and rules of other programs stay. Attachments that are gone are
+skipped. Plugins of other projects are not examined.";
 
 /// After the options of `cnitool rules restore --help`.
 pub(crate) const AFTER_RULES_RESTORE: &str = "\
 Run it in the host's network namespace.
 
-Exit codes: 0 no rule is missing now; 1 something failed, or with --dry-run a
-            rule is missing; 2 the arguments are invalid
+Exit codes: 0 no rule is missing now; 1 something failed or was not restored, or
+            with --dry-run a rule is missing; 2 the arguments are invalid
 
 Examples:
   cnitool rules restore --dry-run

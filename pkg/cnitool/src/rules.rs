@@ -17,6 +17,7 @@ use libcni::cache::{Entry, Listing};
 use serde_json::{Value, json};
 
 use crate::cli::{Failure, Shared, failed};
+use crate::inspect::{find_host_end, plugins_of_type, result_of};
 use crate::report::{Colour, Format, error_json, paint, write, write_json};
 use crate::target::NetnsPresence;
 use crate::{Call, Exit, Streams, help, plugins};
@@ -48,8 +49,10 @@ struct Restore {
 
 /// The outcome for one attachment.
 enum AttachmentOutcome {
-    /// It is not certain that the attachment is in use, for this reason.
+    /// The attachment is gone, for this reason.
     Skipped(String),
+    /// It could not be proved that the attachment is in use, for this reason.
+    Unproven(String),
     /// Its rules could not be compared.
     Failed(Error),
     /// The type of each plugin that has rules or is of another project, and the outcome for its
@@ -92,7 +95,8 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
 
 /// Restores the rules of each attachment in the result cache, or of each attachment to the network
 /// in the arguments, and prints the outcomes. Returns [`Exit::Failed`] if an attachment or a plugin
-/// failed, if a file of the cache cannot be read, or if rules are missing in a dry run.
+/// failed, if an attachment may be in use and was not examined, if a file of the cache cannot be
+/// read, or if rules are missing in a dry run.
 ///
 /// # Errors
 /// Code 5 if the result cache cannot be read or stdout cannot be written.
@@ -110,7 +114,7 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
     }
     let is_incomplete = |(_, outcome): &(Entry, AttachmentOutcome)| match outcome {
         AttachmentOutcome::Skipped(_) => false,
-        AttachmentOutcome::Failed(_) => true,
+        AttachmentOutcome::Unproven(_) | AttachmentOutcome::Failed(_) => true,
         AttachmentOutcome::Plugins(plugins) => {
             plugins.iter().any(|(_, plugin)| matches!(plugin, PluginOutcome::Failed(_) | PluginOutcome::Missing(_)))
         }
@@ -132,7 +136,7 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
 /// has written.
 ///
 /// # Errors
-/// - As [`why_skipped`].
+/// - As [`usage`].
 /// - The configuration or the result in `entry` is invalid.
 /// - The result cache cannot be read after rules were written.
 fn restore_attachment(
@@ -142,8 +146,10 @@ fn restore_attachment(
     call: &Call<'_>,
     notes: &Notes,
 ) -> Result<AttachmentOutcome> {
-    if let Some(why) = why_skipped(entry, call)? {
-        return Ok(AttachmentOutcome::Skipped(why));
+    match usage(entry, call)? {
+        Usage::InUse => {}
+        Usage::Gone(why) => return Ok(AttachmentOutcome::Skipped(why)),
+        Usage::Unproven(why) => return Ok(AttachmentOutcome::Unproven(why)),
     }
     let list = entry.list()?;
     let environment = environment(entry);
@@ -184,7 +190,7 @@ fn restore_attachment(
     }
     // If DEL ran during the call, it may have ended before the rules were written.
     if !rollbacks.is_empty() {
-        let is_detached = cache.find(&entry.id())?.is_none() || why_skipped(entry, call)?.is_some();
+        let is_detached = cache.find(&entry.id())?.is_none() || !matches!(usage(entry, call)?, Usage::InUse);
         if is_detached {
             // Returning drops the rollbacks, which removes the rules.
             let why = "it was detached during the call; its rules have been removed again".to_owned();
@@ -195,31 +201,62 @@ fn restore_attachment(
     Ok(AttachmentOutcome::Plugins(outcomes))
 }
 
-/// Returns why the attachment is skipped, or `None` if it is certainly in use: its namespace has
-/// its interface, and the interface has the MAC in the result (if the result has one). An interface
-/// with a different MAC was not created by this attachment's ADD. The rules of an attachment that
-/// is not in use could match packets of another container.
+/// Whether an attachment is in use. The rules of one that is not could match packets of another
+/// container.
+enum Usage {
+    InUse,
+    /// The attachment is gone, for this reason.
+    Gone(String),
+    /// It cannot be proved that the attachment is in use, for this reason.
+    Unproven(String),
+}
+
+/// Finds out whether the attachment is in use.
+///
+/// The attachments of bridge and ptp have an end on the host, which disappears together with the
+/// container's. What the container changes in its namespace, such as the name or the MAC of its
+/// interface, has no influence: a container whose MAC is forged needs its spoof rules most.
+///
+/// Other attachments have nothing on the host. They are in use if their namespace has their
+/// interface with the MAC in the result (if the result has one).
 ///
 /// # Errors
-/// The kernel's error if the namespace or its links cannot be read; code 6 if the result cannot be
-/// decoded.
-fn why_skipped(entry: &Entry, call: &Call<'_>) -> Result<Option<String>> {
+/// The kernel's error if the links of the host, the namespace or its links cannot be read; code 6
+/// if the result cannot be decoded.
+fn usage(entry: &Entry, call: &Call<'_>) -> Result<Usage> {
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
-    match NetnsPresence::at(netns, call.machine) {
-        NetnsPresence::Exists => {}
-        NetnsPresence::Gone(why) => return Ok(Some(format!("its namespace {netns} is gone: {why}"))),
-        NetnsPresence::OtherFile(why) | NetnsPresence::Unknown(why) => {
-            return Ok(Some(format!("its namespace {netns} cannot be entered: {why}")));
-        }
+    let host = Netlink::open()?;
+    let container_interface = entry.container_interface()?;
+    let result = result_of(entry).unwrap_or_default();
+    let presence = NetnsPresence::at(netns, call.machine);
+    if let NetnsPresence::Gone(why) = presence {
+        return Ok(Usage::Gone(format!("its namespace {netns} is gone: {why}")));
     }
-    let link = Netlink::open()?.open_in(&Netns::open(Path::new(netns))?)?.find_link(ifname)?;
-    let Some(link) = link else { return Ok(Some(format!("its namespace {netns} has no interface {ifname}"))) };
-    let expected = entry.container_interface()?.map(|interface| interface.mac).unwrap_or_default();
+    if find_host_end(&host.list_links()?, &entry.id(), &result).is_some() {
+        return Ok(Usage::InUse);
+    }
+    // Results below version 0.3.0 have no interfaces.
+    if has_host_end(entry) && !result.interfaces.is_empty() {
+        return Ok(Usage::Gone("the host has no interface of it any more".to_owned()));
+    }
+    if let NetnsPresence::OtherFile(why) | NetnsPresence::Unknown(why) = presence {
+        return Ok(Usage::Unproven(format!("its namespace {netns} cannot be entered: {why}")));
+    }
+    let link = host.open_in(&Netns::open(Path::new(netns))?)?.find_link(ifname)?;
+    let Some(link) = link else {
+        return Ok(Usage::Unproven(format!("its namespace {netns} has no interface {ifname}")));
+    };
+    let expected = container_interface.map(|interface| interface.mac).unwrap_or_default();
     let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
     if expected.is_empty() || expected.eq_ignore_ascii_case(&mac) {
-        return Ok(None);
+        return Ok(Usage::InUse);
     }
-    Ok(Some(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}")))
+    Ok(Usage::Unproven(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}")))
+}
+
+/// Whether a plugin of the attachment's list gives it an end on the host.
+fn has_host_end(entry: &Entry) -> bool {
+    ["bridge", "ptp"].into_iter().any(|kind| !plugins_of_type(&entry.config, kind).is_empty())
 }
 
 /// Returns the CNI variables of the attachment's ADD, but with the verb CHECK: the plugins compare
@@ -241,7 +278,7 @@ fn environment(entry: &Entry) -> Environment {
 
 /// Returns the report for people.
 fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> String {
-    let (mut text, mut lacking, mut skipped, mut failed) = (String::new(), 0, 0, 0);
+    let (mut text, mut lacking, mut skipped, mut unproven, mut failed) = (String::new(), 0, 0, 0, 0);
     for (entry, outcome) in outcomes {
         let key = entry.id();
         let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
@@ -250,6 +287,10 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
             AttachmentOutcome::Skipped(why) => {
                 skipped += 1;
                 text += &line("", "skipped", std::slice::from_ref(why), streams);
+            }
+            AttachmentOutcome::Unproven(why) => {
+                unproven += 1;
+                text += &line("", "not restored", std::slice::from_ref(why), streams);
             }
             AttachmentOutcome::Failed(error) => {
                 failed += 1;
@@ -273,6 +314,9 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
     }
     let plural = if outcomes.len() == 1 { "attachment" } else { "attachments" };
     text += &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped", outcomes.len());
+    if unproven > 0 {
+        text += &format!(", {unproven} not restored");
+    }
     if failed > 0 {
         text += &format!(", {failed} failed");
     }
@@ -281,7 +325,7 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
 
 /// Returns the line about a plugin or, without `prefix`, about the whole attachment.
 fn line(prefix: &str, word: &str, sentences: &[String], streams: &Streams<'_>) -> String {
-    let is_problem = ["missing", "failed"].contains(&word);
+    let is_problem = ["missing", "not restored", "failed"].contains(&word);
     let sign = if is_problem { '!' } else { ' ' };
     let details = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
     let line = format!("{sign} {prefix}{word}{details}");
@@ -301,6 +345,7 @@ fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: R
         let mut value = json!({"network": key.network, "containerID": key.container_id, "ifname": key.ifname});
         match outcome {
             AttachmentOutcome::Skipped(why) => value["skipped"] = why.as_str().into(),
+            AttachmentOutcome::Unproven(why) => value["notRestored"] = why.as_str().into(),
             AttachmentOutcome::Failed(error) => value["error"] = error_json(error),
             AttachmentOutcome::Plugins(plugins) => value["plugins"] = plugins.iter().map(plugin_json).collect(),
         }

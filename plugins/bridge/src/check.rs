@@ -73,11 +73,11 @@ pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<
     Ok(Some(restored))
 }
 
-/// Returns the MAC of the container's interface, and a sentence for each difference in the rules of
-/// `macspoofchk`.
+/// Returns the only MAC that the container may send from, and a sentence for each difference in the
+/// rules of `macspoofchk`.
 fn check_spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String>)> {
     let (call, inner) = (check.context.call, &check.inner);
-    let mac = inner.mac.ok_or_else(|| failed(format!("{} has no hardware address", inner.name)))?;
+    let mac = check.expected_mac().ok_or_else(|| failed(format!("{} has no hardware address", inner.name)))?;
     Ok((mac, SpoofCheck::open()?.check(&call.container_id, &call.ifname, &outer.name, mac)?))
 }
 

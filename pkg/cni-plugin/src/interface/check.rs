@@ -91,10 +91,31 @@ impl<'a, C> OpenedAttachment<'a, C> {
     /// # Errors
     /// Code 101 or 3 if CNI_IFNAME does not exist, see [`not_found`].
     fn find_interface<I: Interface<Conf = C>>(self, plugin: &I) -> Result<Check<'a, C>> {
+        match self.context.container.find_link(&self.context.call.ifname)? {
+            Some(inner) => Ok(self.with_interface(plugin, inner)),
+            None => Err(not_found::<I>(&self.context, &self.prev)?),
+        }
+    }
+
+    /// Finds the container's interface by the attachment's mark on its end on the host. The
+    /// container may have renamed the interface, and have another one named CNI_IFNAME.
+    ///
+    /// # Errors
+    /// The links of the host or the container cannot be read.
+    fn find_marked_interface(&self) -> Result<Option<Link>> {
+        let attachment = &self.context.attachment;
+        let links = self.context.host.list_links()?;
+        let marked = links.iter().find(|link| link.is_veth() && attachment.is_on(link.alias.as_deref()));
+        let Some((outer, index)) = marked.and_then(|outer| Some((outer, outer.peer_index?))) else { return Ok(None) };
+        let inner = self.context.container.find_link_by_index(index)?;
+        // An unrelated link of the namespace may have the index.
+        Ok(inner.filter(|inner| inner.peer_index == Some(outer.index)))
+    }
+
+    /// Adds `inner`, the container's interface, and its entry, addresses and routes in
+    /// `prevResult`.
+    fn with_interface<I: Interface<Conf = C>>(self, plugin: &I, inner: Link) -> Check<'a, C> {
         let OpenedAttachment { context, prev, position } = self;
-        let Some(inner) = context.container.find_link(&context.call.ifname)? else {
-            return Err(not_found::<I>(&context, &prev)?);
-        };
         let expected = prev.interfaces[position].clone();
         // tc-redirect-tap lists an interface of the virtual machine, with the container's ID as its
         // sandbox, and assigns the addresses of CNI_IFNAME to that entry. The kernel has them on
@@ -115,7 +136,7 @@ impl<'a, C> OpenedAttachment<'a, C> {
         let policy = plugin.layer3(&context.conf);
         let layer3 = Layer3 { ips, routes: prev.routes.clone(), subnet: policy.subnet };
         let (masquerade, state) = (policy.masquerade, policy.state);
-        Ok(Check { context, prev, inner, layer3, expected, masquerade, state })
+        Check { context, prev, inner, layer3, expected, masquerade, state }
     }
 }
 
@@ -177,13 +198,24 @@ fn addresses(ips: &[IpConfig]) -> Vec<Cidr> {
 }
 
 impl<'a, C> Check<'a, C> {
-    /// Opens the attachment, for a caller that runs single steps of a CHECK.
+    /// Opens the attachment, for a caller that runs single steps of a CHECK. The container's
+    /// interface is found by its marked end on the host or, if there is none, by its name.
     ///
     /// # Errors
     /// - Code 101 if CNI_IFNAME does not exist and its end on the host does; 3 if neither exists.
     /// - The errors of the configuration, of `prevResult` and of opening the namespace.
     pub fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<Check<'a, C>> {
-        OpenedAttachment::open(plugin, call)?.find_interface(plugin)
+        let attachment = OpenedAttachment::open(plugin, call)?;
+        match attachment.find_marked_interface()? {
+            Some(inner) => Ok(attachment.with_interface(plugin, inner)),
+            None => attachment.find_interface(plugin),
+        }
+    }
+
+    /// Returns the MAC that `prevResult` has for CNI_IFNAME or, if it has none, that of the
+    /// interface, which the container can change.
+    pub fn expected_mac(&self) -> Option<Mac> {
+        self.expected.mac.parse().ok().or(self.inner.mac)
     }
 
     /// Returns the host's end of the veth pair whose other end is CNI_IFNAME.

@@ -18,7 +18,7 @@ use crate::{Call, Exit, Streams};
 
 pub(crate) use attachment::AttachmentReport;
 pub(crate) use leftovers::Leftover;
-pub(crate) use snapshot::{Snapshot, bridges_of, is_true, plugins_in, result_of};
+pub(crate) use snapshot::{Snapshot, bridges_of, find_host_end, is_true, plugins_in, plugins_of_type, result_of};
 
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]

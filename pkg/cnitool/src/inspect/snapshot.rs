@@ -106,15 +106,9 @@ impl Snapshot {
             if attached.iter().any(|(known, _)| *known == attachment) {
                 continue;
             }
-            let interfaces = result_of(entry).map(|result| result.interfaces).unwrap_or_default();
-            let is_in_result = |link: &&Link| {
-                let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
-                // An interface without a sandbox is on the host.
-                let mut on_host = interfaces.iter().filter(|interface| interface.sandbox.is_empty());
-                link.kind == LinkKind::Veth
-                    && on_host.any(|listed| listed.name == link.name && listed.mac.eq_ignore_ascii_case(&mac))
-            };
-            attached.extend(self.links.iter().find(is_in_result).map(|link| (attachment, link)));
+            let result = result_of(entry).unwrap_or_default();
+            let found = self.links.iter().find(|link| is_veth_of_result(link, &result));
+            attached.extend(found.map(|link| (attachment, link)));
         }
         attached
     }
@@ -154,6 +148,22 @@ impl Snapshot {
         self.cached.iter().any(|entry| entry.id() == *attachment)
             || self.aliased_links.iter().any(|(known, _)| known.alias() == attachment.alias())
     }
+}
+
+/// Returns the attachment's end on the host: the link with its alias or, because the Go plugins set
+/// no alias, the veth of its result. A container can change neither.
+pub(crate) fn find_host_end<'a>(links: &'a [Link], attachment: &AttachmentId, result: &AddResult) -> Option<&'a Link> {
+    let has_alias = |link: &&Link| !link.is_ifb() && attachment.is_on(link.alias.as_deref());
+    links.iter().find(has_alias).or_else(|| links.iter().find(|link| is_veth_of_result(link, result)))
+}
+
+/// Whether a link of the host is a veth with the name and the MAC of an interface in the result.
+fn is_veth_of_result(link: &Link, result: &AddResult) -> bool {
+    let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+    // An interface without a sandbox is on the host.
+    let mut on_host = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+    link.kind == LinkKind::Veth
+        && on_host.any(|listed| listed.name == link.name && listed.mac.eq_ignore_ascii_case(&mac))
 }
 
 /// Returns tuning's backups in the folders that the networks configure, and in the default folder,

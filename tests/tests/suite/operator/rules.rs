@@ -264,7 +264,12 @@ fn only_living_attachments_of_the_named_network_are_restored() {
         let (script, _) = losses(place.backend)[0];
         place.shell(script);
         let text = place.failed(&["rules", "restore", "net1"]);
-        for words in ["net1-broken-eth0", "skipped: its namespace", "has no interface eth0", "portmap      restored"] {
+        for words in [
+            "net1-broken-eth0",
+            "skipped: its namespace",
+            "skipped: the host has no interface of it",
+            "portmap      restored",
+        ] {
             assert!(text.contains(words), "it should say `{words}` {:?}\n{text}", place.backend);
         }
         assert!(!text.contains("net2"), "{text}");
@@ -288,20 +293,45 @@ fn only_living_attachments_of_the_named_network_are_restored() {
     });
 }
 
+/// What a container does in its namespace decides nothing: its end on the host has the mark.
 #[test]
-fn an_interface_with_another_mac_gets_no_rules() {
+fn a_container_that_changes_its_interface_gets_its_rules() {
     require!(probe::plugin("cnitool"));
     each(|place| {
-        let container = place.attach("net1", Some(8080));
+        let (forger, renamed) = (place.attach("net1", Some(8080)), place.attach("net1", Some(8081)));
+        let whole = place.rules();
         let (script, _) = losses(place.backend)[0];
         place.shell(script);
-        let broken = place.rules();
-        container.exec(&["ip", "link", "set", "eth0", "address", "0a:00:00:00:00:99"]);
+        forger.exec(&["ip", "link", "set", "eth0", "address", "0a:00:00:00:00:99"]);
+        renamed.exec(&["ip", "link", "set", "eth0", "name", "mine"]);
+        renamed.exec(&["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "decoy"]);
         let text = place.done(&["rules", "restore"]);
-        assert!(text.contains("skipped: eth0") && text.contains("0a:00:00:00:00:99"), "{text}");
-        assert_eq!(place.rules(), broken, "{:?}", place.backend);
-        place.detach("net1", &container);
+        assert!(text.ends_with("2 attachments: 2 lacked rules, 0 skipped.\n"), "{text}");
+        assert_eq!(differences(&whole, &place.rules()), [""; 0], "{:?}", place.backend);
+        place.detach("net1", &forger);
+        place.detach("net1", &renamed);
     });
+}
+
+/// Without an end on the host, only the interface's name and MAC identify the attachment.
+#[test]
+fn an_attachment_that_may_be_in_use_is_not_skipped_silently() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let node = &operator.node;
+    node.ip(&["link add up0 type veth peer name up1"]);
+    node.expect_left("up0");
+    node.expect_left("up1");
+    let ipam = json!({"type": "host-local", "dataDir": node.dir(), "ranges": [[{"subnet": "10.3.0.0/24"}]]});
+    let macvlan = json!({"type": "macvlan", "master": "up0", "ipam": ipam});
+    let list = json!({"cniVersion": "1.1.0", "name": "net3", "plugins": [macvlan, {"type": "firewall", "backend": "nftables"}]});
+    node.file("net.d/30-net3.conflist", list.to_string());
+    let container = node.container();
+    operator.done(&["add", "net3", path(&container), "--container-id", &container.id]);
+    container.exec(&["ip", "link", "set", "eth0", "address", "0a:00:00:00:00:99"]);
+    let words = ["not restored: eth0", "0a:00:00:00:00:99", "1 attachment: 0 lacked rules, 0 skipped, 1 not restored."];
+    operator.failed(&["rules", "restore"], &words);
+    operator.done(&["del", "net3", path(&container), "--container-id", &container.id]);
 }
 
 #[test]
