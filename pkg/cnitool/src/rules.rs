@@ -12,8 +12,8 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::{Environment, RestoreMode};
 use cni::{Error, Result};
 use cni_linux::{Netlink, Netns};
-use libcni::Cache;
 use libcni::cache::{Entry, Listing};
+use libcni::{Cache, NetworkList};
 use serde_json::{Value, json};
 
 use crate::cli::{Failure, Shared, failed};
@@ -153,19 +153,7 @@ fn restore_attachment(
     }
     let list = entry.list()?;
     let environment = environment(entry);
-    let plugin_calls = list.plugins().iter().map(|plugin| {
-        let conf = entry.request(&list, plugin).and_then(NetConf::parse)?;
-        Ok(cni::skel::Call {
-            container_id: entry.attachment.container_id.clone(),
-            netns: Some(entry.attachment.netns.clone().into()),
-            ifname: entry.attachment.ifname.clone(),
-            conf,
-            environment: &environment,
-            machine: call.machine,
-            notes: notes.clone(),
-        })
-    });
-    let plugin_calls = plugin_calls.collect::<Result<Vec<_>>>()?;
+    let plugin_calls = plugin_calls(entry, &list, &environment, call, notes)?;
     // One rollback for each plugin that has written rules. Dropping it without a commit removes the
     // rules.
     let (mut outcomes, mut rollbacks) = (Vec::new(), Vec::new());
@@ -199,6 +187,53 @@ fn restore_attachment(
     }
     rollbacks.into_iter().for_each(Rollback::commit);
     Ok(AttachmentOutcome::Plugins(outcomes))
+}
+
+/// Returns a sentence for each rule of the plugins of the type `kind` that the attachment lacks, as
+/// their CHECK finds them. Changes nothing.
+///
+/// # Errors
+/// The configuration or the result in `entry` is invalid, or the rules cannot be read.
+pub(crate) fn missing_rules(entry: &Entry, kind: &str, call: &Call<'_>) -> Result<Vec<String>> {
+    let list = entry.list()?;
+    let environment = environment(entry);
+    let plugin_calls = plugin_calls(entry, &list, &environment, call, &Notes::silent())?;
+    let mut missing = Vec::new();
+    for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
+        let found = plugins::find(plugin.kind()).filter(|found| found.name() == kind);
+        if let Some(found) = found
+            && let Some(restored) = found.restore_rules(plugin_call, RestoreMode::Report)?
+        {
+            missing.extend(restored.missing);
+        }
+    }
+    Ok(missing)
+}
+
+/// Returns the call of each plugin in `list`, the attachment's list.
+///
+/// # Errors
+/// The configuration or the result in `entry` is invalid.
+fn plugin_calls<'c>(
+    entry: &Entry,
+    list: &NetworkList,
+    environment: &'c Environment,
+    call: &Call<'c>,
+    notes: &Notes,
+) -> Result<Vec<cni::skel::Call<'c>>> {
+    let plugin_call = |plugin| {
+        let conf = entry.request(list, plugin).and_then(NetConf::parse)?;
+        Ok(cni::skel::Call {
+            container_id: entry.attachment.container_id.clone(),
+            netns: Some(entry.attachment.netns.clone().into()),
+            ifname: entry.attachment.ifname.clone(),
+            conf,
+            environment,
+            machine: call.machine,
+            notes: notes.clone(),
+        })
+    };
+    list.plugins().iter().map(plugin_call).collect()
 }
 
 /// Whether an attachment is in use. The rules of one that is not could match packets of another

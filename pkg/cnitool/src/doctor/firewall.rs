@@ -8,7 +8,9 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use cni::AttachmentId;
 use cni::machine::{Child, Exit, OnSigterm};
+use cni_firewall::container_rules::Purpose;
 use cni_linux::{Link, sysctl};
 use serde_json::Value;
 
@@ -54,23 +56,50 @@ struct BridgeNames {
     /// The containers' addresses, with and without prefix length, and their subnets. The Go plugin
     /// `firewall` has a rule for each address.
     addresses: Vec<String>,
+    /// Whether a port of the host leads to one of the containers.
+    has_host_ports: bool,
 }
 
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
     fn of(context: &Context<'_, '_>, bridge: &Link) -> BridgeNames {
-        let results = context.snapshot.entries_on_bridge(bridge).into_iter().filter_map(result_of);
+        let entries = context.snapshot.entries_on_bridge(bridge);
+        let attachments: Vec<AttachmentId> = entries.iter().map(|entry| entry.id()).collect();
+        let mut host_ports = context.snapshot.rules.iter().filter(|rule| rule.purpose == Purpose::PortMap);
+        let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));
+        let results = entries.into_iter().filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
             let (subnet, address) = (ip.address.network(), ip.address.address());
             let full_length = if address.is_ipv4() { 32 } else { 128 };
             [format!("{address}"), format!("{address}/{full_length}"), format!("{subnet}")]
         });
-        BridgeNames { bridge: bridge.name.clone(), addresses: addresses.collect() }
+        BridgeNames { bridge: bridge.name.clone(), addresses: addresses.collect(), has_host_ports }
     }
 
     /// Whether the rules mention the bridge or one of its containers' addresses.
     fn is_mentioned_in(&self, rules: &str) -> bool {
         mentions(rules, &self.bridge) || self.addresses.iter().any(|address| mentions(rules, address))
+    }
+
+    /// Whether the rules accept new connections to host ports: one rule accepts all redirected
+    /// connections, or all packets to the bridge or to one of its containers' addresses. Rules that
+    /// accept only packets of existing connections do not count, as that of the plugin `firewall`.
+    fn has_host_ports_accepted_in(&self, rules: &str) -> bool {
+        let names: Vec<&str> = std::iter::once(&self.bridge).chain(&self.addresses).map(String::as_str).collect();
+        rules.lines().any(|rule| {
+            let words: Vec<&str> =
+                rule.split(|c: char| c.is_whitespace() || c == '"').filter(|word| !word.is_empty()).collect();
+            let accepts = words.iter().any(|word| matches!(*word, "accept" | "ACCEPT"));
+            let is_to_container = words
+                .windows(2)
+                .any(|pair| matches!(pair[0], "oifname" | "oif" | "daddr" | "-o" | "-d") && names.contains(&pair[1]));
+            let is_for_states = ["--ctstate", "ct"].into_iter().any(|word| words.contains(&word));
+            let is_for_redirected = words.windows(2).any(|pair| {
+                matches!(pair, ["--ctstate", states] if states.split(',').any(|state| state == "DNAT"))
+                    || pair == ["status", "dnat"]
+            });
+            accepts && (is_for_redirected || (is_to_container && !is_for_states))
+        })
     }
 }
 
@@ -107,23 +136,37 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
     for DroppingChain { family, table, chain } in dropping_chains(&chains) {
         // If the table cannot be listed, the chain is reported for every bridge.
         let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
+        let program = match (family.as_str(), chain.as_str()) {
+            ("ip", "FORWARD") => Some("iptables"),
+            ("ip6", "FORWARD") => Some("ip6tables"),
+            _ => None,
+        };
+        let names_are_safe = [&family, &table, &chain].into_iter().all(|word| is_safe_in_command(word));
+        if let Some(what) = dropped_host_ports(&format!("{family} {table} {chain}"), bridges, &rules) {
+            match program {
+                Some(program) => outcome.add_problem(what, redirected_command(program)),
+                None if names_are_safe => {
+                    outcome
+                        .add_problem(what, format!("nft insert rule {family} {table} {chain} ct status dnat accept"));
+                }
+                None => outcome.add_problem_with_advice(what, "add a rule that accepts redirected connections"),
+            }
+        }
         for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
             let what = format!(
                 "chain {family} {table} {chain} drops forwarded packets, and no rule of the table mentions {bridge}: \
                  its containers cannot reach other networks"
             );
-            let is_safe = [&family, &table, &chain, bridge].into_iter().all(|word| is_safe_in_command(word));
-            if !is_safe {
+            if !names_are_safe || !is_safe_in_command(bridge) {
                 outcome.add_problem_with_advice(what, ACCEPT_ADVICE);
                 continue;
             }
             let insert = |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
             // iptables lists and saves only rules that it can express. So a chain of iptables gets
             // its rule from iptables.
-            let command = match (family.as_str(), chain.as_str()) {
-                ("ip", "FORWARD") => iptables_commands("iptables", bridge),
-                ("ip6", "FORWARD") => iptables_commands("ip6tables", bridge),
-                _ => format!("{} && {}", insert("iif"), insert("oif")),
+            let command = match program {
+                Some(program) => iptables_commands(program, bridge),
+                None => format!("{} && {}", insert("iif"), insert("oif")),
             };
             outcome.add_problem(what, command);
         }
@@ -150,6 +193,9 @@ fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], out
             continue;
         };
         if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) {
+            if let Some(what) = dropped_host_ports(&format!("FORWARD of {program}-legacy"), bridges, &rules) {
+                outcome.add_problem(what, redirected_command(&format!("{program}-legacy")));
+            }
             for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
                 let what = format!(
                     "chain FORWARD of {program}-legacy drops forwarded packets, and no rule of it mentions {bridge}: its \
@@ -163,6 +209,29 @@ fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], out
         }
     }
     is_complete
+}
+
+/// Describes that a chain with the policy drop drops new connections to the host ports of
+/// containers, and returns `None` if it does not. `rules` are those of the chain's table. Bridges
+/// that no rule mentions are left out, because the finding about them says more.
+fn dropped_host_ports(chain: &str, bridges: &[BridgeNames], rules: &str) -> Option<String> {
+    let is_affected = |names: &&BridgeNames| {
+        names.has_host_ports && names.is_mentioned_in(rules) && !names.has_host_ports_accepted_in(rules)
+    };
+    let affected: Vec<&str> = bridges.iter().filter(is_affected).map(|names| names.bridge.as_str()).collect();
+    if affected.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "chain {chain} drops new connections to the host ports of containers on {}: no rule of the table accepts them",
+        affected.join(", ")
+    ))
+}
+
+/// Returns the command by which `program` accepts the connections to host ports. DNAT has changed
+/// the port before the chain FORWARD, so a rule with the host's port would not match.
+fn redirected_command(program: &str) -> String {
+    format!("{program} -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT")
 }
 
 /// The advice if a name must not be part of a command.
@@ -317,6 +386,28 @@ mod tests {
         let chains = json!({"nftables": [{"metainfo": {}}, chain("forward", "drop"), chain("forward", "accept"), chain("input", "drop")]});
         let found: Vec<String> = dropping_chains(&chains).into_iter().map(|one| one.chain).collect();
         assert_eq!(found, ["forward"]);
+    }
+
+    #[test]
+    fn only_rules_for_new_connections_accept_host_ports() {
+        let names = BridgeNames {
+            bridge: "br0".to_owned(),
+            addresses: vec!["10.1.0.2".to_owned(), "10.1.0.2/32".to_owned()],
+            has_host_ports: true,
+        };
+        for (rule, accepts) in [
+            ("-A CNI-FORWARD -d 10.1.0.2/32 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT", false),
+            ("-A CNI-FORWARD -s 10.1.0.2/32 -j ACCEPT", false),
+            ("ip daddr 10.1.0.2 ct state established,related counter packets 0 bytes 0 accept", false),
+            ("-A FORWARD -d 10.1.0.2/32 -j DROP", false),
+            ("-A FORWARD -o br0 -j ACCEPT", true),
+            ("-A FORWARD -m conntrack --ctstate DNAT -j ACCEPT", true),
+            ("-A FORWARD -m conntrack --ctstate ESTABLISHED,DNAT -j ACCEPT", true),
+            ("ct status dnat accept", true),
+            ("oifname \"br0\" counter packets 0 bytes 0 accept", true),
+        ] {
+            assert_eq!(names.has_host_ports_accepted_in(rule), accepts, "{rule}");
+        }
     }
 
     #[test]

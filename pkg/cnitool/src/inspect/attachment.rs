@@ -14,6 +14,7 @@ use libcni::cache::Entry;
 use super::Fact;
 use super::snapshot::{Snapshot, decode_result, has_go_name, is_true, plugins_in, plugins_of_type};
 use crate::Call;
+use crate::rules::missing_rules;
 use crate::target::NetnsPresence;
 
 /// The kinds of facts that are about packet filter rules. The texts are part of the output.
@@ -67,8 +68,8 @@ impl AttachmentReport {
             // Fine, because nothing could be compared.
             NetnsPresence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
         }
-        add_rule_facts(snapshot, &attachment, entry, &mut facts);
-        add_reservation_facts(snapshot, &attachment, &result, &mut facts);
+        add_rule_facts(snapshot, entry, call, &mut facts);
+        add_reservation_facts(snapshot, entry, &result, &mut facts);
         add_lease_facts(snapshot, &attachment, &mut facts);
         add_backup_facts(snapshot, &attachment, &mut facts);
         AttachmentReport {
@@ -297,9 +298,10 @@ fn table_id(table: Option<u32>) -> u32 {
 
 /// Adds the attachment's packet filter rules, and each kind of rule that the configuration of its
 /// ADD needs but that does not exist.
-fn add_rule_facts(snapshot: &Snapshot, attachment: &AttachmentId, entry: &Entry, facts: &mut Vec<Fact>) {
+fn add_rule_facts(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>, facts: &mut Vec<Fact>) {
     let mut existing_purposes: Vec<Purpose> = Vec::new();
-    for rule in snapshot.rules.iter().filter(|rule| rule.owner.matches(attachment)) {
+    let attachment = entry.id();
+    for rule in snapshot.rules.iter().filter(|rule| rule.owner.matches(&attachment)) {
         existing_purposes.push(rule.purpose);
         facts.push(Fact::fine(rule_kind(rule.purpose), format!("{}  [{}]", rule.text, rule.place)));
     }
@@ -314,10 +316,17 @@ fn add_rule_facts(snapshot: &Snapshot, attachment: &AttachmentId, entry: &Entry,
         (Purpose::Forward, has_plugin("firewall")),
         (Purpose::PortMap, has_mappings && has_plugin("portmap")),
     ] {
-        if is_needed && !existing_purposes.contains(&purpose) {
-            let text = "the attachment has no such rule, although its configuration needs one";
-            facts.push(Fact::differs(rule_kind(purpose), text));
+        if !is_needed || existing_purposes.contains(&purpose) {
+            continue;
         }
+        // The rules of Go's firewall name no owner. Its CHECK finds them by their addresses.
+        if purpose == Purpose::Forward && missing_rules(entry, "firewall", call).is_ok_and(|missing| missing.is_empty())
+        {
+            facts.push(Fact::fine(rule_kind(purpose), "the rules exist, and do not name the attachment"));
+            continue;
+        }
+        let text = "the attachment has no such rule, although its configuration needs one";
+        facts.push(Fact::differs(rule_kind(purpose), text));
     }
 }
 
@@ -331,10 +340,11 @@ fn rule_kind(purpose: Purpose) -> &'static str {
     }
 }
 
-/// Adds the attachment's reservations and, if the network uses host-local, the addresses of the
-/// result that are not reserved.
-fn add_reservation_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
+/// Adds the attachment's reservations and, if its configuration uses host-local, the addresses of
+/// the result that are not reserved.
+fn add_reservation_facts(snapshot: &Snapshot, entry: &Entry, result: &AddResult, facts: &mut Vec<Fact>) {
     let mut reserved = Vec::new();
+    let attachment = entry.id();
     for (network, folder, reservations) in &snapshot.reservations {
         for reservation in reservations {
             let is_of_container = *network == attachment.network && reservation.id == attachment.container_id;
@@ -347,7 +357,11 @@ fn add_reservation_facts(snapshot: &Snapshot, attachment: &AttachmentId, result:
             }
         }
     }
-    let uses_host_local = snapshot.reservations.iter().any(|(network, ..)| *network == attachment.network);
+    // Another network of this name may have left its reservations.
+    let uses_host_local = plugins_in(&entry.config).iter().any(|plugin| {
+        let ipam_type = plugin.get("ipam").and_then(|ipam| ipam.get("type"));
+        ipam_type.and_then(Json::as_str) == Some("host-local")
+    });
     for ip in result.ips.iter().filter(|ip| uses_host_local && !reserved.contains(&ip.address.address())) {
         let address = ip.address.address();
         facts.push(Fact::differs(

@@ -67,7 +67,7 @@ impl IpamContext<'_, '_> {
             if let Liveness::InUse(why) = &checked.liveness
                 && !args.force
             {
-                let msg = format!("{} is in use: {why}", checked.reservation);
+                let msg = format!("{} and is in use: {why}", checked.reservation);
                 let details =
                     "detach the container with 'cnitool del' or its runtime, or release the address with --force";
                 return Err(Error::new(REFUSED, msg).with_details(details));

@@ -169,6 +169,51 @@ fn containers_that_go_plugins_made_are_seen_too() {
     operator.detach(&container);
 }
 
+/// Go's firewall records no owner: the rules are found by their addresses, as its CHECK does.
+#[test]
+fn the_firewall_rules_of_go_are_not_reported_as_missing() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::go_plugins());
+    require!(probe::iptables());
+    let operator = Operator::new();
+    operator.configure(json!({}), &[json!({"type": "firewall", "backend": "iptables"})]);
+    let file = operator.node.dir().join("net.d/10-net1.conflist");
+    fs::write(&file, fs::read_to_string(&file).unwrap().replace("1.1.0", "1.0.0")).unwrap();
+    let container = operator.node.container();
+    let args = ["add", "net1", path(&container), "--container-id", &container.id];
+    let add = operator.call(&args).cni_path(go_bin_dir()).run();
+    assert_eq!(add.status, Some(0), "{}", add.report());
+    assert!(operator.done(&["inspect"]).contains("firewall     the rules exist"));
+    assert_eq!(findings(&operator), Vec::<Value>::new());
+    operator.node.exec(&["iptables", "-F", "CNI-FORWARD"]);
+    operator.failed(&["inspect"], &["! firewall     the attachment has no such rule"]);
+    let del = ["del", "net1", path(&container), "--container-id", &container.id];
+    assert_eq!(operator.call(&del).cni_path(go_bin_dir()).run().status, Some(0));
+}
+
+/// The plugin firewall accepts only packets of connections that the container begins.
+#[test]
+fn a_policy_that_drops_connections_to_host_ports_is_found() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::nft());
+    require!(probe::iptables());
+    require!(probe::tool("iptables-nft"));
+    let operator = Operator::new();
+    let portmap = json!({"type": "portmap", "backend": "nftables", "capabilities": {"portMappings": true}});
+    operator.configure(json!({}), &[json!({"type": "firewall", "backend": "iptables"}), portmap]);
+    let container = operator.node.container();
+    let mappings = json!({"portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]});
+    let add = operator.call(&["add", "net1", path(&container), "--container-id", &container.id]);
+    let added = add.env("CAP_ARGS", mappings.to_string()).run();
+    assert_eq!(added.status, Some(0), "{}", added.report());
+    operator.node.exec(&["iptables-nft", "-P", "FORWARD", "DROP"]);
+    let _ = operator.node.run(&["sh", "-c", "echo 0 > /proc/sys/net/bridge/bridge-nf-call-iptables"]);
+    let words = "chain ip filter FORWARD drops new connections to the host ports of containers on br0";
+    found_and_repaired(&operator, "policy", &[words]);
+    operator.node.exec(&["iptables-nft", "-F", "FORWARD"]);
+    operator.detach(&container);
+}
+
 #[test]
 fn a_name_with_shell_syntax_is_quoted_in_the_command() {
     require!(probe::plugin("cnitool"));
