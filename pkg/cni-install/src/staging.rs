@@ -47,6 +47,7 @@ pub(crate) fn create_empty(staging: &Path) -> Result<(), Error> {
 /// # Errors
 /// If the program cannot be executed, fails, or does not print the versions.
 fn run_once(path: &Path, program: &Program) -> Result<(), Error> {
+    cni_linux::default_sigchld().map_err(|cause| Error::new(format!("failed to reset SIGCHLD: {cause}")))?;
     let outcome = Command::new(path).env_clear().env("CNI_COMMAND", "VERSION").stdin(Stdio::null()).output();
     let output = outcome.map_err(|cause| {
         Error::new(format!(

@@ -80,6 +80,8 @@ impl Running {
         // get the signal: this process decides whether to kill the child.
         command.process_group(0);
         sys::die_with_parent(&mut command);
+        // Here and not when the process starts: a call that runs no program saves the system call.
+        sys::default_sigchld()?;
         let mut process = command.spawn()?;
         let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
         let pidfd = sys::pidfd_open(process.id()).ok();
@@ -139,9 +141,13 @@ impl Running {
 
     /// Reaps the child if it has ended, and stores its exit status in `exit`.
     fn reap(&mut self) -> io::Result<()> {
-        // A debugger can delay the reaping of a child that has ended. In that case block: with
-        // `try_wait` the caller's loop would spin, because the pidfd is readable.
-        self.exit = if self.has_ended { Some(self.process.wait()?) } else { self.process.try_wait()? };
+        if self.has_ended {
+            // A debugger can delay the reaping of a child that has ended. In that case block: with
+            // `try_wait` the caller's loop would spin, because the pidfd is readable.
+            self.exit = Some(self.process.wait()?);
+        } else if self.pidfd.is_none() {
+            self.exit = self.process.try_wait()?;
+        }
         Ok(())
     }
 

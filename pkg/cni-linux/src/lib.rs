@@ -70,7 +70,7 @@ pub use netns::Netns;
 pub use qdisc::{Filter, Qdisc, QdiscParent, Tbf};
 pub use route::{Family, Route, SavedRoute};
 pub use rule::Rule;
-pub use sys::{Arena, inherited};
+pub use sys::{Arena, default_sigchld, inherited};
 pub use tun::{Queues, Tap, TapSpec};
 pub use veth::{Veth, VethSpec};
 pub use vlan::{Target, Vlan, VlanFlags};

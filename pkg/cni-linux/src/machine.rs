@@ -30,6 +30,24 @@ use crate::sys;
 /// The signals that end this process: SIGTERM of a runtime, Ctrl-C and the hang-up of a terminal.
 const TERMINATION: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
+/// Signals whose default action ends the process at once, without a rollback, and which say nothing
+/// that a plugin needs to know: those of timers and limits, which a process inherits from its
+/// caller, and those that are free for users. A write beyond RLIMIT_FSIZE fails with EFBIG while
+/// SIGXFSZ is blocked. SIGQUIT and the signals of faults end the process with a core dump on
+/// purpose.
+const BLOCKED: [Signal; 10] = [
+    Signal::SIGALRM,
+    Signal::SIGVTALRM,
+    Signal::SIGPROF,
+    Signal::SIGUSR1,
+    Signal::SIGUSR2,
+    Signal::SIGIO,
+    Signal::SIGPWR,
+    Signal::SIGSTKFLT,
+    Signal::SIGXCPU,
+    Signal::SIGXFSZ,
+];
+
 /// Returns [`TERMINATION`] as a set.
 pub(crate) fn termination_signals() -> SigSet {
     TERMINATION.into_iter().collect()
@@ -49,8 +67,7 @@ impl LinuxMachine {
     /// starts later, and opens a descriptor that reports them. If the parent process has set one
     /// of the first three to be ignored, that signal stays ignored and is not blocked.
     ///
-    /// Also blocks SIGXFSZ, so that a write beyond RLIMIT_FSIZE fails with EFBIG. Unblocked, the
-    /// signal would end the process without a result and without a rollback.
+    /// Also blocks the signals of [`BLOCKED`].
     ///
     /// # Errors
     /// The kernel cannot create the descriptor.
@@ -62,7 +79,7 @@ impl LinuxMachine {
             }
         }
         let mut blocked = reported;
-        blocked.add(Signal::SIGXFSZ);
+        blocked.extend(BLOCKED);
         blocked.thread_block()?;
         let signals = SignalFd::with_flags(&reported, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         Ok(LinuxMachine { signals, terminated: Cell::new(false) })

@@ -37,6 +37,7 @@ mod ptp;
 mod rights;
 mod sbr;
 mod seccomp;
+mod signals;
 mod stacked;
 mod status;
 mod storm;

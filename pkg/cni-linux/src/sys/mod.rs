@@ -106,6 +106,19 @@ pub(crate) fn is_ignored(signal: Signal) -> io::Result<bool> {
     Ok(unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN)
 }
 
+/// Sets the default action of SIGCHLD. A process inherits from its caller that the signal is
+/// ignored; the kernel then reaps its children by itself, and waiting for them fails with ECHILD.
+///
+/// # Errors
+/// None is known: the arguments are valid.
+pub fn default_sigchld() -> io::Result<()> {
+    // SAFETY: all zeroes is a sigaction: SIG_DFL, without flags and with an empty mask.
+    let action = unsafe { MaybeUninit::<libc::sigaction>::zeroed().assume_init() };
+    // SAFETY: the kernel reads `action`, which lives until the end of this function. The default
+    // action runs no code of this process.
+    check(unsafe { libc::sigaction(libc::SIGCHLD, &raw const action, ptr::null_mut()) }.into()).map(drop)
+}
+
 /// Returns a copy of the descriptor `fd`, which this process was started with (0 to 2, for
 /// example).
 ///
