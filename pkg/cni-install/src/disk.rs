@@ -11,19 +11,23 @@ use std::path::Path;
 
 use nix::errno::Errno;
 
-/// Makes `to` a hard link of `from` or, if that fails, a copy with the same mode: some file systems
-/// have no hard links, and `fs.protected_hardlinks` may forbid one. The copy of a symbolic link is
-/// a link with the same target.
+/// Makes `to` a hard link of `from` or, if that fails, a copy with the same mode and modification
+/// time: some file systems have no hard links, and `fs.protected_hardlinks` may forbid one. The
+/// copy of a symbolic link is a link with the same target.
 pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if fs::hard_link(from, to).is_ok() {
         return Ok(());
     }
-    if fs::symlink_metadata(from)?.is_symlink() {
+    let metadata = fs::symlink_metadata(from)?;
+    if metadata.is_symlink() {
         return symlink(fs::read_link(from)?, to);
     }
-    // `copy` also copies the mode.
+    // `copy` also copies the mode. The owner of a file may set its times without being able to
+    // write to it.
     fs::copy(from, to)?;
-    File::open(to)?.sync_all()
+    let copy = File::open(to)?;
+    copy.set_modified(metadata.modified()?)?;
+    copy.sync_all()
 }
 
 /// Whether both paths are hard links of one file, regular files with equal content and mode, or

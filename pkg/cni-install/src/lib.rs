@@ -70,8 +70,8 @@ enum Command {
     ///
     /// Verifies DIR against its SHA256SUMS, copies its programs into a temporary folder, runs each
     /// once, and only then renames them into place, one by one: a runtime that starts a plugin
-    /// meanwhile gets either the old or the new program, complete. On any failure nothing is
-    /// changed. Other files are left alone.
+    /// meanwhile gets either the old or the new program, complete. If that fails, everything is
+    /// undone, and if the undo fails too, the error says so. Other files are left alone.
     ///
     /// Two sets are kept for rollback: the previous one, which was there before this install, and
     /// the original one, which was there before the first. Later installs replace the previous set
@@ -157,7 +157,7 @@ pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut 
     let command = match CommandLine::try_parse_from(std::iter::once(OsString::from("cni-install")).chain(args)) {
         Ok(line) => line.command,
         // The parser returns the texts of `--help` and `--version` as errors.
-        Err(help) if !help.use_stderr() => return write_line(out, &help.to_string(), 0),
+        Err(help) if !help.use_stderr() => return report(out, err, &help.to_string(), 0),
         Err(error) => return write_line(err, &format!("cni-install: {error}"), 2),
     };
     let mut blocked_signals = None;
@@ -175,24 +175,44 @@ pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut 
         Ok(outcome) => outcome,
         Err(error) => return write_line(err, &format!("cni-install: {error}"), 1),
     };
-    let status = write_line(out, &text, status);
+    let status = report(out, err, &text, status);
     if status != 0 {
         return status;
     }
     match blocked_signals.map(|signals| signals.wait()) {
         None => status,
-        Some(Ok(signal)) => write_line(out, &format!("{signal}: leaving {} as it is", command.dest().display()), 0),
+        Some(Ok(signal)) => report(out, err, &format!("{signal}: leaving {} as it is", command.dest().display()), 0),
         Some(Err(cause)) => write_line(err, &format!("cni-install: failed to wait for a signal: {cause}"), 1),
+    }
+}
+
+/// Writes the outcome of a command, which has been executed, and a newline to standard output.
+/// Returns the exit status. If the outcome cannot be written, writes it to standard error with the
+/// reason, and returns at least 1.
+fn report(out: &mut dyn Write, err: &mut dyn Write, text: &str, status: u8) -> u8 {
+    match try_write_line(out, text) {
+        Ok(()) => status,
+        Err(cause) => {
+            let text = format!(
+                "cni-install: failed to write to standard output: {cause}. The command was executed; its outcome:\n{text}"
+            );
+            write_line(err, &text, status.max(1))
+        }
     }
 }
 
 /// Writes the text and a newline. Returns the exit status: `status`, but at least 1 if the text
 /// cannot be written.
 fn write_line(stream: &mut dyn Write, text: &str, status: u8) -> u8 {
-    match writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush()) {
+    match try_write_line(stream, text) {
         Ok(()) => status,
         Err(_) => status.max(1),
     }
+}
+
+/// Writes the text and a newline.
+fn try_write_line(stream: &mut dyn Write, text: &str) -> io::Result<()> {
+    writeln!(stream, "{}", text.trim_end()).and_then(|()| stream.flush())
 }
 
 /// Executes a command. Returns the text to print and the exit status.

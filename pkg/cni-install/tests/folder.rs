@@ -216,6 +216,59 @@ fn one_installer_at_a_time() {
 }
 
 #[test]
+fn a_full_standard_output_is_reported_with_the_outcome() {
+    let place = Place::new();
+    let set = place.set("v1", &["bridge"]);
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for (verb, says) in [("install", "bridge are now in"), ("status", "holds what was installed: bridge")] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cni-install"));
+        command.arg(verb).arg("--dest").arg(place.dest());
+        if verb == "install" {
+            command.arg("--from").arg(&set);
+        }
+        let ran: Ran =
+            command.stdout(full()).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap().into();
+        let why = "cni-install: failed to write to standard output: No space left on device (os error 28). The command was executed";
+        assert!(ran.status == 1 && ran.err.contains(why) && ran.err.contains(says), "{verb}: {ran:?}");
+    }
+}
+
+#[test]
+fn a_caller_that_ignores_sigchld_can_install() {
+    let place = Place::new();
+    let set = place.set("v1", &["bridge"]);
+    let mut command = Command::new("env");
+    command.args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_cni-install"), "install", "--from"]);
+    let ran: Ran = command.arg(&set).arg("--dest").arg(place.dest()).stdin(Stdio::null()).output().unwrap().into();
+    ran.fine();
+    assert_eq!(place.says("bridge").unwrap(), "v1 of bridge");
+}
+
+#[test]
+fn without_hard_links_a_file_comes_back_with_its_time_and_mode() {
+    let place = Place::new();
+    let path = place.dest().join("bridge");
+    program::script(&path, &answering("old"));
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o555)).unwrap();
+    let time = std::time::UNIX_EPOCH + std::time::Duration::new(1_700_000_000, 123_456_789);
+    fs::File::open(&path).unwrap().set_modified(time).unwrap();
+    let (v1, v2) = (place.set("v1", &["bridge"]), place.set("v2", &["bridge"]));
+    let call = |args: &[&str]| {
+        let mut strace = Command::new("strace");
+        strace.args(["-f", "-o", "/dev/null", "-e", "inject=link,linkat:error=EPERM"]);
+        strace.arg(env!("CARGO_BIN_EXE_cni-install")).args(args).arg("--dest").arg(place.dest());
+        Ran::from(strace.stdin(Stdio::null()).output().unwrap()).fine()
+    };
+    for set in [&v1, &v2] {
+        call(&["install", "--from", set.to_str().unwrap()]);
+    }
+    call(&["rollback", "--original"]);
+    let found = fs::metadata(&path).unwrap();
+    assert_eq!((place.says("bridge").unwrap(), place.files()), ("old".into(), vec!["bridge".to_owned()]));
+    assert_eq!((found.modified().unwrap(), found.permissions().mode() & 0o7777), (time, 0o555));
+}
+
+#[test]
 fn a_program_that_cannot_be_replaced_puts_all_back() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("old bridge"));

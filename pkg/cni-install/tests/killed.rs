@@ -19,7 +19,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 
 use model::{Command, Model};
-use place::{Place, State};
+use place::{Folder, Place, State};
 
 const KILL: Act = Act::Signal(Signal::SIGKILL);
 
@@ -92,8 +92,8 @@ impl Case {
         models.retain(|model| model.folder == programs);
         assert!(!models.is_empty(), "{story}\n{text}\nthe folder is {programs:?}, not one of {expected:?}");
         if command == Command::Status {
-            let cut_off = text.contains("cut off");
-            models.retain(|model| cut_off || (status == 0) == model.installed.is_some());
+            let interrupted = text.contains("was interrupted");
+            models.retain(|model| interrupted || (status == 0) == model.installed.is_some());
             assert!(!models.is_empty(), "{story}: {text}");
         } else {
             assert_eq!(status, 0, "{story}: {text}");
@@ -110,10 +110,22 @@ impl Case {
         let traced = folder.traced(command, act, at);
         let call = traced.hit?.call;
         let story = format!("{}\n  {command:?}, {act:?} at call {at} ({call})", self.story);
+        if traced.outcome.status == Some(1) && matches!(command, Command::InstallFirst | Command::InstallSecond) {
+            self.assert_install_undone(&folder, &format!("{story}\n{}", traced.outcome.report()));
+        }
         let mut models = self.models.clone();
         models.extend(self.models.iter().map(|model| model.after(command)));
         folder.assert_whole_programs(&story);
         Some((Case { state: folder.save(), models, story }, call))
+    }
+
+    /// Checks that an installation that failed has changed nothing, and that no command is left to
+    /// be undone.
+    fn assert_install_undone(&self, folder: &Folder<'_>, story: &str) {
+        let expected: BTreeSet<_> = self.models.iter().map(|model| model.folder.clone()).collect();
+        assert!(expected.contains(&folder.programs()), "the folder is {:?}, {story}", folder.programs());
+        let (_, text) = folder.run(Command::Status);
+        assert!(!text.contains("was interrupted"), "{text}, {story}");
     }
 
     /// Checks that after any next command the folder is whole, and that the original set comes back
@@ -198,6 +210,19 @@ fn an_install_killed_anywhere_then_rollback_keeps_the_original() {
             case.check(&place, &[Command::Rollback]);
         }
     }
+}
+
+/// Each call of an install fails once, also the last write of its state.
+#[test]
+fn an_install_with_a_failing_call_is_done_or_undone() {
+    require!(trace::supported());
+    let node = Node::new();
+    let place = Place::new(&node);
+    let start = Case::start(&place, STARTS[1]);
+    let tried =
+        (1..).take_while(|at| start.hurt(&place, Command::InstallSecond, (Act::Fail(Errno::EIO), *at)).is_some());
+    let tried = tried.count();
+    assert!(tried > 100, "{tried}");
 }
 
 /// Tries SIGTERM, a full disk, a disk that does not answer and a lack of rights at a share of the

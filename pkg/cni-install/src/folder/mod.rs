@@ -40,7 +40,6 @@
 //!
 //! The lock is an flock of the plugin folder itself, so there is no lock file.
 
-use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
@@ -48,12 +47,12 @@ use std::path::{Path, PathBuf};
 use crate::Error;
 use crate::disk::{find_metadata, ignore_not_found, read, read_if_regular, sync};
 use crate::kept::{Kept, exists};
-use crate::report::{ForgetReport, InstallReport, KeptSets, RecoveryReport, RollbackReport};
-use crate::set::{self, ABSENT_LIST, Program, Set};
-use crate::staging;
+use crate::report::{ForgetReport, KeptSets, RecoveryReport, RollbackReport};
+use crate::set::{self, ABSENT_LIST, Program};
 use crate::state::State;
 
 mod compare;
+mod install;
 mod restore;
 
 /// A plugin folder. It is locked against other installers as long as this value exists.
@@ -113,61 +112,6 @@ impl Folder {
             )));
         }
         Ok(Folder { path: path.to_owned(), own_folder, handle })
-    }
-
-    /// Installs the programs of `set` and keeps the files that they replace.
-    ///
-    /// # Errors
-    /// - If a program's checksum differs from the set's list, or the program cannot be written or
-    ///   does not run here. No program has been replaced.
-    /// - If a rename fails. All programs have been put back, unless the message reports that this
-    ///   failed too.
-    pub fn install(&self, set: &Set) -> Result<(RecoveryReport, InstallReport), Error> {
-        // Keyed by checksum: the programs of the multi-call archive are hard links of one file,
-        // which is kept in memory once.
-        let mut contents = BTreeMap::new();
-        for program in set.programs() {
-            contents.insert(program.sum.as_str(), set.content(program)?);
-        }
-        self.run_and_remove_garbage(|| self.install_contents(set, &contents))
-    }
-
-    /// Installs the programs of `set`. `contents` maps each checksum to the content.
-    fn install_contents(
-        &self,
-        set: &Set,
-        contents: &BTreeMap<&str, Vec<u8>>,
-    ) -> Result<(RecoveryReport, InstallReport), Error> {
-        let (recovered, current) = self.recover()?;
-        let is_installed = current > 0 && self.list_installed(current)? == set.programs();
-        if is_installed && self.differences(set.programs())?.is_empty() {
-            return Ok((recovered, InstallReport::AlreadyThere));
-        }
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o755)
-            .create(&self.own_folder)
-            .map_err(Error::io("create the folder", &self.own_folder))?;
-        staging::write_and_try(&self.own_path("staging"), set, contents)?;
-        let generation = current + 1;
-        Kept::create(&self.path, set, &self.generation_folder(generation))?;
-        // The kept set of this install replaces the previous set, whose files are therefore added
-        // to the original set first.
-        self.add_to_original(current)?;
-        State::Installing(generation).write(&self.own_folder)?;
-        for program in set.programs() {
-            let path = self.path.join(&program.name);
-            if let Err(cause) = fs::rename(self.own_path("staging").join(&program.name), &path) {
-                let error = Error::io("replace", &path)(cause);
-                return Err(match self.undo_install(generation) {
-                    Ok(_) => Error::new(format!("{error}. All changes were undone")),
-                    Err(undo_error) => Error::new(format!("{error}. Undoing the changes failed too: {undo_error}")),
-                });
-            }
-        }
-        self.sync()?;
-        State::Installed(generation).write(&self.own_folder)?;
-        Ok((recovered, InstallReport::Replaced))
     }
 
     /// Puts back the files from before the last install, even if that install was interrupted.
