@@ -22,6 +22,10 @@ pub(crate) fn link_or_copy(from: &Path, to: &Path) -> io::Result<()> {
     if metadata.is_symlink() {
         return symlink(fs::read_link(from)?, to);
     }
+    if !metadata.is_file() {
+        // Opening a FIFO would wait for its writer.
+        return Err(io::Error::other("it is not a regular file, and the file system refuses a hard link of it"));
+    }
     // `copy` also copies the mode. The owner of a file may set its times without being able to
     // write to it.
     fs::copy(from, to)?;

@@ -269,6 +269,28 @@ fn without_hard_links_a_file_comes_back_with_its_time_and_mode() {
 }
 
 #[test]
+fn without_hard_links_what_cannot_be_copied_is_refused() {
+    for kind in ["FIFO", "socket"] {
+        let place = Place::new();
+        let (set, path) = (place.set("v1", &["bridge"]), place.dest().join("bridge"));
+        if kind == "FIFO" {
+            assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        } else {
+            drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        }
+        let before = path.symlink_metadata().unwrap();
+        // A process that waits at the FIFO is ended, with another status.
+        let mut call = Command::new("timeout");
+        call.args(["-k", "1", "10", "strace", "-f", "-o", "/dev/null", "-e", "inject=link,linkat:error=EPERM"]);
+        call.arg(env!("CARGO_BIN_EXE_cni-install")).args(["install", "--from"]).arg(&set);
+        let ran: Ran = call.arg("--dest").arg(place.dest()).stdin(Stdio::null()).output().unwrap().into();
+        ran.failed("bridge: it is not a regular file");
+        let after = path.symlink_metadata().unwrap();
+        assert_eq!((after.ino(), place.files()), (before.ino(), vec!["bridge".to_owned()]), "{kind}");
+    }
+}
+
+#[test]
 fn a_program_that_cannot_be_replaced_puts_all_back() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("old bridge"));

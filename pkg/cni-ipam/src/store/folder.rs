@@ -270,12 +270,15 @@ fn is_final(error: &io::Error) -> bool {
 }
 
 /// Removes the temporary files of killed processes from the sidecar. The caller holds the lock, so
-/// they do not belong to a running process.
+/// they do not belong to a running process. Files with other names stay: the sidecar may be a link
+/// to a folder of another program.
 pub(crate) fn sweep(sidecar: &Path) {
     let Ok(entries) = std::fs::read_dir(sidecar) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
-        if name.to_str().is_some_and(|name| name.starts_with("new.") || name == "index.new") {
+        let is_process_id = |end: &str| !end.is_empty() && end.bytes().all(|byte| byte.is_ascii_digit());
+        let is_temporary = |name: &str| name == "index.new" || name.strip_prefix("new.").is_some_and(is_process_id);
+        if name.to_str().is_some_and(is_temporary) {
             let _ = std::fs::remove_file(entry.path());
         }
     }
@@ -285,4 +288,25 @@ pub(crate) fn sweep(sidecar: &Path) {
 pub(crate) fn create_sidecar(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_temporary_files_of_these_plugins_are_swept() {
+        let sidecar = tempfile::tempdir().unwrap();
+        let foreign = ["index", "new.", "new.conf", "new.12.bak", "news", "index.new.bak"];
+        for name in foreign.iter().chain(&["new.12", "index.new"]) {
+            std::fs::write(sidecar.path().join(name), "x").unwrap();
+        }
+        sweep(sidecar.path());
+        let entries = std::fs::read_dir(sidecar.path()).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        let mut expected = foreign;
+        expected.sort_unstable();
+        assert_eq!(names, expected);
+    }
 }

@@ -12,9 +12,9 @@
 //! name. An entry names the attachment to which the file belongs. A bare result does not, so it
 //! belongs to the attachment that is looked up.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use serde_json::value::{RawValue, to_raw_value};
@@ -25,7 +25,9 @@ use cni::json::Json;
 use cni::result::{AddResult, Interface};
 use cni::version::Version;
 use cni::{AttachmentId, Code, Error, Result, ident};
+use slot::{is_slot, lock, lock_slot};
 
+mod slot;
 mod wire;
 
 /// The folder of the cache that Go's libcni and cnitool use. The results are in its folder
@@ -34,10 +36,6 @@ pub const DEFAULT_DIR: &str = "/var/lib/cni";
 
 /// The name of the folder, in the folder of results, for files that only this crate uses.
 const OWN_FOLDER: &str = ".cni";
-
-/// The number of processes that can write at the same time. It only bounds the search for a free
-/// temporary file, and is never reached in practice.
-const MAX_WRITERS: u32 = 4096;
 
 /// The largest length of a file that is read, in bytes. An entry is shorter: a plugin accepts at
 /// most 16 MiB, so the configuration, in base64, and the result have less than 40 MiB together.
@@ -345,7 +343,8 @@ impl Cache {
         Ok(paths)
     }
 
-    /// Removes the temporary files of processes that were killed while they wrote an entry.
+    /// Removes the temporary files of processes that were killed while they wrote an entry. Other
+    /// files stay, because the folder may be a link to that of another program.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read, or a file cannot be locked or removed.
@@ -359,6 +358,9 @@ impl Cache {
         };
         for file in files {
             let path = file.map_err(failed)?.path();
+            if !is_slot(&path) {
+                continue;
+            }
             // A process that is still writing its file holds the lock. `_lock` is held until the
             // file is removed.
             if let Some(_lock) = lock(&path, OpenOptions::new().write(true)).map_err(failed)? {
@@ -391,48 +393,6 @@ fn create_folder(folder: &Path) -> Result<()> {
         .mode(0o700)
         .create(folder)
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to create {}", folder.display()), error))
-}
-
-/// Opens and locks a temporary file that no other process uses, and returns it with its path. The
-/// names `slot-0`, `slot-1`, … are reused, so the file may have content.
-fn lock_slot(folder: &Path) -> io::Result<(File, PathBuf)> {
-    for slot in 0..MAX_WRITERS {
-        let path = folder.join(format!("slot-{slot}"));
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(false).mode(0o600);
-        if let Some(file) = lock(&path, &options)? {
-            return Ok((file, path));
-        }
-    }
-    Err(io::Error::other(format!("{MAX_WRITERS} other processes are writing to this folder; try again")))
-}
-
-/// Opens and locks a temporary file. Returns `None` if the caller must not use the file, because it
-/// is not a regular file or belongs to another process, or if `options` do not create a file that
-/// does not exist.
-fn lock(path: &Path, options: &OpenOptions) -> io::Result<Option<File>> {
-    // The type is checked first, because opening a FIFO waits for its other end. Only root can
-    // write to the folder, so no FIFO replaces the file between this check and `open`.
-    if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
-        return Ok(None);
-    }
-    let file = match options.open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    match file.try_lock() {
-        Ok(()) => {}
-        // Another process is writing the file.
-        Err(TryLockError::WouldBlock) => return Ok(None),
-        Err(TryLockError::Error(error)) => return Err(error),
-    }
-    // Another process may have renamed the file between `open` and `try_lock`. The opened file is
-    // then the file of an attachment, and must not be overwritten.
-    let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    let opened = inode(file.metadata()?);
-    let is_at_path = fs::symlink_metadata(path).is_ok_and(|metadata| inode(metadata) == opened);
-    Ok(if is_at_path { Some(file) } else { None })
 }
 
 /// Reads and decodes a file.

@@ -165,8 +165,15 @@ fn crash_leftovers_are_reused_or_removed_but_live_files_stay() {
     fs::write(own.join("slot-1"), "dead").unwrap();
     cache.write(&entry(AttachmentId::new("n", "c2", "eth0"))).unwrap();
     fs::write(own.join("slot-2"), "dead").unwrap();
+    let foreign = ["notes", "slot-", "slot-1.bak", "slot-x"];
+    foreign.iter().for_each(|name| fs::write(own.join(name), "of another program").unwrap());
     cache.clean().unwrap();
     assert!(path.exists() && !own.join("slot-1").exists() && !own.join("slot-2").exists());
+    assert!(
+        foreign.iter().all(|name| own.join(name).exists()),
+        "{:?}",
+        fs::read_dir(&own).unwrap().collect::<Vec<_>>()
+    );
 }
 
 #[test]
