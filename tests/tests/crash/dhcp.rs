@@ -136,18 +136,20 @@ fn sweep(verb: &str, acts: &[Act]) {
     let _daemon = lan.daemon();
     let container = lan.container(&["eth0"]);
     let plan = |at, act| Plan { victim: "dhcp".to_owned(), at, act };
-    let (all, _) = attempt(&lan, &container, verb, &plan(u64::MAX, acts[0]));
-    assert!(all.len() >= FLOOR, "only {} calls", all.len());
-    let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| !hit.starting).map(|(at, _)| at).collect();
-    let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(12)).max(1) };
-    let (mut dice, mut tried) = (Dice::new(seed()), 0);
+    let (mut dice, mut tried, mut all_points) = (Dice::new(seed()), 0, 0);
     for act in acts {
+        // Each act has points of its own, because calls that cannot fail are not counted.
+        let (all, _) = attempt(&lan, &container, verb, &plan(u64::MAX, *act));
+        assert!(all.len() >= FLOOR, "only {} calls", all.len());
+        let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| !hit.starting).map(|(at, _)| at).collect();
+        all_points += points.len();
+        let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(12)).max(1) };
         let first = dice.below(step) as usize;
         for at in points.iter().skip(first).step_by(step as usize) {
             tried += usize::from(attempt(&lan, &container, verb, &plan(*at, *act)).1);
         }
     }
-    figure(&format!("{acts:?} of dhcp in {verb}: tried {tried} of {} points, seed {}", points.len(), seed()));
+    figure(&format!("{acts:?} of dhcp in {verb}: tried {tried} of {all_points} points, seed {}", seed()));
     assert!(tried >= acts.len(), "only {tried} points were tried");
 }
 

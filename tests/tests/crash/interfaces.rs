@@ -5,7 +5,7 @@
 //! leaves nothing; it gets no result.
 
 use cni_testkit::probe::{self, Probed};
-use cni_testkit::trace::{self, Act, Hit, Plan};
+use cni_testkit::trace::{self, Act, Hit, Plan, Traced};
 use cni_testkit::{Attachment, Container, Node, require, rounds};
 use conformance::measure::{Dice, figure, seed, soak};
 use conformance::{VERSION, ipam, patched, uplink};
@@ -45,8 +45,8 @@ fn left(node: &Node, container: &Container) -> Vec<String> {
     inside.chain(outside.map(|name| format!("on the host: {name}"))).chain(reserved).collect()
 }
 
-/// Runs one trial. Returns the plugin's calls, and whether it reached the point.
-fn attempt(node: &Node, plugin: &str, verb: &str, plan: &Plan) -> (Vec<Hit>, bool) {
+/// Runs one trial.
+fn attempt(node: &Node, plugin: &str, verb: &str, plan: &Plan) -> Traced {
     let container = node.container();
     let attachment = Attachment::new(node, &container, config(node, plugin));
     let result = (verb == "DEL").then(|| attachment.add().success());
@@ -61,30 +61,45 @@ fn attempt(node: &Node, plugin: &str, verb: &str, plan: &Plan) -> (Vec<Hit>, boo
     attachment.del().success();
     let left = left(node, &container);
     assert!(left.is_empty(), "{}: DEL left {left:?}\n{}", story(), traced.outcome.report());
-    (traced.all, traced.hit.is_some())
+    traced
 }
 
-/// Tries a share of the calls that `is_meant`, all of them in a soak run.
+/// Tries a share of the plugin's calls that `is_meant`; in a soak run all of them, and those of all
+/// programs that it starts.
 fn sweep(plugin: &str, probed: Probed, acts: &[Act], is_meant: impl Fn(&Hit) -> bool) {
     require!(trace::supported());
     require!(probed);
     let node = Node::new();
     let _outside = uplink(&node, "eth0");
     let (mut dice, mut tried) = (Dice::new(seed()), 0);
+    let mut all_points = 0;
     for verb in ["ADD", "DEL"] {
-        let plan = |at, act| Plan { victim: plugin.to_owned(), at, act };
-        let (all, _) = attempt(&node, plugin, verb, &plan(u64::MAX, acts[0]));
-        assert!(all.len() as u64 >= FLOOR, "{plugin} made only {} calls in {verb}", all.len());
-        let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
-        let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(SHARE)).max(1) };
+        // Each act has points of its own, because calls that cannot fail are not counted.
         for act in acts {
-            let first = dice.below(step) as usize;
-            for at in points.iter().skip(first).step_by(step as usize) {
-                tried += u64::from(attempt(&node, plugin, verb, &plan(*at, *act)).1);
+            let plan = |victim: &str, at| Plan { victim: victim.to_owned(), at, act: *act };
+            let mut victims = vec![plugin.to_owned()];
+            if soak().is_some() {
+                let programs = attempt(&node, plugin, verb, &plan(plugin, u64::MAX)).programs;
+                victims.extend(programs.into_iter().filter(|program| program != plugin));
+            }
+            for victim in victims {
+                let all = attempt(&node, plugin, verb, &plan(&victim, u64::MAX)).all;
+                assert!(
+                    victim != plugin || all.len() as u64 >= FLOOR,
+                    "{plugin} made only {} calls in {verb}",
+                    all.len()
+                );
+                let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
+                all_points += points.len();
+                let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(SHARE)).max(1) };
+                let first = dice.below(step) as usize;
+                for at in points.iter().skip(first).step_by(step as usize) {
+                    tried += u64::from(attempt(&node, plugin, verb, &plan(&victim, *at)).hit.is_some());
+                }
             }
         }
     }
-    figure(&format!("{acts:?} of {plugin}: tried {tried} points, seed {}", seed()));
+    figure(&format!("{acts:?} of {plugin}: tried {tried} points of {all_points}, seed {}", seed()));
     assert!(tried >= acts.len() as u64, "only {tried} points were tried");
 }
 

@@ -1,11 +1,13 @@
 //! A trial runs a list up to one call of one program, applies an act there, and lets the runtime
 //! continue. A sweep is a trial for each call, until the program ends before the point.
 
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use cni_testkit::trace::{Act, Hit, Plan, Traced};
 use cni_testkit::{Container, rounds};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::chain::{Chain, Links, PLUGINS, SYSCTL, left_inside};
@@ -104,6 +106,8 @@ struct Trial {
     calls: u64,
     /// The calls that the victim made, in order.
     all: Vec<Hit>,
+    /// The programs that ran in the victim's plugin.
+    programs: BTreeSet<String>,
     complaints: Vec<String>,
 }
 
@@ -117,11 +121,19 @@ impl Sweep {
         let (mut complaints, mut dice, began) = (Vec::new(), Dice::new(seed), Instant::now());
         let mut world = World::new(self.backend);
         let mut walks: Vec<Walk> = Vec::new();
-        for victim in victims {
-            let whole = self.attempt(&world, victim, u64::MAX, Way::Del, false);
+        let mut victims = victims.to_vec();
+        let (listed, mut next) = (victims.len() as u64, 0);
+        while let Some(victim) = victims.get(next).copied() {
+            let whole = self.attempt(&world, &victim, u64::MAX, Way::Del, false);
             complaints.extend(whole.complaints);
-            let step = if soak().is_some() { PASSES } else { (whole.calls / rounds(self.share)).max(1) };
-            walks.push(Walk { victim: *victim, calls: whole.calls, step, points: 0, passes: 0 });
+            victims.extend(self.unlisted(&victim, whole.programs, &victims));
+            walks.push(Walk { victim, calls: whole.calls, step: PASSES, points: 0, passes: 0 });
+            next += 1;
+        }
+        if soak().is_none() {
+            // An ordinary run tries about as many points as if all programs were listed.
+            let share = rounds(self.share) * listed / walks.len() as u64;
+            walks.iter_mut().for_each(|walk| walk.step = (walk.calls / share.max(1)).max(1));
         }
         let passes = if soak().is_some() { PASSES } else { 1 };
         let (mut in_time, mut tried) = (true, 0);
@@ -158,6 +170,20 @@ impl Sweep {
             complaints.insert(0, format!("{self:?}, CNI_SEED={seed}: {} of {tried} points:", complaints.len()));
         }
         complaints
+    }
+
+    /// Returns the programs that ran in the victim's plugin and are not in the list, so that each
+    /// call of each of them is a point. Only kills hit programs that are not part of these plugins:
+    /// what iptables does after an error of the kernel is not tested here.
+    fn unlisted(self, victim: &Victim, programs: BTreeSet<String>, listed: &[Victim]) -> Vec<Victim> {
+        let is_listed =
+            |program: &String| listed.iter().any(|other| other.plugin == victim.plugin && other.program == program);
+        let is_hit = |program: &String| {
+            let first = program.split('+').next().unwrap_or_default();
+            self.act == Act::Signal(Signal::SIGKILL) || first == "host-local" || PLUGINS.contains(&first)
+        };
+        let unlisted = programs.into_iter().filter(|program| !is_listed(program) && is_hit(program));
+        unlisted.map(|program| Victim { plugin: victim.plugin, program: program.leak(), floor: 0 }).collect()
     }
 
     /// Tries one point, in a soak run both ways. Returns whether the program reached the point.
@@ -239,7 +265,13 @@ impl Sweep {
         let trial = || self.trial(world, victim, at, way, again);
         catch_unwind(AssertUnwindSafe(trial)).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned().unwrap_or_else(|| "a panic of the test".to_owned());
-            Trial { hit: Some(Hit::default()), calls: 0, all: Vec::new(), complaints: vec![text] }
+            Trial {
+                hit: Some(Hit::default()),
+                calls: 0,
+                all: Vec::new(),
+                programs: BTreeSet::new(),
+                complaints: vec![text],
+            }
         })
     }
 
@@ -277,7 +309,7 @@ impl Sweep {
                 complaints.extend(lives(world, &chain));
             }
         }
-        Trial { hit: traced.hit, calls: traced.calls, all: traced.all, complaints }
+        Trial { hit: traced.hit, calls: traced.calls, all: traced.all, programs: traced.programs, complaints }
     }
 
     /// Calls ADD up to the victim's plugin and, if that succeeded, of all others. A failed ADD has

@@ -67,6 +67,8 @@ pub struct Traced {
     pub all: Vec<Hit>,
     /// The call at which something was done, or `None` if the victim made fewer calls.
     pub hit: Option<Hit>,
+    /// The programs that ran, as a [`Plan`] names them.
+    pub programs: BTreeSet<String>,
     /// How long the last process ran after the plugin had ended.
     pub outlived: Duration,
 }
@@ -147,7 +149,8 @@ fn trace(call: Invocation<'_>, plan: &Plan, look: &mut dyn FnMut(&Hit)) -> Trace
     let (status, ended) = seen.ended.expect("the first program ends");
     let outcome = started.outcome(status);
     assert!(!is_late.load(Ordering::SeqCst), "still running at its deadline, {:?}\n{}", seen.hit, outcome.report());
-    Traced { outcome: outcome.validated(), calls: seen.calls, all: seen.all, hit: seen.hit, outlived: ended.elapsed() }
+    let Seen { calls, all, hit, programs, .. } = seen;
+    Traced { outcome: outcome.validated(), calls, all, hit, programs, outlived: ended.elapsed() }
 }
 
 /// The state of the tracing thread.
@@ -172,6 +175,7 @@ struct Seen {
     /// How many calls the victim has made.
     calls: u64,
     all: Vec<Hit>,
+    programs: BTreeSet<String>,
     /// Whether the victim has begun to read its standard input.
     has_read: bool,
     hit: Option<Hit>,
@@ -204,6 +208,11 @@ impl Tracer<'_> {
                 let process = self.process(thread);
                 let name = fs::read_link(format!("/proc/{process}/exe")).unwrap_or_default();
                 let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                if process == self.main {
+                    // Before, it was the shell that becomes the plugin.
+                    self.seen.programs.clear();
+                }
+                self.seen.programs.insert(name.clone());
                 self.programs.insert(process, name);
                 self.resume(thread, None);
             }
@@ -237,6 +246,10 @@ impl Tracer<'_> {
         self.threads.insert(thread, process);
         self.alive.lock().unwrap().insert(process);
         if process == thread && !self.programs.contains_key(&process) {
+            // The first process is the shell that becomes the plugin.
+            if let Some(parent) = self.programs.get(&number("PPid:")) {
+                self.seen.programs.insert(format!("{parent}+fork"));
+            }
             let parent = self.programs.get(&number("PPid:")).cloned().unwrap_or_default();
             self.programs.insert(process, format!("{parent}+fork"));
         }
@@ -395,6 +408,8 @@ mod tests {
                 crate::skip!("/bin/sh is not dash here");
             }
             assert_eq!((traced.outcome.status, traced.outcome.stdout.as_str()), (Some(0), said), "{traced:?}");
+            let programs = if victim == "cat" { &["cat", "dash", "dash+fork"][..] } else { &["dash", "dash+fork"] };
+            assert!(traced.programs.iter().map(String::as_str).eq(programs.iter().copied()), "{traced:?}");
         }
     }
 }
