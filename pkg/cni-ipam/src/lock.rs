@@ -13,7 +13,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::steps::Step;
 use cni::{Code, Error, Result};
 use cni_linux::flock::{self, Limit, Refused};
-use nix::libc::{O_CREAT, O_NONBLOCK};
+use nix::libc::{ELOOP, O_CREAT, O_NOFOLLOW, O_NONBLOCK};
 
 /// How long a verb waits for the lock by default.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(30);
@@ -112,11 +112,20 @@ fn means_missing_folder(error: &io::Error) -> bool {
     }
 }
 
-/// Opens the lock file for reading, as Go does, or creates it.
+/// Opens the lock file for reading, as Go does, or creates it. Follows a symbolic link, but fails
+/// with `NotFound` instead of creating the file that the link names.
 fn open(path: &Path) -> io::Result<File> {
     // O_CREAT is a custom flag, because std creates only files that are opened for writing.
     // O_NONBLOCK, because opening a FIFO would block.
-    OpenOptions::new().read(true).mode(0o750).custom_flags(O_CREAT | O_NONBLOCK).open(path)
+    let flags = O_CREAT | O_NOFOLLOW | O_NONBLOCK;
+    match OpenOptions::new().read(true).mode(0o750).custom_flags(flags).open(path) {
+        Err(error) if error.raw_os_error() == Some(ELOOP) => {
+            let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)?;
+            // With O_CREAT, the kernel refuses a folder.
+            if file.metadata()?.is_dir() { Err(io::ErrorKind::IsADirectory.into()) } else { Ok(file) }
+        }
+        opened => opened,
+    }
 }
 
 /// Returns the error, code 11, of a lock that was not taken within `limit`.
@@ -169,6 +178,24 @@ mod tests {
             error.to_string()
         };
         cni_testkit::locks::assert_names_holder(&format!("it is held by process {} (", std::process::id()), refused);
+    }
+
+    #[test]
+    fn a_link_is_followed_but_creates_no_file_elsewhere() {
+        let base = tempfile::tempdir().unwrap();
+        let (folder, target) = (base.path().join("net1"), base.path().join("of another program"));
+        std::fs::create_dir(&folder).unwrap();
+        std::os::unix::fs::symlink(&target, folder.join("lock")).unwrap();
+        let machine = TestMachine::default();
+        let acquire = |missing| acquire(&folder, missing, OnSigterm::Kill, DEFAULT_LIMIT, &machine);
+        for missing in [MissingFolder::Create, MissingFolder::Leave] {
+            let error = acquire(missing).unwrap_err();
+            assert!(error.code() == Code::IO && error.to_string().contains("is a dangling symbolic link"), "{error}");
+            assert!(!target.exists());
+        }
+        std::fs::write(&target, "content").unwrap();
+        assert!(acquire(MissingFolder::Create).unwrap().is_some());
+        assert_eq!(std::fs::read_to_string(&target).unwrap(), "content");
     }
 
     #[test]
