@@ -4,9 +4,11 @@
 //! - [`logging`]: the log, if `CNI_LOG` asks for one.
 //! - [`keys`]: configuration keys that several plugins have.
 //! - [`interface`]: the code shared by all plugins that create an interface.
+//! - [`identity`]: whether CNI_IFNAME belongs to the attachment, for plugins that create none.
 
 #![forbid(unsafe_code)]
 
+pub mod identity;
 pub mod interface;
 pub mod keys;
 pub mod logging;

@@ -6,8 +6,9 @@
 //! move from the main table into these tables. With the key `table`, only the rules are added.
 //! Rules and routes are in the container's namespace and vanish with it, so GC has nothing to do.
 //!
-//! Two calls for one namespace must not choose the same table. Each locks the namespace as Go's
-//! plugin does: with `flock` on the file that CNI_NETNS names. No lock file is created.
+//! Two ADDs for one namespace must not choose the same table. Each locks the namespace as Go's
+//! plugin does: with `flock` on the file that CNI_NETNS names. No lock file is created. DEL chooses
+//! no table and does not lock: a process of the pod can hold the lock as long as it wants to.
 
 mod check;
 mod conf;
@@ -23,11 +24,12 @@ use cni::result::{AddResult, IpConfig};
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::{Family, Link, Netlink, Netns};
+use cni_plugin::identity::{Identity, identify};
 
 use conf::Conf;
 use plan::Plan;
 
-/// How long a call waits for another one that has locked the same namespace.
+/// How long ADD waits for another call that has locked the same namespace.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// The plugin `sbr`.
@@ -55,8 +57,15 @@ impl Plugin for Sbr {
         let conf = Conf::new(&call.conf)?;
         let result = prev_result(call)?;
         let ips = addresses_of(&result, &call.ifname);
-        if ips.is_empty() {
+        if result.ips.is_empty() {
             return Err(Error::config(format!("No IP addresses supplied on interface: {}", call.ifname)));
+        }
+        if ips.is_empty() {
+            call.notes.note(format_args!(
+                "sbr: no routing rule was added: all addresses of prevResult belong to interfaces other than {}",
+                call.ifname
+            ));
+            return Ok(Added { result, rollback: call.rollback() });
         }
         let netns = Netns::open(call.netns()?)?;
         let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
@@ -86,6 +95,10 @@ impl Plugin for Sbr {
     /// Removes the rules whose source is an address of the interface, from the configured table or,
     /// if there is none, from all tables. The kernel removes the routes together with the
     /// interface.
+    ///
+    /// The addresses are those of `prevResult`. Those that the interface has only count if
+    /// `prevResult` is missing or invalid. If the interface has the mark of another attachment,
+    /// CNI_NETNS leads to another container, and nothing is removed.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let netns = match call.netns.as_deref().map(Netns::open) {
             None => return Ok(()),
@@ -102,16 +115,24 @@ impl Plugin for Sbr {
                 None
             }
         };
-        let _locked = netns.lock(call.machine, OnSigterm::Finish, LOCK_LIMIT)?;
         let netlink = netns.run(Netlink::open)??;
-        // The addresses are taken from prevResult, in case the interface no longer exists, and from
-        // the interface, in case prevResult is missing or invalid.
-        let prev = call.conf.prev_result().ok().flatten().unwrap_or_default();
-        let mut addresses: Vec<IpAddr> =
-            addresses_of(&prev, &call.ifname).iter().map(|ip| ip.address.address()).collect();
-        if let Some(link) = netlink.find_link(&call.ifname)? {
-            addresses.extend(netlink.list_addresses(link.index)?.iter().map(|addr| addr.cidr.address()));
+        let link = netlink.find_link(&call.ifname)?;
+        let prev = call.conf.prev_result().ok().flatten();
+        if let Some(link) = &link
+            && identify(call, prev.as_ref(), link)? == Identity::Other
+        {
+            call.notes.note(format_args!(
+                "sbr: no rule was removed: {} in {} belongs to another attachment",
+                link.name,
+                netns.path().display()
+            ));
+            return Ok(());
         }
+        let addresses: Vec<IpAddr> = match (&prev, &link) {
+            (Some(prev), _) => addresses_of(prev, &call.ifname).iter().map(|ip| ip.address.address()).collect(),
+            (None, Some(link)) => netlink.list_addresses(link.index)?.iter().map(|addr| addr.cidr.address()).collect(),
+            (None, None) => return Ok(()),
+        };
         let mut errors = Vec::new();
         for family in Family::ALL {
             let rules = netlink.list_rules(family).unwrap_or_else(|error| {

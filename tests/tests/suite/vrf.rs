@@ -403,6 +403,41 @@ fn every_version_of_go_gets_its_prev_result_back() {
     }
 }
 
+/// The PID in a path like `/proc/PID/ns/net` may be that of another container's process.
+#[test]
+fn del_that_leads_to_another_container_leaves_its_vrf() {
+    require!(probe::vrf());
+    let node = Node::new();
+    let (other, _networks) = pod(&node);
+    let theirs = attached(&node, &other, json!({}));
+    let result = theirs.add_after(&prev(&other, &[V4])).success();
+    let mut dead = theirs.clone();
+    dead.id = "dead".to_owned();
+    let mut dead_prev = prev(&other, &[("10.2.0.77/24", "10.2.0.1")]);
+    dead_prev["interfaces"][1]["mac"] = "02:00:00:00:00:77".into();
+    let deleted = dead.del_with(&dead_prev);
+    deleted.success();
+    assert!(deleted.stderr.contains("belongs to another attachment"), "{}", deleted.report());
+    assert_eq!(master(&other, "net1").as_deref(), Some("red"));
+    theirs.del_with(&result).success();
+    assert_eq!((master(&other, "net1"), table(&other, "red")), (None, None));
+}
+
+#[test]
+fn del_continues_if_a_process_holds_the_lock() {
+    require!(probe::vrf());
+    let node = Node::new();
+    let (pod, _networks) = pod(&node);
+    let attachment = attached(&node, &pod, json!({})).by(bin_dir());
+    let result = attachment.add_after(&prev(&pod, &[V4])).success();
+    // Any process of the pod can open this file.
+    let held = std::fs::File::open(pod.netns()).unwrap();
+    held.lock().unwrap();
+    attachment.del_with(&result).success();
+    held.unlock().unwrap();
+    assert_eq!((master(&pod, "net1"), table(&pod, "red")), (None, None));
+}
+
 /// The Go plugin, of any release.
 fn go_vrf() -> probe::Probed {
     let path = go_bin_dir().join("vrf");

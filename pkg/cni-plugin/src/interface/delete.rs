@@ -17,10 +17,11 @@ use cni::delegate::Delegate;
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result};
-use cni_linux::{Link, Mac, Netlink, Netns};
+use cni_linux::{Link, Netlink, Netns};
 
 use super::adopted::take_off;
 use super::{HostEnd, Interface, Ownership, PortMark, Release, give_back, masquerade, purge_addresses};
+use crate::identity::expected_mac;
 
 /// Removes the attachment's masquerade rules, its links, what the plugin itself created, and its
 /// addresses in IPAM.
@@ -202,7 +203,7 @@ impl<I: Interface> Links<'_, '_, I> {
             // pairs: an `outer` among them belongs to an earlier plugin of the list.
             return Ok(position >= listed_after);
         }
-        match self.expected_mac() {
+        match expected_mac(self.call, self.prev) {
             Some(expected) => Ok(inner.mac == Some(expected)),
             None => self.plugin.owns_unmarked(self.call, host, outer),
         }
@@ -214,13 +215,6 @@ impl<I: Interface> Links<'_, '_, I> {
     fn position_in_prev(&self, outer: &Link) -> Option<usize> {
         let mut on_host = self.prev?.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
         on_host.position(|interface| interface.name == outer.name)
-    }
-
-    /// Returns the MAC that `prevResult` has for CNI_IFNAME, or `None` if there is no valid one.
-    fn expected_mac(&self) -> Option<Mac> {
-        let prev = self.prev?;
-        let position = prev.find_interface(&self.call.ifname, self.call.sandbox())?;
-        prev.interfaces[position].mac.parse().ok()
     }
 
     /// Removes the attachment's veth ends on the host, found by the names that ADD derives from the

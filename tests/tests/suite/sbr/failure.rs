@@ -49,12 +49,27 @@ fn without_prev_result_or_address_nothing_is_changed() {
         assert_eq!(alone.fails_with(7, "").msg, "This plugin must be called as chained plugin");
     }
     let mut none = prev(&pod, &[]);
-    for _ in 0..2 {
-        let refused = routed(&node, &pod, json!({})).add_after(&none);
-        assert_eq!(refused.fails_with(7, "").msg, "No IP addresses supplied on interface: net1");
-        none["ips"] = json!([]);
-    }
+    none["ips"] = json!([]);
+    let refused = routed(&node, &pod, json!({})).add_after(&none);
+    assert_eq!(refused.fails_with(7, "").msg, "No IP addresses supplied on interface: net1");
     assert_eq!(state(&pod), before);
+}
+
+#[test]
+fn addresses_of_other_interfaces_are_no_error() {
+    for keys in [json!({}), json!({"table": 5000})] {
+        let node = Node::new();
+        let (pod, _networks) = pod(&node);
+        let (before, prev) = (state(&pod), prev(&pod, &[]));
+        let attachment = routed(&node, &pod, keys);
+        let added = attachment.add_after(&prev);
+        let result = added.success();
+        assert_eq!(result["ips"], prev["ips"]);
+        assert!(added.stderr.contains("no routing rule was added"), "{}", added.report());
+        attachment.check(&result).success();
+        attachment.del_with(&result).success();
+        assert_eq!(state(&pod), before);
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! get no automatic addresses, so that the tables contain only the test's routes.
 
 mod failure;
+mod identity;
 mod mixed;
 mod packets;
 mod tables;

@@ -1,0 +1,53 @@
+//! Finds out whether the interface CNI_IFNAME of CNI_NETNS belongs to the attachment of the call,
+//! for the DEL of a plugin that did not create the interface.
+//!
+//! CNI_NETNS may lead to another container: the PID in a path like `/proc/PID/ns/net` may have been
+//! reused.
+
+use cni::AttachmentId;
+use cni::Result;
+use cni::result::AddResult;
+use cni::skel::Call;
+use cni_linux::{Link, Mac, Netlink};
+
+/// What is known about the attachment that an interface belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Identity {
+    /// The interface belongs to the attachment of the call.
+    Own,
+    /// The interface belongs to another attachment.
+    Other,
+    /// Neither the MAC nor a mark identifies the attachment.
+    Unknown,
+}
+
+/// Identifies `link`, which is CNI_IFNAME in CNI_NETNS: first by the MAC in `prev`, then by the
+/// mark, which a veth has at its end on the host.
+///
+/// # Errors
+/// The kernel cannot look up the end on the host.
+pub fn identify(call: &Call<'_>, prev: Option<&AddResult>, link: &Link) -> Result<Identity> {
+    let expected = expected_mac(call, prev);
+    if expected.is_some() && expected == link.mac {
+        return Ok(Identity::Own);
+    }
+    let host_end = match link.peer_index.filter(|_| link.is_veth()) {
+        None => None,
+        Some(index) => {
+            // An unrelated link of the host may have the index.
+            Netlink::open()?.find_link_by_index(index)?.filter(|outer| outer.peer_index == Some(link.index))
+        }
+    };
+    let alias = host_end.as_ref().unwrap_or(link).alias.as_deref();
+    if alias.and_then(AttachmentId::parse).is_none() {
+        return Ok(Identity::Unknown);
+    }
+    Ok(if call.attachment().is_on(alias) { Identity::Own } else { Identity::Other })
+}
+
+/// Returns the MAC that `prev` has for CNI_IFNAME, or `None` if there is no valid one.
+pub fn expected_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
+    let prev = prev?;
+    let position = prev.find_interface(&call.ifname, call.sandbox())?;
+    prev.interfaces[position].mac.parse().ok()
+}
