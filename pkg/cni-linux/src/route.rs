@@ -2,7 +2,8 @@
 //!
 //! If a [conflicting](Route::conflicts_with) route exists, an addition fails and changes nothing;
 //! the caller can list the conflicting routes. Only [`Netlink::add_route_in_front`] and
-//! [`Netlink::append_route`] add a route despite a conflict.
+//! [`Netlink::append_route`] add a route despite a conflict. [`Netlink::add_default_route_behind`]
+//! avoids the conflict by a larger metric.
 //!
 //! IPv6 replaces metric 0 with 1024 and has no scopes. A table number above 255 does not fit into
 //! the message's header and is sent as an attribute.
@@ -20,6 +21,7 @@ use netlink_packet_route::route::{
 use crate::error::{Cause, Error, Result};
 use crate::netlink::{Kind, Netlink, Reply};
 
+mod behind;
 mod saved;
 
 pub use saved::SavedRoute;

@@ -1,6 +1,7 @@
 //! Implements ADD in two steps: [`Plan::new`] reads and checks the kernel's state and decides what
 //! to change, [`Plan::carry_out`] changes it.
 
+use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
 use cni_linux::route::{LOCAL_TABLE, MAIN_TABLE};
@@ -21,6 +22,8 @@ pub(crate) struct Plan {
     /// The interface's routes, which the kernel deletes too. Does not include the routes that the
     /// kernel adds with each address.
     routes: Vec<SavedRoute>,
+    /// The same routes as they are added again: those of the main table are in the VRF's table.
+    moved_routes: Vec<SavedRoute>,
 }
 
 /// The VRF that the interface joins, and its routing table.
@@ -30,16 +33,25 @@ enum Target {
     New { name: String, table: u32 },
 }
 
+impl Target {
+    /// Returns the VRF's table.
+    fn table(&self) -> u32 {
+        match self {
+            Target::Existing { table, .. } | Target::New { table, .. } => *table,
+        }
+    }
+}
+
 impl Plan {
     /// Checks that the interface can join the VRF, and reads the addresses and routes that have to
-    /// be restored afterwards.
+    /// be restored afterwards. `prev` is the result of the earlier plugins.
     ///
     /// # Errors
     /// - Code 102 if another kind of interface has the VRF's name, the VRF's table is not the
     ///   configured one, or the interface already is in a bridge, bond or VRF.
     /// - Code 4 if the interface does not exist.
     /// - Code 100 if the kernel cannot list its links, addresses, routes or rules.
-    pub(crate) fn new(netlink: &Netlink, conf: &Conf, ifname: &str) -> Result<Plan> {
+    pub(crate) fn new(netlink: &Netlink, conf: &Conf, ifname: &str, prev: &AddResult) -> Result<Plan> {
         let existing = find_vrf(netlink, &conf.name)?;
         if let Some(Link { vrf_table: Some(found), .. }) = existing
             && conf.table.is_some_and(|configured| configured != found)
@@ -61,12 +73,13 @@ impl Plan {
             Some(Link { index, vrf_table: Some(table), .. }) => Target::Existing { index, table },
             _ => Target::New { name: conf.name.clone(), table: table_for_new_vrf(netlink, conf, &all_routes)? },
         };
-        let mut routes = all_routes;
-        routes.retain(|route| {
+        let is_moved = |route: &&SavedRoute| {
             let is_added_by_kernel = || route.routes().iter().any(|route| route.is_connected(link.index));
             route.table_id() != LOCAL_TABLE && route.leaves_by(link.index) && !is_added_by_kernel()
-        });
-        Ok(Plan { vrf, link, addresses, routes })
+        };
+        let routes: Vec<SavedRoute> = all_routes.iter().filter(is_moved).cloned().collect();
+        let moved_routes = routes_in_vrf(&routes, &all_routes, &vrf, prev);
+        Ok(Plan { vrf, link, addresses, routes, moved_routes })
     }
 
     /// Creates the VRF if it does not exist, adds the interface to it and restores the interface's
@@ -77,30 +90,78 @@ impl Plan {
     /// - Code 2 if the kernel does not support VRFs.
     /// - Code 100 if the kernel refuses a change.
     pub(crate) fn carry_out(self, netlink: &Netlink, rollback: &mut Rollback<'_>) -> Result<()> {
-        let Plan { vrf, link, addresses, routes } = self;
-        let (vrf_index, vrf_table) = match vrf {
-            Target::Existing { index, table } => (index, table),
+        let Plan { vrf, link, addresses, routes, moved_routes } = self;
+        let vrf_index = match vrf {
+            Target::Existing { index, .. } => index,
             Target::New { name, table } => {
                 let (undo_netlink, undo_name) = (netlink.clone(), name.clone());
                 rollback.push(format!("delete VRF {name}"), move || match undo_netlink.find_link(&undo_name)? {
                     Some(vrf) if vrf.vrf_table.is_some() => purge_if_empty(&undo_netlink, &vrf),
                     _ => Ok(()),
                 });
-                (create_vrf(netlink, &name, table)?.index, table)
+                create_vrf(netlink, &name, table)?.index
             }
         };
-        let (undo_netlink, saved_addresses, saved_routes) = (netlink.clone(), addresses.clone(), routes.clone());
+        let (undo_netlink, saved_addresses) = (netlink.clone(), addresses.clone());
         rollback.push(format!("remove {} from its VRF", link.name), move || {
             undo_netlink.unset_master(link.index)?;
-            restore(&undo_netlink, &saved_addresses, &saved_routes)
+            restore(&undo_netlink, &saved_addresses, &routes)
         });
         netlink.set_master(link.index, vrf_index)?;
-        let moved_routes: Vec<SavedRoute> = routes
-            .iter()
-            .map(|route| if route.table_id() == MAIN_TABLE { route.in_table(vrf_table) } else { route.clone() })
-            .collect();
         Ok(restore(netlink, &addresses, &moved_routes)?)
     }
+}
+
+/// Returns the interface's `routes` as they are added again after the interface has joined the VRF:
+/// those of the main table in the VRF's table. `all_routes` are all routes of the namespace.
+///
+/// A default route gets its [original metric](original_metric). If the VRF's table has a default
+/// route with that metric, of another interface in the VRF, the route is put behind the default
+/// routes of the table: the kernel would merge the two of IPv6 into one route over both interfaces.
+fn routes_in_vrf(routes: &[SavedRoute], all_routes: &[SavedRoute], vrf: &Target, prev: &AddResult) -> Vec<SavedRoute> {
+    let mut moved_routes: Vec<SavedRoute> = Vec::new();
+    for route in routes {
+        if route.table_id() != MAIN_TABLE {
+            moved_routes.push(route.clone());
+            continue;
+        }
+        let mut moved = route.in_table(vrf.table());
+        if route.is_default() {
+            let in_vrf = default_metrics(all_routes, route.family(), vrf.table());
+            let metric = original_metric(route, all_routes, prev).unwrap_or(route.metric());
+            let is_taken = in_vrf.contains(&metric);
+            let last = in_vrf.into_iter().max().filter(|_| is_taken);
+            moved = moved.with_metric(last.map_or(metric, |last| last.saturating_add(1)));
+        }
+        moved_routes.push(moved);
+    }
+    moved_routes
+}
+
+/// Returns the metric that a default route of the interface would have without the default routes
+/// of other networks; `None` if the route has the metric that was asked for.
+///
+/// If a default route conflicts with those of other networks, the plugin that created the interface
+/// adds the route with the metric of the last one plus one, and lists this metric in its result.
+/// The metric that was asked for is recorded nowhere. It was that of another network's route; this
+/// returns the lowest of these.
+fn original_metric(route: &SavedRoute, all_routes: &[SavedRoute], prev: &AddResult) -> Option<u32> {
+    let metric = route.metric();
+    let is_listed = prev.routes.iter().any(|listed| {
+        let listed_dst = listed.dst.network();
+        let is_of_family = Family::of(listed_dst.address()) == route.family();
+        listed_dst.is_default_route() && is_of_family && listed.priority == Some(metric)
+    });
+    let lower: Vec<u32> =
+        default_metrics(all_routes, route.family(), MAIN_TABLE).into_iter().filter(|other| *other < metric).collect();
+    let is_behind_last = lower.iter().max().is_some_and(|last| last + 1 == metric);
+    lower.into_iter().min().filter(|_| is_listed && is_behind_last)
+}
+
+/// Returns the metrics of the default routes of one family in one table.
+fn default_metrics(routes: &[SavedRoute], family: Family, table: u32) -> Vec<u32> {
+    let is_default = |route: &&SavedRoute| route.is_default() && route.family() == family && route.table_id() == table;
+    routes.iter().filter(is_default).map(SavedRoute::metric).collect()
 }
 
 /// Returns the configured table or, if none is configured, the first table that no rule, route or

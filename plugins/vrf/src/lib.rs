@@ -65,7 +65,7 @@ impl Plugin for Vrf {
         // dropped once the result has been written, and the dropped file unlocks the namespace.
         rollback.push("unlock the namespace", move || locked.unlock());
         let netlink = netns.run(Netlink::open)??;
-        let plan = Plan::new(&netlink, &conf, &call.ifname).map_err(failed)?;
+        let plan = Plan::new(&netlink, &conf, &call.ifname, &result).map_err(failed)?;
         plan.carry_out(&netlink, &mut rollback).map_err(failed)?;
         Ok(Added { result, rollback })
     }

@@ -38,6 +38,7 @@ mod rights;
 mod sbr;
 mod seccomp;
 mod signals;
+mod second_default;
 mod stacked;
 mod status;
 mod storm;

@@ -50,6 +50,29 @@ impl SavedRoute {
         from_attribute.unwrap_or(self.0.header.table.into())
     }
 
+    /// Whether the destination is that of a default route, for a route of any type.
+    pub fn is_default(&self) -> bool {
+        self.0.header.destination_prefix_length == 0
+    }
+
+    /// Returns the metric.
+    pub fn metric(&self) -> u32 {
+        let from_attribute = self.0.attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::Priority(metric) => Some(*metric),
+            _ => None,
+        });
+        from_attribute.unwrap_or(0)
+    }
+
+    /// Returns the same route with another metric.
+    #[must_use]
+    pub fn with_metric(&self, metric: u32) -> SavedRoute {
+        let mut message = self.0.clone();
+        message.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Priority(_)));
+        message.attributes.push(RouteAttribute::Priority(metric));
+        SavedRoute(message)
+    }
+
     /// Returns the route as one [`Route`], or one for each gateway of a multipath route, with the
     /// source address. Returns no routes if the type is not unicast.
     pub fn routes(&self) -> Vec<Route> {

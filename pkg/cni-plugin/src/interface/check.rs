@@ -276,7 +276,8 @@ impl<'a, C> Check<'a, C> {
     /// Checks that the container has the routes of `prevResult`, by destination, table, metric,
     /// gateway and interface. MTU and MSS are not compared, because the Go plugins never set them.
     /// A route of the main table is also accepted in another table, because later plugins (sbr,
-    /// vrf) move it there.
+    /// vrf) move it there. A default route may have another metric there: vrf gives it the metric
+    /// that it would have without the default routes of other networks.
     fn compare_routes(&self) -> Result<()> {
         let container = &self.context.container;
         for expected in self.layer3.kernel_routes(self.inner.index) {
@@ -287,8 +288,11 @@ impl<'a, C> Check<'a, C> {
                 candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
                 // `conflicts_with` also compares the tables, so each route is compared as if it
                 // were in the table of `expected`.
-                candidates
-                    .retain(|route| expected.conflicts_with(&cni_linux::Route { table: expected.table, ..*route }));
+                candidates.retain(|route| {
+                    let is_moved_default = route.table_id() != MAIN_TABLE && route.dst.is_default_route();
+                    let priority = if is_moved_default { expected.priority } else { route.priority };
+                    expected.conflicts_with(&cni_linux::Route { table: expected.table, priority, ..*route })
+                });
             }
             if !candidates.iter().any(has_expected_path) {
                 return Err(failed(format!("Expected Route {expected} not found in routing table")));

@@ -267,9 +267,9 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
 
 /// Adds the addresses to the interface `index`, sets it up, and adds the routes.
 ///
-/// If the container already has a conflicting default route over another interface, does not add
-/// the new default route, removes it from `layer3.routes` and writes a note, as the specification
-/// asks.
+/// A default route that conflicts with one over another interface is added behind the existing
+/// default routes, which keep the traffic. Its metric then is in `layer3.routes`, and a note
+/// reports it.
 ///
 /// # Errors
 /// The kernel refuses an address or a route.
@@ -282,24 +282,26 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
     }
     container.set_up(index)?;
     let routes = layer3.kernel_routes(index);
-    let mut left_out: Vec<Route> = Vec::new();
+    // Default routes behind those of other networks, with their metrics.
+    let mut behind: Vec<(Route, u32)> = Vec::new();
     for paths in merge_conflicting(&routes) {
         let route = paths[0];
         match add_route(container, index, &paths)? {
-            AddedRoute::InForce => {}
-            AddedRoute::OtherDefaultRoute => {
-                notes.note(format_args!("{route} was not added: the default route of another network exists already"));
-                left_out.push(route);
+            AddedRoute::AsRequested => {}
+            AddedRoute::Behind { metric } => {
+                notes.note(format_args!(
+                    "{route} was added with metric {metric}, behind the default route of another network"
+                ));
+                behind.push((route, metric));
             }
         }
     }
     // `routes` ends with the result's routes, in the same order.
-    let result_routes = std::mem::take(&mut layer3.routes);
-    let kernel_routes = &routes[routes.len() - result_routes.len()..];
-    for (result_route, kernel_route) in result_routes.into_iter().zip(kernel_routes) {
-        // A route in `left_out` stands for all routes that were merged with it.
-        if !left_out.iter().any(|other| kernel_route.conflicts_with(other)) {
-            layer3.routes.push(result_route);
+    let kernel_routes = &routes[routes.len() - layer3.routes.len()..];
+    for (result_route, kernel_route) in layer3.routes.iter_mut().zip(kernel_routes) {
+        // A route in `behind` stands for all routes that were merged with it.
+        if let Some((_, metric)) = behind.iter().find(|(route, _)| kernel_route.conflicts_with(route)) {
+            result_route.priority = Some(*metric);
         }
     }
     Ok(())
@@ -321,17 +323,18 @@ fn merge_conflicting(routes: &[Route]) -> Vec<Vec<Route>> {
 
 /// The outcome of [`add_route`].
 enum AddedRoute {
-    /// The kernel has the route: it was added, or an identical one existed.
-    InForce,
-    /// The route is a default route and was not added, because the kernel has one over another
-    /// interface.
-    OtherDefaultRoute,
+    /// The kernel has the route as requested: it was added, or an identical one existed.
+    AsRequested,
+    /// The route is a default route and was added with this metric, because the kernel has a
+    /// default route with the requested metric over another interface.
+    Behind { metric: u32 },
 }
 
 /// Adds one route, which has several `paths` if it is a multipath route. Does nothing if an
-/// identical route exists, or if this is a default route that conflicts with one over another
-/// interface. As in Go, a route to the subnet of the interface `index` is added in front of the
-/// route to this subnet that the kernel added with the address.
+/// identical route exists. A default route that conflicts with one over another interface, or with
+/// one of another type, is added behind the existing default routes of its table. As in Go, a route
+/// to the subnet of the interface `index` is added in front of the route to this subnet that the
+/// kernel added with the address.
 ///
 /// # Errors
 /// The kernel refuses the route.
@@ -339,26 +342,33 @@ fn add_route(container: &Netlink, index: u32, paths: &[Route]) -> Result<AddedRo
     let route = &paths[0];
     let added = if paths.len() == 1 { container.add_route(route) } else { container.add_multipath_route(paths) };
     let error = match added {
-        Ok(()) => return Ok(AddedRoute::InForce),
+        Ok(()) => return Ok(AddedRoute::AsRequested),
         Err(error) if error.is_exists() => error,
         Err(error) => return Err(error.into()),
     };
     let existing = container.list_conflicting(route)?;
     if existing.iter().any(|other| other.is_same(route)) {
-        return Ok(AddedRoute::InForce);
+        return Ok(AddedRoute::AsRequested);
     }
-    // Also true if `existing` is empty: then the conflicting route is of a type that
-    // `list_conflicting` does not return, for example a blackhole route.
-    if existing.iter().all(|other| other.is_connected(index)) {
+    // `list_conflicting` returns no route of another type, such as a blackhole route.
+    let is_of_other_type = existing.is_empty();
+    if !is_of_other_type && existing.iter().all(|other| other.is_connected(index)) {
         container.add_route_in_front(paths)?;
-        return Ok(AddedRoute::InForce);
+        return Ok(AddedRoute::AsRequested);
     }
-    let is_over_other_interface = existing.iter().any(|other| other.oif != index);
-    if route.dst.is_default_route() && is_over_other_interface {
-        Ok(AddedRoute::OtherDefaultRoute)
+    let is_of_other_interface = existing.iter().any(|other| other.oif != index);
+    if route.dst.is_default_route()
+        && (is_of_other_type || is_of_other_interface)
+        && let Some(metric) = container.add_default_route_behind(paths)?
+    {
+        return Ok(AddedRoute::Behind { metric });
+    }
+    let error = Error::from(error);
+    Err(if is_of_other_type {
+        error.with_details("the existing route is of another type, such as blackhole, unreachable or prohibit")
     } else {
-        Err(error.into())
-    }
+        error
+    })
 }
 
 /// Waits until duplicate address detection has finished for every address of the interface `index`.

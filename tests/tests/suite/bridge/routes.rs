@@ -235,12 +235,30 @@ fn the_default_route_of_the_first_network_stays() {
     let outcome = two.add();
     let result = outcome.success();
     assert_eq!(route(&container, "main", "default")["gateway"], "10.1.0.1", "{}", outcome.report());
-    assert!(result["routes"].as_array().is_none_or(Vec::is_empty), "left out of the result: {result:#}");
-    assert!(!outcome.stderr.is_empty(), "said on standard error");
+    assert_eq!(result["routes"], json!([{"dst": "0.0.0.0/0", "priority": 1}]));
+    assert!(outcome.stderr.contains("behind the default route of another network"), "{}", outcome.report());
     one.check(&one_result).success();
     two.check(&result).success();
     two.del_with(&result).success();
     one.del_with(&one_result).success();
+}
+
+#[test]
+fn a_blackhole_route_is_a_conflict_and_stays() {
+    let node = Node::new();
+    let container = node.container();
+    container.ip(&["route add blackhole 192.0.2.0/24", "route add unreachable 2001:db8::/32"]);
+    for dst in ["192.0.2.0/24", "2001:db8::/32"] {
+        let config = with_routes(&node, &["10.1.0.0/24", "fd00:1::/64"], json!([{ "dst": dst }]));
+        node.expect_left("br0");
+        let attachment = Attachment::new(&node, &container, config);
+        let failure = attachment.add().fails_with(100, &format!("failed to add route {dst} via "));
+        assert!(failure.details.contains("of another type"));
+        assert!(container.link("eth0").is_none());
+        attachment.del().success();
+    }
+    let blackhole = container.exec(&["ip", "route", "show", "192.0.2.0/24"]);
+    assert_eq!(blackhole.trim(), "blackhole 192.0.2.0/24");
 }
 
 #[test]
