@@ -72,7 +72,7 @@ impl NetConf {
         // As in Go, an error about the name comes before one about the version.
         network_name(&json)?;
         let text = version_text(&json)?;
-        let version = Version::find(&text).ok_or_else(|| incompatible("incompatible CNI versions", &text))?;
+        let version = Version::find(&text).ok_or_else(|| incompatible(&text))?;
         NetConf::new(raw, json, version)
     }
 
@@ -157,21 +157,43 @@ impl From<RuntimeDns> for Dns {
     }
 }
 
+/// The key `dns` of an interface plugin's configuration. A list that is present and not null counts
+/// as set even if it is empty, as in Go: so an administrator can ask for none of IPAM's servers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct ConfDns {
+    nameservers: Option<Vec<String>>,
+    domain: String,
+    search: Option<Vec<String>>,
+    options: Option<Vec<String>>,
+}
+
+impl ConfDns {
+    /// Returns the name resolution, or `None` if no field is set.
+    fn into_dns(self) -> Option<Dns> {
+        let ConfDns { nameservers, domain, search, options } = self;
+        let has_list = nameservers.is_some() || search.is_some() || options.is_some();
+        let or_none = Option::unwrap_or_default;
+        let dns = Dns { nameservers: or_none(nameservers), domain, search: or_none(search), options: or_none(options) };
+        (has_list || !dns.domain.is_empty()).then_some(dns)
+    }
+}
+
 /// Returns the name resolution that replaces IPAM's in the result of an interface plugin, or `None`
 /// if the result keeps IPAM's. `runtime_dns`, the value of `runtimeConfig.dns`, is used if it
 /// exists, even if it is an empty object. Otherwise `conf_dns`, the configuration's `dns`, is used
-/// unless it is empty.
+/// if a field of it is set.
 ///
 /// A `runtime_dns` of a wrong type is noted and ignored: the Go plugins do not read
 /// `runtimeConfig.dns`, so such a configuration works with them.
-pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: Dns, notes: &Notes) -> Option<Dns> {
+pub fn dns_override(runtime_dns: Option<&Json>, conf_dns: ConfDns, notes: &Notes) -> Option<Dns> {
     if let Some(json) = runtime_dns {
         match json.decode::<RuntimeDns>() {
             Ok(dns) => return Some(Dns::from(dns)),
             Err(error) => notes.note(format_args!("runtimeConfig.dns is ignored: {error}")),
         }
     }
-    if conf_dns.is_empty() { None } else { Some(conf_dns) }
+    conf_dns.into_dns()
 }
 
 /// Parses a configuration.
@@ -214,10 +236,10 @@ pub(crate) fn version_text(json: &Json) -> Result<String> {
     }
 }
 
-/// Returns an error of code 1 about a configuration's `cniVersion`, with Go's details.
-pub(crate) fn incompatible(msg: &str, cni_version: &str) -> Error {
+/// Returns the error, code 1, for a `cniVersion` that is not supported, with Go's text and details.
+pub(crate) fn incompatible(cni_version: &str) -> Error {
     let supported: Vec<String> = Version::ALL.iter().map(|version| format!("\"{version}\"")).collect();
-    Error::new(Code::INCOMPATIBLE_VERSION, msg)
+    Error::new(Code::INCOMPATIBLE_VERSION, "incompatible CNI versions")
         .with_details(format!("config is \"{cni_version}\", plugin supports [{}]", supported.join(" ")))
 }
 
@@ -343,7 +365,11 @@ mod tests {
         assert_eq!(chosen("null", of_conf), dns(of_conf));
         assert_eq!(chosen(r#"{"servers":"192.0.2.1"}"#, of_conf), dns(of_conf), "of a wrong type");
         assert_eq!(chosen("null", "{}"), None);
-        assert_eq!(chosen("null", r#"{"nameservers":[]}"#), None);
+        assert_eq!(chosen("null", r#"{"nameservers":null,"domain":"","search":null,"options":null}"#), None);
+        for list in ["nameservers", "search", "options"] {
+            assert_eq!(chosen("null", &format!(r#"{{"{list}":[]}}"#)), Some(Dns::default()), "{list} is set");
+        }
+        assert_eq!(chosen("null", r#"{"domain":"d"}"#), dns(r#"{"domain":"d"}"#));
         assert_eq!(chosen(r#"{"servers":["192.0.2.1"]}"#, of_conf), dns(r#"{"nameservers":["192.0.2.1"]}"#));
         // Go's libcni writes absent values like this.
         assert_eq!(chosen(r#"{"Servers":null,"Searches":["s"],"Options":null}"#, of_conf), dns(r#"{"search":["s"]}"#));

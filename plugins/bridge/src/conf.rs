@@ -4,7 +4,7 @@
 //! prevents the removal of an attachment.
 
 use cni::args::CniArgs;
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::result::Dns;
 use cni::rollback::Notes;
 use cni::{Cidr, Error, Result, ident};
@@ -91,7 +91,7 @@ pub struct Keys {
     enabledad: bool,
     disable_container_interface: bool,
     port_isolation: bool,
-    dns: Dns,
+    dns: ConfDns,
     args: keys::Args,
     runtime_config: keys::RuntimeConfig,
 }

@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::result::{AddResult, Dns};
 use cni::rollback::{Notes, Rollback};
 use cni::{Error, Result};
@@ -32,7 +32,7 @@ pub struct Conf {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
-    dns: Dns,
+    dns: ConfDns,
     runtime_config: keys::RuntimeDnsConfig,
 }
 

@@ -6,7 +6,7 @@
 
 use std::path::{Component, PathBuf};
 
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::json::Json;
 use cni::result::Dns;
 use cni::rollback::Notes;
@@ -72,7 +72,7 @@ pub struct Keys {
     pub(crate) pci_bus_id: String,
     #[serde(rename = "DPDKMode")]
     dpdk_mode: bool,
-    dns: Dns,
+    dns: ConfDns,
     #[serde(rename = "runtimeConfig")]
     pub(crate) runtime_config: RuntimeConfig,
 }

@@ -7,7 +7,7 @@
 //! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
 //! The plugin changes nothing in the host's namespace, apart from the master's mode.
 
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::result::{AddResult, Dns};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
@@ -43,7 +43,7 @@ pub struct Keys {
     mode: String,
     mtu: i64,
     link_in_container: MasterNamespace,
-    dns: Dns,
+    dns: ConfDns,
     runtime_config: keys::RuntimeDnsConfig,
 }
 

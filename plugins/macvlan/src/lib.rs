@@ -5,7 +5,7 @@
 //! The plugin changes nothing in the host's namespace.
 
 use cni::args::CniArgs;
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::result::Dns;
 use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
@@ -42,7 +42,7 @@ pub struct Keys {
     link_in_container: MasterNamespace,
     #[serde(rename = "bcqueuelen")]
     broadcast_queue: u32,
-    dns: Dns,
+    dns: ConfDns,
     runtime_config: keys::RuntimeConfig,
 }
 

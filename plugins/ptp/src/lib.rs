@@ -11,7 +11,7 @@
 
 use std::time::Duration;
 
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Call, RestoreMode, Restored};
@@ -56,7 +56,7 @@ pub struct Keys {
     ip_masq: bool,
     ip_masq_backend: Option<String>,
     mtu: i64,
-    dns: Dns,
+    dns: ConfDns,
     runtime_config: keys::RuntimeDnsConfig,
 }
 

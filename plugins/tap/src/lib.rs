@@ -13,7 +13,7 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use cni::args::CniArgs;
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::machine::{Child, Exit, OnSigterm};
 use cni::result::{AddResult, Dns};
 use cni::rollback::{Notes, Rollback};
@@ -70,7 +70,7 @@ pub struct Keys {
     group: Option<u32>,
     selinux_context: String,
     bridge: String,
-    dns: Dns,
+    dns: ConfDns,
     runtime_config: keys::RuntimeConfig,
 }
 

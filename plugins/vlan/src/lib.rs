@@ -4,7 +4,7 @@
 //! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
 //! The plugin changes nothing in the host's namespace.
 
-use cni::config::{self, NetConf};
+use cni::config::{self, ConfDns, NetConf};
 use cni::result::Dns;
 use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
@@ -38,7 +38,7 @@ pub struct Keys {
     vlan_id: Option<i64>,
     mtu: i64,
     link_in_container: MasterNamespace,
-    dns: Dns,
+    dns: ConfDns,
     runtime_config: keys::RuntimeDnsConfig,
 }
 

@@ -39,6 +39,9 @@ fn the_runtime_s_come_first(plugin: &str) {
         (json!({}), json!({"nameservers": ["192.0.2.53"]})),
         (configured.clone(), json!({"nameservers": ["192.0.2.54"]})),
         (patched(configured, runtime), json!({"nameservers": ["192.0.2.55"], "search": ["a.example"]})),
+        // An empty list asks for none of IPAM's.
+        (json!({"dns": {"nameservers": []}}), Value::Null),
+        (json!({"dns": {"search": []}}), Value::Null),
     ] {
         let container = node.container();
         let attachment = Attachment::new(&node, &container, patched(config.clone(), more));

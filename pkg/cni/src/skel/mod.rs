@@ -442,14 +442,17 @@ fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
         let triple = |text: &str| parse_triple(text).map_err(|why| Error::new(Code::DECODE, why));
         let configured = triple(cni_version)?;
         let verb = verb.as_str();
+        // Other programs compare these two texts for equality, so they have no details.
+        let not_allowed =
+            |whose: &str| Err(Error::new(Code::INCOMPATIBLE_VERSION, format!("{whose} version does not allow {verb}")));
         if configured < triple(first_with_verb.as_str())? {
-            return Err(config::incompatible(&format!("config version does not allow {verb}"), cni_version));
+            return not_allowed("config");
         }
         if configured > triple(Version::NEWEST.as_str())? {
-            return Err(config::incompatible(&format!("plugin version does not allow {verb}"), cni_version));
+            return not_allowed("plugin");
         }
     }
-    Version::find(cni_version).ok_or_else(|| config::incompatible("incompatible CNI versions", cni_version))
+    Version::find(cni_version).ok_or_else(|| config::incompatible(cni_version))
 }
 
 /// Returns the answer to VERSION, in the version that the JSON on stdin requests, or in the newest.

@@ -259,6 +259,8 @@ fn versions_are_judged_in_gos_order() {
         let outcome = call(&Recorder::default(), &environment(command, &[]), &conf(version));
         assert_eq!(outcome.code(), code, "{command} {version}");
         assert!(outcome.msg().starts_with(msg), "{command} {version}: {}", outcome.msg());
+        // Go's runtimes append details to the text, which other programs compare for equality.
+        assert_eq!(outcome.json().get("details").is_some(), msg.starts_with("incompatible"), "{command} {version}");
     }
     let outcome = call(&Recorder::default(), &environment("ADD", &[]), &conf("0.5.0"));
     assert!(
