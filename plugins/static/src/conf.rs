@@ -53,7 +53,9 @@ struct RequestedIps {
 /// - Code 6 if a key has the wrong type.
 /// - Code 7 if the value of a key is invalid.
 pub(crate) fn result_of_add(conf: &NetConf, args: &CniArgs) -> Result<AddResult> {
-    let keys: Keys = conf.decode()?;
+    let mut json = conf.json().clone();
+    remove_marshalled_addresses(&mut json);
+    let keys: Keys = json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))?;
     let ipam = keys.ipam.ok_or_else(|| Error::config("IPAM config missing 'ipam' key"))?;
     let gateways = ipam.addresses.iter().map(|entry| parse_gateway(&entry.gateway)).collect::<Result<Vec<_>>>()?;
     let args_ips = ips_of_cni_args(args)?;
@@ -76,6 +78,31 @@ pub(crate) fn result_of_add(conf: &NetConf, args: &CniArgs) -> Result<AddResult>
         require_one_per_family(conf.version().as_str(), ips.iter().map(|ip| ip.address.is_ipv4()))?;
     }
     Ok(AddResult { ips, routes: ipam.routes, dns: ipam.dns, ..AddResult::default() })
+}
+
+/// Removes the objects under the key `Address`, in exactly this spelling, from `ipam.addresses`. A
+/// Go program that encodes the type of Go's plugin writes them in addition to the text under
+/// `address`.
+fn remove_marshalled_addresses(conf: &mut Json) {
+    for ipam in members_of(conf, "ipam") {
+        for addresses in members_of(ipam, "addresses") {
+            let Json::Array(entries) = addresses else { continue };
+            for entry in entries {
+                if let Json::Object(members) = entry {
+                    members.retain(|(key, value)| key != "Address" || !matches!(value, Json::Object(_)));
+                }
+            }
+        }
+    }
+}
+
+/// Returns all values of an object's key `name`, which matches in any case.
+fn members_of<'j>(json: &'j mut Json, name: &'static str) -> impl Iterator<Item = &'j mut Json> {
+    let members = match json {
+        Json::Object(members) => members.as_mut_slice(),
+        _ => &mut [],
+    };
+    members.iter_mut().filter(move |(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value)
 }
 
 /// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read. `ipam.type` and

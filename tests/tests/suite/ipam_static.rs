@@ -61,6 +61,27 @@ fn routes_to_one_destination_over_two_gateways_are_kept() {
     assert_eq!(added(keys, "").success()["routes"], routes);
 }
 
+/// As a Go program writes the entry if it encodes the type of Go's plugin.
+#[test]
+fn an_object_under_a_second_spelling_is_ignored() {
+    let object = json!({"IP": "10.1.0.2", "Mask": "////AA=="});
+    for entry in [
+        json!({"address": "10.1.0.2/24", "Address": object, "gateway": "10.1.0.1", "Version": "4"}),
+        // The test writes the keys in alphabetical order, so here the object is the last one.
+        json!({"ADDRESS": "10.1.0.2/24", "Address": object}),
+        json!({"ADDRESS": "10.1.0.2/24", "Address": {}}),
+    ] {
+        let keys = json!({"ipam": {"addresses": [entry]}});
+        assert_eq!(ips(keys.clone(), "")[0].0, "10.1.0.2/24");
+        let node = Node::new();
+        let container = node.container();
+        let attachment = Attachment::new(&node, &container, network(keys));
+        let result = attachment.add().success();
+        attachment.check(&result).success();
+        attachment.del().success();
+    }
+}
+
 #[test]
 fn cni_args_give_addresses_and_their_gateways() {
     let none = json!({});
