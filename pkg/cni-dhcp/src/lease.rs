@@ -109,9 +109,9 @@ pub enum Step {
     Listen(Duration, Path),
     /// Do nothing until this time, without an open socket, and call `step` again.
     Sleep(Duration),
-    /// Give up: no server has granted the first lease in time, or an option, such as the client
-    /// identifier, is too long for a message.
-    Failed,
+    /// Give up, for this reason: no server has granted the first lease in time, or an option, such
+    /// as the client identifier, is too long for a message.
+    Failed(String),
 }
 
 /// A change of the lease, by an answer or because a time has passed.
@@ -149,6 +149,32 @@ enum State {
     Rebinding(Lease),
 }
 
+/// What has happened during the search for the first lease.
+#[derive(Clone, Copy, Debug, Default)]
+struct Search {
+    /// How many messages have been sent.
+    asked: u32,
+    /// How many offers were accepted.
+    offers: u32,
+    /// How many times a server has refused the address that it had offered.
+    refusals: u32,
+}
+
+impl Search {
+    /// Describes a search that has found nothing within `total`.
+    fn failure(self, total: Duration) -> String {
+        let Search { asked, offers, refusals } = self;
+        let times = if asked == 1 { "1 message".to_owned() } else { format!("{asked} messages") };
+        let seconds = total.as_secs_f64();
+        match offers {
+            0 => format!("no DHCP server answered: {times} sent in {seconds} s"),
+            _ => format!(
+                "no DHCP server granted a lease: {times} sent in {seconds} s, {offers} offers and {refusals} refusals received"
+            ),
+        }
+    }
+}
+
 /// The DHCP client of one attachment.
 #[derive(Clone, Debug)]
 pub struct Session {
@@ -164,6 +190,8 @@ pub struct Session {
     xid: u32,
     /// How many messages have been sent in this state.
     tries: u32,
+    /// What has happened until the first lease.
+    search: Search,
     /// When the last message was sent.
     sent: Duration,
     /// When the next message is due.
@@ -183,6 +211,7 @@ impl Session {
             // `enter` replaces it.
             xid: 0,
             tries: 0,
+            search: Search::default(),
             sent: now,
             next: now,
         };
@@ -220,6 +249,12 @@ impl Session {
         &self.client
     }
 
+    /// Returns how long to wait for the interface's carrier before the first message. At least half
+    /// of the time for the first lease remains for messages.
+    pub fn carrier_wait(&self) -> Duration {
+        self.limits.answer.min(self.limits.total / 2)
+    }
+
     /// Enters a state with a new transaction number. The state's first message is due now.
     fn enter(&mut self, state: State, now: Duration) {
         self.state = state;
@@ -250,7 +285,7 @@ impl Session {
     /// Returns what the caller has to do at this time.
     pub fn step(&mut self, now: Duration) -> Step {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
-            return Step::Failed;
+            return Step::Failed(self.search.failure(self.limits.total));
         }
         // What this state sends, on which path, and when `elapse` ends the state (`MAX`: never).
         let (ask, path, end) = match &self.state {
@@ -276,11 +311,12 @@ impl Session {
         if now >= self.next {
             let wait = self.wait_after_message(end.saturating_sub(now));
             self.tries += 1;
+            self.search.asked += 1;
             self.sent = now;
             self.next = now.saturating_add(wait).min(end);
             return match self.client.write(ask, self.xid) {
                 Ok(bytes) => Step::Send(bytes, path),
-                Err(_) => Step::Failed,
+                Err(text) => Step::Failed(text),
             };
         }
         let until = self.deadline.map_or(self.next, |deadline| self.next.min(deadline));
@@ -312,6 +348,7 @@ impl Session {
         let since = self.sent;
         match (self.state.clone(), reply) {
             (State::Searching, Reply::Offer(terms)) => {
+                self.search.offers += 1;
                 self.enter_in_transaction(State::Requesting(terms.clone()), now);
                 Some(Change::Offered(terms))
             }
@@ -323,6 +360,7 @@ impl Session {
                 Some(Change::Acquired)
             }
             (State::Requesting(offer), Reply::Nak(server)) if offer.server == server => {
+                self.search.refusals += 1;
                 self.enter(State::Searching, now);
                 // Without this pause, a server that always refuses would be asked in a busy loop.
                 self.next = now.saturating_add(REFUSED_WAIT);

@@ -303,8 +303,16 @@ impl LeaseParameters {
         v4(self.cidr)
     }
 
-    /// Returns the result for an ADD, with routes of this priority (metric).
-    pub fn result(&self, priority: Option<u32>) -> AddResult {
+    /// Returns a route of the configuration with the lease's first router as its gateway if it has
+    /// none, and with this priority if it has none. A route with the scope `link` needs no gateway.
+    fn with_defaults(&self, route: &Route, priority: Option<u32>) -> Route {
+        let is_on_link = route.scope.is_some_and(|scope| scope >= LINK_SCOPE) || !route.dst.is_ipv4();
+        let router = if is_on_link { None } else { self.routers.first().copied().map(IpAddr::V4) };
+        Route { gw: route.gw.or(router), priority: route.priority.or(priority), ..route.clone() }
+    }
+
+    /// Returns the result for an ADD.
+    pub fn result(&self, choices: &RouteChoices<'_>) -> AddResult {
         let gateway = self.routers.first().copied().map(IpAddr::V4);
         let mut routes: Vec<Route> = match &self.classless {
             Some(list) => list.iter().filter_map(|(dst, prefix, gateway)| route_to(*dst, *prefix, *gateway)).collect(),
@@ -316,8 +324,18 @@ impl LeaseParameters {
             }
         };
         for route in &mut routes {
-            route.priority = priority;
-            route.mtu = self.mtu.map(u32::from);
+            route.priority = choices.priority;
+        }
+        let added: Vec<Route> =
+            choices.routes.iter().map(|route| self.with_defaults(route, choices.priority)).collect();
+        // The kernel refuses a second route with these properties.
+        let identity = |route: &Route| (route.dst.network(), route.table, route.priority);
+        routes.retain(|route| added.iter().all(|other| identity(other) != identity(route)));
+        routes.extend(added);
+        // A route with an MTU above that of the link would lose every packet in between.
+        let mtu = self.mtu.map(u32::from).map(|mtu| choices.link_mtu.map_or(mtu, |link_mtu| mtu.min(link_mtu)));
+        for route in &mut routes {
+            route.mtu = route.mtu.or(mtu);
         }
         AddResult {
             ips: vec![IpConfig { interface: None, address: self.cidr, gateway }],
@@ -333,10 +351,22 @@ impl LeaseParameters {
     }
 }
 
-/// Returns a route to a network. The gateway 0.0.0.0 means that the network is on the link. Returns
-/// `None` if the prefix is invalid.
+/// What a result has besides the lease, and what limits its routes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RouteChoices<'a> {
+    /// The priority (metric) of the routes that have none.
+    pub priority: Option<u32>,
+    /// The MTU of the interface, which is the largest MTU of the lease's routes.
+    pub link_mtu: Option<u32>,
+    /// The routes that are added to those of the lease. They replace routes of the lease with the
+    /// same destination, table and priority.
+    pub routes: &'a [Route],
+}
+
+/// Returns a route to a network. Host bits of `dst` are cleared. The gateway 0.0.0.0 means that the
+/// network is on the link. Returns `None` if the prefix is invalid.
 fn route_to(dst: Ipv4Addr, prefix: u8, gateway: Ipv4Addr) -> Option<Route> {
-    let dst = Cidr::new(dst.into(), prefix)?;
+    let dst = Cidr::new(dst.into(), prefix)?.network();
     if gateway.is_unspecified() {
         Some(Route { scope: Some(LINK_SCOPE), ..Route::new(dst, None) })
     } else {

@@ -2,7 +2,7 @@
 //! are used. Rebinding does not begin before renewal, and the lease ends after both, unless it has
 //! only one second.
 
-use cni_dhcp::message::{Client, DEFAULT_REQUEST, LeaseParameters, Reply, ReplyMode};
+use cni_dhcp::message::{Client, DEFAULT_REQUEST, LeaseParameters, Reply, ReplyMode, RouteChoices};
 
 const XID: u32 = 7;
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
@@ -36,7 +36,7 @@ fn check(bytes: &[u8]) {
     let is_before_end = lease.t2 < lease.seconds || lease.seconds == 1;
     assert!(lease.t1 <= lease.t2 && is_before_end, "times out of order: {lease:?}");
     let priority = Some(5);
-    let result = lease.result(priority);
+    let result = lease.result(&RouteChoices { priority, ..RouteChoices::default() });
     assert_eq!((result.ips.len(), result.interfaces.len()), (1, 0));
     assert!(result.routes.iter().all(|route| route.priority == priority), "wrong priority: {:?}", result.routes);
     let names = result.dns.search.iter().chain([&result.dns.domain]);

@@ -9,6 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use cni::config::NetConf;
+use cni::delegate;
 use cni::machine::Machine;
 use cni::result::AddResult;
 use cni::skel::Call;
@@ -24,21 +26,54 @@ const GREETING_LIMIT: Duration = Duration::from_secs(10);
 /// How long a release may take. DHCP servers do not answer it, but Go's daemon may be renewing the
 /// lease.
 const RELEASE_LIMIT: Duration = Duration::from_secs(30);
-/// How long acquiring a lease may take. A daemon with default flags gives up earlier.
-const ALLOCATE_LIMIT: Duration = Duration::from_secs(600);
+/// The longest wait for a lease. The client's deadline is earlier.
+const MAX_ALLOCATE: Duration = Duration::from_secs(300);
+/// The largest part of a plugin's time that the daemon leaves for the answer.
+const MAX_MARGIN: Duration = Duration::from_secs(5);
+/// What precedes the reason in the daemon's error if no server has granted a lease. Go's daemon
+/// gives no reason.
+pub(crate) const NO_MORE_TRIES: &str = "no more tries";
+
+/// Returns how long the daemon tries to get a lease. The interface plugin ends this plugin after
+/// `delegateTimeout`. The daemon ends before, so that its error reaches the user.
+pub(crate) fn daemon_limit(conf: &NetConf) -> Duration {
+    // The interface plugin reports an invalid value. Go's interface plugins do not read the key.
+    let limit = delegate::timeout(conf).unwrap_or(delegate::DEFAULT_TIMEOUT);
+    limit - margin(limit)
+}
+
+/// Returns how long this plugin waits for the daemon to acquire a lease: longer than the daemon
+/// tries, and shorter than the interface plugin waits.
+fn allocate_limit(conf: &NetConf) -> Duration {
+    let limit = delegate::timeout(conf).unwrap_or(delegate::DEFAULT_TIMEOUT);
+    limit - margin(limit) / 2
+}
+
+/// Returns how much longer than [`allocate_limit`] the undo of an ADD may take. Its caller still
+/// gets the error afterwards.
+fn undo_limit(conf: &NetConf) -> Duration {
+    margin(delegate::timeout(conf).unwrap_or(delegate::DEFAULT_TIMEOUT)) / 4
+}
+
+/// Returns the part of a time limit that is left for the answer.
+fn margin(limit: Duration) -> Duration {
+    (limit / 4).min(MAX_MARGIN)
+}
 
 /// A client of the daemon that listens on a socket.
 #[derive(Clone)]
 pub(crate) struct DaemonClient<'a> {
     pub(crate) socket: PathBuf,
     machine: &'a dyn Machine,
+    /// When the daemon must have answered, for the calls that acquire a lease and for their undo.
+    deadline: Option<Instant>,
 }
 
 /// A connection whose first line the daemon has answered.
 pub(crate) struct DaemonConnection<'a> {
     stream: UnixStream,
     decoder: Connection,
-    machine: &'a dyn Machine,
+    client: DaemonClient<'a>,
 }
 
 impl<'a> DaemonClient<'a> {
@@ -48,13 +83,25 @@ impl<'a> DaemonClient<'a> {
     /// Code 6 or 7 if the configuration is invalid.
     pub(crate) fn for_call(call: &Call<'a>) -> Result<DaemonClient<'a>> {
         Conf::read(&call.conf, &call.environment.args)?;
-        Ok(DaemonClient::for_call_unchecked(call))
+        let deadline = call.machine.now() + allocate_limit(&call.conf);
+        Ok(DaemonClient { deadline: Some(deadline), ..DaemonClient::for_call_unchecked(call) })
     }
 
     /// Returns a client without checking the configuration: DEL and GC must work even if keys other
     /// than the socket's path are invalid.
     pub(crate) fn for_call_unchecked(call: &Call<'a>) -> DaemonClient<'a> {
-        DaemonClient { socket: conf::socket(&call.conf), machine: call.machine }
+        DaemonClient { socket: conf::socket(&call.conf), machine: call.machine, deadline: None }
+    }
+
+    /// Returns a client for the undo of an ADD, whose own deadline may have passed.
+    pub(crate) fn for_undo(&self, conf: &NetConf) -> DaemonClient<'a> {
+        DaemonClient { deadline: self.deadline.map(|deadline| deadline + undo_limit(conf)), ..self.clone() }
+    }
+
+    /// Returns the time after `limit`, but not later than the client's deadline.
+    fn deadline_after(&self, limit: Duration) -> Instant {
+        let deadline = self.machine.now() + limit;
+        self.deadline.map_or(deadline, |latest| deadline.min(latest))
     }
 
     /// Connects to the daemon's socket, within [`GREETING_LIMIT`].
@@ -81,9 +128,9 @@ impl<'a> DaemonClient<'a> {
         let no_answer = |error: io::Error| {
             Error::caused(Code::TRY_AGAIN, format_args!("the DHCP daemon of {socket} does not answer"), error)
         };
-        let deadline = self.machine.now() + GREETING_LIMIT;
+        let deadline = self.deadline_after(GREETING_LIMIT);
         stream.write_all(CONNECT).map_err(no_answer)?;
-        let mut connection = DaemonConnection { stream, decoder: Connection::default(), machine: self.machine };
+        let mut connection = DaemonConnection { stream, decoder: Connection::default(), client: self.clone() };
         while !connection.decoder.handshake_done() {
             connection.receive(deadline).map_err(no_answer)?;
             // There has been no call yet, so this only checks the answer to the first line.
@@ -108,7 +155,7 @@ impl DaemonConnection<'_> {
     /// Waits for bytes from the daemon, and passes them to the decoder.
     fn receive(&mut self, deadline: Instant) -> io::Result<()> {
         let mut buffer = [0; 4096];
-        wait_readable(&self.stream, deadline, self.machine)?;
+        wait_readable(&self.stream, deadline, self.client.machine)?;
         match self.stream.read(&mut buffer)? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             length => {
@@ -126,17 +173,60 @@ impl DaemonConnection<'_> {
     /// the daemon's, with code 11.
     pub(crate) fn call(mut self, method: Method, args: &CmdArgs) -> Result<Result<AddResult>> {
         let doing = format!("error calling {}", method.name());
-        let no_answer = |error: io::Error| Error::caused(Code::TRY_AGAIN, &doing, error);
-        let timeout = if method == Method::Release { RELEASE_LIMIT } else { ALLOCATE_LIMIT };
-        let deadline = self.machine.now() + timeout;
+        let silent = format!("{doing}: the DHCP daemon of {} has sent no answer", self.client.socket.display());
+        let no_answer = |error: io::Error| Error::caused(Code::TRY_AGAIN, &silent, error);
+        let deadline = self.client.deadline_after(if method == Method::Release { RELEASE_LIMIT } else { MAX_ALLOCATE });
         self.stream.write_all(&write_request(method, args)).map_err(no_answer)?;
         loop {
             let answer = self.decoder.response().map_err(|error| Error::caused(Code::DECODE, &doing, error))?;
             match answer {
                 Some(Ok(result)) => return Ok(Ok(result)),
-                Some(Err(text)) => return Ok(Err(Error::new(Code::TRY_AGAIN, format!("{doing}: {text}")))),
+                Some(Err(text)) => return Ok(Err(daemon_error(&doing, &text))),
+                // The daemon stops its attempt when this process closes the connection.
                 None => self.receive(deadline).map_err(no_answer)?,
             }
         }
+    }
+}
+
+/// Returns the daemon's error. Other programs compare Go's text, so a reason that follows it
+/// becomes the details.
+fn daemon_error(doing: &str, text: &str) -> Error {
+    let reason = text.strip_prefix(NO_MORE_TRIES).and_then(|rest| rest.strip_prefix(": "));
+    match reason {
+        Some(reason) => Error::new(Code::TRY_AGAIN, format!("{doing}: {NO_MORE_TRIES}")).with_details(reason),
+        None => Error::new(Code::TRY_AGAIN, format!("{doing}: {text}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limits_of_daemon_plugin_and_caller_nest() {
+        for (key, seconds) in [
+            ("", 55),
+            (r#","delegateTimeout":1"#, 1),
+            (r#","delegateTimeout":20"#, 20),
+            (r#","delegateTimeout":300"#, 300),
+            // The interface plugin refuses it.
+            (r#","delegateTimeout":0"#, 55),
+            (r#","delegateTimeout":"x""#, 55),
+        ] {
+            let conf = format!(r#"{{"cniVersion":"1.0.0","name":"n","type":"x"{key}}}"#);
+            let conf = NetConf::parse(conf).unwrap();
+            let (daemon, plugin) = (daemon_limit(&conf), allocate_limit(&conf));
+            assert!(daemon < plugin && plugin < Duration::from_secs(seconds), "{key}: {daemon:?} {plugin:?}");
+            assert!(daemon >= Duration::from_secs(seconds) * 3 / 4, "{key}: {daemon:?}");
+        }
+    }
+
+    #[test]
+    fn the_reason_behind_the_text_of_go_becomes_the_details() {
+        let error = daemon_error("doing", "no more tries: eth0: why");
+        assert_eq!((error.msg(), error.details()), ("doing: no more tries", "eth0: why"));
+        let error = daemon_error("doing", "no more tries");
+        assert_eq!((error.msg(), error.details()), ("doing: no more tries", ""));
     }
 }

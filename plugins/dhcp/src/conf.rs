@@ -5,14 +5,19 @@ use std::path::PathBuf;
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
+use cni::result::Route;
 use cni::{Error, Result};
 use cni_dhcp::message::DEFAULT_REQUEST;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
+
+use crate::option::option_code;
 
 /// The path of the daemon's socket if neither a flag nor the configuration names one.
 pub(crate) const DEFAULT_SOCKET: &str = "/run/cni/dhcp.sock";
 /// The longest value of an option in bytes: a message stores the length in one byte.
 const MAX_OPTION: usize = 255;
+/// The code of the option with the MTU.
+const INTERFACE_MTU: u8 = 26;
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
@@ -27,6 +32,7 @@ struct Ipam {
     priority: u32,
     provide: Vec<Provide>,
     request: Vec<Request>,
+    routes: Vec<Route>,
 }
 
 #[derive(Default, Deserialize)]
@@ -44,6 +50,16 @@ struct Request {
     option: String,
 }
 
+/// Where the MTU of a lease is set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum MtuTarget {
+    /// On the routes, because the option is requested only by default.
+    #[default]
+    Routes,
+    /// On the interface and the routes, because `request` lists the option.
+    Interface,
+}
+
 /// The keys of `ipam`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Conf {
@@ -55,6 +71,10 @@ pub(crate) struct Conf {
     pub(crate) provide: Vec<(u8, Vec<u8>)>,
     /// The codes of the options that the client requests.
     pub(crate) request: Vec<u8>,
+    /// Where the MTU of the lease is set.
+    pub(crate) mtu_target: MtuTarget,
+    /// The routes that are added to those of the lease.
+    pub(crate) routes: Vec<Route>,
 }
 
 impl Conf {
@@ -65,11 +85,14 @@ impl Conf {
     /// Code 6 for a wrong type, 7 for an invalid option, with Go's texts where it has them.
     pub(crate) fn read(conf: &NetConf, args: &str) -> Result<Conf> {
         let ipam = conf.decode::<Keys>()?.ipam;
+        let listed = listed_options(&ipam.request)?;
         Ok(Conf {
             socket: socket(conf),
             priority: Some(ipam.priority).filter(|priority| *priority != 0),
             provide: provided_options(&ipam.provide, args)?,
-            request: requested_options(&ipam.request)?,
+            mtu_target: if listed.contains(&INTERFACE_MTU) { MtuTarget::Interface } else { MtuTarget::Routes },
+            request: requested_options(listed, &ipam.request),
+            routes: ipam.routes,
         })
     }
 }
@@ -102,21 +125,24 @@ fn provided_options(provide: &[Provide], args: &str) -> Result<Vec<(u8, Vec<u8>)
     Ok(options)
 }
 
-/// Returns the codes of the options in `request`, followed by the default ones unless an item has
-/// `skipDefault`. Repeated codes are dropped.
+/// Returns the codes of the options in `request`.
 ///
 /// # Errors
 /// Code 7 for an invalid option.
-fn requested_options(request: &[Request]) -> Result<Vec<u8>> {
+fn listed_options(request: &[Request]) -> Result<Vec<u8>> {
     // An item with only `skipDefault` has no option.
-    let listed = request.iter().filter(|item| !item.option.is_empty());
-    let mut codes = listed.map(|item| option_code(&item.option)).collect::<Result<Vec<u8>>>()?;
+    request.iter().filter(|item| !item.option.is_empty()).map(|item| option_code(&item.option)).collect()
+}
+
+/// Returns the codes of the listed options, followed by the default ones unless an item has
+/// `skipDefault`. Repeated codes are dropped.
+fn requested_options(mut codes: Vec<u8>, request: &[Request]) -> Vec<u8> {
     if !request.iter().any(|item| item.skip_default) {
         codes.extend(DEFAULT_REQUEST);
     }
     let mut seen = BTreeSet::new();
     codes.retain(|code| seen.insert(*code));
-    Ok(codes)
+    codes
 }
 
 /// Returns the path of the daemon's socket. No other key of the configuration is decoded, so that
@@ -134,36 +160,6 @@ pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
         key.path.split_once('.').is_some_and(|(object, name)| object == "ipam" && !name.eq_ignore_ascii_case("type"))
     });
     unknown
-}
-
-/// Returns the code of an option, which is given as a number or by one of six names.
-///
-/// # Errors
-/// Code 7 for another text, and for options that a configuration must not set.
-fn option_code(text: &str) -> Result<u8> {
-    let names = [
-        ("dhcp-client-identifier", 61),
-        ("subnet-mask", 1),
-        ("routers", 3),
-        ("host-name", 12),
-        ("user-class", 77),
-        ("vendor-class-identifier", 60),
-    ];
-    let named = names.iter().find(|(name, _)| *name == text).map(|(_, code)| *code);
-    let code = named.or_else(|| text.parse::<u8>().ok());
-    // 0 and 255 are padding and the end of a message. The protocol sets the others: requested
-    // address, lease time, overload, message type, server, requested options, and longest message.
-    let details = match code {
-        Some(0 | 50..=55 | 57 | 255) => {
-            "the DHCP protocol itself uses this option, so a configuration must not use it".to_owned()
-        }
-        Some(code) => return Ok(code),
-        None => {
-            let names = names.map(|(name, _)| name).join(", ");
-            format!("an option is a number from 1 to 254 or one of {names}")
-        }
-    };
-    Err(Error::config(format!("Can not parse option {text:?}")).with_details(details))
 }
 
 #[cfg(test)]
@@ -201,6 +197,15 @@ mod tests {
         assert_eq!(read(ipam, "").unwrap().provide, [(12, b"conf".to_vec())]);
         let long = format!(r#"{{"provide":[{{"option":"12","value":"{}"}}]}}"#, "x".repeat(256));
         assert!(read(&long, "").is_err());
+    }
+
+    #[test]
+    fn an_mtu_is_for_the_interface_only_if_it_is_listed() {
+        assert_eq!(read("{}", "").unwrap().mtu_target, MtuTarget::Routes);
+        for name in ["26", "mtu", "interface-mtu"] {
+            let conf = read(&format!(r#"{{"request":[{{"option":"{name}"}}]}}"#), "").unwrap();
+            assert_eq!(conf.mtu_target, MtuTarget::Interface, "{name}");
+        }
     }
 
     #[test]

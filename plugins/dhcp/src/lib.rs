@@ -7,6 +7,7 @@ mod client;
 mod conf;
 pub mod daemon;
 pub mod leases;
+mod option;
 mod record;
 
 use std::ffi::OsString;
@@ -58,7 +59,7 @@ impl Plugin for Dhcp {
         // If the daemon does not answer, nothing has been requested, and there is nothing to undo.
         let connection = daemon.greet()?;
         let mut rollback = call.rollback();
-        let (daemon_of_undo, args_of_undo) = (daemon.clone(), args.clone());
+        let (daemon_of_undo, args_of_undo) = (daemon.for_undo(&call.conf), args.clone());
         rollback.push("release the lease", move || daemon_of_undo.call(Method::Release, &args_of_undo)?.map(drop));
         let result = connection.call(Method::Allocate, &args)??;
         Ok(Added { result, rollback })

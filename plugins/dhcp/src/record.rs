@@ -1,16 +1,19 @@
 //! Stores the leases, so that a later daemon can continue them: one file for each attachment, in a
 //! folder beside the socket.
 
-use std::fs::{self, DirBuilder};
-use std::io::{self, ErrorKind};
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use cni::hash::sha512_hex;
+use cni::result::{AddResult, Route};
 use cni::{Code, Error, Result};
 use cni_dhcp::lease::Lease;
-use cni_dhcp::message::{Client, LeaseParameters};
+use cni_dhcp::message::{Client, LeaseParameters, RouteChoices};
 use serde::{Deserialize, Serialize};
+
+use crate::conf::MtuTarget;
 
 /// The record of one attachment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -26,6 +29,12 @@ pub(crate) struct Record {
     pub(crate) index: u32,
     /// The priority (metric) of the routes.
     pub(crate) priority: Option<u32>,
+    /// The routes of the configuration. Older records have none.
+    #[serde(default)]
+    pub(crate) routes: Vec<Route>,
+    /// Where the MTU of the lease is set.
+    #[serde(default)]
+    pub(crate) mtu_target: MtuTarget,
     /// The identity that the client sends.
     pub(crate) client: Client,
     // The key keeps its original name, so that existing records stay readable.
@@ -48,6 +57,11 @@ pub(crate) enum RecordedLease {
 }
 
 impl Record {
+    /// Returns the result of a lease on an interface with this MTU, if that is known.
+    pub(crate) fn result(&self, terms: &LeaseParameters, link_mtu: Option<u32>) -> AddResult {
+        terms.result(&RouteChoices { priority: self.priority, link_mtu, routes: &self.routes })
+    }
+
     /// Returns the key of the attachment.
     pub(crate) fn key(&self) -> String {
         key(&self.container_id, &self.network, &self.ifname)
@@ -89,7 +103,15 @@ impl Records {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
             let temporary = path.with_extension("part");
             let json = serde_json::to_vec(record).map_err(io::Error::other)?;
-            let written = fs::write(&temporary, json).and_then(|()| fs::rename(&temporary, &path));
+            // A daemon that was killed while it wrote has left this file. If it is something else,
+            // such as a link, nothing is written through it.
+            match fs::remove_file(&temporary) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            let create = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
+            let written =
+                create().and_then(|mut file| file.write_all(&json)).and_then(|()| fs::rename(&temporary, &path));
             if written.is_err() {
                 // The first error is reported, not one of this removal.
                 let _ = fs::remove_file(&temporary);

@@ -3,10 +3,13 @@
 
 mod adoption;
 mod daemon;
+mod deadlines;
 mod faults;
+mod files;
 mod interfaces;
 mod kinds;
 mod operator;
+mod options;
 mod servers;
 mod wire;
 

@@ -103,7 +103,8 @@ fn classless_routes_replace_the_others() {
     let router = &[3, 4, 10, 0, 0, 1][..];
     let classful = &[33, 16, 10, 0, 0, 0, 10, 0, 0, 2, 192, 168, 1, 0, 10, 0, 0, 3][..];
     let routes = |options: &[&[u8]]| -> Vec<(String, Option<String>, Option<u8>)> {
-        let routes = acked(options).unwrap().result(Some(5)).routes;
+        let routes =
+            acked(options).unwrap().result(&RouteChoices { priority: Some(5), ..RouteChoices::default() }).routes;
         assert!(routes.iter().all(|route| route.priority == Some(5)));
         routes.iter().map(|route| (route.dst.to_string(), route.gw.map(|gw| gw.to_string()), route.scope)).collect()
     };
@@ -117,9 +118,42 @@ fn classless_routes_replace_the_others() {
 }
 
 #[test]
+fn host_bits_of_routes_are_cleared() {
+    let dsts = |option: &[u8]| -> Vec<String> {
+        let routes = acked(&[option]).unwrap().result(&RouteChoices::default()).routes;
+        routes.iter().map(|route| route.dst.to_string()).collect()
+    };
+    assert_eq!(dsts(&[121, 8, 20, 10, 9, 0xff, 10, 0, 0, 4]), ["10.9.240.0/20"]);
+    assert_eq!(dsts(&[33, 8, 10, 1, 2, 3, 10, 0, 0, 2]), ["10.0.0.0/8"]);
+}
+
+#[test]
+fn routes_of_the_configuration_are_added_to_the_lease() {
+    let terms = acked(&[&[3, 4, 10, 0, 0, 1], &[26, 2, 0x23, 0x28]]).unwrap();
+    let route = |dst: &str, gw: Option<&str>| Route::new(dst.parse().unwrap(), gw.map(|gw| gw.parse().unwrap()));
+    let added = [route("10.9.0.0/16", None), route("10.8.0.0/16", Some("10.0.0.8")), route("fd00::/8", None)];
+    let choices = RouteChoices { priority: Some(5), link_mtu: Some(1500), routes: &added };
+    let result = terms.result(&choices);
+    let written = |result: &AddResult| -> Vec<String> {
+        let gw = |route: &Route| route.gw.map(|gw| gw.to_string()).unwrap_or_default();
+        result.routes.iter().map(|route| format!("{} {}", route.dst, gw(route))).collect()
+    };
+    assert_eq!(written(&result), ["0.0.0.0/0 10.0.0.1", "10.9.0.0/16 10.0.0.1", "10.8.0.0/16 10.0.0.8", "fd00::/8 "]);
+    let is_complete = |route: &Route| route.mtu == Some(1500) && route.priority == Some(5);
+    assert!(result.routes.iter().all(is_complete), "{:?}", result.routes);
+    let default = [route("0.0.0.0/0", Some("10.0.0.2"))];
+    let replaced = terms.result(&RouteChoices { routes: &default, ..RouteChoices::default() });
+    assert_eq!(written(&replaced), ["0.0.0.0/0 10.0.0.2"]);
+    assert_eq!(replaced.routes[0].mtu, Some(9000), "the MTU of the link is not known");
+}
+
+#[test]
 fn name_servers_and_domains_are_in_the_result() {
     let search = &[119, 15, 1, b'a', 2, b'd', b'e', 0, 1, b'b', 192, 2, 3, b'x', b'\n', b'y', 0][..];
-    let dns = acked(&[&[6, 4, 10, 0, 0, 1], &[15, 4, b'a', b'.', b'd', b'e'], search]).unwrap().result(None).dns;
+    let dns = acked(&[&[6, 4, 10, 0, 0, 1], &[15, 4, b'a', b'.', b'd', b'e'], search])
+        .unwrap()
+        .result(&RouteChoices::default())
+        .dns;
     assert_eq!((dns.nameservers, dns.domain.as_str()), (vec!["10.0.0.1".to_owned()], "a.de"));
     assert_eq!(dns.search, ["a.de", "b.de"], "a name with a newline is left out");
     assert_eq!(acked(&[&[15, 3, b'a', b'\n', b'b']]).unwrap().domain, "");
@@ -138,7 +172,7 @@ proptest! {
     fn any_options_are_read_or_refused(options: Vec<u8>, head: [u8; 40], length in 0..300_usize) {
         let mut bytes = from_server(1, [10, 0, 0, 9], &[&[53, 1, 5], SERVER, MASK, &options]);
         if let Some(Reply::Ack(terms)) = client().read(&bytes, 1) {
-            terms.result(None);
+            terms.result(&RouteChoices::default());
         }
         bytes[..40].copy_from_slice(&head);
         bytes.truncate(length);

@@ -14,6 +14,8 @@ use tokio::time::{Instant, sleep_until};
 
 use super::network::{Exchange, Interface};
 use super::{Daemon, log};
+use crate::client::NO_MORE_TRIES;
+use crate::conf::MtuTarget;
 use crate::record::{Record, RecordedLease};
 
 /// The longest time that the task sleeps before it checks whether the interface still exists.
@@ -54,6 +56,8 @@ pub(crate) struct Handle {
     pub(crate) commands: mpsc::UnboundedSender<LeaseCommand>,
     pub(crate) status: watch::Receiver<Status>,
     pub(crate) interface: Interface,
+    /// Has one reference for the daemon, and one for each call that waits for the lease.
+    pub(crate) waiting: Rc<()>,
 }
 
 impl Handle {
@@ -181,7 +185,7 @@ impl Attachment {
     async fn maintain_lease(&mut self, key: &str) -> TaskEnd {
         if self.session.lease().is_none() {
             log(format_args!("{key}: acquiring lease"));
-            let (interface, timeout) = (self.interface.clone(), self.daemon.limits.answer);
+            let (interface, timeout) = (self.interface.clone(), self.session.carrier_wait());
             tokio::select! {
                 // A command that is already in the channel is processed before any message is sent.
                 biased;
@@ -226,12 +230,13 @@ impl Attachment {
                     exchange.close();
                     until
                 }
-                Step::Failed => {
+                Step::Failed(why) => {
                     // The server may have leased the address although its answer did not arrive.
                     if matches!(self.record.lease, RecordedLease::Requested(_)) {
                         self.release(key);
                     }
-                    return TaskEnd::GaveUp("no more tries".into());
+                    let last_error = self.record.error.as_ref().map(|error| format!("; {error}")).unwrap_or_default();
+                    return TaskEnd::GaveUp(format!("{NO_MORE_TRIES}: {}: {why}{last_error}", self.interface.name));
                 }
             };
             self.add_pending(key);
@@ -361,6 +366,15 @@ impl Attachment {
         self.status.send_replace(Status::Lost(why));
     }
 
+    /// Sets the MTU of the first lease on the interface, if the configuration requests that. An
+    /// error is logged, and the interface keeps its MTU.
+    fn set_mtu(&self, key: &str, terms: &LeaseParameters) {
+        let Some(mtu) = terms.mtu.filter(|_| self.record.mtu_target == MtuTarget::Interface) else { return };
+        if let Err(why) = self.interface.set_mtu(mtu.into()) {
+            log(format_args!("{key}: {} keeps its MTU instead of {mtu}: {why}", self.interface.name));
+        }
+    }
+
     /// Records and publishes the session's new or extended lease. If the address has changed or a
     /// lost lease was replaced, adds the address and routes to the interface. Deletes `old`, the
     /// address that the new one replaces, if any.
@@ -371,7 +385,10 @@ impl Attachment {
         let has_moved = matches!(&*self.status.borrow(), Status::Leased(result)
             if result.ips.iter().all(|ip| ip.address != lease.terms.cidr));
         let is_regained = matches!(*self.status.borrow(), Status::Lost(_));
-        let result = Rc::new(lease.terms.result(self.record.priority));
+        if matches!(*self.status.borrow(), Status::Acquiring) {
+            self.set_mtu(key, &lease.terms);
+        }
+        let result = Rc::new(self.record.result(&lease.terms, self.interface.mtu()));
         self.write_record(RecordedLease::Bound(lease.clone()))?;
         // After the first lease, the interface plugin adds the address instead.
         if has_moved || is_regained {

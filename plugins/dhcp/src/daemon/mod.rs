@@ -5,13 +5,16 @@
 
 mod adopt;
 mod attachment;
+mod connection;
 mod flags;
 mod network;
+mod own_file;
 mod socket;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
+use std::future::Future;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -22,21 +25,23 @@ use cni::config::NetConf;
 use cni::result::AddResult;
 use cni_dhcp::lease::{Limits, Session};
 use cni_dhcp::message::{Client, ReplyMode};
-use cni_dhcp::rpc::{CONNECTED, CmdArgs, Connection, Method, write_response};
+use cni_dhcp::rpc::CmdArgs;
 use cni_linux::{Mac, Watch};
 use libcni::cache::DEFAULT_DIR;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::io::unix::AsyncFd;
-use tokio::net::UnixStream;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 
+use crate::client::daemon_limit;
 use crate::conf::Conf;
 use crate::record::{Record, RecordedLease, Records, key};
 pub(crate) use attachment::now;
 use attachment::{Attachment, Handle, LeaseCommand, Status};
 use flags::Flags;
 use network::Interface;
+use own_file::OwnFile;
 
 /// The code of the option with the client identifier.
 const CLIENT_ID: u8 = 61;
@@ -80,15 +85,32 @@ pub fn run(args: Vec<String>) -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    raise_descriptor_limit();
     let mut builder = tokio::runtime::Builder::new_current_thread();
     let runtime = builder.enable_all().max_blocking_threads(CLOSING_THREADS).build();
-    let served = runtime.and_then(|runtime| LocalSet::new().block_on(&runtime, serve(flags)));
+    let served = runtime.and_then(|runtime| {
+        let tasks = LocalSet::new();
+        let served = tasks.block_on(&runtime, serve(flags));
+        // Tasks that still exchange messages close their sockets in other threads of the runtime.
+        let _context = runtime.enter();
+        drop(tasks);
+        served
+    });
     match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             log(format_args!("{error}"));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Raises the soft limit of open files to the hard limit. An error is logged.
+fn raise_descriptor_limit() {
+    let raised =
+        getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        log(format_args!("failed to raise the limit of open files: {error}"));
     }
 }
 
@@ -101,9 +123,16 @@ async fn serve(flags: Flags) -> io::Result<()> {
     let path = PathBuf::from(format!("{}{}", flags.host_prefix, flags.socket.display()));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let (listener, owner) = socket::listen(&path)?;
-    if let Some(pidfile) = &flags.pidfile {
-        std::fs::write(pidfile, std::process::id().to_string())
-            .map_err(|error| io::Error::other(format!("failed to write {}: {error}", pidfile.display())))?;
+    let mut own_files = Vec::new();
+    if owner == socket::SocketOwner::Daemon {
+        own_files.push(OwnFile::created(&path)?);
+    }
+    match flags.pidfile.as_deref().map(own_file::write_pid).transpose() {
+        Ok(pid_file) => own_files.extend(pid_file),
+        Err(error) => {
+            own_files.iter().for_each(OwnFile::remove);
+            return Err(error);
+        }
     }
     let daemon = Rc::new(Daemon {
         host_prefix: flags.host_prefix,
@@ -124,7 +153,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
     let accept = async {
         loop {
             match listener.accept().await {
-                Ok((stream, _)) => drop(spawn_local(Rc::clone(&daemon).serve_connection(stream))),
+                Ok((stream, _)) => drop(spawn_local(connection::serve(Rc::clone(&daemon), stream))),
                 Err(error) => {
                     log(format_args!("failed to accept a connection: {error}"));
                     tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -143,13 +172,7 @@ async fn serve(flags: Flags) -> io::Result<()> {
             daemon.release(&key).await;
         }
     }
-    // Errors are ignored, because a later daemon replaces both files.
-    if owner == socket::SocketOwner::Daemon {
-        let _ = std::fs::remove_file(&path);
-    }
-    if let Some(pidfile) = &flags.pidfile {
-        let _ = std::fs::remove_file(pidfile);
-    }
+    own_files.iter().for_each(OwnFile::remove);
     Ok(())
 }
 
@@ -158,7 +181,7 @@ impl Daemon {
     /// lease.
     fn start(self: &Rc<Self>, interface: Interface, record: Record, session: Session) -> Handle {
         let status = match session.lease() {
-            Some(lease) => Status::Leased(Rc::new(lease.terms.result(record.priority))),
+            Some(lease) => Status::Leased(Rc::new(record.result(&lease.terms, interface.mtu()))),
             None => Status::Acquiring,
         };
         self.start_with_status(interface, record, session, status)
@@ -174,7 +197,12 @@ impl Daemon {
     ) -> Handle {
         let (command_sender, commands) = mpsc::unbounded_channel();
         let (status, status_receiver) = watch::channel(status);
-        let handle = Handle { commands: command_sender, status: status_receiver, interface: interface.clone() };
+        let handle = Handle {
+            commands: command_sender,
+            status: status_receiver,
+            interface: interface.clone(),
+            waiting: Rc::default(),
+        };
         self.attachments.borrow_mut().insert(record.key(), handle.clone());
         let daemon = Rc::clone(self);
         let task = Attachment { daemon, interface, record, session, status, commands, pending: None };
@@ -269,68 +297,28 @@ impl Daemon {
         }
     }
 
-    /// Answers the calls of one connection until the client closes it, an I/O error occurs, or the
-    /// client's bytes cannot be decoded.
-    async fn serve_connection(self: Rc<Self>, stream: UnixStream) {
-        let mut decoder = Connection::default();
-        let mut is_greeted = false;
-        let mut buffer = [0; 4096];
-        loop {
-            let received = decoder.request();
-            // A client may send its call without waiting for the answer to its first line.
-            if !is_greeted && decoder.handshake_done() {
-                is_greeted = true;
-                if write_all(&stream, CONNECTED).await.is_err() {
-                    return;
-                }
-            }
-            match received {
-                Err(_) => return,
-                Ok(Some(request)) => {
-                    let outcome = match request.method {
-                        Some(Method::Allocate) => self.allocate(&request.args).await.map(Some),
-                        Some(Method::Release) => self.release_attachment(&request.args).await.map(|()| None),
-                        None => Err(format!("rpc: can't find service {}", request.name)),
-                    };
-                    let response = match &outcome {
-                        Ok(result) => write_response(&request, Ok(result.as_deref())),
-                        Err(text) => write_response(&request, Err(text)),
-                    };
-                    if write_all(&stream, &response).await.is_err() {
-                        return;
-                    }
-                    continue;
-                }
-                // The call is not complete yet.
-                Ok(None) => {}
-            }
-            if stream.readable().await.is_err() {
-                return;
-            }
-            match stream.try_read(&mut buffer) {
-                Ok(0) => return,
-                Ok(length) => decoder.push(&buffer[..length]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return,
-            }
-        }
-    }
-
     /// Returns the lease of an attachment as a result. If the attachment has no task for its
-    /// present interface, starts one. Waits until the task has acquired a lease or has given up.
+    /// present interface, starts one. Waits until the task has acquired a lease or has given up, or
+    /// until `client_closed`. A search whose last client is gone ends: otherwise it could lease an
+    /// address that no DEL would release.
     ///
     /// # Errors
     /// The text for the plugin: the configuration or interface is unusable, the lease is lost or
     /// was released, or no server has granted one.
-    async fn allocate(self: &Rc<Self>, args: &CmdArgs) -> Result<Rc<AddResult>, String> {
+    async fn allocate(
+        self: &Rc<Self>,
+        args: &CmdArgs,
+        client_closed: impl Future<Output = ()>,
+    ) -> Result<Rc<AddResult>, String> {
         let (conf, ipam) = read_conf(args)?;
+        let limits = Limits { total: self.limits.total.min(daemon_limit(&conf)), ..self.limits };
         let (interface, record) = self.prepare(args, &conf, ipam)?;
         let key = record.key();
         let handle = loop {
             let running = self.attachments.borrow().get(&key).cloned();
             match running {
                 None => {
-                    let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
+                    let session = Session::new(record.client.clone(), limits, random(), attachment::now());
                     break self.start(interface, record, session);
                 }
                 Some(handle) if handle.is_for(&interface) => break handle,
@@ -342,15 +330,35 @@ impl Daemon {
                 }
             }
         };
-        let mut status = handle.status;
+        let mut status = handle.status.clone();
+        tokio::pin!(client_closed);
         loop {
             match status.borrow_and_update().clone() {
                 Status::Leased(result) => return Ok(result),
                 Status::Lost(why) | Status::Failed(why) => return Err(why),
                 Status::Acquiring => {}
             }
-            // Fails if the task has ended because its lease was released.
-            status.changed().await.map_err(|_| "the lease was released".to_owned())?;
+            tokio::select! {
+                // Fails if the task has ended because its lease was released.
+                changed = status.changed() => changed.map_err(|_| "the lease was released".to_owned())?,
+                () = &mut client_closed => {
+                    self.stop_unattended(&key, &handle).await;
+                    return Err("the client has closed the connection".to_owned());
+                }
+            }
+        }
+    }
+
+    /// Stops the search of `handle`, whose client is gone, unless another call waits for it too.
+    async fn stop_unattended(&self, key: &str, handle: &Handle) {
+        // One reference is the daemon's, the other that of `handle`.
+        let is_last = Rc::strong_count(&handle.waiting) <= 2;
+        let is_acquiring = matches!(*handle.status.borrow(), Status::Acquiring);
+        let is_current =
+            self.attachments.borrow().get(key).is_some_and(|current| current.status.same_channel(&handle.status));
+        if is_last && is_acquiring && is_current {
+            log(format_args!("{key}: the plugin has ended, so the search for a lease ends"));
+            self.release(key).await;
         }
     }
 
@@ -375,6 +383,8 @@ impl Daemon {
             netns_id: interface.netns_id,
             index: interface.index,
             priority: ipam.priority,
+            routes: ipam.routes,
+            mtu_target: ipam.mtu_target,
             client: Client { mac: interface.mac.0, id, request: ipam.request, provide, answers: self.reply_mode },
             lease: RecordedLease::Nothing,
             error: None,
@@ -430,17 +440,4 @@ fn read_conf(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
 /// enough to distinguish transactions.
 fn random() -> u64 {
     getrandom::u64().unwrap_or_else(|_| u64::from(attachment::now().subsec_nanos()))
-}
-
-/// Writes all bytes to a stream.
-async fn write_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
-    while !bytes.is_empty() {
-        stream.writable().await?;
-        match stream.try_write(bytes) {
-            Ok(length) => bytes = &bytes[length..],
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }

@@ -14,7 +14,7 @@ use cni::Cidr;
 use cni::result::AddResult;
 use cni_dhcp::lease::Path;
 use cni_linux::packet::{Datagram, PacketSocket, udp_socket};
-use cni_linux::{Dad, Error, Link, Mac, Netlink, Netns, OperState, Route, Watch};
+use cni_linux::{Dad, Error, Link, LinkKind, Mac, Netlink, Netns, OperState, Route, Watch};
 use tokio::io::unix::AsyncFd;
 
 /// The UDP ports of DHCP clients and servers.
@@ -129,6 +129,29 @@ impl Interface {
         tokio::time::timeout(timeout, wait_for_carrier).await.unwrap_or(Ok(()))
     }
 
+    /// Returns the MTU of the interface. Returns `None` after an error, and if the interface is
+    /// gone.
+    pub(crate) fn mtu(&self) -> Option<u32> {
+        let netlink = self.netlink().ok()??;
+        netlink.find_link_by_index(self.index).ok()?.map(|link| link.mtu)
+    }
+
+    /// Sets the MTU of the interface. Raises it only if nothing else limits the packets: the other
+    /// end of a veth, and the master of an ipvlan, drop packets that are longer than their own MTU.
+    ///
+    /// # Errors
+    /// The text for the log: the MTU is not raised, the interface is gone, or the kernel's error.
+    pub(crate) fn set_mtu(&self, mtu: u32) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let gone = || format!("{} no longer exists", self.name);
+        let netlink = self.netlink().map_err(text)?.ok_or_else(gone)?;
+        let link = netlink.find_link_by_index(self.index).map_err(text)?.ok_or_else(gone)?;
+        if mtu > link.mtu && (link.is_veth() || link.kind == LinkKind::Other("ipvlan".to_owned())) {
+            return Err(format!("the MTU {} of a {} is never raised", link.mtu, link.kind));
+        }
+        if mtu == link.mtu { Ok(()) } else { netlink.set_mtu(self.index, mtu).map_err(text) }
+    }
+
     /// Whether the interface has this address. Returns false after an error.
     pub(crate) fn has_address(&self, address: Cidr) -> bool {
         let Ok(Some(netlink)) = self.netlink() else { return false };
@@ -147,7 +170,9 @@ impl Interface {
         }
         let routes = result.routes.iter().map(|route| Route {
             mtu: route.mtu,
+            advmss: route.advmss,
             priority: route.priority,
+            table: route.table,
             scope: route.scope,
             ..Route::new(route.dst, route.gw, self.index)
         });

@@ -1,15 +1,21 @@
-//! The daemon's socket: systemd passes it, or the daemon creates it and replaces the file of an
-//! earlier daemon.
+//! The daemon's socket: systemd passes it, or the daemon creates it and replaces the socket of
+//! an earlier daemon.
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::net::{UnixListener as StdListener, UnixStream as StdStream};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
+use std::os::unix::net::UnixListener as StdListener;
 use std::path::Path;
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt::PeerCredentials,
+};
 use nix::sys::stat::{Mode, umask};
 use tokio::net::UnixListener;
+
+use super::own_file::kind_name;
 
 /// The number of the first descriptor that systemd passes.
 const FIRST_PASSED: u8 = 3;
@@ -52,30 +58,45 @@ fn passed_by_systemd() -> io::Result<Option<StdListener>> {
     }
 }
 
-/// Creates the socket's folder and the socket. Replaces the file of a daemon that has ended.
+/// Creates the socket's folder and the socket. Replaces the socket of a daemon that has ended.
 ///
 /// # Errors
-/// Another process listens on the path, or the file cannot be created.
+/// The path is not a socket, another process listens on it, or the socket cannot be created.
 fn bind(path: &Path) -> io::Result<StdListener> {
     let failed = |error: io::Error| io::Error::other(format!("failed to listen on {}: {error}", path.display()));
     if let Some(folder) = path.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
     }
-    let in_use = match create(path) {
-        Err(error) if error.kind() == ErrorKind::AddrInUse => error,
-        bound => return bound.map_err(failed),
-    };
-    match StdStream::connect(path) {
-        Ok(other) => {
+    match create(path) {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            refuse_in_use(path).and_then(|()| fs::remove_file(path)).and_then(|()| create(path)).map_err(failed)
+        }
+        bound => bound.map_err(failed),
+    }
+}
+
+/// Checks that an existing path is a socket on which no process listens. Connecting alone does not
+/// show that: connecting to a regular file is refused too.
+///
+/// # Errors
+/// The kind of another file, the process that listens on the socket, or the kernel's error.
+fn refuse_in_use(path: &Path) -> io::Result<()> {
+    let kind = fs::symlink_metadata(path)?.file_type();
+    if !kind.is_socket() {
+        return Err(io::Error::other(format!("it exists and is {}, not a socket; it is kept", kind_name(kind))));
+    }
+    // Without blocking: the queue of a daemon that hangs may be full.
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let other = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    match connect(other.as_raw_fd(), &UnixAddr::new(path)?) {
+        Err(Errno::ECONNREFUSED) => Ok(()),
+        Ok(()) => {
             let pid = getsockopt(&other, PeerCredentials).map(|peer| peer.pid()).unwrap_or_default();
             let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            Err(failed(io::Error::other(format!("process {pid} ({}) already listens on it", name.trim_end()))))
+            Err(io::Error::other(format!("process {pid} ({}) already listens on it", name.trim_end())))
         }
-        // The file exists, but no process listens on it.
-        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            fs::remove_file(path).and_then(|()| create(path)).map_err(failed)
-        }
-        Err(_) => Err(failed(in_use)),
+        Err(Errno::EAGAIN) => Err(io::Error::other("another process already listens on it, and its queue is full")),
+        Err(error) => Err(io::Error::other(format!("it exists, and connecting to it failed: {}", error.desc()))),
     }
 }
 

@@ -10,7 +10,7 @@ use cni_testkit::{Node, bin_dir, patience, probe, require};
 use conformance::lan::{Lan, configure, until};
 use serde_json::json;
 
-const DISCOVER: u8 = 1;
+pub(super) const DISCOVER: u8 = 1;
 const OFFER: u8 = 2;
 const REQUEST: u8 = 3;
 const ACK: u8 = 5;
@@ -23,7 +23,7 @@ const TIME: &[u8] = &[51, 4, 0, 0, 0, 120];
 
 /// A client's message.
 #[derive(Clone, Debug)]
-struct Message {
+pub(super) struct Message {
     bytes: Vec<u8>,
     from: SocketAddr,
     /// To 192.168.1.1, not to everyone.
@@ -31,7 +31,7 @@ struct Message {
 }
 
 impl Message {
-    fn option(&self, code: u8) -> Option<&[u8]> {
+    pub(super) fn option(&self, code: u8) -> Option<&[u8]> {
         let mut rest = &self.bytes[240..];
         while let [found, length, tail @ ..] = rest
             && *found != 255
@@ -62,19 +62,19 @@ impl Message {
     }
 
     /// What a sound server says: 192.168.1.9, with more options.
-    fn granted(&self, options: &[&[u8]]) -> Vec<u8> {
+    pub(super) fn granted(&self, options: &[&[u8]]) -> Vec<u8> {
         let kind = if self.kind() == DISCOVER { OFFER } else { ACK };
         self.answer(kind, NINE, &[&[SERVER, MASK, TIME], options].concat())
     }
 }
 
-struct Wire {
+pub(super) struct Wire {
     own: UdpSocket,
     all: UdpSocket,
 }
 
 impl Wire {
-    fn new(node: &Node) -> Wire {
+    pub(super) fn new(node: &Node) -> Wire {
         let bind = |address| {
             let socket = node.enter(|| UdpSocket::bind((address, 67))).unwrap();
             socket.set_nonblocking(true).unwrap();
@@ -85,7 +85,7 @@ impl Wire {
         wire
     }
 
-    fn received(&self) -> Option<Message> {
+    pub(super) fn received(&self) -> Option<Message> {
         let mut buffer = [0; 2048];
         [(&self.own, true), (&self.all, false)].into_iter().find_map(|(socket, is_unicast)| {
             let (length, from) = socket.recv_from(&mut buffer).ok()?;
@@ -95,7 +95,7 @@ impl Wire {
 
     /// Waits for a message of a kind.
     #[track_caller]
-    fn next(&self, kind: u8) -> Message {
+    pub(super) fn next(&self, kind: u8) -> Message {
         let mut found = None;
         until("the client sends that", || {
             found = self.received().filter(|message| message.kind() == kind);
@@ -109,7 +109,7 @@ impl Wire {
     }
 
     /// Answers all messages as long as something is being done.
-    fn during<T>(&self, answers: impl Fn(&Message) -> Vec<Vec<u8>> + Sync, work: impl FnOnce() -> T) -> T {
+    pub(super) fn during<T>(&self, answers: impl Fn(&Message) -> Vec<Vec<u8>> + Sync, work: impl FnOnce() -> T) -> T {
         struct Ended<'a>(&'a AtomicBool);
         impl Drop for Ended<'_> {
             fn drop(&mut self) {
