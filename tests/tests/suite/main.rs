@@ -18,6 +18,7 @@ mod examples;
 mod files;
 mod firewall;
 mod gc;
+mod gc_costs;
 mod host_device;
 mod host_local;
 mod install;

@@ -12,13 +12,14 @@
 //! administrator may have added rules.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Table, Variant};
+use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Reading, Table, Variant};
 use super::nft::Nft;
 use crate::Backend;
 use cni::AttachmentId;
@@ -214,7 +215,7 @@ impl<'m> Forward<'m> {
         let owner = owner::name(attachment);
         let results = [
             self.in_nftables(|nft| nftables::purge(nft, &owner)),
-            self.clean(|filter| iptables::purge(filter, &owner, addresses)),
+            self.clean(Reading::UnderLock, |filter| iptables::purge(filter, &owner, addresses)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
     }
@@ -225,13 +226,13 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// As [`purge`](Forward::purge).
     pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        let mut valid_owners = Vec::new();
+        let mut valid_owners = BTreeSet::new();
         for (container, ifname) in valid {
-            valid_owners.push(owner::name(&AttachmentId::new(network, *container, *ifname)));
+            valid_owners.insert(owner::name(&AttachmentId::new(network, *container, *ifname)));
         }
         let results = [
             self.in_nftables(|nft| nftables::gc(nft, network, &valid_owners)),
-            self.clean(|filter| iptables::gc(filter, network, &valid_owners)),
+            self.clean(Reading::BeforeLock, |filter| iptables::gc(filter, network, &valid_owners)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
     }
@@ -248,9 +249,13 @@ impl<'m> Forward<'m> {
     /// Calls `plan` for each family and variant of iptables that may have rules of containers, and
     /// makes the removals that it returns. A failure in one does not stop the others; all failures
     /// are joined. A variant whose programs are missing is not an error but a note.
-    fn clean(&self, plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>) -> Result<()> {
+    fn clean(
+        &self,
+        reading: Reading,
+        plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>,
+    ) -> Result<()> {
         let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
-        let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&chains, plan);
+        let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&chains, reading, plan);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
                 "rules of containers may be left in table filter of iptables-{variant} for {family}: its programs, \

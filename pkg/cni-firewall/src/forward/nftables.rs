@@ -28,6 +28,7 @@
 mod check;
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::entry_chain::EntryChain;
@@ -361,7 +362,7 @@ pub(super) fn purge(nft: &mut Nft, owner: &str) -> Result<()> {
 }
 
 /// Removes the addresses of the network's attachments whose owner names are not in `valid`.
-pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[String]) -> Result<()> {
+pub(super) fn gc(nft: &mut Nft, network: &str, valid: &BTreeSet<String>) -> Result<()> {
     let prefixes = owner::prefixes(network);
     let is_of_network = |owner: &str| prefixes.iter().any(|prefix| owner.starts_with(prefix));
     remove(nft, &|owned| is_of_network(&owned.owner) && !valid.contains(&owned.owner))
@@ -406,16 +407,16 @@ fn remove_addresses(
     }
     removed.sort();
     removed.dedup();
+    let still_recorded: BTreeSet<IpAddr> = remaining.iter().map(|owned| owned.address).collect();
     for address in removed {
         let (set, _) = set_of(address);
-        let is_still_recorded = remaining.iter().any(|owned| owned.address == address);
-        if !is_still_recorded && nft.has_element(table, set, address)? {
+        if !still_recorded.contains(&address) && nft.has_element(table, set, address)? {
             batch.delete_element(table, set, address);
         }
     }
     let mut required_isolation = Vec::new();
-    for owned in &remaining {
-        required_isolation.extend(isolation_rules(&owned.ingress)?);
+    for ingress in remaining.iter().map(|owned| &owned.ingress).collect::<BTreeSet<_>>() {
+        required_isolation.extend(isolation_rules(ingress)?);
     }
     for chain in [STAGE_1, STAGE_2] {
         for listed in nft.rules(table, chain)? {

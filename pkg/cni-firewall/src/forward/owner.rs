@@ -20,7 +20,7 @@ const HASH_DIGITS: usize = 32;
 ///
 /// Every policy except `Open` isolates the container's bridge: no packet passes from one isolated
 /// bridge to another.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ingress {
     /// All containers.
     #[default]
@@ -51,7 +51,7 @@ impl Ingress {
 }
 
 /// One address of one attachment.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct OwnedAddress {
     /// The attachment's [`name`].
     pub(crate) owner: String,

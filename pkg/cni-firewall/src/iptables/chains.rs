@@ -24,6 +24,12 @@ pub struct Chains<'a> {
 }
 
 impl Chains<'_> {
+    /// Returns the chains in the output of a save program, for tests of plans.
+    #[cfg(test)]
+    pub(crate) fn of_text(table: Table, family: Family, saved: &str) -> Chains<'static> {
+        Chains { table, family, nft: None, read_chains: super::parse(saved) }
+    }
+
     /// Returns the family of the table.
     pub fn family(&self) -> Family {
         self.family
@@ -170,19 +176,49 @@ impl Chains<'_> {
         }
     }
 
-    /// Returns all chain names that begin with `prefix`.
-    pub fn chain_names(&mut self, prefix: &str) -> Result<Vec<String>> {
-        let mut names: Vec<String> = match &mut self.nft {
-            None => self.read_chains.keys().cloned().collect(),
-            Some(nft) => match nft.chains(self.table.in_nf_tables(self.family)) {
-                Ok(chains) => chains.into_iter().map(|chain| chain.name).collect(),
-                // A kernel without nf_tables has no chains of iptables-nft.
-                Err(error) if error.is_unsupported() => Vec::new(),
-                Err(error) => return Err(error),
-            },
+    /// Reads all chains for whose name `is_wanted` is true, with one request for each chain, and
+    /// returns their names.
+    ///
+    /// For short chains, which the kernel sends in one part: a long one is read only once where
+    /// no other process changes rules.
+    pub fn read_chains_where(&mut self, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<String>> {
+        let Some(nft) = &mut self.nft else {
+            return Ok(self.read_chains.keys().filter(|name| is_wanted(name)).cloned().collect());
         };
-        names.retain(|name| name.starts_with(prefix));
+        let (table, family) = (self.table.in_nf_tables(self.family), self.family);
+        let read = |nft: &mut Nft| {
+            let mut chains = nft.chains(table)?;
+            chains.retain(|chain| is_wanted(&chain.name));
+            let mut read_chains = Vec::new();
+            for chain in chains {
+                let listed = nft.rules(table, &chain.name)?;
+                let rules = listed.into_iter().map(|listed| compat::rule_in_words(family, listed)).collect();
+                read_chains.push((chain.name, Chain { rules, handle: Some(chain.handle) }));
+            }
+            Ok(read_chains)
+        };
+        let what = format!("failed to list the chains of nft table {table}");
+        let read_chains = match nft.with_few_retries(|nft| nft.read_at_once(&what, read)) {
+            // A kernel without nf_tables has no chains of iptables-nft.
+            Err(error) if error.is_unsupported() => return Ok(Vec::new()),
+            // Other processes keep changing rules: each list is read until it is consistent.
+            Err(error) if error.errno().is_none() => read(nft)?,
+            result => result?,
+        };
+        let names = read_chains.iter().map(|(name, _)| name.clone()).collect();
+        self.read_chains.extend(read_chains.into_iter().map(|(name, chain)| (name, Some(chain))));
         Ok(names)
+    }
+
+    /// Returns the chain's rules that jump to a chain, by the name of that chain.
+    pub fn rules_by_target(&mut self, name: &str) -> Result<BTreeMap<String, Vec<Rule>>> {
+        let mut by_target: BTreeMap<String, Vec<Rule>> = BTreeMap::new();
+        for rule in self.rules(name)? {
+            if let Some(target) = rule.target() {
+                by_target.entry(target.to_owned()).or_default().push(rule.clone());
+            }
+        }
+        Ok(by_target)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::edit::Edit;
 use super::tool::{self, ProgramKind, Runner};
 use super::{Chains, Iptables, LOCK_LIMIT, NetnsLock, Variant, fields, transaction};
-use crate::nft::Batch;
+use crate::nft::{Batch, Generation, Nft};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
@@ -108,6 +108,37 @@ impl Iptables<'_> {
             // Never reached: an attempt after which families remain has stored its failure.
             None => Error::new("failed to change iptables", Cause::text("other processes kept changing its rules")),
         })
+    }
+
+    /// Makes the removals that `plan` returns in iptables-nft, and reads without the lock. Under
+    /// the lock, applies the edit if no rule of the namespace was changed since. Otherwise, or
+    /// if that fails, plans again as [`change`](Iptables::change) does. Takes no lock if nothing is
+    /// to be removed.
+    ///
+    /// # Errors
+    /// The same as [`change`](Iptables::change).
+    pub(super) fn remove_from_nft(
+        &mut self,
+        family: Family,
+        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+    ) -> Result<()> {
+        let generation = self.generation()?;
+        let edit = plan(&mut self.read(family, Variant::Nft)?)?;
+        if edit.is_empty() {
+            return Ok(());
+        }
+        let text = edit.restore_text(self.table)?;
+        let lock = self.lock()?;
+        if self.generation()? == generation && self.apply(family, Variant::Nft, &edit, Writer::Netlink, &text).is_ok() {
+            return Ok(());
+        }
+        drop(lock);
+        self.change(family, Variant::Nft, plan)
+    }
+
+    /// Returns the generation of nf_tables' ruleset; `None` if the kernel has no nf_tables.
+    fn generation(&mut self) -> Result<Option<Generation>> {
+        self.nft.as_mut().map(Nft::generation).transpose()
     }
 
     /// Calls `plan` with the table of each family. `None` if one of the calls returns `None`.

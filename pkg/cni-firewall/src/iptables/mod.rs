@@ -118,6 +118,16 @@ pub struct Chain {
     pub(crate) handle: Option<u64>,
 }
 
+/// When a removal reads the rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reading {
+    /// After the lock was taken. For the few rules of one attachment.
+    UnderLock,
+    /// Before the lock is taken, and again if rules were changed until then. For the rules of all
+    /// attachments.
+    BeforeLock,
+}
+
 /// The outcome of a removal in both families and variants.
 #[derive(Debug)]
 pub struct Cleaned {
@@ -303,9 +313,33 @@ impl<'m> Iptables<'m> {
         }
     }
 
+    /// Makes the removals that `plan` returns. Where the removal reads many chains, `reading` keeps
+    /// other processes from waiting for that.
+    ///
+    /// # Errors
+    /// The same as [`change`](Iptables::change).
+    pub fn remove(
+        &mut self,
+        family: Family,
+        variant: Variant,
+        reading: Reading,
+        plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+    ) -> Result<()> {
+        match (reading, variant) {
+            (Reading::BeforeLock, Variant::Nft) => self.remove_from_nft(family, plan),
+            // The save program of iptables-legacy prints the whole table at once.
+            (Reading::BeforeLock | Reading::UnderLock, _) => self.change(family, variant, plan),
+        }
+    }
+
     /// Makes the removals that `plan` returns, in every family and variant that may have one of the
     /// `chains`. An error in one family or variant does not stop the others.
-    pub fn clean(&mut self, chains: &[&str], mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Cleaned {
+    pub fn clean(
+        &mut self,
+        chains: &[&str],
+        reading: Reading,
+        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+    ) -> Cleaned {
         let (mut unreached, mut results) = (Vec::new(), Vec::new());
         for family in FAMILIES {
             let variants = self.variants_to_search(family, chains).unwrap_or_else(|error| {
@@ -315,7 +349,7 @@ impl<'m> Iptables<'m> {
             });
             for variant in variants {
                 match self.can_remove(family, variant) {
-                    Ok(true) => results.push(self.change(family, variant, &mut plan)),
+                    Ok(true) => results.push(self.remove(family, variant, reading, &mut plan)),
                     Ok(false) => unreached.push((family, variant)),
                     Err(error) => results.push(Err(error)),
                 }

@@ -21,6 +21,7 @@
 
 mod previous;
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use cni::Cidr;
@@ -293,39 +294,48 @@ pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: 
         }
         source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
     };
-    remove(nat, &names.chain, Some(&names), is_own, is_own_untagged)
+    let Some(content) = nat.chain(&names.chain)?.cloned() else { return Ok(Edit::new()) };
+    let jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;
+    let chain = ContainerChain { name: &names.chain, content: &content, jumps: &jumps };
+    Ok(remove(&chain, Some(&names), is_own, is_own_untagged))
 }
 
 /// Returns the edit that removes the rules of the attachments of `network` that are not in `valid`
 /// (container ID, interface name). Untagged jumps stay while any interface of their container is
 /// valid.
 pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
-    let chains_of_valid: Vec<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
-    let valid_aliases: Vec<String> =
+    let chains_of_valid: BTreeSet<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
+    let valid_aliases: BTreeSet<String> =
         valid.iter().map(|(container, ifname)| AttachmentId::new(network, *container, *ifname).alias()).collect();
     let alias_prefix = AttachmentId::network_prefix(network);
     let comment_prefix = format!("name: \"{network}\" id: ");
     let mut edit = Edit::new();
-    for chain in nat.chain_names(CHAIN_PREFIX)? {
-        if !is_chain_name(&chain) {
-            continue;
-        }
-        let mut rules: Vec<Rule> =
-            nat.rules(POSTROUTING)?.iter().filter(|rule| rule.target() == Some(&chain)).cloned().collect();
-        rules.extend_from_slice(nat.rules(&chain)?);
-        let comments: Vec<&str> = rules.iter().filter_map(Rule::comment).collect();
+    let chains = nat.read_chains_where(is_chain_name)?;
+    let all_jumps = nat.rules_by_target(POSTROUTING)?;
+    for chain in chains {
+        let Some(content) = nat.chain(&chain)? else { continue };
+        let jumps = all_jumps.get(&chain).map_or(&[][..], Vec::as_slice);
+        let comments: Vec<&str> = jumps.iter().chain(&content.rules).filter_map(Rule::comment).collect();
         let is_of_network = |comment: &&str| comment.starts_with(&comment_prefix) || comment.starts_with(&alias_prefix);
         // The chain's name is only a hash: the comments decide which network it belongs to.
         if comments.is_empty() || !comments.iter().all(is_of_network) {
             continue;
         }
-        let is_garbage = |alias: &str| !valid_aliases.iter().any(|valid| valid == alias);
+        let is_garbage = |alias: &str| !valid_aliases.contains(alias);
         let container_is_valid = chains_of_valid.contains(&chain);
         // All comments were checked above.
         let names = None;
-        edit.extend(remove(nat, &chain, names, is_garbage, |_, _| !container_is_valid)?);
+        let chain = ContainerChain { name: &chain, content, jumps };
+        edit.extend(remove(&chain, names, is_garbage, |_, _| !container_is_valid));
     }
     Ok(edit)
+}
+
+/// A container's chain, with all rules of POSTROUTING that jump to it.
+struct ContainerChain<'c> {
+    name: &'c str,
+    content: &'c Chain,
+    jumps: &'c [Rule],
 }
 
 /// Returns the edit that removes rules from a container's `chain` and from POSTROUTING. The chain
@@ -338,19 +348,18 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
 /// - `names`: if given, only jumps with the comment of this container are removed, because another
 ///   container can have a chain of the same name ([`RuleNames::is_jump`]).
 fn remove(
-    nat: &mut Chains<'_>,
-    chain: &str,
+    chain: &ContainerChain<'_>,
     names: Option<&RuleNames>,
     is_garbage: impl Fn(&str) -> bool,
     is_untagged_garbage: impl Fn(Option<Cidr>, bool) -> bool,
-) -> Result<Edit> {
+) -> Edit {
     let mut edit = Edit::new();
-    let Some(content) = nat.chain(chain)?.cloned() else { return Ok(edit) };
+    let ContainerChain { name, content, jumps } = *chain;
     let (garbage_tags, remaining_tags): (Vec<Tag>, Vec<Tag>) =
         content.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.alias));
     let (mut has_remaining_jump, mut has_remaining_untagged) = (false, false);
     let mut remaining_sources: Vec<Cidr> = Vec::new();
-    for jump in &nat.rules_leading_to(POSTROUTING, chain)? {
+    for jump in jumps {
         let source = source(jump);
         let is_of_other_container = names.is_some_and(|names| !names.is_jump(jump));
         let has_remaining_tag = remaining_tags.iter().any(|tag| tag.source == source);
@@ -375,23 +384,23 @@ fn remove(
         }
     }
     if !has_remaining_jump && remaining_tags.is_empty() {
-        edit.delete_chain(chain, &content);
-        return Ok(edit);
+        edit.delete_chain(name, content);
+        return edit;
     }
     for tag in &garbage_tags {
-        edit.delete(chain, &tag.rule);
+        edit.delete(name, &tag.rule);
     }
     // An untagged jump may need any ACCEPT rule.
     if has_remaining_untagged {
-        return Ok(edit);
+        return edit;
     }
     let unused_networks: Vec<Cidr> = garbage_tags
         .iter()
         .filter_map(|tag| tag.network)
         .filter(|network| !remaining_tags.iter().any(|tag| tag.network == Some(*network)))
         .collect();
-    delete_accepts(&mut edit, chain, &content.rules, &unused_networks);
-    Ok(edit)
+    delete_accepts(&mut edit, name, &content.rules, &unused_networks);
+    edit
 }
 
 /// Adds to `edit` the removal of the ACCEPT rules for `networks` from `chain`, which contains
@@ -436,6 +445,39 @@ pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::iptables::Table;
+
+    /// Returns the chains with the rules of this many attachments of the network `net`.
+    fn attached(count: usize) -> String {
+        let mut saved = String::new();
+        for i in 0..count {
+            let attachment = AttachmentId::new("net", format!("c{i}"), "eth0");
+            let (chain, comment) = (chain_name("net", &attachment.container_id), format!("name: \"net\" id: \"c{i}\""));
+            let comment = crate::iptables::quote(&comment).unwrap();
+            let (source, alias) = (format!("10.1.{}.{}/32", i / 250, i % 250 + 2), attachment.alias());
+            saved += &format!(
+                ":{chain} - [0:0]\n\
+                 -A POSTROUTING -s {source} -m comment --comment {comment} -j {chain}\n\
+                 -A {chain} -d 10.1.0.0/16 -m comment --comment {comment} -j ACCEPT\n\
+                 -A {chain} -s {source} -d 10.1.0.0/16 -m comment --comment {alias}\n"
+            );
+        }
+        saved
+    }
+
+    #[test]
+    fn gc_takes_time_in_proportion_to_the_chains() {
+        let plan = |count: usize, saved: &str, valid: usize| {
+            let ids: Vec<String> = (0..valid).map(|i| format!("c{i}")).collect();
+            let valid: Vec<(&str, &str)> = ids.iter().map(|id| (id.as_str(), "eth0")).collect();
+            let mut nat = Chains::of_text(Table::Nat, Family::V4, saved);
+            let edit = gc(&mut nat, "net", &valid).unwrap();
+            assert_eq!(edit.deleted_chains.len(), count - valid.len());
+        };
+        let (few, many) = (attached(200), attached(800));
+        cni_testkit::assert_cost_below(8, || plan(200, &few, 0), || plan(800, &many, 0));
+        cni_testkit::assert_cost_below(8, || plan(200, &few, 200), || plan(800, &many, 800));
+    }
 
     #[test]
     fn names_and_comments_are_gos() {

@@ -17,7 +17,7 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Table, Variant};
+use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Reading, Table, Variant};
 use super::nft::{Listed, Nft};
 use crate::Backend;
 use cni::AttachmentId;
@@ -210,7 +210,7 @@ impl<'m> Masquerade<'m> {
     /// Removes the attachment's rules from all families and variants of iptables.
     fn purge_iptables(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
         let chain = iptables::chain_name(&attachment.network, &attachment.container_id);
-        self.clean(&[&chain], |nat| iptables::purge(nat, attachment, addresses))
+        self.clean(&[&chain], Reading::UnderLock, |nat| iptables::purge(nat, attachment, addresses))
     }
 
     /// Runs `change`, which removes or restores rules, on a connection to nf_tables that stays open
@@ -236,7 +236,7 @@ impl<'m> Masquerade<'m> {
         let results = [
             self.in_nftables(|nft| nftables::gc(nft, network, valid)),
             // All masquerading rules are reached from this chain.
-            self.clean(&[iptables::POSTROUTING], |nat| iptables::gc(nat, network, valid)),
+            self.clean(&[iptables::POSTROUTING], Reading::BeforeLock, |nat| iptables::gc(nat, network, valid)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
     }
@@ -247,10 +247,11 @@ impl<'m> Masquerade<'m> {
     fn clean(
         &self,
         chains: &[&str],
+        reading: Reading,
         plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>,
     ) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Finish)?;
-        let Cleaned { unreached, outcome } = iptables.clean(chains, plan);
+        let Cleaned { unreached, outcome } = iptables.clean(chains, reading, plan);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
                 "masquerade rules may be left in table nat of iptables-{variant} for {family}: its programs, which \

@@ -17,6 +17,7 @@
 //! from the above, for the reason given at [`Nft::has_base_chain`].
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 
 use cni::Cidr;
 use cni::hash::sha512_hex;
@@ -39,9 +40,12 @@ const BASE: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, pr
 /// The longest comment that `nft` accepts.
 const COMMENT_MAX: usize = 128;
 
-/// Returns 16 hex digits of the text's SHA-512, as Go shortens names.
+/// The number of hex digits of a hash in a comment.
+const HASH_DIGITS: usize = 16;
+
+/// Returns the first hex digits of the text's SHA-512, as Go shortens names.
 fn short_hash(text: &str) -> String {
-    sha512_hex(&[text.as_bytes()], 16)
+    sha512_hex(&[text.as_bytes()], HASH_DIGITS)
 }
 
 /// Returns the beginning of the comments of all rules of a network.
@@ -70,9 +74,10 @@ fn comment(attachment: &AttachmentId) -> String {
     comment
 }
 
-/// Whether the rule's comment begins with `key`, the key of an attachment or a network.
-fn has_key(listed: &Listed, key: &str) -> bool {
-    listed.rule.comment.as_deref().is_some_and(|comment| comment.starts_with(key))
+/// Returns the [`attachment_key`] in the rule's comment; `None` if the comment is shorter.
+fn key_of(listed: &Listed) -> Option<&str> {
+    // Two hashes, each of `HASH_DIGITS`, and the dash.
+    listed.rule.comment.as_deref()?.get(..2 * HASH_DIGITS + 1)
 }
 
 /// Returns the expressions that match packets of the address's family. `nft` puts them before the
@@ -191,9 +196,9 @@ pub(super) fn put_back(nft: &mut Nft, attachment: &AttachmentId, previous: &[Lis
 /// Removes the rules of the network that do not belong to an attachment in `valid` (container ID,
 /// interface name).
 pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-    let valid_keys: Vec<String> =
+    let valid_keys: BTreeSet<String> =
         valid.iter().map(|(container, ifname)| attachment_key(network, container, ifname)).collect();
-    remove(nft, &network_key(network), |listed| !valid_keys.iter().any(|key| has_key(listed, key)))
+    remove(nft, &network_key(network), |listed| !key_of(listed).is_some_and(|key| valid_keys.contains(key)))
 }
 
 /// Removes the rules whose comments begin with `key` and for which `is_garbage` is true.

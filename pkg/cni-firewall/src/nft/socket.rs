@@ -217,17 +217,23 @@ impl Nft {
         matches: impl Fn(&[u8]) -> bool,
     ) -> Result<Vec<Listed>> {
         let what = format!("failed to list nft chain {table} {chain}");
+        self.read_at_once(&what, |nft| nft.rules_where(table, chain, &matches))
+    }
+
+    /// Calls `read` until the ruleset does not change during the call, and returns its result.
+    /// Within `read` each list is read only once. `what` begins an error's text.
+    pub fn read_at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
         for _ in 0..self.reads_max {
             let generation = self.wait_for_generation()?;
-            let rules = self.rules_where(table, chain, &matches);
+            let result = read(self);
             // `wait_for_generation` has set this until the next commit, which may never come.
             self.one_reading_suffices = false;
-            let rules = rules?;
+            let value = result?;
             if self.generation()? == generation {
-                return Ok(rules);
+                return Ok(value);
             }
         }
-        Err(self.too_many_changes(&what))
+        Err(self.too_many_changes(what))
     }
 
     /// Whether the chain has a rule for whose bytes `matches` is true. Reads the chain only once: a

@@ -23,6 +23,7 @@
 //! These functions only plan: they read [`Chains`] and return an [`Edit`], which the caller
 //! applies.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use cni_linux::error::Result;
@@ -31,8 +32,12 @@ use cni_linux::route::Family;
 use super::owner::{self, Ingress, OwnedAddress, octets};
 use crate::iptables::{Chains, Edit, Rule};
 
+mod removal;
 mod shape;
+#[cfg(test)]
+mod tests;
 
+use removal::Removal;
 pub use shape::ADMIN;
 use shape::{
     ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, commented_rule, end_of_stage,
@@ -87,11 +92,40 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[Stri
     }
 }
 
-/// Returns the rules of [`CNI_FORWARD`] that contain one of the addresses.
-fn find_forward_rules(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
+/// How many addresses are searched for in the bytes of a chain's rules. For more, every rule is
+/// decoded, because the search compares each rule with each address.
+const SEARCHED_MAX: usize = 16;
+
+/// Returns the rules of `chain` that contain one of the addresses. The result can contain some
+/// other rules too.
+fn find_rules_of(filter: &mut Chains<'_>, chain: &str, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
+    if addresses.len() > SEARCHED_MAX {
+        return Ok(filter.rules(chain)?.to_vec());
+    }
     let octets: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
     let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-    filter.find_rules(CNI_FORWARD, &needles, |_| true)
+    filter.find_rules(chain, &needles, |_| true)
+}
+
+/// Returns the rules by the single address that they match, as source or destination.
+fn by_address(rules: &[Rule]) -> BTreeMap<IpAddr, Vec<Rule>> {
+    let mut by_address: BTreeMap<IpAddr, Vec<Rule>> = BTreeMap::new();
+    for rule in rules {
+        if let Some(address) = single_address(rule, "-s").or_else(|| single_address(rule, "-d")) {
+            by_address.entry(address).or_default().push(rule.clone());
+        }
+    }
+    by_address
+}
+
+/// Returns the rules of [`CNI_FORWARD`] for the addresses, by address.
+fn find_forward_rules(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<BTreeMap<IpAddr, Vec<Rule>>> {
+    Ok(by_address(&find_rules_of(filter, CNI_FORWARD, addresses)?))
+}
+
+/// Returns the rules for `address` in the result of [`by_address`].
+fn rules_for(rules: &BTreeMap<IpAddr, Vec<Rule>>, address: IpAddr) -> &[Rule] {
+    rules.get(&address).map_or(&[], Vec::as_slice)
 }
 
 /// Returns the policy of these addresses and the bridge that it isolates; `None` for the policy
@@ -125,29 +159,37 @@ pub(super) fn ensure(
     }
 
     // One search finds the jump and the accepting rules, because the chain can be long.
-    let octets: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
-    let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-    needles.push(admin_chain.as_bytes());
-    let existing_rules = filter.find_rules(CNI_FORWARD, &needles, |_| true)?;
+    let existing_rules = if addresses.len() > SEARCHED_MAX {
+        filter.rules(CNI_FORWARD)?.to_vec()
+    } else {
+        let octets: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
+        let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
+        needles.push(admin_chain.as_bytes());
+        filter.find_rules(CNI_FORWARD, &needles, |_| true)?
+    };
     let jump_to_admin = commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain);
     delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &jump_to_admin);
     if !contains(&existing_rules, &jump_to_admin) {
         edit.insert(CNI_FORWARD, jump_to_admin);
     }
+    let accepting = by_address(&existing_rules);
     let own_records = find_own_records(filter, owner)?;
+    let recorded: BTreeSet<&OwnedAddress> = own_records.iter().map(|record| &record.owned).collect();
     for owned in addresses {
+        let existing = rules_for(&accepting, owned.address);
         for rule in accept_rules(owned.address) {
-            delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &rule);
-            if !contains(&existing_rules, &rule) {
+            delete_duplicates(&mut edit, CNI_FORWARD, existing, &rule);
+            if !contains(existing, &rule) {
                 edit.append(CNI_FORWARD, rule);
             }
         }
-        if !own_records.iter().any(|record| record.owned == *owned) {
+        if !recorded.contains(owned) {
             edit.append(OWNERS, record_rule(owned));
         }
     }
-    let is_stale = |record: &&Record| !addresses.contains(&record.owned);
-    let stale_records: Vec<&Rule> = own_records.iter().filter(is_stale).map(|record| &record.rule).collect();
+    let wanted: BTreeSet<&OwnedAddress> = addresses.iter().collect();
+    let is_stale = |record: &&Record| !wanted.contains(&record.owned);
+    let stale_records: Vec<&Record> = own_records.iter().filter(is_stale).collect();
     if !stale_records.is_empty() {
         let removal =
             Removal { records: &stale_records, staying: addresses, accepted_for_others, ..Removal::default() };
@@ -215,13 +257,13 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: 
 /// that no other attachment owns: the Go plugin writes rules without a record.
 pub(super) fn purge(filter: &mut Chains<'_>, owner: &str, addresses: &[IpAddr]) -> Result<Edit> {
     let own_records = find_own_records(filter, owner)?;
-    let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
-    Removal { records: &own_rules, unrecorded_addresses: addresses, ..Removal::default() }.plan(filter)
+    let own_records: Vec<&Record> = own_records.iter().collect();
+    Removal { records: &own_records, unrecorded_addresses: addresses, ..Removal::default() }.plan(filter)
 }
 
 /// Returns the edit that removes the rules of the network's attachments whose owner names are not
 /// in `valid`, and puts the jumps from [`FORWARD`] in order.
-pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Result<Edit> {
+pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &BTreeSet<String>) -> Result<Edit> {
     let prefixes = owner::prefixes(network);
     let records = find_records(filter, &prefixes.each_ref().map(String::as_bytes))?;
     let is_garbage = |record: &&Record| {
@@ -229,130 +271,10 @@ pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &[String]) -> Re
         // The search also finds names that contain a prefix elsewhere than at their beginning.
         prefixes.iter().any(|prefix| owner.starts_with(prefix)) && !valid.contains(owner)
     };
-    let garbage: Vec<&Rule> = records.iter().filter(is_garbage).map(|record| &record.rule).collect();
+    let garbage: Vec<&Record> = records.iter().filter(is_garbage).collect();
     let mut edit = Removal { records: &garbage, ..Removal::default() }.plan(filter)?;
     order_jumps(filter, &mut edit, &[])?;
     Ok(edit)
-}
-
-/// The records and addresses whose rules are removed.
-#[derive(Clone, Copy, Default)]
-struct Removal<'r> {
-    /// Rules of [`OWNERS`].
-    records: &'r [&'r Rule],
-    /// Further addresses, of either family, whose rules may have no record.
-    unrecorded_addresses: &'r [IpAddr],
-    /// Addresses that keep their rules even if a removed record names them.
-    staying: &'r [OwnedAddress],
-    /// Addresses that also keep their rules, and whose isolation is unknown: the Go plugin may have
-    /// written the rules, and it writes no records.
-    accepted_for_others: &'r [IpAddr],
-}
-
-impl Removal<'_> {
-    /// Returns the edit that removes the records, the accepting rules of their addresses and of the
-    /// unrecorded ones, and the isolation rules that no attachment requires any more. An address
-    /// in another record, in `staying` or in `accepted_for_others` keeps its accepting rules.
-    fn plan(&self, filter: &mut Chains<'_>) -> Result<Edit> {
-        let mut edit = Edit::new();
-        let candidates = self.candidates(filter.family());
-        if candidates.is_empty() {
-            return Ok(edit);
-        }
-        let existing_rules = find_forward_rules(filter, &candidates)?;
-        let released = self.without_kept(filter, candidates)?;
-        for words in released.iter().flat_map(|address| accept_rules(*address)) {
-            for rule in matching(&existing_rules, &words) {
-                edit.delete(CNI_FORWARD, rule);
-            }
-        }
-        for rule in self.records {
-            edit.delete(OWNERS, rule);
-        }
-        // Without this chain nothing is isolated, and the other records need not be read.
-        if filter.has_chain(STAGE_1)? {
-            let mut remaining: Vec<OwnedAddress> = self.staying.to_vec();
-            for record in filter.rules(OWNERS)?.iter().filter_map(Record::read) {
-                if !self.records.contains(&&record.rule) {
-                    remaining.push(record.owned);
-                }
-            }
-            end_isolation(filter, &mut edit, &remaining, &released)?;
-        }
-        Ok(edit)
-    }
-
-    /// Returns the addresses of one family that may lose their accepting rules: those of the
-    /// records, and the unrecorded ones.
-    fn candidates(&self, family: Family) -> Vec<IpAddr> {
-        let mut candidates = self.unrecorded_addresses.to_vec();
-        candidates.retain(|address| Family::of(*address) == family);
-        candidates.extend(self.records.iter().filter_map(|rule| Record::read(rule)).map(|record| record.owned.address));
-        candidates.sort();
-        candidates.dedup();
-        candidates
-    }
-
-    /// Returns `candidates` without the addresses that keep their accepting rules.
-    fn without_kept(&self, filter: &mut Chains<'_>, mut candidates: Vec<IpAddr>) -> Result<Vec<IpAddr>> {
-        let mut kept: Vec<IpAddr> = self.accepted_for_others.to_vec();
-        kept.extend(self.staying.iter().map(|owned| owned.address));
-        let octets: Vec<Vec<u8>> = candidates.iter().map(|address| octets(*address)).collect();
-        let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-        for record in find_records(filter, &needles)? {
-            if !self.records.contains(&&record.rule) {
-                kept.push(record.owned.address);
-            }
-        }
-        candidates.retain(|address| !kept.contains(address));
-        Ok(candidates)
-    }
-}
-
-/// Adds to `edit` the removal of the isolation rules that no address in `remaining` requires.
-/// `released` are the addresses whose accepting rules `edit` removes.
-///
-/// Removes nothing while [`CNI_FORWARD`] accepts an address without an owner: the Go plugin has
-/// attached that container, and the isolation that the container requires is unknown.
-fn end_isolation(
-    filter: &mut Chains<'_>,
-    edit: &mut Edit,
-    remaining: &[OwnedAddress],
-    released: &[IpAddr],
-) -> Result<()> {
-    for rule in filter.rules(CNI_FORWARD)? {
-        let Some(address) = single_address(rule, "-s") else { continue };
-        let [_, accept_from] = accept_rules(address);
-        let is_known = released.contains(&address) || remaining.iter().any(|owned| owned.address == address);
-        if rule.matches(&accept_from) && !is_known {
-            return Ok(());
-        }
-    }
-    for (chain, interface_option) in [(STAGE_1, "-i"), (STAGE_2, "-o")] {
-        for rule in filter.rules(chain)? {
-            let Some(bridge) = rule.value(interface_option) else { continue };
-            let policies = policies_with_rule(rule, bridge);
-            // Written by another program.
-            if policies.is_empty() {
-                continue;
-            }
-            if !remaining.iter().any(|owned| policies.contains(&owned.ingress)) {
-                edit.delete(chain, rule);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Returns the policies for `bridge` whose isolation rules include `rule`.
-fn policies_with_rule(rule: &Rule, bridge: &str) -> Vec<Ingress> {
-    let mut policies = vec![Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
-    if rule.matches(&stage_2_rule(bridge)) {
-        // Both policies have this rule.
-        return policies;
-    }
-    policies.retain(|policy| stage_1_rules(policy).iter().any(|words| rule.matches(words)));
-    policies
 }
 
 /// The addresses of one family that had rules before an ADD.
@@ -372,11 +294,11 @@ impl PreviousAddresses {
         let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
         let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
         let rules = find_forward_rules(filter, &ips)?;
+        let own_addresses: BTreeSet<IpAddr> = own.iter().map(|owned| owned.address).collect();
         let mut accepted_for_others = Vec::new();
         for address in ips {
-            let is_accepted = accept_rules(address).iter().any(|words| contains(&rules, words));
-            let is_own = own.iter().any(|owned| owned.address == address);
-            if is_accepted && !is_own {
+            let is_accepted = accept_rules(address).iter().any(|words| contains(rules_for(&rules, address), words));
+            if is_accepted && !own_addresses.contains(&address) {
                 accepted_for_others.push(address);
             }
         }
@@ -392,8 +314,8 @@ impl PreviousAddresses {
         }
         // The attachment had no address, so all its records are from the ADD.
         let own_records = find_own_records(filter, owner)?;
-        let own_rules: Vec<&Rule> = own_records.iter().map(|record| &record.rule).collect();
-        Removal { records: &own_rules, accepted_for_others, ..Removal::default() }.plan(filter)
+        let own_records: Vec<&Record> = own_records.iter().collect();
+        Removal { records: &own_records, accepted_for_others, ..Removal::default() }.plan(filter)
     }
 }
 
@@ -423,8 +345,11 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
     require(FORWARD, &jumps, &commented_rule(&[], JUMP_COMMENT, CNI_FORWARD));
     let forward_rules = filter.rules(CNI_FORWARD)?;
     require(CNI_FORWARD, forward_rules, &commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain));
-    for words in addresses.iter().flat_map(|owned| accept_rules(owned.address)) {
-        require(CNI_FORWARD, forward_rules, &words);
+    let accepting = by_address(forward_rules);
+    for address in addresses.iter().map(|owned| owned.address) {
+        for words in accept_rules(address) {
+            require(CNI_FORWARD, rules_for(&accepting, address), &words);
+        }
     }
     let Some((ingress, bridge)) = isolation else { return Ok(missing) };
     require(FORWARD, &jumps, &commented_rule(&[], ISOLATION_COMMENT, STAGE_1));
@@ -443,5 +368,9 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
 /// Whether [`CNI_FORWARD`] has a rule that accepts packets of one of the addresses.
 pub(super) fn accepts_any(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<bool> {
     let rules = find_forward_rules(filter, addresses)?;
-    Ok(addresses.iter().flat_map(|address| accept_rules(*address)).any(|words| contains(&rules, &words)))
+    let is_accepted = |address: &IpAddr| {
+        let rules = rules_for(&rules, *address);
+        accept_rules(*address).iter().any(|words| contains(rules, words))
+    };
+    Ok(addresses.iter().any(is_accepted))
 }

@@ -1,11 +1,12 @@
 //! Removes the rules of an attachment or of a network, and keeps those that other attachments need.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Removal};
 use super::shape::{self, DNAT, Jump, SNAT, Section};
 use super::{IptablesPortMap, program_name};
-use crate::iptables::{Chains, Edit, FAMILIES, Rule, Variant};
+use crate::iptables::{Chain, Chains, Edit, FAMILIES, Reading, Rule, Variant};
 use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
@@ -24,7 +25,7 @@ impl IptablesPortMap<'_> {
     /// there is no legacy table.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let (chain, snat_chain) = (shape::chain_name(attachment), shape::snat_chain_name(attachment));
-        self.remove_everywhere(&[&chain, &snat_chain], |nat, edit| {
+        self.remove_everywhere(&[&chain, &snat_chain], Reading::UnderLock, |nat, edit| {
             let family = nat.family();
             let known: Vec<IpAddr> =
                 addresses.iter().copied().filter(|address| Family::of(*address) == family).collect();
@@ -51,24 +52,17 @@ impl IptablesPortMap<'_> {
     /// and the container ID, in the comments of the jumps to their chain: they are removed if such
     /// comments exist, and all name `network` and a container without a valid attachment.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
-        let valid_aliases: Vec<String> = valid.iter().map(AttachmentId::alias).collect();
+        let valid_aliases: BTreeSet<String> = valid.iter().map(AttachmentId::alias).collect();
+        let valid_containers: BTreeSet<&str> =
+            valid.iter().map(|attachment| attachment.container_id.as_str()).collect();
         let alias_prefix = AttachmentId::network_prefix(network);
-        let is_garbage_owner = |owner: &JumpOwner| {
-            owner.network == network && !valid.iter().any(|attachment| attachment.container_id == owner.container_id)
+        let is_garbage_owner =
+            |owner: &JumpOwner| owner.network == network && !valid_containers.contains(owner.container_id.as_str());
+        let is_garbage = |section: &Section, owners: &[JumpOwner]| match section.alias() {
+            Some(alias) => alias.starts_with(&alias_prefix) && !valid_aliases.contains(alias),
+            None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
         };
-        self.remove_everywhere(&[DNAT], |nat, edit| {
-            let mut claims = Vec::new();
-            for chain in nat.chain_names(shape::PREFIX)? {
-                let removed_claims = plan_removal(nat, edit, &chain, |section, owners| match section.alias() {
-                    Some(alias) => {
-                        alias.starts_with(&alias_prefix) && !valid_aliases.iter().any(|valid| valid == alias)
-                    }
-                    None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
-                })?;
-                claims.extend(removed_claims);
-            }
-            Ok(claims)
-        })
+        self.remove_everywhere(&[DNAT], Reading::BeforeLock, |nat, edit| plan_garbage(nat, edit, is_garbage))
     }
 
     /// Whether the container of the attachment has a chain in any family and variant.
@@ -91,6 +85,7 @@ impl IptablesPortMap<'_> {
     fn remove_everywhere(
         &mut self,
         chains: &[&str],
+        reading: Reading,
         mut plan: impl FnMut(&mut Chains<'_>, &mut Edit) -> Result<Vec<ClaimedPort>>,
     ) -> Removal {
         let (mut claims, mut remarks, mut results) = (Vec::new(), Vec::new(), Vec::new());
@@ -104,7 +99,7 @@ impl IptablesPortMap<'_> {
                 match self.iptables.can_remove(family, variant) {
                     Ok(true) => {
                         let mut planned_claims = Vec::new();
-                        results.push(self.iptables.change(family, variant, |nat| {
+                        results.push(self.iptables.remove(family, variant, reading, |nat| {
                             let mut edit = Edit::new();
                             planned_claims = plan(nat, &mut edit)?;
                             Ok(edit)
@@ -151,8 +146,37 @@ pub(super) fn plan_removal(
 ) -> Result<Vec<ClaimedPort>> {
     let Some(content) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
     let jumps = nat.rules_leading_to(DNAT, chain)?;
+    Ok(plan_removal_from(edit, (chain, &content), &jumps, is_removed))
+}
+
+/// Adds to `edit` the removal of the sections of all containers' chains for which `is_garbage` is
+/// true, as [`plan_removal`] does for one chain. Reads each chain once. Returns the claims of the
+/// removed sections.
+pub(super) fn plan_garbage(
+    nat: &mut Chains<'_>,
+    edit: &mut Edit,
+    is_garbage: impl Fn(&Section, &[JumpOwner]) -> bool,
+) -> Result<Vec<ClaimedPort>> {
+    let chains = nat.read_chains_where(|name| name.starts_with(shape::PREFIX))?;
+    let jumps = nat.rules_by_target(DNAT)?;
+    let mut claims = Vec::new();
+    for chain in chains {
+        let Some(content) = nat.chain(&chain)? else { continue };
+        let jumps = jumps.get(&chain).map_or(&[][..], Vec::as_slice);
+        claims.extend(plan_removal_from(edit, (&chain, content), jumps, &is_garbage));
+    }
+    Ok(claims)
+}
+
+/// Does [`plan_removal`] for a chain with its content, and all `jumps` to it.
+fn plan_removal_from(
+    edit: &mut Edit,
+    (chain, content): (&str, &Chain),
+    jumps: &[Rule],
+    is_removed: impl Fn(&Section, &[JumpOwner]) -> bool,
+) -> Vec<ClaimedPort> {
     let mut owners = Vec::new();
-    for jump in &jumps {
+    for jump in jumps {
         if let Some((network, container_id)) = jump.comment().and_then(shape::read_comment) {
             owners.push(JumpOwner { network: network.to_owned(), container_id: container_id.to_owned() });
         }
@@ -161,15 +185,15 @@ pub(super) fn plan_removal(
     let (removed, kept): (Vec<&Section>, Vec<&Section>) =
         sections.iter().partition(|section| is_removed(section, &owners));
     if removed.is_empty() {
-        return Ok(Vec::new());
+        return Vec::new();
     }
     let claims = removed.iter().flat_map(|section| section.claims()).collect();
     if kept.is_empty() {
-        for jump in &jumps {
+        for jump in jumps {
             edit.delete(DNAT, jump);
         }
-        edit.delete_chain(chain, &content);
-        return Ok(claims);
+        edit.delete_chain(chain, content);
+        return claims;
     }
     let kept_claims: Vec<ClaimedPort> = kept.iter().flat_map(|section| section.claims()).collect();
     // Rules that do not show their owner are removed only with the whole chain, above.
@@ -179,7 +203,7 @@ pub(super) fn plan_removal(
     for jump in jumps.iter().filter(|jump| !can_match_any(jump, &kept_claims)) {
         edit.delete(DNAT, jump);
     }
-    Ok(claims)
+    claims
 }
 
 /// Adds to `edit` the removal of a section, except the rules that mark connections to a port in

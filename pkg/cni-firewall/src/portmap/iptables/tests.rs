@@ -228,3 +228,34 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
         });
     });
 }
+
+/// Returns the chains with the rules of this many attachments.
+fn mapped(count: usize) -> String {
+    let mut saved = String::new();
+    for i in 0..count {
+        let attachment = AttachmentId::new("net", format!("c{i}"), "eth0");
+        let comment = crate::iptables::quote(&shape::comment(&attachment)).unwrap();
+        let (chain, alias, port) = (shape::chain_name(&attachment), attachment.alias(), 8000 + i);
+        saved += &format!(
+            ":{chain} - [0:0]\n\
+             -A {DNAT} -p tcp -m comment --comment {comment} -m multiport --dports {port} -j {chain}\n\
+             -A {chain} -m comment --comment {alias}\n\
+             -A {chain} -p tcp -m tcp --dport {port} -j DNAT --to-destination 10.1.0.2:80\n"
+        );
+    }
+    saved
+}
+
+#[test]
+fn gc_takes_time_in_proportion_to_the_chains() {
+    let plan = |count: usize, saved: &str, garbage: bool| {
+        let mut nat = Chains::of_text(Table::Nat, Family::V4, saved);
+        let mut edit = Edit::new();
+        let claims = removal::plan_garbage(&mut nat, &mut edit, |_, _| garbage).unwrap();
+        assert_eq!(claims.len(), if garbage { count } else { 0 });
+    };
+    let (few, many) = (mapped(200), mapped(800));
+    for garbage in [true, false] {
+        cni_testkit::assert_cost_below(8, || plan(200, &few, garbage), || plan(800, &many, garbage));
+    }
+}

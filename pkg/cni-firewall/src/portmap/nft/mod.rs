@@ -11,7 +11,7 @@
 //! kernel (some 10 ms), so an ADD deletes only rules that are outdated or conflict with it. The
 //! shared chains are never flushed or removed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use cni::Cidr;
@@ -220,26 +220,31 @@ impl NftPortMap {
     /// Other rules that name no network stay, such as those of Go's plugin. If such a rule is a
     /// mapping and its container has no valid attachment, the result has a remark on the rule.
     pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
-        let valid: Vec<Identity> = valid.iter().map(Identity::new).collect();
+        let mut valid_by_comment: BTreeMap<String, Vec<Identity>> = BTreeMap::new();
+        for identity in valid.iter().map(Identity::new) {
+            valid_by_comment.entry(identity.comment.clone()).or_default().push(identity);
+        }
         // A set, because a repeated attempt finds the same rules again.
         let mut remarks = BTreeSet::new();
         let mut removal = self.purge_where("", FAMILIES, |_, rules| {
-            let mut garbage_handles: Vec<u64> = Vec::new();
+            let mut garbage_handles: BTreeSet<u64> = BTreeSet::new();
             // The handles in the ownership rules of all networks.
-            let mut owned_handles: Vec<u64> = Vec::new();
+            let mut owned_handles: BTreeSet<u64> = BTreeSet::new();
+            let valid_of_container = |rule: &Rule| valid_by_comment.get(rule.comment.as_ref()?);
             for Listed { handle, rule, .. } in rules {
                 let named_handles = identity::named_handles(rule);
-                let is_valid = valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This);
+                let is_valid = valid_of_container(rule).is_some_and(|valid| {
+                    valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This)
+                });
                 if identity::names_network(rule, network) && !is_valid {
-                    garbage_handles.push(*handle);
+                    garbage_handles.insert(*handle);
                     garbage_handles.extend(&named_handles);
                 }
                 owned_handles.extend(named_handles);
             }
             for Listed { handle, rule, .. } in rules {
-                let is_valid_container = valid.iter().any(|identity| Some(&identity.comment) == rule.comment.as_ref());
                 let has_network = identity::names_any_network(rule) || owned_handles.contains(handle);
-                if !is_valid_container && !has_network {
+                if valid_of_container(rule).is_none() && !has_network {
                     remarks.extend(unknown_network_remark(rule));
                 }
             }
