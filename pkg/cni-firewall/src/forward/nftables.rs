@@ -218,7 +218,8 @@ impl PreviousAddress {
 }
 
 /// Makes `addresses` the only addresses of the attachment `owner`, in one transaction, and stores
-/// its previous addresses in `previous`.
+/// its previous addresses in `previous`. Removes the [outdated records](owner::outdated_records) of
+/// `addresses`.
 ///
 /// # Errors
 /// - ENOENT: the chain `admin_chain` does not exist.
@@ -246,7 +247,10 @@ pub(super) fn ensure(
             for owned in owners.addresses().filter(|owned| owned.owner == owner) {
                 previous_addresses.push(PreviousAddress { family: owners.family, table: owners.table.clone(), owned });
             }
-            let is_removed = |owned: &OwnedAddress| owned.owner == owner && !wanted_here.contains(owned);
+            let outdated = owner::outdated_records(owners.addresses(), owner, addresses)?;
+            let is_removed = |owned: &OwnedAddress| {
+                (owned.owner == owner && !wanted_here.contains(owned)) || outdated.contains(owned)
+            };
             remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
         }
         previous.replace(Some(previous_addresses));

@@ -5,10 +5,14 @@
 //! records the owners: it has one rule without a verdict for each address of each attachment, with
 //! the owner's name as its comment. No rule leads to that chain.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use cni::AttachmentId;
+use cni::attachment::Marked;
 use cni::hash::sha512_hex;
+use cni_linux::Netlink;
+use cni_linux::error::Result;
 
 /// The longest comment that `nft` accepts. With a longer one, `nft` could not load its own output
 /// of `nft list ruleset`.
@@ -78,6 +82,38 @@ pub(crate) fn name(attachment: &AttachmentId) -> String {
 /// network's name, one with its hash.
 pub(super) fn prefixes(network: &str) -> [String; 2] {
     [AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))]
+}
+
+/// Returns those of `records` that attachments without a DEL have left for one of `addresses`,
+/// which the IPAM plugin has just given to the attachment `owner`: a network gives an address to
+/// one container at a time. The record of an attachment that has a link on the host is not
+/// returned: the configuration may give its address to two containers.
+///
+/// # Errors
+/// If the links of the host cannot be read, which is only necessary if there is such a record.
+pub(super) fn outdated_records(
+    records: impl IntoIterator<Item = OwnedAddress>,
+    owner: &str,
+    addresses: &[OwnedAddress],
+) -> Result<Vec<OwnedAddress>> {
+    let network = |owner: &str| owner.split('/').next().map(str::to_owned);
+    let addresses: BTreeSet<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
+    let mut outdated: Vec<OwnedAddress> = records.into_iter().collect();
+    outdated.retain(|record| {
+        record.owner != owner && network(&record.owner) == network(owner) && addresses.contains(&record.address)
+    });
+    if outdated.is_empty() {
+        return Ok(outdated);
+    }
+    let mut living = BTreeSet::new();
+    for link in Netlink::open()?.list_links()? {
+        let marked = link.alias.as_deref().and_then(AttachmentId::parse);
+        if let Some(Marked { network, container_id: Some(container_id), ifname }) = marked {
+            living.insert(name(&AttachmentId::new(network, container_id, ifname)));
+        }
+    }
+    outdated.retain(|record| !living.contains(&record.owner));
+    Ok(outdated)
 }
 
 /// Whether a rule's comment is the [`name`] of an attachment.

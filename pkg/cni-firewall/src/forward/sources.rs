@@ -88,7 +88,8 @@ pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
     Ok(nft.rules(TABLE, RECORDS)?.iter().filter_map(read_owner_rule).collect())
 }
 
-/// Records `addresses` as those of the attachment, and removes its other records.
+/// Records `addresses` as those of the attachment, and removes its other records and those that
+/// attachments without a DEL have left for `addresses`.
 ///
 /// # Errors
 /// If records cannot be read or written.
@@ -123,11 +124,16 @@ fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
         let mut existing = Vec::new();
-        for listed in nft.rules(TABLE, RECORDS)? {
+        let rules = nft.rules(TABLE, RECORDS)?;
+        let outdated = match records.first() {
+            Some(first) => owner::outdated_records(rules.iter().filter_map(read_owner_rule), &first.owner, records)?,
+            None => Vec::new(),
+        };
+        for listed in rules {
             let Some(owned) = read_owner_rule(&listed) else { continue };
             if records.contains(&owned) {
                 existing.push(owned);
-            } else if is_selected(&owned) {
+            } else if is_selected(&owned) || outdated.contains(&owned) {
                 batch.delete_rule(TABLE, RECORDS, listed.handle);
             }
         }

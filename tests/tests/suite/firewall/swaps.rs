@@ -1,9 +1,10 @@
 //! A node is switched from the Go plugin to this one and back while containers run.
 
 use cni_testkit::{bin_dir, probe, require};
+use conformance::patched;
 use serde_json::json;
 
-use super::world::{IPTABLES, chain, config, each, end_isolation, go, naming, rules};
+use super::world::{BACKENDS, Backend, IPTABLES, chain, config, each, end_isolation, go, naming, rules};
 
 #[test]
 fn what_go_added_is_checked_and_removed() {
@@ -76,6 +77,49 @@ fn go_beside_this_plugin_shares_chains_and_keeps_its_isolation() {
         theirs.leave();
         ours.leave();
         end_isolation(world);
+    });
+}
+
+#[test]
+fn a_record_of_a_removed_container_keeps_no_rules() {
+    each(&BACKENDS, |world| {
+        let only = |subnet: &str, ip: &str| json!([{"subnet": subnet, "rangeStart": ip, "rangeEnd": ip}]);
+        let ranges = json!([only("10.1.0.0/24", "10.1.0.2"), only("fd00:1::/64", "fd00:1::2")]);
+        let network = patched(world.network("net1", &[]), json!({"ipam": {"ranges": ranges}}));
+        for policy in ["open", "same-bridge"] {
+            let config = config(world, json!({"ingressPolicy": policy}));
+            let gone = world.pod(&network);
+            gone.add(&config).success();
+            // Go's DEL removes the rules but not the record. No Go plugin has the backend nftables.
+            if world.backend != Backend::Nftables && probe::go_plugins().is_ok() {
+                gone.call_by(&go(), "DEL", &config, Some(&gone.result)).success();
+            }
+            gone.network.del_with(&gone.result).success();
+            let late = world.pod(&network);
+            assert_eq!(late.address(0), gone.address(0), "the address is free again");
+            late.invocation(&bin_dir(), "ADD", &config, Some(&late.result)).with_closed_stdout().run();
+            assert_eq!(naming(world, &late), 0, "after a failed ADD: {:?} {:#?}", world.backend, rules(world));
+            late.add(&config).success();
+            late.check(&config).success();
+            late.del(&config).success();
+            assert_eq!(naming(world, &late), 0, "{:?} {:#?}", world.backend, rules(world));
+            late.leave();
+        }
+    });
+}
+
+#[test]
+fn a_running_container_keeps_the_rules_of_a_shared_address() {
+    each(&BACKENDS, |world| {
+        let config = config(world, json!({}));
+        let (one, two) = (world.dual(), world.dual());
+        one.add(&config).success();
+        two.invocation(&bin_dir(), "ADD", &config, Some(&one.result)).run().success();
+        two.invocation(&bin_dir(), "DEL", &config, Some(&one.result)).run().success();
+        one.check(&config).success();
+        one.del(&config).success();
+        one.leave();
+        two.leave();
     });
 }
 

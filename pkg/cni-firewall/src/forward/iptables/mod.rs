@@ -27,7 +27,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use cni_linux::error::Result;
-use cni_linux::route::Family;
 
 use super::owner::{self, Ingress, OwnedAddress, octets};
 use crate::iptables::{Chains, Edit, Rule};
@@ -72,6 +71,18 @@ fn find_own_records(filter: &mut Chains<'_>, owner: &str) -> Result<Vec<Record>>
     // The search also finds longer names that contain this one.
     records.retain(|record| record.owned.owner == owner);
     Ok(records)
+}
+
+/// Returns the records of the attachment `owner` and those of `addresses`. The result can contain
+/// some other records too.
+fn find_records_of(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<Vec<Record>> {
+    if addresses.len() > SEARCHED_MAX {
+        return Ok(filter.rules(OWNERS)?.iter().filter_map(Record::read).collect());
+    }
+    let octets: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
+    let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
+    needles.push(owner.as_bytes());
+    find_records(filter, &needles)
 }
 
 /// Returns the rules that have exactly these words.
@@ -135,8 +146,9 @@ fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
 }
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
-/// the family of `filter`. An address in `accepted_for_others` keeps its accepting rules even if
-/// the attachment loses the address, because another attachment or the Go plugin wrote these rules.
+/// the family of `filter`. Removes the [outdated records](owner::outdated_records) of `addresses`.
+/// An address in `accepted_for_others` keeps its accepting rules even if the attachment loses the
+/// address, because another attachment or the Go plugin wrote these rules.
 pub(super) fn ensure(
     filter: &mut Chains<'_>,
     owner: &str,
@@ -173,8 +185,8 @@ pub(super) fn ensure(
         edit.insert(CNI_FORWARD, jump_to_admin);
     }
     let accepting = by_address(&existing_rules);
-    let own_records = find_own_records(filter, owner)?;
-    let recorded: BTreeSet<&OwnedAddress> = own_records.iter().map(|record| &record.owned).collect();
+    let records = find_records_of(filter, owner, addresses)?;
+    let recorded: BTreeSet<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
     for owned in addresses {
         let existing = rules_for(&accepting, owned.address);
         for rule in accept_rules(owned.address) {
@@ -188,8 +200,13 @@ pub(super) fn ensure(
         }
     }
     let wanted: BTreeSet<&OwnedAddress> = addresses.iter().collect();
-    let is_stale = |record: &&Record| !wanted.contains(&record.owned);
-    let stale_records: Vec<&Record> = own_records.iter().filter(is_stale).collect();
+    let all_owned = records.iter().map(|record| record.owned.clone());
+    let outdated: BTreeSet<OwnedAddress> = owner::outdated_records(all_owned, owner, addresses)?.into_iter().collect();
+    let is_stale = |record: &&Record| {
+        let is_own = record.owned.owner == owner;
+        (is_own && !wanted.contains(&record.owned)) || outdated.contains(&record.owned)
+    };
+    let stale_records: Vec<&Record> = records.iter().filter(is_stale).collect();
     if !stale_records.is_empty() {
         let removal =
             Removal { records: &stale_records, staying: addresses, accepted_for_others, ..Removal::default() };
@@ -291,10 +308,14 @@ impl PreviousAddresses {
     /// Reads the addresses that the attachment `owner` has, and which of the ADD's `addresses`
     /// [`CNI_FORWARD`] already accepts for others.
     pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
-        let own: Vec<OwnedAddress> = find_own_records(filter, owner)?.into_iter().map(|record| record.owned).collect();
+        let records: Vec<OwnedAddress> =
+            find_records_of(filter, owner, addresses)?.into_iter().map(|record| record.owned).collect();
+        let outdated = owner::outdated_records(records.iter().cloned(), owner, addresses)?;
+        let own: Vec<OwnedAddress> = records.into_iter().filter(|owned| owned.owner == owner).collect();
         let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
         let rules = find_forward_rules(filter, &ips)?;
-        let own_addresses: BTreeSet<IpAddr> = own.iter().map(|owned| owned.address).collect();
+        // The rules of an attachment that no longer exists need not stay.
+        let own_addresses: BTreeSet<IpAddr> = own.iter().chain(&outdated).map(|owned| owned.address).collect();
         let mut accepted_for_others = Vec::new();
         for address in ips {
             let is_accepted = accept_rules(address).iter().any(|words| contains(rules_for(&rules, address), words));

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::iptables::Table;
+use cni_linux::route::Family;
 
 /// Returns the chains with the rules of this many addresses, each of a container of its own.
 fn accepted(addresses: &[OwnedAddress]) -> String {
