@@ -4,7 +4,7 @@ use cni_testkit::require;
 use conformance::{patched, without_iptables};
 use serde_json::{Value, json};
 
-use super::world::{Backend, World, map};
+use super::world::{BACKENDS, Backend, World, each, map};
 
 #[test]
 fn what_makes_no_sense_is_code_7_and_changes_nothing() {
@@ -140,4 +140,16 @@ fn portmap_must_follow_another_plugin() {
     pod.call_by(&cni_testkit::bin_dir(), "ADD", &config, None).fails_with(7, "must be called as chained plugin");
     pod.call_by(&cni_testkit::bin_dir(), "CHECK", &config, None).fails_with(7, "Required prevResult missing");
     pod.leave();
+}
+
+#[test]
+fn a_name_as_host_ip_is_refused_before_any_change() {
+    each(&BACKENDS, |world| {
+        let pod = world.dual();
+        let before = world.rules();
+        let config = world.config(json!([patched(map(8080, 80, "tcp"), json!({"hostIP": "localhost"}))]));
+        pod.add(&config).fails_with(7, "failed to parse config: Invalid host IP \"localhost\"");
+        assert_eq!(world.rules(), before, "{:?}", world.backend);
+        pod.leave();
+    });
 }
