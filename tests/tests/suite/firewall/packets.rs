@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, config, each, end_isolation, named, rules, shell};
-use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for};
+use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for, at, map};
 use conformance::{HOST, OUTSIDE};
 
 /// Makes the node drop every forwarded packet and returns the keys that name the dropping chain.
@@ -96,6 +96,30 @@ fn the_administrators_rules_come_first() {
         );
         for to in &to {
             assert!(world.client.enter(|| ask_tcp(to)).is_some(), "{:?} {:#?}", world.backend, rules(world));
+        }
+        shell(world, "iptables -w -F CNI-ADMIN; ip6tables -w -F CNI-ADMIN");
+        pod.leave();
+    });
+}
+
+#[test]
+fn a_dropping_filter_lets_host_ports_pass_by_their_dnat() {
+    each(&IPTABLES, |world| {
+        dropping(world);
+        let pod = world.dual();
+        pod.serve_tcp(80, "pod");
+        pod.add(&config(world, json!({}))).success();
+        pod.add(&world.config(json!([map(8080, 80, "tcp")]))).success();
+        let ports = [0, 1].map(|family| at(family, 8080));
+        // The port of the host is no longer in the packet that passes FORWARD.
+        let accept = |rule: &str| {
+            shell(world, &format!("for i in iptables ip6tables; do $i -w -A CNI-ADMIN {rule} -j ACCEPT; done"));
+        };
+        accept("-p tcp --dport 8080");
+        assert_eq!(world.client.enter(|| ask_tcp_for(IN_VAIN, &ports[0])), None, "{:?}", world.backend);
+        accept("-m conntrack --ctstate DNAT");
+        for port in &ports {
+            assert!(world.client.enter(|| ask_tcp(port)).is_some(), "{:?} {:#?}", world.backend, rules(world));
         }
         shell(world, "iptables -w -F CNI-ADMIN; ip6tables -w -F CNI-ADMIN");
         pod.leave();
