@@ -89,26 +89,13 @@ fn accepted_mac(rules: &[Listed]) -> Option<Mac> {
     if have_exprs(rules, &mac_rules(mac)) { Some(mac) } else { None }
 }
 
-/// The maximum number of tries of a change that fails with [`is_conflict`]. Only changes of the
-/// same ID's rules conflict, so an error that persists this long has another cause.
+/// The maximum number of tries of a change that fails with [`is_conflict`].
 const TRIES_MAX: usize = 32;
 
 /// Whether a change may have failed because another process has created or deleted an object that
 /// the change names.
 fn is_conflict(error: &Error) -> bool {
     error.is_not_found() || error.is_exists()
-}
-
-/// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
-/// [`is_conflict`], calls it again, at most [`TRIES_MAX`] times in all.
-fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
-    for _ in 1..TRIES_MAX {
-        match change() {
-            Err(error) if is_conflict(&error) => {}
-            result => return result,
-        }
-    }
-    change()
 }
 
 /// A jump or a chain of an attachment in the kernel.
@@ -163,25 +150,25 @@ impl SpoofCheck {
     pub fn ensure(&mut self, attachment: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let jump = jump_rule(&id, attachment, host_veth)?;
-        retry(|| {
+        self.retry(|spoof| {
             // PREROUTING, which can be long, need not be read if the ID has no chains: a jump
             // exists only together with its target chain.
             let mut existing = Vec::new();
-            if !self.find_chains(&id)?.is_empty() {
-                let rules = self.nft.rules(TABLE, PREROUTING)?;
+            if !spoof.find_chains(&id)?.is_empty() {
+                let rules = spoof.nft.rules(TABLE, PREROUTING)?;
                 if let Some(owner) = find_owner_with_link(&id, &rules, Some(host_veth))? {
                     let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
                     return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::held(text)));
                 }
-                existing = self.find_objects(&id, &rules)?;
+                existing = spoof.find_objects(&id, &rules)?;
             }
-            match self.replace(&id, &jump, mac, &existing) {
+            match spoof.replace(&id, &jump, mac, &existing) {
                 // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump
                 // to it. So the rules are removed first.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
                     // The owner was checked above.
-                    self.purge_id(&id, |_| None)?;
-                    self.replace(&id, &jump, mac, &[])
+                    spoof.purge_id(&id, |_| None)?;
+                    spoof.replace(&id, &jump, mac, &[])
                 }
                 result => result,
             }
@@ -208,6 +195,25 @@ impl SpoofCheck {
             Err(error) if error.is_unsupported() => Ok(None),
             result => result,
         }
+    }
+
+    /// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
+    /// [`is_conflict`], calls it again, at most [`TRIES_MAX`] times in all. An error that persists
+    /// although no process has changed a rule since the last try has another cause, and is final.
+    fn retry<T>(&mut self, mut change: impl FnMut(&mut SpoofCheck) -> Result<T>) -> Result<T> {
+        let mut generation_after_last = None;
+        for _ in 1..TRIES_MAX {
+            let error = match change(self) {
+                Err(error) if is_conflict(&error) => error,
+                result => return result,
+            };
+            let generation = Some(self.nft.generation()?);
+            if generation == generation_after_last {
+                return Err(error);
+            }
+            generation_after_last = generation;
+        }
+        change(self)
     }
 
     /// Removes the `existing` objects and writes all rules of the ID, in one transaction.
@@ -280,20 +286,20 @@ impl SpoofCheck {
         id: &Id,
         find_other: impl Fn(&[Listed]) -> Option<SpoofOwner>,
     ) -> Result<Option<SpoofOwner>> {
-        let result = retry(|| {
-            let rules = self.nft.rules(TABLE, PREROUTING)?;
+        let result = self.retry(|spoof| {
+            let rules = spoof.nft.rules(TABLE, PREROUTING)?;
             if let Some(owner) = find_other(&rules) {
                 return Ok(Some(owner));
             }
-            let objects = self.find_objects(id, &rules)?;
+            let objects = spoof.find_objects(id, &rules)?;
             let mut batch = Batch::new();
             for object in &objects {
                 object.add_removal(&mut batch);
             }
-            match self.nft.commit(batch) {
+            match spoof.nft.commit(batch) {
                 // Linux is older than 5.0 (see `ensure`), or a rule of another program jumps to one
                 // of the chains. That chain stays, but the other objects can be removed.
-                Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(&objects)?,
+                Err(error) if error.errno() == Some(libc::EBUSY) => spoof.purge_one_by_one(&objects)?,
                 result => result?,
             }
             Ok(None)

@@ -1,6 +1,7 @@
 //! Tests the probe, and errors of [`SpoofCheck::ensure`] that must change nothing.
 
 use super::*;
+use crate::testing::in_new_netns;
 
 #[test]
 fn the_probe_says_yes_both_ways_and_leaves_nothing() {
@@ -45,5 +46,32 @@ fn an_impossible_interface_name_is_refused_before_any_change() {
         let error = SpoofCheck::open().unwrap().ensure(&attachment("c1"), "sixteen_bytes_xx", MAC).unwrap_err();
         assert_eq!(error.to_string(), "failed to build a rule for interface sixteen_bytes_xx: the name is too long");
         assert_eq!(ruleset(), "");
+    });
+}
+
+#[test]
+fn a_conflict_without_a_change_of_rules_is_tried_twice() {
+    in_new_netns(|| {
+        let mut spoof = SpoofCheck::open().unwrap();
+        for errno in [libc::EEXIST, libc::ENOENT] {
+            let conflict = || Error::new("failed", cni_linux::error::Cause::kernel(errno, None));
+            let mut tries = 0;
+            let error = spoof.retry(|_| {
+                tries += 1;
+                Err::<(), _>(conflict())
+            });
+            assert_eq!((error.unwrap_err().errno(), tries), (Some(errno), 2));
+        }
+        // While other processes change rules, the change is tried again.
+        let mut tries = 0;
+        let outcome = spoof.retry(|_| {
+            tries += 1;
+            if tries == 10 {
+                return Ok(());
+            }
+            shell(&format!("nft add table bridge t{tries}"));
+            Err(Error::new("failed", cni_linux::error::Cause::kernel(libc::EEXIST, None)))
+        });
+        assert_eq!((outcome.is_ok(), tries), (true, 10));
     });
 }
