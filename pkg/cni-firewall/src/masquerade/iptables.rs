@@ -311,6 +311,10 @@ pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) ->
     let comment_prefix = format!("name: \"{network}\" id: ");
     let mut edit = Edit::new();
     let chains = nat.read_chains_where(is_chain_name)?;
+    // POSTROUTING, which can be long, is not read without need.
+    if chains.is_empty() {
+        return Ok(edit);
+    }
     let all_jumps = nat.rules_by_target(POSTROUTING)?;
     for chain in chains {
         let Some(content) = nat.chain(&chain)? else { continue };

@@ -158,6 +158,9 @@ pub(super) fn plan_garbage(
     is_garbage: impl Fn(&Section, &[JumpOwner]) -> bool,
 ) -> Result<Vec<ClaimedPort>> {
     let chains = nat.read_chains_where(|name| name.starts_with(shape::PREFIX))?;
+    if chains.is_empty() {
+        return Ok(Vec::new());
+    }
     let jumps = nat.rules_by_target(DNAT)?;
     let mut claims = Vec::new();
     for chain in chains {
