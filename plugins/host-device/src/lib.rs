@@ -1,22 +1,30 @@
 //! The plugin `host-device`: ADD moves an interface of the host into the container's network
 //! namespace, DEL moves it back.
 //!
+//! ADD records on the host which interface it moves. DEL identifies the interface by that record
+//! and by properties that the kernel guarantees, because the pod can change name, alias and
+//! hardware address. Without a record, because Go's plugin has moved the interface, DEL uses the
+//! alias:
+//!
 //! While the interface is in the container, its alias is the name that it had on the host. Go's
 //! plugin does the same, so each plugin can move back an interface that the other one has moved.
 //! When a namespace ends, the kernel itself moves a hardware interface to the host, with its alias
 //! and the name that it had in the container. DEL then finds the interface by the alias and renames
 //! it.
 //!
-//! `conf` reads the configuration, `device` finds the device that it selects.
+//! `conf` reads the configuration, `device` finds the device that it selects, `record` stores the
+//! records, `give_back` returns a recorded interface to the host.
 //! [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK, GC.
 
 mod conf;
 mod device;
+mod give_back;
+mod record;
 
 use std::rc::Rc;
 
 use cni::AttachmentId;
-use cni::config::NetConf;
+use cni::config::{NetConf, ValidAttachments};
 use cni::result::{AddResult, Interface as ResultInterface};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
@@ -29,6 +37,8 @@ use cni_plugin::interface::{
 pub use conf::{Conf, Keys};
 
 use device::{Device, find, has_the_only_default_routes, list_interfaces};
+use give_back::ensure_free;
+use record::Record;
 
 /// The part of the plugin `host-device` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
@@ -96,13 +106,22 @@ impl Interface for HostDevice {
         Some(if has_prev_mac || may_be_selected() { Ownership::Ours } else { Ownership::NotOurs })
     }
 
-    /// Moves the interface back to the host, where it gets its former name and is down.
+    fn remove_recorded(&self, call: &Call<'_>, container: &Netlink, netns: &Netns) -> Result<bool> {
+        let Some(record) = Record::find(&call.attachment())? else { return Ok(false) };
+        give_back::from_container(call, &record, container, netns)?;
+        Ok(true)
+    }
+
+    /// Moves an interface without a record back to the host, where it gets its former name and is
+    /// down. The configured name comes before the alias, which the pod can write.
     ///
     /// # Errors
     /// - Code 102 if the former name is unknown, or another interface of the host has it.
     /// - The errors of the kernel.
-    fn remove(&self, _call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
-        let name = host_name(inner).ok_or_else(|| {
+    fn remove(&self, call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
+        let configured = keys_of(call).device;
+        let name = host_name(inner).map(|alias| if configured.is_empty() { alias } else { &configured });
+        let name = name.ok_or_else(|| {
             let why = match inner.alias.as_deref() {
                 None | Some("") => "alias is not set".to_owned(),
                 Some(alias) => format!("its alias {alias:?} is not an interface name"),
@@ -110,19 +129,18 @@ impl Interface for HostDevice {
             let msg = format!("failed to find original ifname for {:?} ({why})", inner.name);
             Error::new(Code::CONFLICT, msg).with_details("the interface was left in the container")
         })?;
-        // Checked here because the kernel would first move the interface and then refuse the name.
-        if Netlink::open()?.find_link(name)?.is_some() {
-            let msg = format!("failed to move {name:?} to hostNS: file exists");
-            let details = format!("the host has another interface {name}: rename or remove it, and repeat DEL");
-            return Err(Error::new(Code::CONFLICT, msg).with_details(details));
-        }
+        ensure_free(name)?;
         Ok(container.move_link(inner.index, &Netns::current()?, name, "")?)
     }
 
     /// Renames the interface if the kernel has moved it to the host, because the container's
-    /// namespace ended: gives it the name in its alias, and removes the alias.
-    fn clean(&self, call: &Call<'_>, _attachment: &AttachmentId) -> Result<()> {
+    /// namespace ended: gives it the recorded name or else the one in its alias, and removes the
+    /// alias.
+    fn clean(&self, call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
         let (keys, host) = (keys_of(call), Netlink::open()?);
+        if let Some(record) = Record::find(attachment)? {
+            return give_back::complete(call, &record, &host);
+        }
         // Usually the device is already on the host again, and the list of all links is not needed.
         if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
             return Ok(());
@@ -131,7 +149,8 @@ impl Interface for HostDevice {
         let prev = call.conf.prev_result().ok().flatten();
         let prev_mac = prev_mac(call, prev.as_ref());
         for link in host.list_links()? {
-            let Some(name) = host_name(&link) else { continue };
+            let Some(alias) = host_name(&link) else { continue };
+            let name = if keys.device.is_empty() { alias } else { &keys.device };
             if !keys.identifies(&link, prev_mac) {
                 continue;
             }
@@ -144,6 +163,21 @@ impl Interface for HostDevice {
             host.set_alias(link.index, "")?;
         }
         Ok(())
+    }
+
+    /// Completes the return of interfaces whose attachments are not in `valid`. Leaves those that
+    /// are still in a container.
+    fn collect(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        let mut stale = Record::list()?;
+        stale.retain(|record| {
+            let attachment = record.attachment();
+            attachment.network == call.conf.name() && !valid.contains(&attachment.container_id, &attachment.ifname)
+        });
+        if stale.is_empty() {
+            return Ok(());
+        }
+        let host = Netlink::open()?;
+        Error::join(stale.iter().filter_map(|record| give_back::complete(call, record, &host).err()))
     }
 }
 
@@ -159,13 +193,15 @@ fn move_to_container<'a>(
     rollback: &mut Rollback<'a>,
 ) -> Result<u32> {
     let AttachmentContext { host, container, call, .. } = context;
-    let (host_netns, undo_host, undo_container, before) =
-        (Netns::current()?, Rc::clone(host), container.clone(), device.clone());
+    let (undo_host, undo_container, before) = (Rc::clone(host), container.clone(), device.clone());
+    let record = Record::new(&context.attachment, &context.netns, device);
+    let undo_record = record.clone();
     rollback.push(format!("move {} back to the host", device.name), move || {
-        undo_move(&undo_host, &undo_container, &host_netns, &before)
+        undo_move(&undo_host, &undo_container, &undo_record, &before)
     });
-    // The alias is set before the move, so that DEL recognises the interface even if this process
-    // is killed.
+    // The record and the alias are written before the move, so that DEL recognises the interface
+    // even if this process is killed.
+    record.write()?;
     host.set_alias(device.index, &device.name)?;
     let moved = host.move_link(device.index, &context.netns, &call.ifname, &device.name);
     moved.map_err(|error| {
@@ -179,16 +215,19 @@ fn move_to_container<'a>(
 }
 
 /// Undoes [`move_to_container`], which may have failed at any point: moves the interface back if it
-/// is in the container, and restores its name, alias and state. `before` is the device before ADD.
-fn undo_move(host: &Netlink, container: &Netlink, host_netns: &Netns, before: &Link) -> cni_linux::Result<()> {
-    let is_device = |link: &Link| link.alias.as_ref() == Some(&before.name) && link.mac == before.mac;
+/// is in the container, restores its name, alias and state, and removes the record. `before` is the
+/// device before ADD.
+fn undo_move(host: &Netlink, container: &Netlink, record: &Record, before: &Link) -> Result<()> {
     let alias = before.alias.as_deref().unwrap_or_default();
-    if let Some(moved) = container.list_links()?.into_iter().find(is_device) {
-        container.move_link(moved.index, host_netns, &before.name, alias)?;
-    } else if let Some(unmoved) = host.find_link(&before.name)?.filter(is_device) {
+    if let Some(moved) = give_back::find_in(record, container)? {
+        container.move_link(moved.index, &Netns::current()?, &before.name, alias)?;
+    } else if let Some(unmoved) = host.find_link(&before.name)?.filter(|link| record.fits(link, None)) {
         host.set_alias(unmoved.index, alias)?;
     }
-    if before.up { host.set_up(host.link(&before.name)?.index) } else { Ok(()) }
+    if before.up {
+        host.set_up(host.link(&before.name)?.index)?;
+    }
+    record.purge()
 }
 
 /// Returns the name that the interface had on the host, which is its alias, or `None` if its alias

@@ -7,6 +7,7 @@
 
 mod change;
 mod create;
+mod netns_id;
 pub(crate) mod request;
 mod stacked;
 
@@ -35,6 +36,13 @@ pub(crate) const IFLA_BRPORT_ISOLATED: u16 = 33;
 
 /// The attribute of a VRF for its routing table.
 const IFLA_VRF_TABLE: u16 = 1;
+
+/// The attribute of a link for the hardware address that the device was built with.
+const IFLA_PERM_ADDRESS: u16 = 54;
+
+/// The attributes of a link for the name and the bus of the hardware device below it.
+const IFLA_PARENT_DEV_NAME: u16 = 56;
+const IFLA_PARENT_DEV_BUS_NAME: u16 = 57;
 
 /// The longest name of an interface, in bytes.
 pub const NAME_MAX: usize = 15;
@@ -82,6 +90,11 @@ pub struct Link {
     pub peer_netnsid: Option<i32>,
     /// The state and flags of a bridge's port, if it is one.
     pub port: Option<Port>,
+    /// The hardware address that the device was built with; `None` for a virtual interface.
+    pub permanent_mac: Option<Mac>,
+    /// The hardware device below the interface as `BUS/NAME`, such as `pci/0000:00:1f.6`, if there
+    /// is one.
+    pub parent: Option<String>,
     /// The settings of a bridge, if it is one.
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
@@ -312,12 +325,18 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         peer_index: None,
         peer_netnsid: None,
         port: None,
+        permanent_mac: None,
+        parent: None,
         bridge: None,
         vrf_table: None,
         stacked: None,
     };
+    let (mut parent_bus, mut parent_name) = (None, None);
     for (kind, value) in attributes(encoded) {
         match kind {
+            IFLA_PERM_ADDRESS => link.permanent_mac = Mac::from_slice(value),
+            IFLA_PARENT_DEV_NAME => parent_name = Some(text(value)),
+            IFLA_PARENT_DEV_BUS_NAME => parent_bus = Some(text(value)),
             libc::IFLA_IFNAME => link.name = text(value),
             libc::IFLA_ADDRESS => link.mac = Mac::from_slice(value),
             libc::IFLA_MTU => link.mtu = native_u32(value)?,
@@ -333,6 +352,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
             _ => {}
         }
     }
+    link.parent = parent_name.map(|name| format!("{}/{name}", parent_bus.unwrap_or_default()));
     link.running = match link.oper_state {
         OperState::Up => true,
         OperState::Unknown => link.up && header.flags.contains(LinkFlags::Running),

@@ -131,6 +131,8 @@ pub(crate) enum Kind {
     GetQdisc = libc::RTM_GETQDISC,
     NewFilter = libc::RTM_NEWTFILTER,
     GetFilter = libc::RTM_GETTFILTER,
+    NewNetnsId = libc::RTM_NEWNSID,
+    GetNetnsId = libc::RTM_GETNSID,
 }
 
 /// The body of a request.

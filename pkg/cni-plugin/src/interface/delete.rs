@@ -118,6 +118,9 @@ impl<I: Interface> Links<'_, '_, I> {
     /// an interface CNI_IFNAME, removed or not.
     fn remove_inside(&self, host: &Netlink, netns: &Netns) -> Result<bool> {
         let container = host.open_in(netns)?;
+        if self.plugin.remove_recorded(self.call, &container, netns)? {
+            return Ok(true);
+        }
         let unrenamed_removed = self.remove_unrenamed(&container);
         let Some(inner) = container.find_link(&self.call.ifname)? else {
             unrenamed_removed?;

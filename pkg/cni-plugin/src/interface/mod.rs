@@ -36,7 +36,7 @@ use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
 use cni::{Cidr, Code, Error, Result};
-use cni_linux::{Dad, Link, Mac, Netlink, Watch};
+use cni_linux::{Dad, Link, Mac, Netlink, Netns, Watch};
 use serde::de::DeserializeOwned;
 
 use crate::keys::Masquerading;
@@ -193,6 +193,16 @@ pub trait Interface {
     /// and finally asks [`owns_unmarked`](Interface::owns_unmarked).
     fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Ownership> {
         None
+    }
+
+    /// DEL: removes the attachment's interface in `netns`, the container's namespace, if a record
+    /// on the host identifies it. Returns whether there is such a record; without one, the caller
+    /// looks for CNI_IFNAME.
+    ///
+    /// # Errors
+    /// Those of the kernel, and of the record.
+    fn remove_recorded(&self, _call: &Call<'_>, _container: &Netlink, _netns: &Netns) -> Result<bool> {
+        Ok(false)
     }
 
     /// DEL: removes `inner`, which is CNI_IFNAME and belongs to this attachment.

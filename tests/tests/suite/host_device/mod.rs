@@ -1,6 +1,7 @@
 //! `host-device`: an interface of the host moves into the container, and comes back.
 
 mod cards;
+mod record;
 
 use std::path::Path;
 
@@ -352,6 +353,7 @@ fn an_interface_whose_alias_was_removed_stays_with_an_error() {
     let container = node.container();
     let attachment = Attachment::new(&node, &container, network(&node));
     let result = attachment.add().success();
+    record::forget(&node);
     container.exec(&["ip", "link", "set", "eth0", "alias", ""]);
     let failure = attachment.del_with(&result).failure();
     assert_eq!(failure.msg, "failed to find original ifname for \"eth0\" (alias is not set)");
@@ -366,6 +368,7 @@ fn an_alias_that_cannot_be_a_name_is_quoted_in_the_error() {
     let container = node.container();
     let attachment = Attachment::new(&node, &container, network(&node));
     let result = attachment.add().success();
+    record::forget(&node);
     container.ip(&["link set eth0 alias a/b"]);
     let failure = attachment.del_with(&result).failure();
     let text = "failed to find original ifname for \"eth0\" (its alias \"a/b\" is not an interface name)";
