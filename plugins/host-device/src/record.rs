@@ -9,12 +9,16 @@
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use cni::hash::sha512_hex;
 use cni::{AttachmentId, Code, Error, Result};
 use cni_linux::{Link, Netns};
+use nix::fcntl::{AT_FDCWD, AtFlags};
+use nix::libc;
+use nix::unistd::linkat;
 use serde::{Deserialize, Serialize};
 
 /// The folder of the records.
@@ -75,10 +79,11 @@ impl Record {
         }
     }
 
-    /// Returns the record of an attachment, or `None` if there is none.
+    /// Returns the record of an attachment, or `None` if there is none. Removes an incomplete
+    /// record.
     ///
     /// # Errors
-    /// Code 5 if it cannot be read or decoded.
+    /// Code 5 if it cannot be read.
     pub(crate) fn find(attachment: &AttachmentId) -> Result<Option<Record>> {
         read(&path(attachment))
     }
@@ -97,50 +102,31 @@ impl Record {
         Ok(paths.filter_map(|path| read(&path).ok().flatten()).collect())
     }
 
-    /// Creates or replaces the record. A reader sees the old content or the new one.
+    /// Creates or replaces the record.
     ///
     /// # Errors
     /// Code 5 if it cannot be written.
     pub(crate) fn write(&self) -> Result<()> {
         let path = path(&self.attachment());
-        let temporary = path.with_extension("part");
         let write = || -> io::Result<()> {
             let json = serde_json::to_vec(self).map_err(io::Error::other)?;
-            if let Some(parent) = Path::new(FOLDER).parent() {
-                DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
+            match create(&path, &json) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => ensure_folder()?,
+                // An earlier ADD of this attachment has left it.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(&path)?,
+                outcome => return outcome,
             }
-            match DirBuilder::new().mode(0o700).create(FOLDER) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-                _ => {}
-            }
-            // A killed writer has left it.
-            match fs::remove_file(&temporary) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-            OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?.write_all(&json)?;
-            fs::rename(&temporary, &path)
+            create(&path, &json)
         };
-        write().map_err(|error| {
-            // Only the error of the write is reported.
-            let _ = fs::remove_file(&temporary);
-            failed("write", &path, error)
-        })
+        write().map_err(|error| failed("write", &path, error))
     }
 
-    /// Removes the record, and what a killed writer has left of it.
+    /// Removes the record, if it exists.
     ///
     /// # Errors
     /// Code 5 if it cannot be removed.
     pub(crate) fn purge(&self) -> Result<()> {
-        let path = path(&self.attachment());
-        for path in [path.with_extension("part"), path] {
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("remove", &path, error)),
-                _ => {}
-            }
-        }
-        Ok(())
+        purge(&path(&self.attachment()))
     }
 
     /// Returns the attachment.
@@ -205,20 +191,63 @@ fn path(attachment: &AttachmentId) -> PathBuf {
     Path::new(FOLDER).join(format!("{}.json", sha512_hex(&[key.as_bytes()], 40)))
 }
 
-/// Reads and decodes a record, or returns `None` if the file does not exist. Follows no link.
+/// Creates a record. If the file system supports files without a name, the record gets its name
+/// when it is complete.
+///
+/// # Errors
+/// `AlreadyExists` if the record exists, `NotFound` without the folder, or another error of the
+/// file system.
+fn create(path: &Path, json: &[u8]) -> io::Result<()> {
+    match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(FOLDER) {
+        Ok(mut file) => {
+            file.write_all(json)?;
+            let from = format!("/proc/self/fd/{}", file.as_raw_fd());
+            Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?)
+        }
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+            OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(json)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Creates the folder of the records. Its parent has mode 0755, because other plugins use it too.
+fn ensure_folder() -> io::Result<()> {
+    if let Some(parent) = Path::new(FOLDER).parent() {
+        DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(FOLDER) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a record, if it exists.
+fn purge(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path, error)),
+        _ => Ok(()),
+    }
+}
+
+/// Reads and decodes a record, or returns `None` if the file does not exist. Removes an incomplete
+/// record: its ADD was killed before it moved the interface. Follows no link.
 fn read(path: &Path) -> Result<Option<Record>> {
-    let read = || -> io::Result<Record> {
+    let read = || -> io::Result<Vec<u8>> {
         // Opening must not block if the file is a pipe.
-        let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-        let mut bytes = Vec::new();
+        let mut bytes = Vec::with_capacity(1024);
         file.take(MAX_SIZE).read_to_end(&mut bytes)?;
-        Ok(serde_json::from_slice(&bytes)?)
+        Ok(bytes)
     };
     match read() {
-        Ok(record) => Ok(Some(record)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(failed("read", path, error)),
+        Ok(bytes) => match serde_json::from_slice(&bytes) {
+            Ok(record) => Ok(Some(record)),
+            Err(_) => purge(path).map(|()| None),
+        },
     }
 }
 
