@@ -1,5 +1,5 @@
 //! The plugin `loopback`: ADD sets the interface `lo` of the container's namespace up, DEL sets it
-//! down.
+//! down if no other interface there is up.
 //!
 //! CNI_IFNAME is ignored, as in Go's plugin: the interface is always `lo`. The result of an earlier
 //! plugin is returned unchanged, without an entry for `lo`.
@@ -70,6 +70,9 @@ impl Plugin for Loopback {
         Err(Error::new(Code::CHECK_FAILED, "loopback interface is down"))
     }
 
+    /// Sets `lo` down, unless another interface of the namespace is up. Nothing in `lo` names an
+    /// attachment, so the namespace may be that of another container, which the reused PID of a
+    /// container that has ended leads to.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let netns = match call.netns.as_deref().map(Netns::open) {
             None => return Ok(()),
@@ -77,7 +80,15 @@ impl Plugin for Loopback {
             Some(netns) => netns?,
         };
         let netlink = Netlink::open()?.open_in(&netns)?;
-        Ok(netlink.set_down(netlink.link(LO)?.index)?)
+        let links = netlink.list_links()?;
+        if let Some(in_use) = links.iter().find(|link| link.up && link.name != LO) {
+            call.notes.note(format_args!("{LO} was left up in {}: {} is up", netns.path().display(), in_use.name));
+            return Ok(());
+        }
+        match links.iter().find(|link| link.name == LO) {
+            Some(lo) if lo.up => Ok(netlink.set_down(lo.index)?),
+            _ => Ok(()),
+        }
     }
 
     /// Does nothing: `lo` vanishes with its namespace.

@@ -35,6 +35,7 @@ mod portmap;
 mod programs;
 mod protocol;
 mod ptp;
+mod reused_netns;
 mod rights;
 mod sbr;
 mod seccomp;
