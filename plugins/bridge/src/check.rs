@@ -7,8 +7,8 @@ use cni::result::IpConfig;
 use cni::skel::{RestoreMode, Restored};
 use cni::{Cidr, Result};
 use cni_firewall::spoof::SpoofCheck;
-use cni_linux::{Family, Link, Mac, Netlink, PortState, Watch, sysctl};
-use cni_plugin::interface::{Gateway, PortMark, failed, forwarding_sysctl};
+use cni_linux::{Family, Link, Mac, Netlink, PortState, Watch};
+use cni_plugin::interface::{Gateway, PortMark, check_forwarding, failed};
 
 use crate::conf::{Conf, vlan_gateway_name};
 use crate::port;
@@ -126,9 +126,15 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     for (what, found, expected) in
         [("hairpin mode", settings.hairpin, conf.hairpin), ("port isolation", settings.isolated, conf.isolated)]
     {
-        if found != expected {
-            return Err(failed(format!("{name}: {what} is {found}, expected {expected}")));
+        if found == expected {
+            continue;
         }
+        let msg = format!("{name}: {what} is {found}, expected {expected}");
+        // Hairpin mode that another program has set, such as the kubelet, costs no packet.
+        if conf.hairpin || settings.isolated != conf.isolated {
+            return Err(failed(msg));
+        }
+        check.context.call.notes.note(msg);
     }
     if let Some(vlans) = &conf.vlans {
         let missing = port::missing_vlans(host, outer.index, vlans)?;
@@ -170,13 +176,12 @@ fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own_ips: &[IpConfig
     let existing = host.list_addresses(link.index)?;
     for ip in own_ips {
         let Some(gateway) = ip.gateway.and_then(|gateway| Cidr::new(gateway, ip.address.prefix())) else { continue };
-        if !existing.iter().any(|address| address.cidr == gateway) {
+        // Another prefix does no harm if the container's address is in it.
+        let reaches_container = |cidr: Cidr| cidr.address() == gateway.address() && cidr.contains(ip.address.address());
+        if !existing.iter().any(|address| reaches_container(address.cidr)) {
             return Err(failed(format!("{} does not have the gateway's address {gateway}", link.name)));
         }
-        let key = forwarding_sysctl(Family::of(ip.address.address()));
-        if sysctl::read(key)? != "1" {
-            return Err(failed(format!("sysctl {key} is off: the host does not forward")));
-        }
+        check_forwarding(&link.name, Family::of(ip.address.address()))?;
     }
     Ok(())
 }

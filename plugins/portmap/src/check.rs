@@ -16,6 +16,9 @@ use cni_linux::sysctl;
 use crate::conf::Conf;
 use crate::forward;
 
+/// The sysctl that maps 127.0.0.1 on all interfaces.
+const LOCALNET_OF_ALL: &str = "net/ipv4/conf/all/route_localnet";
+
 /// Checks that each host port leads to the container, for connections to 127.0.0.1 too.
 ///
 /// # Errors
@@ -40,6 +43,8 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     };
     match sysctl::read(&key) {
         Ok(value) if value == "1" => Ok(()),
+        // The kernel combines both by OR. kube-proxy sets the one for all interfaces.
+        Ok(_) if sysctl::read(LOCALNET_OF_ALL)? == "1" => Ok(()),
         Ok(_) => {
             Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off, so 127.0.0.1 is not mapped: set it to 1")))
         }

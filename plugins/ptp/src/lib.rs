@@ -20,7 +20,7 @@ use cni_linux::{Dad, Family, Link, Netlink, Route, Watch, sysctl};
 use cni_plugin::interface::veth::{self, Choices, Pair};
 use cni_plugin::interface::{
     AttachmentContext, Check, CreatedLink, Gateway, HostEnd, HostState, Interface, Layer3, Layer3Policy, SubnetRoute,
-    failed, forwarding_sysctl, host_interface,
+    check_forwarding, failed, forwarding_sysctl, host_interface,
 };
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
@@ -207,10 +207,7 @@ fn check_host_end(host: &Netlink, host_end: &Link, ips: &[IpConfig]) -> Result<(
         if !same_destination.iter().any(|existing| existing.oif == host_end.index) {
             return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
         }
-        let key = forwarding_sysctl(Family::of(ip.address.address()));
-        if sysctl::read(key)? != "1" {
-            return Err(failed(format!("sysctl {key} is off: the host does not forward")));
-        }
+        check_forwarding(name, Family::of(ip.address.address()))?;
     }
     Ok(())
 }

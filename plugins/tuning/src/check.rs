@@ -4,10 +4,14 @@
 //! A list can have several entries of this plugin. So CHECK of an earlier entry accepts the value
 //! that a later entry has written: the backup has the written values too. Promiscuous mode may be
 //! on although the configuration does not ask for it, because a packet capture turns it on.
+//!
+//! Runtimes such as Nomad kill a container whose CHECK fails, so differences that harm no packet
+//! are only notes.
 
 use std::fmt::Display;
 
 use cni::result::AddResult;
+use cni::rollback::Notes;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Mac, Netlink, Netns};
@@ -37,7 +41,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     let mut errors: Vec<Error> = sysctls.into_iter().filter_map(|found| check_sysctl(found, &record).err()).collect();
     let is_in_result = prev.find_interface(&call.ifname, call.sandbox()).is_some();
     match netlink?.find_link(&call.ifname)? {
-        Some(link) => errors.extend(check_link(&link, &conf.link, &record)),
+        Some(link) => errors.extend(check_link(&link, &conf.link, &record, &call.notes)),
         None if is_in_result || !conf.link.is_empty() => {
             let msg = format!("Cannot find container link {}", call.ifname);
             // The first error, because it is the cause if the interface's sysctls do not exist.
@@ -85,8 +89,10 @@ fn difference(what: impl Display, expected: impl Display, found: impl Display) -
     Error::new(Code::CHECK_FAILED, msg)
 }
 
-/// Compares the settings of the interface with the configuration, and returns all differences.
-fn check_link(link: &Link, conf: &LinkConf, record: &Record) -> Vec<Error> {
+/// Compares the settings of the interface with the configuration, and returns all differences with
+/// which packets can be lost. The others only go to `notes`: another queue length, and
+/// all-multicast mode that another program, such as a multicast router, has turned on.
+fn check_link(link: &Link, conf: &LinkConf, record: &Record, notes: &Notes) -> Vec<Error> {
     let (name, written) = (&link.name, &record.written);
     let mut errors = Vec::new();
     if let Some(mac) = conf.mac {
@@ -107,10 +113,11 @@ fn check_link(link: &Link, conf: &LinkConf, record: &Record) -> Vec<Error> {
         errors.push(difference(format_args!("MTU of {name}"), mtu, link.mtu));
     }
     if let Some(allmulti) = conf.allmulti.filter(|expected| !is_accepted(*expected, link.allmulti, &written.allmulti)) {
-        errors.push(difference(format_args!("all-multicast mode of {name}"), allmulti, link.allmulti));
+        let error = difference(format_args!("all-multicast mode of {name}"), allmulti, link.allmulti);
+        if allmulti { errors.push(error) } else { notes.note(error) }
     }
     if let Some(length) = conf.txqlen.filter(|length| !is_accepted(*length, link.txqlen, &written.txqlen)) {
-        errors.push(difference(format_args!("transmit queue length of {name}"), length, link.txqlen));
+        notes.note(difference(format_args!("transmit queue length of {name}"), length, link.txqlen));
     }
     errors
 }

@@ -8,6 +8,7 @@
 
 mod bandwidth;
 mod bridge;
+mod check_week;
 mod cnitool;
 mod conventions;
 mod delegation;

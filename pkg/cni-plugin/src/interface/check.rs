@@ -10,9 +10,9 @@ use cni::result::{AddResult, IpConfig};
 use cni::skel::{Call, RestoreMode, Restored};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
-use cni_linux::{Addr, Family, Link, Mac, Watch};
+use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
 
-use super::layer3::Layer3;
+use super::layer3::{Layer3, forwarding_sysctl};
 use super::{AttachmentContext, HostEnd, Interface, LinkState, masquerade};
 use crate::keys::Masquerading;
 
@@ -145,6 +145,25 @@ pub fn failed(msg: impl Into<String>) -> Error {
     Error::new(Code::CHECK_FAILED, msg)
 }
 
+/// Checks that the host forwards packets of `family` that arrive on `link`, the gateway's link.
+///
+/// # Errors
+/// Code 101 if the host does not.
+pub fn check_forwarding(link: &str, family: Family) -> Result<()> {
+    let for_all_links = forwarding_sysctl(family);
+    let key = match family {
+        // The kernel decides by the link, and `ip_forward` only writes the value of all links.
+        // systemd-networkd can set single links while `ip_forward` is 0.
+        Family::V4 => format!("net/ipv4/conf/{link}/forwarding"),
+        Family::V6 => for_all_links.to_owned(),
+    };
+    if sysctl::read(&key)? == "1" {
+        return Ok(());
+    }
+    let cause = if sysctl::read(for_all_links)? == "1" { &key } else { for_all_links };
+    Err(failed(format!("sysctl {cause} is off: the host does not forward")))
+}
+
 /// Returns the position of CNI_IFNAME in `prev.interfaces`.
 ///
 /// # Errors
@@ -243,7 +262,12 @@ impl<'a, C> Check<'a, C> {
             return Err(failed(format!("Interface {name} Mac {} doesn't match container Mac: {found}", expected.mac)));
         }
         if let Some(mtu) = expected.mtu.filter(|mtu| *mtu != inner.mtu) {
-            return Err(failed(format!("Interface {name} has MTU {}, expected {mtu}", inner.mtu)));
+            let msg = format!("Interface {name} has MTU {}, expected {mtu}", inner.mtu);
+            if inner.mtu > mtu {
+                return Err(failed(msg));
+            }
+            // Smaller packets pass too.
+            self.context.call.notes.note(msg);
         }
         if self.state == LinkState::Up && !inner.up {
             return Err(failed(format!("Interface {name} is down")));

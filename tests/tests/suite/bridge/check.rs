@@ -233,7 +233,7 @@ fn green_for_everyone_while_containers_come_and_go() {
 }
 
 #[test]
-fn red_when_the_mtu_is_not_the_one_of_prev_result() {
+fn red_when_the_mtu_is_larger_than_that_of_prev_result() {
     let node = Node::new();
     let (container, attachment, mut result) =
         attach(&node, &patched(network(&node), json!({"cniVersion": "1.1.0"})), 1).remove(0);
@@ -241,6 +241,8 @@ fn red_when_the_mtu_is_not_the_one_of_prev_result() {
     interfaces.iter_mut().find(|interface| interface["name"] == "eth0").unwrap()["mtu"] = json!(1500);
     attachment.check(&result).success();
     container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"]);
-    attachment.check(&result).failure();
+    attachment.check(&result).success();
+    container.exec(&["ip", "link", "set", "eth0", "mtu", "1600"]);
+    attachment.check(&result).fails_with(101, "Interface eth0 has MTU 1600, expected 1500");
     attachment.del_with(&result).success();
 }

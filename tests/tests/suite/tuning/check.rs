@@ -45,8 +45,21 @@ fn all_multicast_mode_turned_off_is_seen() {
 }
 
 #[test]
-fn another_transmit_queue_is_seen() {
-    sees(json!({"txQLen": 77}), &["txqueuelen", "78"], &["eth0 is 77, current value is 78"]);
+fn what_costs_no_packet_is_only_printed() {
+    for (keys, change, words) in [
+        (json!({"txQLen": 77}), ["txqueuelen", "78"], "eth0 is 77, current value is 78"),
+        (json!({"allmulti": false}), ["allmulticast", "on"], "eth0 is false, current value is true"),
+    ] {
+        let node = Node::new();
+        let container = pod(&node);
+        let attachment = tuned(&node, &container, keys);
+        let result = attachment.add_after(&prev(&container)).success();
+        container.exec(&[&["ip", "link", "set", "eth0"], &change[..]].concat());
+        let outcome = attachment.check(&result);
+        outcome.success();
+        assert!(outcome.stderr.contains(words), "{}", outcome.report());
+        attachment.del_with(&result).success();
+    }
 }
 
 #[test]
