@@ -321,19 +321,19 @@ def scenario_nerdctl_in_firewalld(node):
 
 
 def scenario_nomad(node):
-    return as_documented(node, "nomad")
+    return as_documented(node, "nomad", "itself")
 
 
 def scenario_nomad_in_1_1_0(node):
-    return in_1_1_0(node, "nomad")
+    return in_1_1_0(node, "nomad", "itself")
 
 
 def scenario_nomad_in_nftables(node):
-    return in_nftables(node, "nomad")
+    return in_nftables(node, "nomad", "itself")
 
 
 def scenario_nomad_in_firewalld(node):
-    return in_firewalld(node, "nomad")
+    return in_firewalld(node, "nomad", "itself")
 
 
 def scenario_firecracker_containerd(node):
