@@ -45,6 +45,15 @@ fn tuned(node: &Node) -> Vec<Value> {
     plugins
 }
 
+/// bridge and portmap with every rule in nftables.
+fn in_nftables(node: &Node) -> Vec<Value> {
+    let mut plugins = nomad(node);
+    plugins.retain(|plugin| plugin["type"] != "firewall");
+    plugins[1]["ipMasqBackend"] = json!("nftables");
+    plugins[2]["backend"] = json!("nftables");
+    plugins
+}
+
 /// A list with one interface plugin.
 fn alone(node: &Node, plugin: Value) -> Vec<Value> {
     let ranges = json!([[{"subnet": "192.0.2.0/24", "rangeStart": "192.0.2.100", "gateway": "192.0.2.9"}]]);
@@ -195,7 +204,13 @@ const fn event(name: &'static str, node: &'static str, pod: &'static str) -> Eve
 }
 
 /// Events after which packets pass, for every list, one after the other.
-const WEEK: [Event; 9] = [
+const WEEK: [Event; 10] = [
+    event(
+        "nft -f with the same rules",
+        "if nft list tables | grep -q cni_; then rules=$(nft list ruleset); nft flush ruleset;
+         echo \"$rules\" | nft -f -; fi",
+        "",
+    ),
     event("reload of the firewall", "for i in iptables ip6tables; do $i-save | $i-restore; done", ""),
     event(
         "sysctl --system",
@@ -350,6 +365,13 @@ fn nomads_list_passes_check_all_week() {
 #[test]
 fn a_list_with_tuning_passes_check_all_week() {
     check_passes_all_week(tuned);
+}
+
+#[test]
+fn a_list_in_nftables_passes_check_all_week() {
+    require!(probe::nft());
+    require!(probe::go_nftables());
+    check_passes_all_week(in_nftables);
 }
 
 #[test]
