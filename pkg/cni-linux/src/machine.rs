@@ -67,7 +67,7 @@ impl LinuxMachine {
     /// starts later, and opens a descriptor that reports them. If the parent process has set one
     /// of the first three to be ignored, that signal stays ignored and is not blocked.
     ///
-    /// Also blocks the signals of [`BLOCKED`].
+    /// Also blocks the signals of `BLOCKED`.
     ///
     /// # Errors
     /// The kernel cannot create the descriptor.

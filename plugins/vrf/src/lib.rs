@@ -96,7 +96,7 @@ impl Plugin for Vrf {
 
     /// Removes the interface from the VRF, and the VRF if no interface is left in it, even if
     /// another program created it. An interface that is in another VRF or in a bridge stays there,
-    /// and so does one that [is another attachment's](is_own).
+    /// and so does one that belongs to another attachment.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let conf = match Conf::new(&call.conf) {
             Ok(conf) => conf,
