@@ -14,7 +14,7 @@ use cni::Cidr;
 use cni::result::AddResult;
 use cni_dhcp::lease::Path;
 use cni_linux::packet::{Datagram, PacketSocket, udp_socket};
-use cni_linux::{Dad, Error, Link, LinkKind, Mac, Netlink, Netns, OperState, Route, Watch};
+use cni_linux::{Dad, Error, Family, Link, LinkKind, Mac, Netlink, Netns, OperState, Route, Watch};
 use tokio::io::unix::AsyncFd;
 
 /// The UDP ports of DHCP clients and servers.
@@ -159,8 +159,8 @@ impl Interface {
         addresses.iter().any(|existing| existing.cidr == address)
     }
 
-    /// Adds the address and the routes of a lease, unless they exist. Does nothing if the namespace
-    /// is gone.
+    /// Adds the address and the routes of a lease, unless they exist. A default route is added
+    /// behind those of other networks. Does nothing if the namespace is gone.
     pub(crate) fn add_address_and_routes(&self, result: &AddResult) -> Result<(), Error> {
         let Some(netlink) = self.netlink()? else { return Ok(()) };
         let accept_existing =
@@ -179,7 +179,7 @@ impl Interface {
         // All routes are tried, even if one is invalid. The first error is returned.
         let mut outcome = Ok(());
         for route in routes {
-            outcome = outcome.and(accept_existing(netlink.add_route(&route)));
+            outcome = outcome.and(add_route(&netlink, &route));
         }
         outcome
     }
@@ -316,4 +316,22 @@ impl Drop for Exchange {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// Adds a route of a lease, unless it exists. If another network has the default route, adds the
+/// lease's behind it, as the ADD of an interface plugin does.
+fn add_route(netlink: &Netlink, route: &Route) -> Result<(), Error> {
+    match netlink.add_route(route) {
+        Err(error) if error.is_exists() => {}
+        outcome => return outcome,
+    }
+    let is_same = |existing: &Route| {
+        existing.dst == route.dst
+            && (existing.oif, existing.gw, existing.table_id()) == (route.oif, route.gw, route.table_id())
+    };
+    let is_default = route.dst.prefix() == 0;
+    if !is_default || netlink.list_all_routes(Family::of(route.dst.address()))?.iter().any(is_same) {
+        return Ok(());
+    }
+    netlink.add_default_route_behind(&[*route]).map(drop)
 }

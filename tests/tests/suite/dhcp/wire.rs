@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cni_testkit::{Node, bin_dir, patience, probe, require};
 use conformance::lan::{Lan, configure, until};
-use serde_json::json;
+use serde_json::{Value, json};
 
 pub(super) const DISCOVER: u8 = 1;
 const OFFER: u8 = 2;
@@ -398,5 +398,38 @@ fn an_address_that_cannot_be_added_is_tried_again() {
     until("the address is there", || container.addresses("eth0") == ["192.168.1.9/24"]);
     let routes = || container.json(&["ip", "-j", "route", "show", "default"]);
     until("the route is there", || routes()[0]["gateway"] == "192.168.1.1");
+    attachment.del().success();
+}
+
+/// The container got its first default route from another network.
+#[test]
+fn a_replaced_lease_has_its_default_route_behind_the_first() {
+    let lan = Lan::silent();
+    let wire = Wire::new(&lan.node);
+    let daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let attachment = lan.attachment(&container);
+    let router: &[u8] = &[3, 4, 192, 168, 1, 1];
+    let result = wire.during(|message| vec![message.granted(&[router])], || attachment.add().success());
+    configure(&container, "eth0", &result);
+    for line in [
+        "link add first type veth peer name other",
+        "link set first up",
+        "address add 10.9.0.2/24 dev first",
+        "route add default via 10.9.0.1 dev first",
+    ] {
+        container.ip(&[line]);
+    }
+    daemon.kill();
+    // The lease has ended, so it is replaced.
+    lan.age(130);
+    let _daemon = lan.daemon();
+    let defaults = || {
+        let routes = container.json(&["ip", "-j", "route", "show", "default"]);
+        let row = |route: &Value| (route["dev"].to_string(), route["metric"].as_u64());
+        routes.as_array().unwrap().iter().map(row).collect::<Vec<_>>()
+    };
+    let expected = [("\"first\"".to_owned(), None), ("\"eth0\"".to_owned(), Some(1))];
+    wire.during(|message| vec![message.granted(&[router])], || until("the route is there", || defaults() == expected));
     attachment.del().success();
 }
