@@ -443,13 +443,12 @@ fn check_version(verb: Verb, cni_version: &str) -> Result<Version> {
         let configured = triple(cni_version)?;
         let verb = verb.as_str();
         // Other programs compare these two texts for equality, so they have no details.
-        let not_allowed =
-            |whose: &str| Err(Error::new(Code::INCOMPATIBLE_VERSION, format!("{whose} version does not allow {verb}")));
+        let not_allowed = |msg: String| Err(Error::new(Code::INCOMPATIBLE_VERSION, msg));
         if configured < triple(first_with_verb.as_str())? {
-            return not_allowed("config");
+            return not_allowed(format!("config version does not allow {verb}"));
         }
         if configured > triple(Version::NEWEST.as_str())? {
-            return not_allowed("plugin");
+            return not_allowed(format!("plugin version does not allow {verb}"));
         }
     }
     Version::find(cni_version).ok_or_else(|| config::incompatible(cni_version))
