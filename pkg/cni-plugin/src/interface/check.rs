@@ -13,7 +13,7 @@ use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
 
 use super::layer3::{Layer3, forwarding_sysctl};
-use super::{AttachmentContext, HostEnd, Interface, LinkState, masquerade};
+use super::{AttachmentContext, HostEnd, Interface, LinkState, PortMark, masquerade};
 use crate::keys::Masquerading;
 
 /// How long CHECK waits for a state that the kernel reaches by itself.
@@ -105,7 +105,11 @@ impl<'a, C> OpenedAttachment<'a, C> {
     fn find_marked_interface(&self) -> Result<Option<Link>> {
         let attachment = &self.context.attachment;
         let links = self.context.host.list_links()?;
-        let marked = links.iter().find(|link| link.is_veth() && attachment.is_on(link.alias.as_deref()));
+        let has_mark = |link: &&Link| {
+            attachment.is_on(link.alias.as_deref())
+                || PortMark::of(link).is_some_and(|mark| mark.belongs_to(attachment))
+        };
+        let marked = links.iter().filter(|link| link.is_veth()).find(has_mark);
         let Some((outer, index)) = marked.and_then(|outer| Some((outer, outer.peer_index?))) else { return Ok(None) };
         let inner = self.context.container.find_link_by_index(index)?;
         // An unrelated link of the namespace may have the index.

@@ -153,7 +153,10 @@ impl Snapshot {
 /// Returns the attachment's end on the host: the link with its alias or, because the Go plugins set
 /// no alias, the veth of its result. A container can change neither.
 pub(crate) fn find_host_end<'a>(links: &'a [Link], attachment: &AttachmentId, result: &AddResult) -> Option<&'a Link> {
-    let has_alias = |link: &&Link| !link.is_ifb() && attachment.is_on(link.alias.as_deref());
+    let has_alias = |link: &&Link| {
+        let alias = link.alias.as_deref().map(node::attachment_alias_in);
+        !link.is_ifb() && attachment.is_on(alias.as_deref())
+    };
     links.iter().find(has_alias).or_else(|| links.iter().find(|link| is_veth_of_result(link, result)))
 }
 
