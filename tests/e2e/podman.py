@@ -144,11 +144,10 @@ def scenario_two_networks_disconnect_and_connect(node):
     node.prove(other, 8081)
     podman("network", "connect", "two", "both")
     node.prove(pod("both"), 8080)
-    # The default route was the first network's and goes with it. Go's second one would be left
-    # (docs/differences.md).
+    # The default route of the first network goes with it. That of the second one was behind it.
     podman("network", "disconnect", "one", "both")
     two = pod("both")
-    expect(two.netns.routes(), ["10.89.2.0/24"], "routes")
+    expect(two.netns.routes(), ["default", "10.89.2.0/24"], "routes")
     expect(hear(node.home, two.addresses[0], 80), "both", "the pod by its own address")
     # After a restart the remaining network gives the default route.
     podman("restart", "-t", "0", "both")

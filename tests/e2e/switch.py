@@ -92,9 +92,11 @@ def host_local(network):
 
 
 def collect(node, networks):
-    """What Go's DEL leaves of firewall is who owned an address. The GC takes it: the operator has raised the lists."""
+    """What Go's DEL leaves is who owned an address (firewall), and which interface an attachment got (host-device). The
+    GC takes it: the operator has raised the lists."""
     left = node.leftovers()
-    expect([line for line in left if " -A CNI-FW-OWNERS " not in line], [], "left behind")
+    records = [" -A CNI-FW-OWNERS ", "/run/cni/host-device/"]
+    expect([line for line in left if not any(record in line for record in records)], [], "left behind")
     for network in networks:
         Libcni({**network.conf, "cniVersion": "1.1.0"}).gc()
     return len(left)
