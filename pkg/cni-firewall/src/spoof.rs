@@ -27,7 +27,7 @@
 //! them, but cannot load that list again). Longer IDs are cut to 83 bytes, followed by `-` and 128
 //! bits of the whole ID's SHA-512 in hex.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::nft::expr::{ether_saddr, ether_saddr_of, iifname_of};
 use super::nft::userdata::{self, comment_len, tag_len};
@@ -273,9 +273,38 @@ impl SpoofCheck {
         self.purge_id(&id, find_other).map(drop)
     }
 
-    /// Removes all rules with the ID of an owner that [`list`](SpoofCheck::list) has returned.
-    pub fn purge_owner(&mut self, owner: &SpoofOwner) -> Result<()> {
-        self.purge_id(&Id(owner.id_ifname.clone()), |_| None).map(drop)
+    /// Removes the rules of the network's attachments that are not in `valid` (container ID,
+    /// interface name). Rules of the Go plugin do not name their network: they are only removed if
+    /// their interface does not exist.
+    ///
+    /// # Errors
+    /// The rules or the interfaces cannot be read, or a rule cannot be removed. The others are
+    /// still removed.
+    pub fn gc(&mut self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
+        let owners = self.list()?;
+        if owners.is_empty() {
+            return Ok(());
+        }
+        let links: BTreeSet<String> = Netlink::open()?.list_links()?.into_iter().map(|link| link.name).collect();
+        let valid: BTreeSet<Id> = valid.iter().map(|(container_id, ifname)| Id::new(container_id, ifname)).collect();
+        let garbage = owners.into_iter().filter(|owner| owner.is_garbage(network, &valid, &links));
+        self.purge_ids(&garbage.map(|owner| Id(owner.id_ifname)).collect())
+    }
+
+    /// Removes all rules of the IDs, after reading the rules once.
+    fn purge_ids(&mut self, ids: &BTreeSet<Id>) -> Result<()> {
+        let chain_names: BTreeSet<String> = ids.iter().flat_map(|id| [id.chain(), id.mac_chain()]).collect();
+        self.retry(|spoof| {
+            let rules = spoof.nft.rules(TABLE, PREROUTING)?;
+            let jumps = rules.iter().filter(|listed| identity::ids_of(&listed.rule).any(|id| ids.contains(&id)));
+            let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();
+            let mut chains = spoof.nft.chains(TABLE)?;
+            chains.retain(|chain| chain_names.contains(&chain.name));
+            // A chain jumps only to the one with its name and a suffix, which must go later.
+            chains.sort_by_key(|chain| chain.name.len());
+            objects.extend(chains.into_iter().map(|chain| Object::Chain { name: chain.name, handle: chain.handle }));
+            spoof.remove(&objects)
+        })
     }
 
     /// Removes all rules of the ID and returns `Ok(None)`. If `find_other`, given the rules of
@@ -292,20 +321,25 @@ impl SpoofCheck {
                 return Ok(Some(owner));
             }
             let objects = spoof.find_objects(id, &rules)?;
-            let mut batch = Batch::new();
-            for object in &objects {
-                object.add_removal(&mut batch);
-            }
-            match spoof.nft.commit(batch) {
-                // Linux is older than 5.0 (see `ensure`), or a rule of another program jumps to one
-                // of the chains. That chain stays, but the other objects can be removed.
-                Err(error) if error.errno() == Some(libc::EBUSY) => spoof.purge_one_by_one(&objects)?,
-                result => result?,
-            }
+            spoof.remove(&objects)?;
             Ok(None)
         });
         match result {
             Err(error) if error.is_unsupported() => Ok(None),
+            result => result,
+        }
+    }
+
+    /// Removes the objects, in one transaction if possible.
+    fn remove(&mut self, objects: &[Object]) -> Result<()> {
+        let mut batch = Batch::new();
+        for object in objects {
+            object.add_removal(&mut batch);
+        }
+        match self.nft.commit(batch) {
+            // Linux is older than 5.0 (see `ensure`), or a rule of another program jumps to one of
+            // the chains. That chain stays, but the other objects can be removed.
+            Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(objects),
             result => result,
         }
     }

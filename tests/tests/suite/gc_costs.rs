@@ -8,27 +8,31 @@ use cni_testkit::{Node, probe, require};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-/// Rules of iptables that a plugin writes.
+/// Rules that a plugin writes.
 #[derive(Clone, Copy, Debug)]
 enum Rules {
     Portmap,
     Firewall,
     Masquerade,
+    Spoof,
 }
 
-const ALL: [Rules; 3] = [Rules::Portmap, Rules::Firewall, Rules::Masquerade];
+const IN_IPTABLES: [Rules; 3] = [Rules::Portmap, Rules::Firewall, Rules::Masquerade];
 
 impl Rules {
     fn plugin(self) -> &'static str {
         match self {
             Rules::Portmap => "portmap",
             Rules::Firewall => "firewall",
-            Rules::Masquerade => "bridge",
+            Rules::Masquerade | Rules::Spoof => "bridge",
         }
     }
 
     /// Writes the rules of this many attachments of `net1`: containers `c0`, `c1`, ...
     fn write(self, node: &Node, count: usize) {
+        if let Rules::Spoof = self {
+            return write_spoof_rules(node, count);
+        }
         let (mut chains, mut rules) = (String::new(), String::new());
         for i in 0..count {
             let (address, name) =
@@ -62,12 +66,13 @@ impl Rules {
                          -A {chain} -s {address} -d 10.1.0.0/16 {alias}"
                     )
                 }
+                Rules::Spoof => unreachable!("these are not in iptables"),
             };
         }
         let shared = match self {
             Rules::Portmap => "*nat\n:CNI-HOSTPORT-DNAT - [0:0]",
             Rules::Firewall => "*filter\n:CNI-FORWARD - [0:0]\n:CNI-FW-OWNERS - [0:0]",
-            Rules::Masquerade => "*nat",
+            Rules::Masquerade | Rules::Spoof => "*nat",
         };
         let file = node.file("rules", format!("{shared}\n{chains}{rules}COMMIT\n"));
         node.exec(&["/usr/sbin/xtables-nft-multi", "iptables-restore", "--noflush", file.to_str().unwrap()]);
@@ -75,8 +80,28 @@ impl Rules {
 
     /// Returns how many rules name a container.
     fn left(self, node: &Node) -> usize {
-        node.ruleset().lines().filter(|line| line.contains("10.1.")).count()
+        node.ruleset().lines().filter(|line| line.contains("10.1.") || line.contains("macspoofchk-c")).count()
     }
+}
+
+/// Writes the rules of macspoofchk for as many containers as Go does, without a tag, for interfaces
+/// that do not exist.
+fn write_spoof_rules(node: &Node, count: usize) {
+    let mut rules =
+        "table bridge nat {\n chain PREROUTING { type filter hook prerouting priority dstnat; }\n".to_owned();
+    let (mut chains, mut jumps) = (String::new(), String::new());
+    for i in 0..count {
+        let (chain, comment) = (format!("cni-br-iface-c{i}-eth0"), format!("comment \"macspoofchk-c{i}-eth0\""));
+        let _ = writeln!(
+            chains,
+            " chain {chain}-mac {{ ether saddr 02:00:00:00:00:01 return {comment}; drop {comment}; }}\n\
+             chain {chain} {{ jump {chain}-mac {comment}; }}"
+        );
+        let _ = writeln!(jumps, "add rule bridge nat PREROUTING iifname \"veth{i}\" jump {chain} {comment}");
+    }
+    let _ = write!(rules, "{chains}}}\n{jumps}");
+    let file = node.file("rules", rules);
+    node.exec(&["nft", "-f", file.to_str().unwrap()]);
 }
 
 /// Runs GC with the first `valid` containers as the valid ones.
@@ -114,7 +139,8 @@ fn under_lock(traced: &Traced) -> &[Hit] {
 fn gc_sends_one_request_for_each_container_at_most() {
     require!(trace::supported());
     require!(probe::tool("xtables-nft-multi"));
-    for rules in ALL {
+    require!(probe::tool("nft"));
+    for rules in [&IN_IPTABLES[..], &[Rules::Spoof]].concat() {
         let costs = [50, 200].map(|count| {
             let node = Node::new();
             rules.write(&node, count);
@@ -135,7 +161,7 @@ fn gc_sends_one_request_for_each_container_at_most() {
 fn gc_reads_the_rules_of_iptables_without_the_lock() {
     require!(trace::supported());
     require!(probe::tool("xtables-nft-multi"));
-    for rules in ALL {
+    for rules in IN_IPTABLES {
         let node = Node::new();
         rules.write(&node, 50);
         let traced = gc(&node, rules, 50);

@@ -3,6 +3,7 @@
 //!
 //! The documentation of [`super`] shows the rules.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use cni::hash::{sha512, sha512_hex};
@@ -55,13 +56,7 @@ impl Id {
     /// Whether a rule of PREROUTING belongs to this ID: it has the ID's comment, by which Go
     /// searches, or it leads to the ID's chain, which cannot be removed before the rule.
     pub(super) fn owns(&self, rule: &Rule) -> bool {
-        if rule.comment.as_deref() == Some(&self.comment()) {
-            return true;
-        }
-        match rule.exprs.last() {
-            Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) => *target == self.chain(),
-            _ => false,
-        }
+        ids_of(rule).any(|id| id == *self)
     }
 
     /// Returns the owners of this ID's jumps among the rules of PREROUTING, one for each jump.
@@ -99,6 +94,17 @@ impl Id {
     pub(super) fn jump_to_mac_chain(&self) -> Vec<Expr> {
         vec![Expr::Verdict(Verdict::Jump(self.mac_chain()))]
     }
+}
+
+/// Returns the IDs that a rule of PREROUTING names: in its comment, and in the chain that it leads
+/// to.
+pub(super) fn ids_of(rule: &Rule) -> impl Iterator<Item = Id> {
+    let in_comment = rule.comment.as_deref().and_then(|comment| comment.strip_prefix(COMMENT_PREFIX));
+    let target = match rule.exprs.last() {
+        Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) => target.strip_prefix(CHAIN_PREFIX),
+        _ => None,
+    };
+    in_comment.into_iter().chain(target).map(|id| Id(id.to_owned()))
 }
 
 /// Returns the network's hash as in a [`TAG_NETWORK`].
@@ -172,16 +178,15 @@ impl SpoofOwner {
         self.id_ifname == Id::new(container_id, ifname).0
     }
 
-    /// Whether GC of `network` removes the rules: their ID is not that of one of the `valid`
-    /// attachments (container ID, interface name), and either their tag names this network, or they
-    /// have no tag and guard an interface for which `link_exists` is false.
-    pub fn is_garbage(&self, network: &str, valid: &[(&str, &str)], link_exists: impl Fn(&str) -> bool) -> bool {
-        if valid.iter().any(|(container_id, ifname)| self.matches(container_id, ifname)) {
+    /// Whether GC of `network` removes the rules: their ID is not in `valid`, and either their tag
+    /// names this network, or they have no tag and guard an interface that is not in `links`.
+    pub(super) fn is_garbage(&self, network: &str, valid: &BTreeSet<Id>, links: &BTreeSet<String>) -> bool {
+        if valid.contains(&Id(self.id_ifname.clone())) {
             return false;
         }
         match (self.belongs_to(network), &self.host_veth) {
             (Some(belongs), _) => belongs,
-            (None, Some(host_veth)) => !link_exists(host_veth),
+            (None, Some(host_veth)) => !links.contains(host_veth),
             // Chains without a jump: Go creates the chains first, so its ADD may be running.
             (None, None) => false,
         }

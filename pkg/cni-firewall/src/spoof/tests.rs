@@ -304,7 +304,8 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
             assert!(owners[0].matches(&container, "eth0") && !owners[0].matches(&format!("{container}c"), "eth0"));
             assert_eq!(owners[0].belongs_to(&"n".repeat(200)), Some(true));
             assert_eq!(owners[0].belongs_to(&"n".repeat(199)), Some(false));
-            if id_len % 2 == 0 { spoof.purge(&long_network).map(drop) } else { spoof.purge_owner(&owners[0]) }.unwrap();
+            if id_len % 2 == 0 { spoof.purge(&long_network).map(drop) } else { spoof.gc(&long_network.network, &[]) }
+                .unwrap();
             assert_eq!(ruleset(), SHARED);
         }
     });
@@ -331,7 +332,8 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
             [("go-eth0", Some("veth7"), None), ("half-eth0", None, None), ("ours-eth0", Some("veth0"), Some(true)),]
         );
         let garbage = |network: &str, valid: &[(&str, &str)], link: &str| -> Vec<String> {
-            let gone = |owner: &&SpoofOwner| owner.is_garbage(network, valid, |name| name == link);
+            let valid = valid.iter().map(|(container, ifname)| Id::new(container, ifname)).collect();
+            let gone = |owner: &&SpoofOwner| owner.is_garbage(network, &valid, &[link.to_owned()].into());
             owners.iter().filter(gone).map(|owner| owner.id_ifname.clone()).collect()
         };
         assert_eq!(garbage("net", &[], "veth7"), ["ours-eth0"]);
@@ -339,9 +341,7 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
         assert_eq!(garbage("net", &[("ours", "eth1")], ""), ["go-eth0", "ours-eth0"]);
         assert_eq!(garbage("other", &[], ""), ["go-eth0"], "another network's stays, dead or not");
         assert_eq!(garbage("other", &[("go", "eth0")], ""), [""; 0]);
-        for owner in &owners {
-            spoof.purge_owner(owner).unwrap();
-        }
+        spoof.purge_ids(&owners.iter().map(|owner| Id(owner.id_ifname.clone())).collect()).unwrap();
         assert_eq!(spoof.list().unwrap(), []);
         assert!(ruleset().contains("chain foreign") && ruleset().contains("comment \"foreign\""));
     });
