@@ -10,6 +10,13 @@ import subprocess
 from node import BIN, Failed
 
 
+# What the callers of libcni put into CNI_ARGS.
+KUBERNETES = "IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME={name};K8S_POD_INFRA_CONTAINER_ID={name}"
+NOMAD = (
+    "IgnoreUnknown=true;NOMAD_REGION=global;NOMAD_NAMESPACE=default;NOMAD_JOB_ID=web;NOMAD_GROUP_NAME=front;NOMAD_ALLOC_ID={name}"
+)
+
+
 class Refused(Failed):
     """A plugin's error: `code` is the specification's."""
 
@@ -21,8 +28,8 @@ class Refused(Failed):
 class Libcni:
     """One network list, and what its interface is called in every container."""
 
-    def __init__(self, conf, ifname="eth0"):
-        self.conf, self.ifname = conf, ifname
+    def __init__(self, conf, ifname="eth0", args=KUBERNETES):
+        self.conf, self.ifname, self.args = conf, ifname, args
         self.attachments = {}
 
     def version(self):
@@ -59,7 +66,7 @@ class Libcni:
 
     def add(self, name, netns, ports=()):
         """ADD in order, each with the result of the one before. A list that fails gets a DEL, as from the runtimes."""
-        args = f"IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME={name};K8S_POD_INFRA_CONTAINER_ID={name}"
+        args = self.args.format(name=name)
         attachment = {"id": name, "netns": netns, "ifname": self.ifname, "args": args, "ports": list(ports), "result": None}
         try:
             for plugin in self.conf["plugins"]:

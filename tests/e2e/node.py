@@ -380,13 +380,14 @@ class Node:
         # In place: containerd 1.6 does not see a file that is renamed into the folder it watches.
         write("/etc/cni/net.d/10-network.conflist", json.dumps(conf))
 
-    def prove(self, pod, host_port, kinds=(socket.SOCK_STREAM,), families=(4,), leave_out=()):
+    def prove(self, pod, host_port, kinds=(socket.SOCK_STREAM,), families=None, leave_out=()):
         """The pod is reached by its host port from everywhere, goes out under the node's address, and has its sysctls.
 
-        A network that does not promise all of it names what to leave out: ports, outside, itself (hairpin), egress.
+        The families are those of its addresses, if not given. A network that does not promise all of it names what to leave out: ports, outside, itself (hairpin), egress.
         """
+        own_families = {6 if ":" in address else 4 for address in pod.addresses}
         for kind in kinds if "ports" not in leave_out else []:
-            for ip in families:
+            for ip in families or own_families:
                 address = NODE4 if ip == 4 else NODE6
                 places = [(self.home, address, "the node")]
                 places += [(self.client, address, "outside")] if "outside" not in leave_out else []

@@ -16,7 +16,7 @@ import time
 
 import firewalld
 import networks
-from libcni import Libcni, Refused
+from libcni import KUBERNETES, NOMAD, Libcni, Refused
 from node import BIN, NODE4, OURS, Failed, Pod, expect, read, sh, write
 from traffic import Traffic
 
@@ -103,7 +103,7 @@ def prepare(node, conf):
     node.use("/opt/e2e/standins")
     write("/run/flannel/subnet.env", SUBNET)
     node.sysctls = {key: value for plugin in conf["plugins"] for key, value in plugin.get("sysctl", {}).items()}
-    return Libcni(conf)
+    return Libcni(conf, args=NOMAD if conf["name"] == "nomad" else KUBERNETES)
 
 
 def mappings(host_port, leave_out, port=80):
