@@ -180,6 +180,24 @@ fn a_reservation_in_the_default_folder_is_released_there() {
 }
 
 #[test]
+fn static_addresses_need_no_reservation() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    operator.configure(json!({"ipam": {"type": "static", "addresses": [{"address": "10.1.0.2/24"}]}}), &[]);
+    // A network of this name used host-local before.
+    let reserve = "mkdir -p /var/lib/cni/networks/net1 && printf gone > /var/lib/cni/networks/net1/10.1.0.9";
+    operator.node.exec(&["sh", "-c", reserve]);
+    let container = operator.attach();
+    let seen = operator.json(&["inspect", "net1", &container.id]);
+    let facts = seen["attachments"][0]["facts"].as_array().unwrap();
+    assert!(facts.iter().any(|fact| fact["what"] == "address"), "{seen:#}");
+    let differing: Vec<&Value> = facts.iter().filter(|fact| fact["ok"] == false).collect();
+    assert!(differing.is_empty(), "{differing:#?}");
+    operator.detach(&container);
+    operator.node.exec(&["rm", "/var/lib/cni/networks/net1/10.1.0.9"]);
+}
+
+#[test]
 fn an_alias_with_a_hash_names_the_attachment_too() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
