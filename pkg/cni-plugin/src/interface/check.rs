@@ -154,6 +154,18 @@ pub fn failed(msg: impl Into<String>) -> Error {
 /// # Errors
 /// Code 101 if the host does not.
 pub fn check_forwarding(link: &str, family: Family) -> Result<()> {
+    match disabled_forwarding(link, family)? {
+        None => Ok(()),
+        Some(sysctl) => Err(failed(format!("sysctl {sysctl} is off: the host does not forward"))),
+    }
+}
+
+/// Returns the sysctl because of which the host does not forward packets of `family` that arrive on
+/// `link`, or `None` if the host forwards them.
+///
+/// # Errors
+/// A sysctl cannot be read, for example because the kernel has no IPv6.
+pub fn disabled_forwarding(link: &str, family: Family) -> Result<Option<String>> {
     let for_all_links = forwarding_sysctl(family);
     let key = match family {
         // The kernel decides by the link, and `ip_forward` only writes the value of all links.
@@ -162,10 +174,9 @@ pub fn check_forwarding(link: &str, family: Family) -> Result<()> {
         Family::V6 => for_all_links.to_owned(),
     };
     if sysctl::read(&key)? == "1" {
-        return Ok(());
+        return Ok(None);
     }
-    let cause = if sysctl::read(for_all_links)? == "1" { &key } else { for_all_links };
-    Err(failed(format!("sysctl {cause} is off: the host does not forward")))
+    Ok(Some(if sysctl::read(for_all_links)? == "1" { key } else { for_all_links.to_owned() }))
 }
 
 /// Returns the position of CNI_IFNAME in `prev.interfaces`.

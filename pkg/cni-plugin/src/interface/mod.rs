@@ -42,7 +42,7 @@ use serde::de::DeserializeOwned;
 use crate::keys::Masquerading;
 
 pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
-pub use check::{Check, check_forwarding, failed};
+pub use check::{Check, check_forwarding, disabled_forwarding, failed};
 pub use collect::collect_links;
 pub use context::{AttachmentContext, host_interface};
 pub use layer3::{Layer3, forwarding_sysctl};

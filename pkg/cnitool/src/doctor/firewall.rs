@@ -271,15 +271,15 @@ fn dropping_chains(chains: &Value) -> Vec<DroppingChain> {
 }
 
 /// Checks whether frames between containers of one bridge pass iptables (br_netfilter). Kubernetes
-/// needs this, so it is only a problem if a policy drops the frames.
-pub(super) fn bridge_netfilter(context: &Context<'_, '_>) -> CheckOutcome {
+/// needs this, so it is only a problem if a policy drops the frames. `policy` is the outcome of
+/// [`policy`].
+pub(super) fn bridge_netfilter(policy: &CheckOutcome) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("br_netfilter");
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
-    let a_policy_drops = !policy(context).findings.is_empty();
     match value.as_deref() {
         None => outcome
             .with_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
-        Some("1") if a_policy_drops => {
+        Some("1") if !policy.findings.is_empty() => {
             let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above also drops packets between containers of one bridge";
             outcome.add_problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
             outcome

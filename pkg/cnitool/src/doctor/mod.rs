@@ -107,6 +107,8 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         call,
         notes: streams.notes.clone(),
     };
+    let policy = firewall::policy(&context);
+    let bridge_netfilter = firewall::bridge_netfilter(&policy);
     let outcomes = vec![
         places::networks(&context)?,
         places::folders(&context),
@@ -116,8 +118,8 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         traffic::links(&context),
         traffic::mtu(&context)?,
         traffic::rp_filter(&context)?,
-        firewall::policy(&context),
-        firewall::bridge_netfilter(&context),
+        policy,
+        bridge_netfilter,
         firewall::variants(&context),
         firewall::conntrack(),
         attachments(&context),

@@ -6,35 +6,41 @@ use cni::AttachmentId;
 use cni::Error;
 use cni_linux::route::Family;
 use cni_linux::{Link, Netlink, Netns, OperState, sysctl};
+use cni_plugin::interface::disabled_forwarding;
 
 use super::{CheckOutcome, Context};
 use crate::inspect::leftovers::quoted;
 use crate::inspect::result_of;
 
-/// Checks that the host forwards packets, if a network that containers use needs forwarding.
+/// Checks that the host forwards packets, if a network that containers use needs forwarding. Agrees
+/// with CHECK of bridge and ptp.
 pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("forwarding");
     if !context.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
-    let mut report_if_off = |name: String| {
-        // A sysctl that does not exist needs no fix: for example, IPv6 is disabled.
-        if sysctl::read(&name).is_ok_and(|value| value == "0") {
-            let dotted = dotted(&name);
-            outcome.add_problem(
-                format!("{dotted} is 0: containers reach their bridge, but no other network"),
-                format!("sysctl -w {}=1", quoted(&dotted)),
-            );
-        }
-    };
-    report_if_off("net/ipv4/ip_forward".to_owned());
-    for bridge in context.snapshot.bridges() {
-        report_if_off(format!("net/ipv4/conf/{}/forwarding", bridge.name));
-    }
     let results = context.snapshot.cached.iter().filter_map(result_of);
-    let has_ipv6 = results.flat_map(|result| result.ips).any(|ip| !ip.address.is_ipv4());
-    if has_ipv6 {
-        report_if_off("net/ipv6/conf/all/forwarding".to_owned());
+    let families: Vec<Family> =
+        results.flat_map(|result| result.ips).map(|ip| Family::of(ip.address.address())).collect();
+    // The links behind which containers use the host as a gateway.
+    let attached_links = context.snapshot.attached_links();
+    let outside_bridges = attached_links.iter().map(|(_, link)| *link).filter(|link| link.master.is_none());
+    let gateways: Vec<&Link> = context.snapshot.bridges().into_iter().chain(outside_bridges).collect();
+    let mut sysctls = Vec::new();
+    for family in [Family::V4, Family::V6] {
+        // Without results, the addresses are probably IPv4.
+        if !families.contains(&family) && (family == Family::V6 || !families.is_empty()) {
+            continue;
+        }
+        // A sysctl that cannot be read needs no fix: for example, IPv6 is disabled.
+        sysctls.extend(gateways.iter().filter_map(|link| disabled_forwarding(&link.name, family).ok().flatten()));
+    }
+    sysctls.dedup();
+    for name in sysctls.iter().map(|name| dotted(name)) {
+        outcome.add_problem(
+            format!("{name} is 0: containers reach their bridge, but no other network"),
+            format!("sysctl -w {}=1", quoted(&name)),
+        );
     }
     outcome.with_summary("the host forwards packets of containers")
 }

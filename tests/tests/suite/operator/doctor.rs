@@ -96,6 +96,11 @@ fn forwarding_that_is_off_is_found_where_it_is_needed() {
     found_and_repaired(&operator, "forwarding", &["net.ipv4.conf.br0.forwarding is 0"]);
     write("net/ipv4/ip_forward", "0");
     found_and_repaired(&operator, "forwarding", &["net.ipv4.ip_forward is 0"]);
+    // The bridge's own value decides, as in CHECK.
+    write("net/ipv4/ip_forward", "0");
+    write("net/ipv4/conf/br0/forwarding", "1");
+    operator.done(&["check", "net1", path(&container), "--container-id", &container.id]);
+    assert_eq!(findings(&operator), Vec::<Value>::new());
     operator.detach(&container);
 }
 
