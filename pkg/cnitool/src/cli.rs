@@ -134,12 +134,12 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser_failure)?;
     let done = |()| Exit::Done;
     match verb {
-        Verb::Add(args) => network::run(args.into_command(skel::Verb::Add, shared)?, call, streams).map(done),
-        Verb::Check(args) => network::run(args.into_command(skel::Verb::Check, shared)?, call, streams).map(done),
-        Verb::Del(args) => network::run(args.into_command(shared)?, call, streams).map(done),
-        Verb::Gc(args) => network::run(args.into_command(shared), call, streams).map(done),
-        Verb::Status(args) => network::run(args.into_command(skel::Verb::Status, shared), call, streams).map(done),
-        Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams).map(done),
+        Verb::Add(args) => network::run(args.into_command(skel::Verb::Add, shared)?, call, streams),
+        Verb::Check(args) => network::run(args.into_command(skel::Verb::Check, shared)?, call, streams),
+        Verb::Del(args) => network::run(args.into_command(shared)?, call, streams),
+        Verb::Gc(args) => network::run(args.into_command(shared), call, streams),
+        Verb::Status(args) => network::run(args.into_command(skel::Verb::Status, shared), call, streams),
+        Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams),
         Verb::Networks(args) => validate::networks(&args, &shared, call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),

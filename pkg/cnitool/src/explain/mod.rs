@@ -81,13 +81,13 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
             let text: String = runs.iter().map(|run| run_as_text(run, streams)).collect();
             let written = write(streams, &text).and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
             // If both failed, the verb's error is reported.
-            outcome?;
+            let exit = outcome?;
             written.map_err(|error| failed(subject, error, format))?;
-            Ok(Exit::Done)
+            Ok(exit)
         }
         Format::Json => {
             let (error, exit) = match outcome {
-                Ok(()) => (Value::Null, Exit::Done),
+                Ok(exit) => (Value::Null, exit),
                 Err(Failure::Failed { error, .. }) => (error_json(&error), Exit::Failed),
                 Err(failure) => return Err(failure),
             };

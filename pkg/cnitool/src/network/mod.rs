@@ -17,7 +17,7 @@ use serde_json::json;
 use crate::cli::{Failure, Variables, failed};
 use crate::report::{Format, write_json, write_raw};
 use crate::target::{NetnsPresence, absolute, container_id};
-use crate::{Call, Streams};
+use crate::{Call, Exit, Streams};
 
 pub(crate) use options::{Attach, Collect, Command, Detach, Named};
 
@@ -33,22 +33,23 @@ struct VerbRun<'a, 'm> {
 ///
 /// # Errors
 /// [`Failure::Failed`] with the verb's error.
-pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<(), Failure> {
+pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let verb_run = VerbRun {
         command: &command,
         call,
         runtime: command.shared.runtime(call, &streams.notes),
         conf_folder: command.shared.conf_folder(&Variables(&call.environment)),
     };
+    let to_failure = |error| failed(command.subject(), error, command.shared.format());
     let outcome = match command.verb {
         Verb::Add => verb_run.add(streams),
         Verb::Check => verb_run.check(streams),
         Verb::Del => verb_run.del(streams),
         Verb::Gc => verb_run.gc(streams),
         Verb::Status => verb_run.status(streams),
-        Verb::Version => verb_run.version(streams),
+        Verb::Version => return verb_run.version(streams).map_err(to_failure),
     };
-    outcome.map_err(|error| failed(command.subject(), error, command.shared.format()))
+    outcome.map(|()| Exit::Done).map_err(to_failure)
 }
 
 impl VerbRun<'_, '_> {

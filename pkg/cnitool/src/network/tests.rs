@@ -271,6 +271,21 @@ fn version_lists_the_plugins_and_fails_if_one_does_not_fit() {
 }
 
 #[test]
+fn version_as_json_names_the_plugin_that_fails() {
+    let mut node = Node::new();
+    node.fail("b VERSION", 7);
+    let outcome = node.call("version net --json");
+    assert_eq!((outcome.exit, outcome.stderr.as_str()), (Exit::Failed, ""));
+    let [a, b] = [0, 1].map(|index| outcome.json()["plugins"][index].clone());
+    assert_eq!((&a["versions"][1], &a["error"]), (&"1.1.0".into(), &serde_json::Value::Null));
+    assert_eq!((b["type"].as_str(), b["error"]["code"].as_u64()), (Some("b"), Some(7)));
+    node.configure(r#"{"cniVersion":"0.4.0","name":"net","plugins":[{"type":"a"},{"type":"absent"}]}"#);
+    let outcome = node.call("version net --json");
+    let codes = [0, 1].map(|index| outcome.json()["plugins"][index]["error"]["code"].as_u64());
+    assert_eq!((outcome.exit, codes), (Exit::Failed, [Some(1), Some(4)]));
+}
+
+#[test]
 fn calls_that_make_no_sense_are_refused_before_anything_runs() {
     let node = Node::new();
     for (args, expected) in [
