@@ -7,9 +7,8 @@ use clap::{Args, Command};
 use clap_complete::Shell;
 use cni::{Code, Error};
 
-use crate::Streams;
-use crate::cli::{self, Failure, failed};
-use crate::report::{Format, write_raw};
+use crate::call::{Failure, Format, Streams, failed};
+use crate::report::write_raw;
 
 /// The arguments of `completions`.
 #[derive(Debug, Args)]
@@ -30,9 +29,9 @@ pub(crate) struct ManArgs {
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
-pub(crate) fn completions(args: &Completions, streams: &mut Streams<'_>) -> Result<(), Failure> {
+pub(crate) fn completions(args: &Completions, mut parser: Command, streams: &mut Streams<'_>) -> Result<(), Failure> {
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut cli::command(), "cnitool", &mut script);
+    clap_complete::generate(args.shell, &mut parser, "cnitool", &mut script);
     write_raw(streams, &String::from_utf8_lossy(&script)).map_err(|error| failed("completions", error, Format::Text))
 }
 
@@ -40,9 +39,9 @@ pub(crate) fn completions(args: &Completions, streams: &mut Streams<'_>) -> Resu
 ///
 /// # Errors
 /// Code 5 if the folder or a page cannot be written.
-pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
+pub(crate) fn man(args: &ManArgs, parser: Command) -> Result<(), Failure> {
     fs::create_dir_all(&args.dir)
-        .and_then(|()| clap_mangen::generate_to(with_descriptions(cli::command()), &args.dir))
+        .and_then(|()| clap_mangen::generate_to(with_descriptions(parser), &args.dir))
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", args.dir.display()), error))
         .map_err(|error| failed("man", error, Format::Text))
 }

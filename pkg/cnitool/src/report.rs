@@ -8,21 +8,10 @@ use cni::version::Version;
 use cni::{Code, Error};
 use serde_json::{Value, json};
 
-use crate::cli::Failure;
-use crate::{ColorMode, Exit, Streams};
+use crate::call::{ColorMode, Exit, Failure, Format, Streams};
 
 /// cnitool's own code for an action that needs a further option, for example `--all`.
 pub(crate) const REFUSED: Code = Code(103);
-
-/// How results and errors are written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Format {
-    /// For people.
-    #[default]
-    Text,
-    /// For programs.
-    Json,
-}
 
 /// Writes text for people to stdout. Control characters are escaped, because a container can give
 /// its interfaces names that change the terminal's state.

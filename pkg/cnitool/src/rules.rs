@@ -16,11 +16,11 @@ use libcni::cache::{Entry, Listing};
 use libcni::{Cache, NetworkList};
 use serde_json::{Value, json};
 
-use crate::cli::{Failure, Shared, failed};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
 use crate::inspect::{find_host_end, plugins_of_type, result_of};
-use crate::report::{Colour, Format, error_json, paint, write, write_json};
+use crate::report::{Colour, error_json, paint, write, write_json};
 use crate::target::NetnsPresence;
-use crate::{Call, Exit, Streams, help, plugins};
+use crate::{help, plugins};
 
 /// Write packet filter rules again that another program has removed
 #[derive(Debug, Args)]

@@ -13,7 +13,8 @@ use std::time::Instant;
 use cni::machine::{Child, Exit as PluginExit, Machine, Output, RunError};
 use cni::rollback::Notes;
 
-use crate::{Call, ColorMode, Exit, Streams, run};
+use crate::call::{Call, ColorMode, Exit, Streams};
+use crate::run;
 
 /// A call of a plugin: its name, such as `a ADD`, its environment and its configuration.
 pub(crate) type PluginCall = (String, BTreeMap<String, String>, serde_json::Value);

@@ -37,7 +37,7 @@ fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<
 
 /// Returns the path of a program in PATH or in the system's folders, or `None` if it is in neither.
 fn find_program(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
-    let path = crate::cli::Variables(&context.call.environment).find_os("PATH").unwrap_or_default();
+    let path = crate::call::Variables(&context.call.environment).find_os("PATH").unwrap_or_default();
     let system_folders = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
     let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).chain(system_folders);
     folders.map(|folder| folder.join(program)).find(|path| path.is_file())

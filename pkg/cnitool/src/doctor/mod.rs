@@ -13,13 +13,12 @@ use libcni::cache::Entry;
 use libcni::{NetworkList, Runtime};
 use serde_json::json;
 
-use crate::cli::{Failure, Shared, Variables, failed};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, Variables, failed};
 use crate::inspect::leftovers::{self, quoted};
 use crate::inspect::{AttachmentReport, Fact, Snapshot, Verdict, bridges_of, is_true, plugins_in};
 use crate::node;
-use crate::report::{Colour, Format, paint, write, write_json};
+use crate::report::{Colour, paint, write, write_json};
 use crate::target::NetnsPresence;
-use crate::{Call, Exit, Streams};
 
 /// A problem of the node.
 pub(crate) struct Finding {

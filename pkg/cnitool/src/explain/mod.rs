@@ -12,9 +12,9 @@ use clap::{Args, Subcommand};
 use cni::skel;
 use serde_json::{Value, json};
 
-use crate::cli::{Failure, Shared, failed};
-use crate::report::{Colour, Format, error_json, paint, write, write_json, write_raw};
-use crate::{Call, Exit, Streams, network};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
+use crate::network;
+use crate::report::{Colour, error_json, paint, write, write_json, write_raw};
 
 use recorder::{Log, PluginError, PluginRun, Recorder};
 use steps::Step;

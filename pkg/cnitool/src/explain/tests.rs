@@ -1,6 +1,6 @@
 //! Tests explain on a simulated node, whose plugins write a log.
 
-use crate::Exit;
+use crate::call::Exit;
 use crate::testing::Node;
 
 #[test]

@@ -13,7 +13,7 @@ use libcni::cache::Entry;
 
 use super::Fact;
 use super::snapshot::{Snapshot, decode_result, has_go_name, is_true, plugins_in, plugins_of_type};
-use crate::Call;
+use crate::call::Call;
 use crate::rules::missing_rules;
 use crate::target::NetnsPresence;
 

@@ -21,7 +21,7 @@ use plugin_dhcp::leases::Lease;
 use serde_json::{Value, json};
 
 use super::snapshot::{Snapshot, has_go_name, plugins_of_type};
-use crate::Call;
+use crate::call::Call;
 use crate::node::{Liveness, LivenessSources};
 use crate::target::NetnsPresence;
 

@@ -12,9 +12,8 @@ use clap::Args;
 use cni::{Code, Error};
 use serde_json::{Value, json};
 
-use crate::cli::{Failure, Shared, failed};
-use crate::report::{Colour, Format, paint, write, write_json};
-use crate::{Call, Exit, Streams};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
+use crate::report::{Colour, paint, write, write_json};
 
 pub(crate) use attachment::AttachmentReport;
 pub(crate) use leftovers::Leftover;

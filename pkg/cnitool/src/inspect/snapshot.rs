@@ -17,8 +17,7 @@ use libcni::cache::{Entry, Listing};
 use plugin_dhcp::leases::{self, Lease};
 use plugin_tuning::Saved;
 
-use crate::Call;
-use crate::cli::{Shared, Variables};
+use crate::call::{Call, Shared, Variables};
 use crate::ipam::{IpamContext, StoreLocation, sockets};
 use crate::node;
 

@@ -11,10 +11,9 @@ use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
 use super::IpamContext;
-use crate::Streams;
-use crate::cli::Variables;
+use crate::call::{Format, Streams, Variables};
 use crate::node;
-use crate::report::{Colour, Format, paint, table, write, write_json};
+use crate::report::{Colour, paint, table, write, write_json};
 
 /// The arguments of `dhcp`.
 #[derive(Debug, Args)]

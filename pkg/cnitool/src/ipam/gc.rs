@@ -11,9 +11,9 @@ use cni_ipam::{Listed, Reservation};
 use serde_json::{Value, json};
 
 use super::{CheckedReservation, IpamContext, age_in_seconds, escaped_owner};
-use crate::Streams;
+use crate::call::{Format, Streams};
 use crate::node::Liveness;
-use crate::report::{Colour, Format, paint, write, write_json};
+use crate::report::{Colour, paint, write, write_json};
 
 /// The arguments of `gc`.
 #[derive(Debug, Args)]

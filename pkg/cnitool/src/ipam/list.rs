@@ -6,8 +6,8 @@ use cni_ipam::store::Usage;
 use serde_json::{Value, json};
 
 use super::{IpamContext, NEARLY_FULL_PERCENT, NetworkPool, used_percent};
-use crate::Streams;
-use crate::report::{Colour, Format, paint, table, write, write_json};
+use crate::call::{Format, Streams};
+use crate::report::{Colour, paint, table, write, write_json};
 
 /// How full the ranges of one network are.
 struct NetworkUsage {

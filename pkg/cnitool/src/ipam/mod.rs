@@ -23,9 +23,9 @@ use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Reservation, Store};
 use libcni::NetworkList;
 use plugin_host_local::Pool;
 
-use crate::cli::{Failure, Shared, Variables, failed};
+use crate::call::{Call, Exit, Failure, Shared, Streams, Variables, failed};
+use crate::help;
 use crate::node::{self, Liveness, LivenessSources};
-use crate::{Call, Exit, Streams, help};
 
 pub(crate) use dhcp::sockets;
 

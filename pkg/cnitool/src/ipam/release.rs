@@ -8,9 +8,9 @@ use cni_ipam::{Listed, Reservation};
 use serde_json::json;
 
 use super::IpamContext;
-use crate::Streams;
+use crate::call::{Format, Streams};
 use crate::node::Liveness;
-use crate::report::{Format, REFUSED, write, write_json};
+use crate::report::{REFUSED, write, write_json};
 
 /// The arguments of `release`.
 #[derive(Debug, Args)]

@@ -5,9 +5,9 @@ use cni::Error;
 use serde_json::json;
 
 use super::{CheckedReservation, IpamContext, age_in_seconds, age_text, escaped_owner};
-use crate::Streams;
+use crate::call::{Format, Streams};
 use crate::node::Liveness;
-use crate::report::{Colour, Format, paint, table, write, write_json};
+use crate::report::{Colour, paint, table, write, write_json};
 
 /// The arguments of `show`.
 #[derive(Debug, Args)]

@@ -14,8 +14,8 @@ use libcni::cache::Entry;
 use serde_json::{Value, json};
 
 use super::VerbRun;
-use crate::Streams;
-use crate::report::{Format, REFUSED, write, write_json};
+use crate::call::{Format, Streams};
+use crate::report::{REFUSED, write, write_json};
 use crate::target::NetnsPresence;
 
 /// The decisions of one gc.

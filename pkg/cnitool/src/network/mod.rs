@@ -14,10 +14,9 @@ use libcni::cache::Entry;
 use libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
 
-use crate::cli::{Failure, Variables, failed};
-use crate::report::{Format, write_json, write_raw};
+use crate::call::{Call, Exit, Failure, Format, Streams, Variables, failed};
+use crate::report::{write_json, write_raw};
 use crate::target::{NetnsPresence, absolute, container_id};
-use crate::{Call, Exit, Streams};
 
 pub(crate) use options::{Attach, Collect, Command, Detach, Named};
 

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use clap::Args;
 use cni::skel::Verb;
 
-use crate::cli::{Failure, Shared};
+use crate::call::{Failure, Shared};
 
 /// A verb of a network with its arguments.
 #[derive(Debug)]

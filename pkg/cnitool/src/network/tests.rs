@@ -1,6 +1,6 @@
 //! Tests the verbs of a network on a simulated node.
 
-use crate::Exit;
+use crate::call::Exit;
 use crate::target::container_id;
 use crate::testing::Node;
 

@@ -5,8 +5,8 @@ use cni::{Code, Error};
 use serde_json::{Value, json};
 
 use super::VerbRun;
-use crate::report::{Format, error_json, write, write_json};
-use crate::{Exit, Streams};
+use crate::call::{Exit, Format, Streams};
+use crate::report::{error_json, write, write_json};
 
 /// A plugin of the network.
 struct ListedPlugin<'a> {

@@ -13,8 +13,7 @@ use serde_json::{Value, json};
 
 use super::chain::have_common_address;
 use super::{Problem, has_error};
-use crate::Call;
-use crate::cli::{Shared, Variables};
+use crate::call::{Call, Shared, Variables};
 use crate::node;
 
 /// The first version that has STATUS.

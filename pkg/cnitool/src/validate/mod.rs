@@ -19,10 +19,9 @@ use cni::{Code, Error};
 use libcni::ConfFile;
 use serde_json::{Value, json};
 
-use crate::cli::{Failure, Shared, Variables, failed};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, Variables, failed};
 use crate::node;
-use crate::report::{Colour, Format, paint, table, write, write_json};
-use crate::{Call, Exit, Streams};
+use crate::report::{Colour, paint, table, write, write_json};
 
 /// The arguments of `validate`.
 #[derive(Debug, Args)]
@@ -360,7 +359,7 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
 
 #[cfg(test)]
 mod tests {
-    use crate::Exit;
+    use crate::call::Exit;
     use crate::testing::Node;
 
     #[test]

@@ -1,0 +1,186 @@
+//! The input and output of one run of the tool: arguments, environment, streams, exit code, the
+//! options of all verbs, and failures.
+//!
+//! All verbs use this module, and it uses none of them.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use cni::machine::Machine;
+use cni::rollback::Notes;
+use cni::{Code, Error};
+use libcni::cache::DEFAULT_DIR;
+use libcni::{Cache, ConfFolder, DEFAULT_TIMEOUT, Runtime};
+
+/// The input of one run of the tool.
+#[derive(Debug)]
+pub struct Call<'m> {
+    /// The arguments, without the program's name.
+    pub args: Vec<OsString>,
+    /// The whole environment.
+    pub environment: Vec<(OsString, OsString)>,
+    /// The working directory, for relative paths.
+    pub folder: PathBuf,
+    /// Runs the plugins.
+    pub machine: &'m dyn Machine,
+}
+
+/// The output streams of one run of the tool.
+pub struct Streams<'a> {
+    /// The stream for results.
+    pub stdout: &'a mut dyn Write,
+    /// The receiver of all other lines. In the program, it writes them to stderr.
+    pub notes: Notes,
+    /// Whether stdout gets colours.
+    pub stdout_style: ColorMode,
+    /// Whether stderr gets colours.
+    pub stderr_style: ColorMode,
+}
+
+/// The colours of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ColorMode {
+    /// It gets only text, for example because it is a file or NO_COLOR is set.
+    Plain,
+    /// It gets colours, because it is a terminal.
+    Coloured,
+}
+
+/// How a call ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// 0: the verb succeeded and found nothing wrong.
+    Done,
+    /// 1: the verb failed and reported why, or it found something wrong.
+    Failed,
+    /// 2: the arguments are invalid.
+    Usage,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> ExitCode {
+        ExitCode::from(match exit {
+            Exit::Done => 0,
+            Exit::Failed => 1,
+            Exit::Usage => 2,
+        })
+    }
+}
+
+/// How results and errors are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// For people.
+    #[default]
+    Text,
+    /// For programs.
+    Json,
+}
+
+/// The default folder of the networks.
+pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
+
+/// The default folder of the plugins.
+pub(crate) const DEFAULT_PLUGIN_DIR: &str = "/opt/cni/bin";
+
+/// Why a call ended without the result of a verb.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The arguments are invalid, or they request the help. clap's error has the text to print.
+    Parser(Box<clap::Error>),
+    /// The arguments are invalid, for a reason that the parser does not check.
+    Usage { verb: String, msg: String },
+    /// The verb failed.
+    Failed { subject: String, error: Error, format: Format },
+}
+
+/// Returns the failure of a verb, to be printed in this format. `subject` is the verb and, if it
+/// has one, its network (`add net`).
+pub(crate) fn failed(subject: impl Into<String>, error: Error, format: Format) -> Failure {
+    Failure::Failed { subject: subject.into(), error, format }
+}
+
+/// The options of every verb.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Options of every verb")]
+pub(crate) struct Shared {
+    /// The networks' folder [NETCONFPATH, else /etc/cni/net.d]
+    #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    conf_dir: Option<PathBuf>,
+    /// The folder of the result cache [/var/lib/cni]
+    #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    cache_dir: Option<PathBuf>,
+    /// How long one plugin may take [310]
+    #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout: Option<u64>,
+    /// Print results and errors as one JSON document on stdout
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+impl Shared {
+    /// Returns how results and errors are printed.
+    pub(crate) fn format(&self) -> Format {
+        if self.json { Format::Json } else { Format::Text }
+    }
+
+    /// Returns the networks' folder: from the option, or NETCONFPATH, or the default.
+    pub(crate) fn conf_folder(&self, variables: &Variables<'_>) -> ConfFolder {
+        let dir = self.conf_dir.clone().or_else(|| variables.find_os("NETCONFPATH").map(PathBuf::from));
+        ConfFolder::new(dir.unwrap_or_else(|| DEFAULT_CONF_DIR.into()))
+    }
+
+    /// Returns the runtime that runs the plugins, with these options and the call's environment.
+    pub(crate) fn runtime<'m>(&self, call: &Call<'m>, notes: &Notes) -> Runtime<'m> {
+        let path = Variables(&call.environment).find_os("CNI_PATH").unwrap_or_else(|| DEFAULT_PLUGIN_DIR.into());
+        Runtime {
+            machine: call.machine,
+            plugin_folders: std::env::split_paths(&path).filter(|folder| !folder.as_os_str().is_empty()).collect(),
+            environment: call.environment.clone(),
+            cache: self.cache(),
+            timeout: self.timeout.map_or(DEFAULT_TIMEOUT, Duration::from_secs),
+            notes: notes.clone(),
+        }
+    }
+
+    /// Returns the folder of the result cache: from the option, or the default.
+    pub(crate) fn cache_dir(&self) -> &Path {
+        self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref())
+    }
+
+    /// Returns the result cache.
+    pub(crate) fn cache(&self) -> Cache {
+        Cache::new(self.cache_dir())
+    }
+}
+
+/// The environment variables. The last of several duplicates is used. An empty variable counts as
+/// absent.
+#[derive(Clone, Copy)]
+pub(crate) struct Variables<'a>(pub(crate) &'a [(OsString, OsString)]);
+
+impl Variables<'_> {
+    /// Returns the value of a variable, or `None` if the variable is absent or empty.
+    pub(crate) fn find_os(&self, name: &str) -> Option<OsString> {
+        let found = self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.clone());
+        found.filter(|value| !value.is_empty())
+    }
+
+    /// Returns the value of a variable as text, or `None` if the variable is absent or empty.
+    ///
+    /// # Errors
+    /// Code 4 if the value is not valid UTF-8.
+    pub(crate) fn find(&self, name: &str) -> Result<Option<String>, Error> {
+        let text = |value: OsString| {
+            value.into_string().map_err(|_| {
+                let msg = format!("environment variable {name} is not valid UTF-8");
+                Error::new(Code::INVALID_ENVIRONMENT, msg)
+            })
+        };
+        self.find_os(name).map(text).transpose()
+    }
+}
