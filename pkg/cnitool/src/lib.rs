@@ -8,8 +8,8 @@
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
 //! - `rules`: writes packet filter rules again that another program has removed.
 //! - `plugins`: the plugins of this project.
-//! - `node`: the configured networks, the result cache, the aliases of links, and whether an
-//!   attachment is in use.
+//! - `node`: the configured networks, the attachments and whether they are in use, reservations,
+//!   and leftovers.
 //! - `cli`: parses the arguments and runs the verb.
 //! - `call`: what all verbs use: arguments, streams, exit codes, failures, the options of all
 //!   verbs, environment variables.

@@ -17,7 +17,8 @@ use libcni::{Cache, NetworkList};
 use serde_json::{Value, json};
 
 use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
-use crate::inspect::{find_host_end, plugins_of_type, result_of};
+use crate::node::attachments::find_host_end;
+use crate::node::{plugins_of_type, result_of};
 use crate::report::{Colour, error_json, paint, write, write_json};
 use crate::target::NetnsPresence;
 use crate::{help, plugins};

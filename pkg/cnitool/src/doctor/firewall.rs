@@ -15,7 +15,7 @@ use cni_linux::{Link, sysctl};
 use serde_json::Value;
 
 use super::{CheckOutcome, Context};
-use crate::inspect::result_of;
+use crate::node::result_of;
 
 /// Runs a program and returns its stdout. Returns `None` if the program is not installed or fails.
 fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
@@ -63,7 +63,7 @@ struct BridgeNames {
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
     fn of(context: &Context<'_, '_>, bridge: &Link) -> BridgeNames {
-        let entries = context.snapshot.entries_on_bridge(bridge);
+        let entries = context.snapshot.attachments.entries_on_bridge(bridge);
         let attachments: Vec<AttachmentId> = entries.iter().map(|entry| entry.id()).collect();
         let mut host_ports = context.snapshot.rules.iter().filter(|rule| rule.purpose == Purpose::PortMap);
         let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));

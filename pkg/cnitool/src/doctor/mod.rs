@@ -14,9 +14,10 @@ use libcni::{NetworkList, Runtime};
 use serde_json::json;
 
 use crate::call::{Call, Exit, Failure, Format, Shared, Streams, Variables, failed};
-use crate::inspect::leftovers::{self, quoted};
-use crate::inspect::{AttachmentReport, Fact, Snapshot, Verdict, bridges_of, is_true, plugins_in};
-use crate::node;
+use crate::inspect::{AttachmentReport, Fact, Verdict};
+use crate::node::leftovers::{self, quoted};
+use crate::node::snapshot::Snapshot;
+use crate::node::{self, bridges_of, is_true, plugins_in};
 use crate::report::{Colour, paint, write, write_json};
 use crate::target::NetnsPresence;
 
@@ -174,7 +175,7 @@ fn as_text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> St
 /// attachment.
 fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("attachments");
-    for entry in &context.snapshot.cached {
+    for entry in &context.snapshot.attachments.cached {
         if NetnsPresence::at(&entry.attachment.netns, context.call.machine) != NetnsPresence::Exists {
             continue;
         }
@@ -214,13 +215,13 @@ impl Context<'_, '_> {
     fn a_used_network_sets(&self, keys: &[&str]) -> bool {
         let sets_a_key =
             |config: &[u8]| plugins_in(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
-        let links = self.snapshot.attached_links();
+        let links = self.snapshot.attachments.attached_links();
         let has_host_link = |entry: &&Entry| {
             links.iter().any(|(attachment, _)| {
                 attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
             })
         };
-        if self.snapshot.cached.iter().filter(has_host_link).any(|entry| sets_a_key(&entry.config)) {
+        if self.snapshot.attachments.cached.iter().filter(has_host_link).any(|entry| sets_a_key(&entry.config)) {
             return true;
         }
         let used_bridges = self.snapshot.bridges();

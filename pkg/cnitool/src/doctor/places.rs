@@ -11,8 +11,8 @@ use cni::delegate::find_plugin;
 use libcni::NetworkList;
 
 use super::{CheckOutcome, Context};
-use crate::inspect::leftovers::quoted;
-use crate::ipam::{IpamContext, NEARLY_FULL_PERCENT, StoreLocation, used_percent};
+use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, used_percent};
+use crate::node::leftovers::quoted;
 
 /// Checks that the configurations are valid and that no two files have the same network.
 ///
@@ -164,8 +164,8 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
 /// Code 5 if a folder cannot be read.
 pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("addresses");
-    let location = StoreLocation::default();
-    let ipam = IpamContext::new(context.shared, context.call, &location, &context.notes);
+    let (shared, call, notes) = (context.shared, context.call, context.notes.clone());
+    let ipam = IpamContext { shared, call, data_dir: None, notes };
     let mut fullest_percent = 0;
     for (network, usage) in ipam.usage()? {
         for set in usage {

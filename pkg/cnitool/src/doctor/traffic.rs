@@ -9,8 +9,8 @@ use cni_linux::{Link, Netlink, Netns, OperState, sysctl};
 use cni_plugin::interface::disabled_forwarding;
 
 use super::{CheckOutcome, Context};
-use crate::inspect::leftovers::quoted;
-use crate::inspect::result_of;
+use crate::node::leftovers::quoted;
+use crate::node::result_of;
 
 /// Checks that the host forwards packets, if a network that containers use needs forwarding. Agrees
 /// with CHECK of bridge and ptp.
@@ -19,11 +19,11 @@ pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     if !context.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
-    let results = context.snapshot.cached.iter().filter_map(result_of);
+    let results = context.snapshot.attachments.cached.iter().filter_map(result_of);
     let families: Vec<Family> =
         results.flat_map(|result| result.ips).map(|ip| Family::of(ip.address.address())).collect();
     // The links behind which containers use the host as a gateway.
-    let attached_links = context.snapshot.attached_links();
+    let attached_links = context.snapshot.attachments.attached_links();
     let outside_bridges = attached_links.iter().map(|(_, link)| *link).filter(|link| link.master.is_none());
     let gateways: Vec<&Link> = context.snapshot.bridges().into_iter().chain(outside_bridges).collect();
     let mut sysctls = Vec::new();
@@ -64,7 +64,7 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
         let what = format!("bridge {} is down: its containers cannot communicate", bridge.name);
         outcome.add_problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
     }
-    let attached_links = context.snapshot.attached_links();
+    let attached_links = context.snapshot.attachments.attached_links();
     for (attachment, link) in &attached_links {
         let AttachmentId { network, container_id, ifname } = attachment;
         let name = format!("{} ({network} {container_id} {ifname})", link.name);
@@ -85,7 +85,7 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
         let is_other_port = |link: &&Link| {
             link.master == Some(bridge.index) && !attached_links.iter().any(|(_, known)| known.index == link.index)
         };
-        for link in context.snapshot.links.iter().filter(is_other_port).filter(|link| !link.up) {
+        for link in context.snapshot.attachments.links.iter().filter(is_other_port).filter(|link| !link.up) {
             let what = format!("{}, a port of {}, is down", link.name, bridge.name);
             outcome.add_problem(what, format!("ip link set dev {} up", quoted(&link.name)));
         }
@@ -99,7 +99,7 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
 /// Returns the path of an attachment's namespace, or `None` if the result cache does not have the
 /// path.
 fn netns_of(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<String> {
-    let entry = context.snapshot.cached.iter().find(|entry| entry.id() == *attachment)?;
+    let entry = context.snapshot.attachments.cached.iter().find(|entry| entry.id() == *attachment)?;
     Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
 }
 
@@ -117,10 +117,10 @@ fn find_container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> O
 /// The kernel's error if the routes cannot be listed.
 pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("mtu");
-    let uplink = find_uplink(&context.snapshot.links)?;
+    let uplink = find_uplink(&context.snapshot.attachments.links)?;
     // A problem that many containers share is reported once for their bridge or network.
     let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
-    let attached_links = context.snapshot.attached_links();
+    let attached_links = context.snapshot.attachments.attached_links();
     for (attachment, host_end) in &attached_links {
         let Some(container_end) = find_container_end(context, attachment) else { continue };
         let AttachmentId { network, container_id, ifname } = attachment;
@@ -132,7 +132,7 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
             );
             outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&host_end.name), container_end.mtu));
         }
-        let bridge = context.snapshot.links.iter().find(|link| Some(link.index) == host_end.master);
+        let bridge = context.snapshot.attachments.links.iter().find(|link| Some(link.index) == host_end.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < host_end.mtu)
             && !reported_bridges.contains(&bridge.name.as_str())
         {
@@ -205,7 +205,7 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
         if read_mode("all").max(read_mode(&bridge.name)) != STRICT_RP_FILTER {
             continue;
         }
-        for entry in context.snapshot.entries_on_bridge(bridge) {
+        for entry in context.snapshot.attachments.entries_on_bridge(bridge) {
             let Some(result) = result_of(entry) else { continue };
             for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();

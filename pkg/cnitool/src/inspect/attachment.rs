@@ -12,8 +12,10 @@ use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
 use libcni::cache::Entry;
 
 use super::Fact;
-use super::snapshot::{Snapshot, decode_result, has_go_name, is_true, plugins_in, plugins_of_type};
 use crate::call::Call;
+use crate::node::attachments::CheckedReservation;
+use crate::node::snapshot::{Snapshot, has_go_name};
+use crate::node::{decode_result, is_true, plugins_in, plugins_of_type};
 use crate::rules::missing_rules;
 use crate::target::NetnsPresence;
 
@@ -86,11 +88,11 @@ impl AttachmentReport {
 /// Adds the attachment's links on the host, bandwidth's ifbs included: those whose alias names the
 /// attachment, and those in the result.
 fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddResult, facts: &mut Vec<Fact>) {
-    let aliased = snapshot.aliased_links.iter().filter(|(owner, _)| owner == attachment);
+    let aliased = snapshot.attachments.aliased_links.iter().filter(|(owner, _)| owner == attachment);
     let mut added_indexes: Vec<u32> = Vec::new();
     for (_, link) in aliased {
         added_indexes.push(link.index);
-        facts.push(Fact::fine("host link", describe(link, &snapshot.links)));
+        facts.push(Fact::fine("host link", describe(link, &snapshot.attachments.links)));
     }
     // An interface of the result without a sandbox is on the host.
     let on_host: Vec<&Interface> = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty()).collect();
@@ -102,15 +104,15 @@ fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
         };
         if belongs {
             added_indexes.push(ifb.index);
-            facts.push(Fact::fine("bandwidth", describe(ifb, &snapshot.links)));
+            facts.push(Fact::fine("bandwidth", describe(ifb, &snapshot.attachments.links)));
         }
     }
     for interface in on_host {
-        match snapshot.links.iter().find(|link| link.name == interface.name) {
+        match snapshot.attachments.links.iter().find(|link| link.name == interface.name) {
             Some(link) if added_indexes.contains(&link.index) => {}
             Some(link) => {
                 let kind = if link.is_bridge() { "bridge" } else { "host link" };
-                facts.push(Fact::fine(kind, describe(link, &snapshot.links)));
+                facts.push(Fact::fine(kind, describe(link, &snapshot.attachments.links)));
             }
             None => {
                 let text = format!("{} is in the result, but not on the host", interface.name);
@@ -346,7 +348,7 @@ fn add_reservation_facts(snapshot: &Snapshot, entry: &Entry, result: &AddResult,
     let mut reserved = Vec::new();
     let attachment = entry.id();
     for (network, folder, reservations) in &snapshot.reservations {
-        for reservation in reservations {
+        for CheckedReservation { reservation, .. } in reservations {
             let is_of_container = *network == attachment.network && reservation.id == attachment.container_id;
             // Reservations of old releases of host-local have no interface.
             let is_of_interface = reservation.ifname.as_ref().is_none_or(|name| *name == attachment.ifname);

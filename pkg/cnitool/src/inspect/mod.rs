@@ -5,19 +5,17 @@
 //! change.
 
 mod attachment;
-pub(crate) mod leftovers;
-mod snapshot;
 
 use clap::Args;
 use cni::{Code, Error};
 use serde_json::{Value, json};
 
 use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
+use crate::node::leftovers::{self, Leftover};
+use crate::node::snapshot::Snapshot;
 use crate::report::{Colour, paint, write, write_json};
 
 pub(crate) use attachment::AttachmentReport;
-pub(crate) use leftovers::Leftover;
-pub(crate) use snapshot::{Snapshot, bridges_of, find_host_end, is_true, plugins_in, plugins_of_type, result_of};
 
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]
@@ -91,6 +89,7 @@ fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Strea
         network_matches && container_matches
     };
     let attachments: Vec<AttachmentReport> = snapshot
+        .attachments
         .cached
         .iter()
         .filter(|entry| is_selected(Some(&entry.network), Some(&entry.attachment.container_id)))

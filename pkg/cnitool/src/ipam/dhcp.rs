@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use clap::Args;
 use cni::Error;
-use cni::config::NetConf;
-use libcni::NetworkList;
 use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
-use super::IpamContext;
 use crate::call::{Format, Streams, Variables};
-use crate::node;
+use crate::node::ipam::{IpamContext, sockets};
+use crate::node::networks;
 use crate::report::{Colour, paint, table, write, write_json};
 
 /// The arguments of `dhcp`.
@@ -65,25 +63,8 @@ impl IpamContext<'_, '_> {
             return Ok(vec![socket.clone()]);
         }
         let folder = self.shared.conf_folder(&Variables(&self.call.environment));
-        Ok(sockets(&node::networks(&folder)?))
+        Ok(sockets(&networks(&folder)?))
     }
-}
-
-/// Returns the daemon's default socket and the sockets in the networks' configurations.
-pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
-    let mut sockets = vec![leases::default_socket()];
-    for list in networks {
-        for plugin in list.plugins() {
-            // `cnitool networks` reports an invalid configuration.
-            let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) else { continue };
-            if let Ok(Some(socket)) = leases::socket(&conf) {
-                sockets.push(socket);
-            }
-        }
-    }
-    sockets.sort();
-    sockets.dedup();
-    sockets
 }
 
 /// Returns a lease for `--json`.

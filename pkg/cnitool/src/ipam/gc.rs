@@ -10,9 +10,10 @@ use cni::Error;
 use cni_ipam::{Listed, Reservation};
 use serde_json::{Value, json};
 
-use super::{CheckedReservation, IpamContext, age_in_seconds, escaped_owner};
+use super::{age_in_seconds, escaped_owner};
 use crate::call::{Format, Streams};
-use crate::node::Liveness;
+use crate::node::attachments::{CheckedReservation, Liveness};
+use crate::node::ipam::IpamContext;
 use crate::report::{Colour, paint, write, write_json};
 
 /// The arguments of `gc`.

@@ -5,8 +5,8 @@ use cni::Error;
 use cni_ipam::store::Usage;
 use serde_json::{Value, json};
 
-use super::{IpamContext, NEARLY_FULL_PERCENT, NetworkPool, used_percent};
 use crate::call::{Format, Streams};
+use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, NetworkPool, used_percent};
 use crate::report::{Colour, paint, table, write, write_json};
 
 /// How full the ranges of one network are.

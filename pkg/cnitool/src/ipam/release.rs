@@ -7,9 +7,9 @@ use cni::{Code, Error};
 use cni_ipam::{Listed, Reservation};
 use serde_json::json;
 
-use super::IpamContext;
 use crate::call::{Format, Streams};
-use crate::node::Liveness;
+use crate::node::attachments::Liveness;
+use crate::node::ipam::IpamContext;
 use crate::report::{REFUSED, write, write_json};
 
 /// The arguments of `release`.

@@ -2,11 +2,13 @@
 
 use clap::Args;
 use cni::Error;
+use cni_ipam::Listed;
 use serde_json::json;
 
-use super::{CheckedReservation, IpamContext, age_in_seconds, age_text, escaped_owner};
+use super::{age_in_seconds, age_text, escaped_owner};
 use crate::call::{Format, Streams};
-use crate::node::Liveness;
+use crate::node::attachments::{CheckedReservation, Liveness};
+use crate::node::ipam::IpamContext;
 use crate::report::{Colour, paint, table, write, write_json};
 
 /// The arguments of `show`.
@@ -28,10 +30,7 @@ impl IpamContext<'_, '_> {
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
-        let (reservations, unusual) = match self.lock(&pool)? {
-            Some(mut locked) => self.note_unread(locked.list()?),
-            None => (Vec::new(), Vec::new()),
-        };
+        let Listed { reservations, unusual, .. } = self.list_reservations(&pool)?;
         let all_checked = self.check_all(&pool.network, reservations)?;
         let is_outside_ranges = |checked: &CheckedReservation| match &pool.ranges {
             Ok(ranges) => !ranges.sets().iter().any(|set| set.find(checked.reservation.address).is_some()),

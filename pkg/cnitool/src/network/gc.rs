@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 
 use super::VerbRun;
 use crate::call::{Format, Streams};
+use crate::node::attachments::Liveness;
 use crate::report::{REFUSED, write, write_json};
-use crate::target::NetnsPresence;
 
 /// The decisions of one gc.
 struct Plan<'a> {
@@ -110,13 +110,8 @@ impl VerbRun<'_, '_> {
         let (is_kept, why) = if self.command.keep.iter().any(is_named) {
             (true, "named with --keep".to_owned())
         } else {
-            match NetnsPresence::at(&attachment.netns, self.call.machine) {
-                NetnsPresence::Exists => (true, format!("{} exists", attachment.netns)),
-                NetnsPresence::Gone(why) => (false, format!("{}: {why}", attachment.netns)),
-                // The namespace may still exist.
-                NetnsPresence::OtherFile(why) => (true, format!("{}: {why}", attachment.netns)),
-                NetnsPresence::Unknown(why) => (true, format!("whether its namespace exists is unknown: {why}")),
-            }
+            let liveness = Liveness::of(&entry, self.call.machine);
+            (!matches!(liveness, Liveness::ContainerGone(_)), liveness.why().to_owned())
         };
         CheckedAttachment { entry, is_kept, why }
     }

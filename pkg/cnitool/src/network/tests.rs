@@ -144,9 +144,12 @@ fn gc_keeps_what_has_a_namespace_or_is_named() {
     node.remove_namespace("/run/netns/z");
     node.take_calls();
     let dry = node.call_ok("gc net --keep z/eth0 --keep far/eth1 --dry-run");
-    assert!(dry.contains("remove  y/eth0  (/run/netns/y: it does not exist)\n"), "{dry}");
+    assert!(dry.contains("remove  y/eth0  (its namespace /run/netns/y is gone: it does not exist)\n"), "{dry}");
     assert!(dry.contains("keep    z/eth0  (named with --keep)\n") && dry.contains("keep    far/eth1  (named"), "{dry}");
-    assert!(dry.contains("keep    x/eth0  (/run/netns/x exists)\n") && dry.contains("Nothing was changed."), "{dry}");
+    assert!(
+        dry.contains("keep    x/eth0  (its namespace /run/netns/x exists)\n") && dry.contains("Nothing was changed."),
+        "{dry}"
+    );
     assert_eq!(node.take_call_names(), "");
 
     let text = node.call_ok("gc net --keep z/eth0 --keep far/eth1");

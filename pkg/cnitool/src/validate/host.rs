@@ -1,7 +1,6 @@
 //! Checks a document against this host: its plugins are installed, the kernel supports what they
 //! need, and no other configured network uses the same addresses or host ports.
 
-use cni::config::NetConf;
 use cni::delegate::{check_plugin_name, find_plugin};
 use cni::rollback::Notes;
 use cni_firewall::portmap::Mapping;
@@ -14,7 +13,7 @@ use serde_json::{Value, json};
 use super::chain::have_common_address;
 use super::{Problem, has_error};
 use crate::call::{Call, Shared, Variables};
-use crate::node;
+use crate::node::{confs_of_type, networks, plugin_confs};
 
 /// The first version that has STATUS.
 const STATUS_VERSION: &str = "1.1.0";
@@ -90,9 +89,8 @@ fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
 /// default routes into a container.
 fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
     let mut problems = Vec::new();
-    for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "host-device") {
-        let conf = list.request(plugin, None).and_then(NetConf::parse).ok();
-        let loss = conf.as_ref().and_then(plugin_host_device::lost_default_route);
+    for (index, conf) in confs_of_type(list, "host-device") {
+        let loss = plugin_host_device::lost_default_route(&conf);
         problems.extend(loss.map(|(key, what)| Problem::warning(path_of(document, index, key), what)));
     }
     problems
@@ -112,12 +110,10 @@ fn load(document: &Value) -> Option<NetworkList> {
 /// Returns the host-local ranges of a network, each with its plugin's index.
 fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
     let mut all = Vec::new();
-    for (index, plugin) in list.plugins().iter().enumerate() {
-        let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) else { continue };
-        if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
-            continue;
-        }
-        if let Ok(Pool { ranges: Some(sets), .. }) = Pool::read(&conf, &Notes::silent()) {
+    for (index, kind, conf) in plugin_confs(list) {
+        if (kind == "host-local" || conf.ipam_type() == "host-local")
+            && let Ok(Pool { ranges: Some(sets), .. }) = Pool::read(&conf, &Notes::silent())
+        {
             all.extend(sets.sets().iter().flat_map(|set| set.ranges()).map(|range| (index, range.clone())));
         }
     }
@@ -127,27 +123,16 @@ fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
 /// Returns the port mappings in a network's configuration file, each with its plugin's index. The
 /// mappings that a runtime requests are not known.
 fn port_mappings(list: &NetworkList) -> Vec<(usize, Mapping)> {
-    let mut all = Vec::new();
-    for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "portmap") {
-        if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) {
-            all.extend(plugin_portmap::fixed_ports(&conf).into_iter().map(|mapping| (index, mapping)));
-        }
-    }
-    all
+    let with_index =
+        |(index, conf)| plugin_portmap::fixed_ports(&conf).into_iter().map(move |mapping| (index, mapping));
+    confs_of_type(list, "portmap").flat_map(with_index).collect()
 }
 
 /// Returns the index, the master, and the mode that an ADD sets on the master, of each ipvlan
 /// plugin of a network.
 fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
-    let mut all = Vec::new();
-    for (index, plugin) in list.plugins().iter().enumerate().filter(|(_, plugin)| plugin.kind() == "ipvlan") {
-        if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse)
-            && let Some((master, mode)) = plugin_ipvlan::mode_of_master(&conf)
-        {
-            all.push((index, master, mode));
-        }
-    }
-    all
+    let with_index = |(index, conf)| plugin_ipvlan::mode_of_master(&conf).map(|(master, mode)| (index, master, mode));
+    confs_of_type(list, "ipvlan").filter_map(with_index).collect()
 }
 
 /// Returns a warning for each range, host port and ipvlan mode that conflicts with another
@@ -160,7 +145,7 @@ fn conflicts(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<
         problems.push(Problem::warning(path_of(document, index, key), what));
     };
     // If the folder cannot be read, no other network is known.
-    for other in node::networks(&folder).unwrap_or_default() {
+    for other in networks(&folder).unwrap_or_default() {
         if other.name() == list.name() {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Finds leftovers: links, devices, rules, reservations, backups, leases and cache entries of
+//! Lists leftovers: links, devices, rules, reservations, backups, leases and cache entries of
 //! containers that do not exist any more.
 //!
 //! An object is a leftover if the result cache does not have its attachment and no link of the host
@@ -20,10 +20,10 @@ use libcni::cache::Entry;
 use plugin_dhcp::leases::Lease;
 use serde_json::{Value, json};
 
-use super::snapshot::{Snapshot, has_go_name, plugins_of_type};
+use super::attachments::{CheckedReservation, Liveness};
+use super::plugins_of_type;
+use super::snapshot::{Snapshot, has_go_name};
 use crate::call::Call;
-use crate::node::{Liveness, LivenessSources};
-use crate::target::NetnsPresence;
 
 /// A leftover object.
 pub(crate) struct Leftover {
@@ -41,7 +41,31 @@ pub(crate) struct Leftover {
     pub(crate) command: String,
 }
 
+/// Why most objects are leftovers.
+const NOT_KNOWN: &str = "the result cache does not have its attachment, and no link has its alias";
+
+/// As [`NOT_KNOWN`], for objects that are compared with the result cache only.
+const NOT_CACHED: &str = "the result cache does not have its attachment";
+
+/// Why a device of host-device is a leftover.
+const RETURNED_DEVICE: &str =
+    "host-device moved it into a container, whose namespace was deleted; the kernel moved it back";
+
 impl Leftover {
+    /// Returns a leftover of `attachment`, if that is known. [`removed_by`](Leftover::removed_by)
+    /// adds its command.
+    fn new(kind: &'static str, what: String, attachment: Option<&AttachmentId>, why: impl Into<String>) -> Leftover {
+        let network = attachment.map(|attachment| attachment.network.clone());
+        let container = attachment.map(|attachment| attachment.container_id.clone());
+        Leftover { kind, what, network, container, why: why.into(), command: String::new() }
+    }
+
+    /// Sets the command that removes it.
+    fn removed_by(mut self, command: String) -> Leftover {
+        self.command = command;
+        self
+    }
+
     /// Returns the leftover for `inspect --json`.
     pub(crate) fn json(&self) -> Value {
         json!({
@@ -63,7 +87,7 @@ pub(crate) fn list(snapshot: &Snapshot, call: &Call<'_>) -> Vec<Leftover> {
     add_ifbs_without_alias(snapshot, &mut leftovers);
     add_returned_devices(snapshot, &mut leftovers);
     add_rules(snapshot, &mut leftovers);
-    add_reservations(snapshot, call, &mut leftovers);
+    add_reservations(snapshot, &mut leftovers);
     add_backups(snapshot, &mut leftovers);
     add_leases(snapshot, &mut leftovers);
     leftovers
@@ -77,7 +101,13 @@ fn del_command(snapshot: &Snapshot, attachment: &AttachmentId) -> Option<String>
     if !snapshot.is_configured(network) || !is_plain || container.starts_with('#') {
         return None;
     }
-    Some(format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"))
+    Some(quoted_del_command(attachment))
+}
+
+/// Returns the command `cnitool del` for an attachment, with each name quoted if necessary.
+fn quoted_del_command(AttachmentId { network, container_id, ifname }: &AttachmentId) -> String {
+    let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
+    format!("cnitool del {network} --container-id {id} --ifname {ifname} --keep-going")
 }
 
 /// Whether a byte has no special meaning in a shell.
@@ -102,46 +132,27 @@ pub(crate) fn quoted(word: &str) -> String {
 
 /// Adds the entries of the result cache whose namespace does not exist any more.
 fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Leftover>) {
-    for entry in &snapshot.cached {
-        let netns = &entry.attachment.netns;
-        let NetnsPresence::Gone(why) = NetnsPresence::at(netns, call.machine) else { continue };
+    for entry in &snapshot.attachments.cached {
+        let Liveness::ContainerGone(why) = Liveness::of(entry, call.machine) else { continue };
         let attachment = entry.id();
+        let what = format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname);
         // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration
         // in the cache entry.
-        let words = [&attachment.network, &attachment.container_id, &attachment.ifname].map(|word| quoted(word));
-        let [network, container, ifname] = &words;
-        leftovers.push(Leftover {
-            kind: "attachment",
-            what: format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname),
-            command: format!("cnitool del {network} --container-id {container} --ifname {ifname} --keep-going"),
-            network: Some(attachment.network),
-            container: Some(attachment.container_id),
-            why: format!("its namespace {netns} is gone: {why}"),
-        });
+        let command = quoted_del_command(&attachment);
+        leftovers.push(Leftover::new("attachment", what, Some(&attachment), why).removed_by(command));
     }
 }
 
 /// Adds the links and ifbs whose alias names an attachment that the result cache does not have.
 fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    let links = snapshot.aliased_links.iter().map(|(attachment, link)| (attachment, link));
+    let links = snapshot.attachments.aliased_links.iter().map(|(attachment, link)| (attachment, link));
     let ifbs = snapshot.ifbs.iter().filter_map(|(attachment, ifb)| Some((attachment.as_ref()?, ifb)));
-    for (attachment, link) in links.chain(ifbs) {
-        if snapshot.cached.iter().any(|entry| entry.id() == *attachment) {
-            continue;
-        }
+    for (attachment, link) in links.chain(ifbs).filter(|(attachment, _)| !snapshot.attachments.is_cached(attachment)) {
+        let AttachmentId { network, container_id, ifname } = attachment;
+        let what = format!("{}, alias of {network} {container_id} {ifname}", link.name);
         let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
         let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
-        leftovers.push(Leftover {
-            kind: "link",
-            what: format!(
-                "{}, alias of {} {} {}",
-                link.name, attachment.network, attachment.container_id, attachment.ifname
-            ),
-            network: Some(attachment.network.clone()),
-            container: Some(attachment.container_id.clone()),
-            why: "the result cache does not have its attachment".to_owned(),
-            command,
-        });
+        leftovers.push(Leftover::new("link", what, Some(attachment), NOT_CACHED).removed_by(command));
     }
 }
 
@@ -151,15 +162,11 @@ fn add_ifbs_without_alias(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for (_, ifb) in snapshot.ifbs.iter().filter(|(attachment, _)| attachment.is_none()) {
         // An attachment's ifb has one of these names.
         let possible_names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
-        if !snapshot.cached.iter().any(|entry| possible_names(entry).contains(&ifb.name)) {
-            leftovers.push(Leftover {
-                kind: "link",
-                what: format!("{}, without an alias", ifb.name),
-                network: None,
-                container: None,
-                why: "the result cache has no container whose bandwidth it could limit".to_owned(),
-                command: format!("ip link delete dev {}", ifb.name),
-            });
+        if !snapshot.attachments.cached.iter().any(|entry| possible_names(entry).contains(&ifb.name)) {
+            let what = format!("{}, without an alias", ifb.name);
+            let why = "the result cache has no container whose bandwidth it could limit";
+            let command = format!("ip link delete dev {}", ifb.name);
+            leftovers.push(Leftover::new("link", what, None, why).removed_by(command));
         }
     }
 }
@@ -168,7 +175,7 @@ fn add_ifbs_without_alias(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
 /// container's namespace was deleted.
 fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let configured = snapshot.networks.iter().map(NetworkList::raw);
-    let recorded = snapshot.cached.iter().map(|entry| entry.config.as_slice());
+    let recorded = snapshot.attachments.cached.iter().map(|entry| entry.config.as_slice());
     let host_device_plugins: Vec<Json> =
         configured.chain(recorded).flat_map(|config| plugins_of_type(config, "host-device")).collect();
     // A configuration without `device` selects a device by an address, or the runtime selects it.
@@ -179,7 +186,7 @@ fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
             None => link.kind == LinkKind::Device,
         })
     };
-    for link in &snapshot.links {
+    for link in &snapshot.attachments.links {
         // While a device is in a container, its alias is its original name. host-device's DEL
         // removes the alias, so a device on the host that still has it was moved back by the
         // kernel.
@@ -194,15 +201,8 @@ fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
                     format!("ip link set dev {current} down && ip link set dev {current} name {original} alias ''")
                 }
             };
-            let why = "host-device moved it into a container, whose namespace was deleted; the kernel moved it back";
-            leftovers.push(Leftover {
-                kind: "device",
-                what: format!("{}, original name {name}", link.name),
-                network: None,
-                container: None,
-                why: why.to_owned(),
-                command,
-            });
+            let what = format!("{}, original name {name}", link.name);
+            leftovers.push(Leftover::new("device", what, None, RETURNED_DEVICE).removed_by(command));
         }
     }
 }
@@ -210,20 +210,21 @@ fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
 /// Adds the packet filter rules of attachments that are neither in the result cache nor named by a
 /// link's alias.
 fn add_rules(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
+    let cached = snapshot.attachments.cached.iter().map(Entry::id);
+    let by_alias = snapshot.attachments.aliased_links.iter().map(|(attachment, _)| attachment.clone());
+    let known: Vec<AttachmentId> = cached.chain(by_alias).collect();
     for rule in &snapshot.rules {
-        let cached = snapshot.cached.iter().map(Entry::id);
-        let by_alias = snapshot.aliased_links.iter().map(|(attachment, _)| attachment.clone());
-        if cached.chain(by_alias).any(|attachment| rule.owner.matches(&attachment)) {
+        let owner = &rule.owner;
+        if known.iter().any(|attachment| owner.matches(attachment)) {
             continue;
         }
-        let owner = &rule.owner;
         let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
         leftovers.push(Leftover {
             kind: "rule",
             what: format!("{} of {}: {}  [{}]", rule.purpose, names.join(" "), rule.text, rule.place),
             network: owner.network.clone(),
             container: owner.container.clone(),
-            why: "the result cache does not have its attachment, and no link has its alias".to_owned(),
+            why: NOT_KNOWN.to_owned(),
             command: rule_command(snapshot, rule),
         });
     }
@@ -242,11 +243,9 @@ fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
     match &attachment {
         // `cnitool del` needs the network's configuration, because the attachment has no cache
         // entry.
-        Some(AttachmentId { network, container_id, ifname }) => {
-            let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
-            format!(
-                "configure network {network} again, then run cnitool del {network} --container-id {id} --ifname {ifname} --keep-going"
-            )
+        Some(attachment) => {
+            let network = quoted(&attachment.network);
+            format!("configure network {network} again, then run {}", quoted_del_command(attachment))
         }
         None => format!("find the rule in {} and delete it by hand", rule.place),
     }
@@ -261,15 +260,11 @@ fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
     owner.matches(&attachment).then_some(attachment)
 }
 
-/// Adds the reservations of attachments about which nothing is known ([`Liveness::Unknown`]).
-fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Leftover>) {
-    let aliased_links = snapshot.aliased_links.iter();
-    let links_by_alias = aliased_links.map(|(attachment, link)| (attachment.alias(), link.name.clone())).collect();
-    let sources = LivenessSources { cached: &snapshot.cached, links_by_alias: &links_by_alias, machine: call.machine };
+/// Adds the reservations of attachments about which nothing is known. If the container is gone,
+/// `add_cache_entries` adds its attachment.
+fn add_reservations(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for (network, folder, reservations) in &snapshot.reservations {
-        for reservation in reservations {
-            // If the container is gone, `add_cache_entries` reports its attachment.
-            let liveness = sources.judge(network, &reservation.id, reservation.ifname.as_deref());
+        for CheckedReservation { reservation, liveness } in reservations {
             let Liveness::Unknown(why) = liveness else { continue };
             // Without `--data-dir`, cnitool prefers the folder that the network's configuration
             // names.
@@ -280,51 +275,40 @@ fn add_reservations(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Le
                 what: format!("{reservation}  [{}]", folder.join(network).display()),
                 network: Some(network.clone()),
                 container: Some(reservation.id.clone()),
-                why,
+                why: why.clone(),
                 command: format!("cnitool ipam release {} {address} --data-dir {data_dir}", quoted(network)),
             });
         }
     }
 }
 
-/// Adds tuning's backups of attachments that [`Snapshot::is_known`] does not find.
+/// Adds tuning's backups of attachments that are neither in the result cache nor named by a link's
+/// alias.
 fn add_backups(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for backup in &snapshot.backups {
-        let rm_command = || format!("rm {}", quoted(&backup.path.to_string_lossy()));
-        let (network, container, command) = match &backup.owner {
-            Some((network, id, ifname)) => {
-                let attachment = AttachmentId::new(network, id, ifname);
-                if snapshot.is_known(&attachment) {
-                    continue;
-                }
-                let command = del_command(snapshot, &attachment).unwrap_or_else(rm_command);
-                (Some(network.clone()), Some(id.clone()), command)
-            }
+        let owner = backup.owner.as_ref().map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
+        let is_known = match &owner {
+            Some(attachment) => snapshot.attachments.is_known(attachment),
             // A backup of the Go plugin.
-            None => {
-                if snapshot.cached.iter().any(|entry| has_go_name(backup, &entry.id())) {
-                    continue;
-                }
-                (None, None, rm_command())
-            }
+            None => snapshot.attachments.cached.iter().any(|entry| has_go_name(backup, &entry.id())),
         };
-        leftovers.push(Leftover {
-            kind: "backup",
-            what: format!("{}: {}", backup.path.display(), backup.settings.join(", ")),
-            network,
-            container,
-            why: "the result cache does not have its attachment".to_owned(),
-            command,
-        });
+        if is_known {
+            continue;
+        }
+        let what = format!("{}: {}", backup.path.display(), backup.settings.join(", "));
+        let rm_command = || format!("rm {}", quoted(&backup.path.to_string_lossy()));
+        let command = owner.as_ref().and_then(|attachment| del_command(snapshot, attachment));
+        let command = command.unwrap_or_else(rm_command);
+        leftovers.push(Leftover::new("backup", what, owner.as_ref(), NOT_CACHED).removed_by(command));
     }
 }
 
-/// Adds the leases of dhcp's daemons of attachments that [`Snapshot::is_known`] does not find.
+/// Adds the leases of dhcp's daemons of attachments that are neither in the result cache nor named
+/// by a link's alias.
 fn add_leases(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    for (socket, lease) in &snapshot.leases {
-        let Lease { network, container_id, ifname, address, .. } = lease;
+    for (socket, Lease { network, container_id, ifname, address, .. }) in &snapshot.leases {
         let attachment = AttachmentId::new(network, container_id, ifname);
-        if snapshot.is_known(&attachment) {
+        if snapshot.attachments.is_known(&attachment) {
             continue;
         }
         // Without `cnitool del`: DEL of the plugin dhcp makes the daemon release the lease.
@@ -334,14 +318,9 @@ fn add_leases(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
             let [config, id, ifname] = [&config, container_id, ifname].map(|word| quoted(word));
             format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={ifname} dhcp")
         };
-        leftovers.push(Leftover {
-            kind: "lease",
-            what: format!("{address} of {network} {container_id} {ifname}  [{}]", socket.display()),
-            network: Some(network.clone()),
-            container: Some(container_id.clone()),
-            why: "the result cache does not have its attachment, and no link has its alias".to_owned(),
-            command: del_command(snapshot, &attachment).unwrap_or_else(plugin_command),
-        });
+        let what = format!("{address} of {network} {container_id} {ifname}  [{}]", socket.display());
+        let command = del_command(snapshot, &attachment).unwrap_or_else(plugin_command);
+        leftovers.push(Leftover::new("lease", what, Some(&attachment), NOT_KNOWN).removed_by(command));
     }
 }
 

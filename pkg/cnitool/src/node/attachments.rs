@@ -1,0 +1,228 @@
+//! The attachments of a node, and whether an attachment is in use.
+//!
+//! Every runtime that uses Go's libcni stores its attachments in the same result cache as cnitool.
+//! An attachment that the cache does not have is rare, but its container may still exist.
+//!
+//! Every verb that reports or removes leftovers decides with [`Liveness`].
+
+use cni::machine::Machine;
+use cni::result::AddResult;
+use cni::rollback::Notes;
+use cni::{AttachmentId, Error};
+use cni_ipam::Reservation;
+use cni_linux::{Link, LinkKind, Netlink};
+use libcni::cache::{Entry, Listing};
+
+use super::result_of;
+use crate::call::Shared;
+use crate::target::NetnsPresence;
+
+/// Whether an attachment is in use, as far as is known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Liveness {
+    /// Its container exists or may exist, for this reason.
+    InUse(String),
+    /// Its container does not exist any more, for this reason.
+    ContainerGone(String),
+    /// Nothing is known about the attachment or its container, for this reason.
+    Unknown(String),
+}
+
+impl Liveness {
+    /// Returns whether a cached attachment is in use, as far as its namespace shows.
+    pub(crate) fn of(entry: &Entry, machine: &dyn Machine) -> Liveness {
+        let netns = &entry.attachment.netns;
+        match NetnsPresence::at(netns, machine) {
+            NetnsPresence::Exists => Liveness::InUse(format!("its namespace {netns} exists")),
+            NetnsPresence::Gone(why) => Liveness::ContainerGone(format!("its namespace {netns} is gone: {why}")),
+            NetnsPresence::OtherFile(why) => {
+                Liveness::InUse(format!("whether its namespace {netns} exists is unknown: {why}"))
+            }
+            NetnsPresence::Unknown(why) => Liveness::InUse(format!("whether its namespace exists is unknown: {why}")),
+        }
+    }
+
+    /// Returns the word for tables and JSON.
+    pub(crate) fn word(&self) -> &'static str {
+        match self {
+            Liveness::InUse(_) => "in use",
+            Liveness::ContainerGone(_) => "over",
+            Liveness::Unknown(_) => "unknown",
+        }
+    }
+
+    /// Returns the reason.
+    pub(crate) fn why(&self) -> &str {
+        match self {
+            Liveness::InUse(why) | Liveness::ContainerGone(why) | Liveness::Unknown(why) => why,
+        }
+    }
+}
+
+/// A reservation, and whether it is in use.
+pub(crate) struct CheckedReservation {
+    pub(crate) reservation: Reservation,
+    pub(crate) liveness: Liveness,
+}
+
+/// The attachments that the result cache and the links on the host show.
+pub(crate) struct Attachments {
+    /// The entries of the result cache.
+    pub(crate) cached: Vec<Entry>,
+    /// The links in the namespace of this process, which is the host's.
+    pub(crate) links: Vec<Link>,
+    /// The attachment that a link's alias names, and the link. Without ifbs: all these links
+    /// disappear with the container.
+    pub(crate) aliased_links: Vec<(AttachmentId, Link)>,
+}
+
+impl Attachments {
+    /// Reads the attachments of this node. Reads only the cache entries of `network` if it is
+    /// given. Problems with single files are written to `notes`.
+    ///
+    /// # Errors
+    /// Code 5 if the result cache cannot be read; the kernel's error if the links cannot be listed.
+    pub(crate) fn read(shared: &Shared, network: Option<&str>, notes: &Notes) -> Result<Attachments, Error> {
+        let cache = shared.cache();
+        let Listing { entries: cached, problems } =
+            network.map_or_else(|| cache.list_all(), |name| cache.list(name))?;
+        problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
+        let links = Netlink::open()?.list_links()?;
+        let aliased = |link: &Link| Some((attachment_in_alias(link, &cached)?, link.clone()));
+        let aliased_links = links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
+        Ok(Attachments { cached, links, aliased_links })
+    }
+
+    /// Finds out whether each reservation of `network` is in use:
+    /// - [`Liveness::InUse`] if the namespace in the result cache exists or may exist, or a link on
+    ///   the host has the attachment's alias
+    /// - otherwise [`Liveness::ContainerGone`] if the result cache has the attachment
+    /// - otherwise [`Liveness::Unknown`]
+    ///
+    /// A reservation without an interface is compared with all interfaces of its container.
+    pub(crate) fn check_reservations(
+        &self,
+        network: &str,
+        reservations: Vec<Reservation>,
+        machine: &dyn Machine,
+    ) -> Vec<CheckedReservation> {
+        let check = |reservation: Reservation| {
+            let liveness = self.judge(network, &reservation, machine);
+            CheckedReservation { reservation, liveness }
+        };
+        reservations.into_iter().map(check).collect()
+    }
+
+    /// Returns whether one reservation is in use.
+    fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation, machine: &dyn Machine) -> Liveness {
+        let mut outcome = Liveness::Unknown("the result cache does not have its attachment".to_owned());
+        for entry in self.cached.iter().filter(|entry| entry.network == network) {
+            let attachment = &entry.attachment;
+            if attachment.container_id != *id || ifname.as_ref().is_some_and(|name| *name != attachment.ifname) {
+                continue;
+            }
+            outcome = Liveness::of(entry, machine);
+            if let Liveness::InUse(_) = outcome {
+                return outcome;
+            }
+        }
+        // The host's end of a link disappears with the container's end, so its existence shows that
+        // the container exists.
+        let is_named = |(attachment, _): &&(AttachmentId, Link)| {
+            let has_ifname = ifname.as_ref().is_none_or(|name| *name == attachment.ifname);
+            // Of a long container ID, the alias has only the hash.
+            let has_hash = || {
+                attachment.container_id.starts_with('#')
+                    && AttachmentId::new(network, id, &attachment.ifname).alias() == attachment.alias()
+            };
+            attachment.network == network && has_ifname && (attachment.container_id == *id || has_hash())
+        };
+        match self.aliased_links.iter().find(is_named) {
+            Some((_, link)) => {
+                Liveness::InUse(format!("link {} on the host has the alias of this attachment", link.name))
+            }
+            None => outcome,
+        }
+    }
+
+    /// Whether the result cache has the attachment.
+    pub(crate) fn is_cached(&self, attachment: &AttachmentId) -> bool {
+        self.cached.iter().any(|entry| entry.id() == *attachment)
+    }
+
+    /// Whether the result cache has the attachment, or a link of the host has its alias.
+    pub(crate) fn is_known(&self, attachment: &AttachmentId) -> bool {
+        self.is_cached(attachment) || self.aliased_links.iter().any(|(known, _)| known.alias() == attachment.alias())
+    }
+
+    /// Returns the links on the host that belong to attachments. A link is found by its alias. The
+    /// Go plugins set no alias: for a cached attachment without an aliased link, the veth with the
+    /// name and the MAC of an interface in its result is found. The name alone does not suffice,
+    /// because another link may have taken it.
+    pub(crate) fn attached_links(&self) -> Vec<(AttachmentId, &Link)> {
+        let mut attached: Vec<(AttachmentId, &Link)> =
+            self.aliased_links.iter().map(|(attachment, link)| (attachment.clone(), link)).collect();
+        for entry in &self.cached {
+            let attachment = entry.id();
+            if attached.iter().any(|(known, _)| *known == attachment) {
+                continue;
+            }
+            let result = result_of(entry).unwrap_or_default();
+            let found = self.links.iter().find(|link| is_veth_of_result(link, &result));
+            attached.extend(found.map(|link| (attachment, link)));
+        }
+        attached
+    }
+
+    /// Returns the cached attachments of the containers that have a port on `bridge`.
+    pub(crate) fn entries_on_bridge(&self, bridge: &Link) -> Vec<&Entry> {
+        let mut ports = self.attached_links();
+        ports.retain(|(_, link)| link.master == Some(bridge.index));
+        let has_port = |entry: &&Entry| {
+            ports.iter().any(|(attachment, _)| {
+                attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
+            })
+        };
+        self.cached.iter().filter(has_port).collect()
+    }
+}
+
+/// Returns the attachment's end on the host: the link with its alias or, because the Go plugins set
+/// no alias, the veth of its result. A container can change neither.
+pub(crate) fn find_host_end<'a>(links: &'a [Link], attachment: &AttachmentId, result: &AddResult) -> Option<&'a Link> {
+    let has_alias = |link: &&Link| {
+        let alias = link.alias.as_deref().map(attachment_alias_in);
+        !link.is_ifb() && attachment.is_on(alias.as_deref())
+    };
+    links.iter().find(has_alias).or_else(|| links.iter().find(|link| is_veth_of_result(link, result)))
+}
+
+/// Whether a link of the host is a veth with the name and the MAC of an interface in the result.
+fn is_veth_of_result(link: &Link, result: &AddResult) -> bool {
+    let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+    // An interface without a sandbox is on the host.
+    let mut on_host = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+    link.kind == LinkKind::Veth
+        && on_host.any(|listed| listed.name == link.name && listed.mac.eq_ignore_ascii_case(&mac))
+}
+
+/// Returns the attachment that a link's alias names, or `None` if it names none. If the alias has
+/// only the hash of a long container ID and no entry in `cached` has the attachment, its container
+/// ID is `#` and the hash.
+pub(super) fn attachment_in_alias(link: &Link, cached: &[Entry]) -> Option<AttachmentId> {
+    let alias = attachment_alias_in(link.alias.as_deref()?);
+    if let Some(attachment) = cached.iter().map(Entry::id).find(|attachment| attachment.alias() == alias) {
+        return Some(attachment);
+    }
+    let parsed = AttachmentId::parse(&alias)?;
+    // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.
+    let hash = alias.split('/').nth(1).unwrap_or_default().to_owned();
+    Some(AttachmentId::new(parsed.network, parsed.container_id.unwrap_or(hash), parsed.ifname))
+}
+
+/// Extracts the attachment's alias from the alias of a link. bridge gives the alias
+/// `cni-port:<attachment's alias> …` to a port that another plugin created. Any other alias is
+/// returned unchanged.
+fn attachment_alias_in(alias: &str) -> String {
+    alias.strip_prefix("cni-port:").and_then(|rest| rest.split(' ').next()).unwrap_or(alias).to_owned()
+}

@@ -1,0 +1,100 @@
+//! The state of a node: the configured networks, the attachments, and everything that exists of
+//! them in the kernel and on the disk.
+
+pub(crate) mod attachments;
+pub(crate) mod ipam;
+pub(crate) mod leftovers;
+pub(crate) mod snapshot;
+
+use cni::Error;
+use cni::config::NetConf;
+use cni::json::Json;
+use cni::result::AddResult;
+use cni::version::Version;
+use libcni::cache::Entry;
+use libcni::{ConfFile, ConfFolder, NetworkList};
+
+/// Returns the valid configured networks, sorted by name. If several files define the same network,
+/// the first one in the order of [`by_precedence`] is used, as in runtimes.
+///
+/// # Errors
+/// Code 5 if the folder cannot be read.
+pub(crate) fn networks(folder: &ConfFolder) -> Result<Vec<NetworkList>, Error> {
+    let mut chosen: Vec<NetworkList> = Vec::new();
+    for ConfFile { list, .. } in by_precedence(folder.files()?) {
+        if let Ok(list) = list
+            && !chosen.iter().any(|other| other.name() == list.name())
+        {
+            chosen.push(list);
+        }
+    }
+    chosen.sort_by(|a, b| a.name().cmp(b.name()));
+    Ok(chosen)
+}
+
+/// Sorts files in the order in which runtimes search them for a network: files named `*.conflist`
+/// first. Both groups keep the order of `files`, which is by name.
+pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
+    // The sort is stable, and `false` comes before `true`.
+    files.sort_by_key(|file| file.path.extension().is_none_or(|extension| extension != "conflist"));
+    files
+}
+
+/// Returns the position, the type and the configuration of each plugin of a network. Skips invalid
+/// configurations, which `cnitool validate` reports.
+pub(crate) fn plugin_confs(list: &NetworkList) -> impl Iterator<Item = (usize, &str, NetConf)> {
+    list.plugins().iter().enumerate().filter_map(|(index, plugin)| {
+        Some((index, plugin.kind(), list.request(plugin, None).and_then(NetConf::parse).ok()?))
+    })
+}
+
+/// Returns the position and the configuration of each plugin of the type `kind`.
+pub(crate) fn confs_of_type(list: &NetworkList, kind: &str) -> impl Iterator<Item = (usize, NetConf)> {
+    let of_type = plugin_confs(list).filter(move |(_, found, _)| *found == kind);
+    of_type.map(|(index, _, conf)| (index, conf))
+}
+
+/// Returns the names of the bridges of a network's bridge plugins. A plugin that names no bridge
+/// uses the default bridge.
+pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
+    let name = |(_, conf): (usize, NetConf)| {
+        let named = conf.json().get("bridge").and_then(Json::as_str).unwrap_or_default().to_owned();
+        if named.is_empty() { plugin_bridge::DEFAULT_BRIDGE.to_owned() } else { named }
+    };
+    confs_of_type(list, "bridge").map(name).collect()
+}
+
+/// Returns the JSON objects of all plugins in a configuration. Returns none if the configuration is
+/// invalid or has no list of plugins.
+pub(crate) fn plugins_in(config: &[u8]) -> Vec<Json> {
+    match Json::parse(config).ok().as_ref().and_then(|config| config.get("plugins")) {
+        Some(Json::Array(plugins)) => plugins.clone(),
+        _ => Vec::new(),
+    }
+}
+
+/// Returns the JSON objects of all plugins of the type `kind` in a configuration.
+pub(crate) fn plugins_of_type(config: &[u8], kind: &str) -> Vec<Json> {
+    let has_kind = |plugin: &Json| plugin.get("type").and_then(Json::as_str) == Some(kind);
+    plugins_in(config).into_iter().filter(has_kind).collect()
+}
+
+/// Whether a plugin's object has `key` with the value true.
+pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
+    plugin.get(key) == Some(&Json::Bool(true))
+}
+
+/// Decodes the result in a cache entry.
+///
+/// # Errors
+/// Why there is no result or it cannot be decoded.
+pub(crate) fn decode_result(entry: &Entry) -> Result<AddResult, String> {
+    let Some(raw) = &entry.result else { return Err("the result cache has no result of this attachment".to_owned()) };
+    let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
+    AddResult::decode(&json, Version::NEWEST).map_err(|error| error.to_string())
+}
+
+/// Returns the result in a cache entry, or `None` if there is none or it cannot be decoded.
+pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
+    decode_result(entry).ok()
+}

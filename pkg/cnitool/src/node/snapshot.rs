@@ -1,0 +1,124 @@
+//! Reads everything about a node's networks once, for `inspect` and `doctor`.
+
+use std::path::PathBuf;
+
+use cni::AttachmentId;
+use cni::Error;
+use cni::config::NetConf;
+use cni::rollback::Notes;
+use cni_firewall::container_rules::{ContainerRule, list_container_rules};
+use cni_linux::Link;
+use libcni::NetworkList;
+use plugin_dhcp::leases::{self, Lease};
+use plugin_tuning::Saved;
+
+use super::attachments::{Attachments, CheckedReservation, attachment_in_alias};
+use super::ipam::{IpamContext, sockets};
+use super::{bridges_of, confs_of_type, networks};
+use crate::call::{Call, Shared, Variables};
+
+/// The state of a node at one moment.
+pub(crate) struct Snapshot {
+    /// The configured networks.
+    pub(crate) networks: Vec<NetworkList>,
+    /// The attachments.
+    pub(crate) attachments: Attachments,
+    /// bandwidth's ifbs, which remain when the container disappears. An ifb of the Go plugin has no
+    /// alias, so its attachment is `None`.
+    pub(crate) ifbs: Vec<(Option<AttachmentId>, Link)>,
+    /// The packet filter rules of containers.
+    pub(crate) rules: Vec<ContainerRule>,
+    /// tuning's backups.
+    pub(crate) backups: Vec<Saved>,
+    /// The reservations of each network and folder.
+    pub(crate) reservations: Vec<(String, PathBuf, Vec<CheckedReservation>)>,
+    /// The files that are named like a reservation, but are not regular files or are too long: the
+    /// network, the file, and a description.
+    pub(crate) unusual: Vec<(String, PathBuf, String)>,
+    /// The leases that dhcp's daemons have recorded, each with the socket of its daemon.
+    pub(crate) leases: Vec<(PathBuf, Lease)>,
+}
+
+impl Snapshot {
+    /// Reads the state of this node. Problems with single files are written to `notes`.
+    ///
+    /// # Errors
+    /// - Code 5 if the folder of the networks, of the result cache, of reservations, of leases or
+    ///   of backups cannot be read.
+    /// - Code 6 if the `dataDir` of a configuration has the wrong type.
+    /// - Code 11 if the lock of reservations is held for too long.
+    /// - The kernel's error if the links or the packet filter rules cannot be listed.
+    pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
+        let networks = networks(&shared.conf_folder(&Variables(&call.environment)))?;
+        let attachments = Attachments::read(shared, None, notes)?;
+        // Other programs use ifbs too, under other names.
+        let is_own = |link: &&Link| link.is_ifb() && AttachmentId::is_ifb_name(&link.name);
+        let ifbs = attachments.links.iter().filter(is_own);
+        let ifbs = ifbs.map(|ifb| (attachment_in_alias(ifb, &attachments.cached), ifb.clone())).collect();
+        let ipam = IpamContext { shared, call, data_dir: None, notes: notes.clone() };
+        let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
+        for pool in ipam.list_pools()? {
+            let listed = ipam.list_reservations(&pool)?;
+            let folder = pool.data_dir.join(&pool.network);
+            for (address, what) in listed.unusual {
+                unusual.push((pool.network.clone(), folder.join(address.to_string()), what));
+            }
+            let checked = attachments.check_reservations(&pool.network, listed.reservations, call.machine);
+            reservations.push((pool.network, pool.data_dir, checked));
+        }
+        let mut leases = Vec::new();
+        for socket in sockets(&networks) {
+            leases.extend(leases::list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
+        }
+        let rules = list_container_rules(call.machine, notes)?;
+        let backups = read_backups(&networks, notes)?;
+        Ok(Snapshot { networks, attachments, ifbs, rules, backups, reservations, unusual, leases })
+    }
+
+    /// Returns the bridges that containers use: a bridge with a port in
+    /// [`Attachments::attached_links`], and a bridge of a configured network with any port, because
+    /// the port may belong to an attachment that is not known.
+    pub(crate) fn bridges(&self) -> Vec<&Link> {
+        let masters: Vec<u32> = self.attachments.attached_links().iter().filter_map(|(_, link)| link.master).collect();
+        let configured: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
+        let has_ports = |bridge: &Link| self.attachments.links.iter().any(|link| link.master == Some(bridge.index));
+        let is_used = |bridge: &&Link| {
+            masters.contains(&bridge.index) || (configured.contains(&bridge.name) && has_ports(bridge))
+        };
+        self.attachments.links.iter().filter(|link| link.is_bridge()).filter(is_used).collect()
+    }
+
+    /// Whether a network of this name is configured.
+    pub(crate) fn is_configured(&self, network: &str) -> bool {
+        self.networks.iter().any(|list| list.name() == network)
+    }
+}
+
+/// Returns tuning's backups in the folders that the networks configure, and in the default folder,
+/// which also has the backups of networks that are not configured any more.
+///
+/// # Errors
+/// Code 5 if a folder or a file cannot be read; 6 if a configuration's `dataDir` has the wrong
+/// type.
+fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, Error> {
+    let tuning = |list| confs_of_type(list, "tuning").map(|(_, conf)| conf);
+    let mut confs: Vec<NetConf> = networks.iter().flat_map(tuning).collect();
+    // Without `dataDir`, this configuration selects the default folder.
+    confs.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
+    let mut backups: Vec<Saved> = Vec::new();
+    for conf in confs {
+        for backup in plugin_tuning::saved(&conf, notes)? {
+            if !backups.iter().any(|known| known.path == backup.path) {
+                backups.push(backup);
+            }
+        }
+    }
+    Ok(backups)
+}
+
+/// Whether a backup has no owner and is named like the Go plugin's backup of `attachment`. The name
+/// has only the container ID and the interface.
+pub(crate) fn has_go_name(backup: &Saved, attachment: &AttachmentId) -> bool {
+    let file = backup.path.file_name().unwrap_or_default().to_string_lossy();
+    backup.owner.is_none() && file == format!("{}_{}.json", attachment.container_id, attachment.ifname)
+}
