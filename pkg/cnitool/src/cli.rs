@@ -40,11 +40,8 @@ enum Verb {
     /// List a network's plugins and the versions that they support
     #[command(before_help = help::VERSION, after_help = help::AFTER_VERSION)]
     Version(network::Named),
-    /// List the configured networks, and every problem with them
-    #[command(before_help = help::NETWORKS, after_help = help::AFTER_NETWORKS)]
-    Networks(validate::Networks),
-    /// Check a network's file without running it: every problem, with line and column
-    #[command(before_help = help::VALIDATE, after_help = help::AFTER_VALIDATE)]
+    /// Check networks or their files: every problem, with line and column
+    #[command(visible_alias = "networks", before_help = help::VALIDATE, after_help = help::AFTER_VALIDATE)]
     Validate(validate::Validate),
     /// Look for problems of the node; each is printed with the command that fixes it
     #[command(before_help = help::DOCTOR, after_help = help::AFTER_DOCTOR)]
@@ -92,7 +89,6 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Gc(args) => network::run(args.into_command(shared), call, streams),
         Verb::Status(args) => network::run(args.into_command(skel::Verb::Status, shared), call, streams),
         Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams),
-        Verb::Networks(args) => validate::networks(&args, &shared, call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams),
         Verb::Doctor => doctor::run(&shared, call, streams),
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),

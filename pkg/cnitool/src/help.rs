@@ -279,24 +279,12 @@ Examples:
   cnitool explain add mynet /run/netns/blue
   cnitool explain del mynet /run/netns/blue --json";
 
-/// Before the options of `cnitool networks --help`.
-pub(crate) const NETWORKS: &str = "\
-Lists the files in the networks' folder: whether each one can be loaded, and the
-problems that 'cnitool validate' finds in it. With names, only those networks.";
-
-/// After the options of `cnitool networks --help`.
-pub(crate) const AFTER_NETWORKS: &str = "\
-Environment: CNI_PATH, NETCONFPATH
-Exit codes: 0 no listed network has an error; 1 a network has an error or is
-            not configured; 2 the arguments are invalid
-
-Examples:
-  cnitool networks
-  cnitool networks mynet";
-
 /// Before the options of `cnitool validate --help`.
 pub(crate) const VALIDATE: &str = "\
-Reports all problems of a network's file. With an error every add fails:
+Without arguments, lists the files in the networks' folder: whether each one can
+be loaded, and all of its problems. With names, lists only those networks. With
+files, reports the problems of the files. 'cnitool networks' is the same verb.
+With an error every add fails:
   wrong types and values, as each plugin would refuse them; a plugin that needs
   the result of an earlier one; a gateway that no address reaches; a plugin that
   is not installed; something that the plugins need and this host's kernel or
@@ -312,6 +300,10 @@ Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 no error (with --strict: and no warning), 1 at least one,
             2 the arguments are invalid
 
+An argument with a '/' is a file. Without one, a configured network is preferred
+to a file in the working directory. If one argument is a file, all are.
+
 Examples:
-  cnitool validate /etc/cni/net.d/10-mynet.conflist
-  cnitool validate --file-only new.conflist";
+  cnitool validate
+  cnitool validate mynet
+  cnitool validate --file-only ./new.conflist";

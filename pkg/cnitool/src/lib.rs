@@ -2,7 +2,7 @@
 //!
 //! - `network`: the verbs add, check, del, gc, status and version of a network, with [`libcni`].
 //! - `inspect`: compares attachments with their results, and finds leftovers.
-//! - `validate`: reports all problems of a network's file, or of every network's file (`networks`).
+//! - `validate`: reports all problems of network files, or of the files in the networks' folder.
 //! - `doctor`: finds problems of the node, with the commands that fix them.
 //! - `explain`: runs a verb of a network and prints the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.

@@ -142,7 +142,7 @@ impl VerbRun<'_, '_> {
     /// Code 7 if the network is not configured; the error of its file if the file is invalid.
     fn configuration(&self) -> Result<NetworkList, Error> {
         self.conf_folder.find(&self.command.network, &self.runtime.notes).map_err(|error| match error.details() {
-            "" => error.with_details("'cnitool networks' lists the configured networks"),
+            "" => error.with_details("'cnitool validate' lists the configured networks"),
             _ => error,
         })
     }

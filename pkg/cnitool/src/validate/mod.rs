@@ -1,5 +1,5 @@
-//! The verbs `validate` and `networks`: report all problems of network files. `networks` reports on
-//! the files in the networks' folder.
+//! validate: reports all problems of network files. Without files, lists the files in the networks'
+//! folder with their problems.
 //!
 //! A plugin's keys are checked by the plugin's own code ([`rules`]). The keys of plugins of other
 //! projects are not checked. If no error is reported, an ADD is expected to work:
@@ -26,10 +26,10 @@ use crate::report::{Colour, paint, table, write, write_json};
 /// The arguments of `validate`.
 #[derive(Debug, Args)]
 pub(crate) struct Validate {
-    /// The network's file
-    #[arg(required = true, value_hint = clap::ValueHint::FilePath)]
-    files: Vec<PathBuf>,
-    /// Check the file only, without this host's plugins, kernel and other networks
+    /// Files, or names of networks in the networks' folder [default: all networks]
+    #[arg(value_name = "FILE|NETWORK", value_hint = clap::ValueHint::FilePath)]
+    subjects: Vec<PathBuf>,
+    /// Check the files only, without this host's plugins, kernel and other networks
     #[arg(long)]
     file_only: bool,
     /// Exit with 1 also if there are only warnings
@@ -37,12 +37,11 @@ pub(crate) struct Validate {
     strict: bool,
 }
 
-/// The arguments of `networks`.
-#[derive(Debug, Args)]
-pub(crate) struct Networks {
-    /// The networks to list [default: all]
-    #[arg(value_name = "NETWORK")]
-    names: Vec<String>,
+impl Validate {
+    /// Whether these problems of a file let the verb succeed.
+    fn accepts(&self, problems: &[Problem]) -> bool {
+        if self.strict { problems.is_empty() } else { !has_error(problems) }
+    }
 }
 
 /// The effect of a problem.
@@ -102,35 +101,46 @@ struct CheckedFile {
     problems: Vec<Problem>,
 }
 
-/// Runs `validate`: checks the files and writes their problems.
-///
-/// # Errors
-/// Code 5 if a file cannot be read or stdout cannot be written.
+/// Runs `validate`.
 pub(crate) fn run(
     args: &Validate,
     shared: &Shared,
     call: &Call<'_>,
     streams: &mut Streams<'_>,
 ) -> Result<Exit, Failure> {
-    let host = if args.file_only { None } else { Some((shared, call)) };
-    let files: Result<Vec<CheckedFile>, Error> =
-        args.files.iter().map(|path| check_file(path, host, streams)).collect();
-    let files = files.map_err(|error| failed("validate", error, shared.format()))?;
-    write_report(&files, args, shared, streams).map_err(|error| failed("validate", error, shared.format()))
+    validate(args, shared, call, streams).map_err(|error| failed("validate", error, shared.format()))
 }
 
-/// Runs `networks`: lists the configured networks and their problems.
+/// Checks the files or networks in the arguments and writes their problems. Returns
+/// [`Exit::Failed`] if the arguments do not [accept](Validate::accepts) the problems of a file that
+/// runtimes may use.
 ///
 /// # Errors
-/// - Code 5 if the folder cannot be read or stdout cannot be written.
-/// - Code 7 if a requested network is not configured.
-pub(crate) fn networks(
-    args: &Networks,
-    shared: &Shared,
-    call: &Call<'_>,
-    streams: &mut Streams<'_>,
-) -> Result<Exit, Failure> {
-    list(&args.names, shared, call, streams).map_err(|error| failed("networks", error, shared.format()))
+/// - Code 5 if a file or the networks' folder cannot be read, or stdout cannot be written.
+/// - Code 7 if a network in the arguments is not configured.
+fn validate(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    let host = if args.file_only { None } else { Some((shared, call)) };
+    let folder = shared.conf_folder(&Variables(&call.environment));
+    let configured = folder.files();
+    let is_configured = |path: &Path| configured.iter().flatten().any(|file| has_name(file, path));
+    // The name of a network has no folder. If one of the arguments is a file, all are.
+    let is_file = |path: &PathBuf| path.components().count() > 1 || (!is_configured(path) && path.exists());
+    let is_accepted = if args.subjects.iter().any(is_file) {
+        let files = args.subjects.iter().map(|path| check_file(path, host, streams));
+        let files = files.collect::<Result<Vec<CheckedFile>, Error>>()?;
+        write_files(&files, shared.format(), streams)?;
+        files.iter().all(|file| args.accepts(&file.problems))
+    } else {
+        let listed = list(select(configured?, &args.subjects, folder.path())?, host, streams);
+        write_listed(&listed, folder.path(), shared.format(), streams)?;
+        listed.iter().all(|file| file.file_use == FileUse::Shadowed || args.accepts(&file.checked.problems))
+    };
+    Ok(if is_accepted { Exit::Done } else { Exit::Failed })
+}
+
+/// Whether a file in the networks' folder defines the network `name`.
+fn has_name(file: &ConfFile, name: &Path) -> bool {
+    file.name.as_ref().is_some_and(|found| Path::new(found) == name)
 }
 
 /// Whether runtimes use a network file.
@@ -156,25 +166,28 @@ struct ListedFile {
     checked: CheckedFile,
 }
 
-/// Checks and lists the files whose network is in `requested`, or all files if `requested` is
-/// empty. Returns [`Exit::Failed`] if one of them has an error and is not shadowed.
+/// Returns the files whose network is in `requested`, or all files if `requested` is empty, in the
+/// order in which runtimes search them.
 ///
 /// # Errors
-/// - Code 5 if the folder cannot be read or stdout cannot be written.
-/// - Code 7 if a requested network is not configured.
-fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-    let folder = shared.conf_folder(&Variables(&call.environment));
-    let mut files = node::by_precedence(folder.files()?);
+/// Code 7 if a requested network is not configured.
+fn select(files: Vec<ConfFile>, requested: &[PathBuf], folder: &Path) -> Result<Vec<ConfFile>, Error> {
     for name in requested {
-        if !files.iter().any(|file| file.name.as_ref() == Some(name)) {
-            let msg = format!("no net configuration with name {name:?} in {}", folder.path().display());
-            return Err(Error::config(msg));
+        if !files.iter().any(|file| has_name(file, name)) {
+            let msg = format!("no net configuration with name {name:?} in {}", folder.display());
+            return Err(Error::config(msg).with_details("there is no file of this name either"));
         }
     }
-    files.retain(|file| requested.is_empty() || file.name.as_ref().is_some_and(|name| requested.contains(name)));
+    let mut files = node::by_precedence(files);
+    files.retain(|file| requested.is_empty() || requested.iter().any(|name| has_name(file, name)));
+    Ok(files)
+}
+
+/// Checks files in the networks' folder. A file that cannot be read has this problem.
+fn list(files: Vec<ConfFile>, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>) -> Vec<ListedFile> {
     let mut listed: Vec<ListedFile> = Vec::new();
     for file in files {
-        let checked = check_file(&file.path, Some((shared, call)), streams).unwrap_or_else(|error| CheckedFile {
+        let checked = check_file(&file.path, host, streams).unwrap_or_else(|error| CheckedFile {
             path: file.path.clone(),
             text: String::new(),
             network: "?".to_owned(),
@@ -183,9 +196,7 @@ fn list(requested: &[String], shared: &Shared, call: &Call<'_>, streams: &mut St
         let is_shadowed = listed.iter().any(|earlier| earlier.file_use == FileUse::Used && earlier.name == file.name);
         listed.push(ListedFile::new(file, checked, is_shadowed));
     }
-    write_listed(&listed, folder.path(), shared.format(), streams)?;
-    let fails = |file: &ListedFile| file.file_use != FileUse::Shadowed && has_error(&file.checked.problems);
-    Ok(if listed.iter().any(fails) { Exit::Failed } else { Exit::Done })
+    listed
 }
 
 /// Writes a table of the files in `folder`, and below it their problems.
@@ -256,18 +267,12 @@ fn summary(problems: &[Problem]) -> String {
     if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
 }
 
-/// Writes the problems of all files. Returns [`Exit::Failed`] if a file has an error, or with
-/// `--strict` a warning.
+/// Writes the problems of all files.
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
-fn write_report(
-    files: &[CheckedFile],
-    args: &Validate,
-    shared: &Shared,
-    streams: &mut Streams<'_>,
-) -> Result<Exit, Error> {
-    if shared.format() == Format::Json {
+fn write_files(files: &[CheckedFile], format: Format, streams: &mut Streams<'_>) -> Result<(), Error> {
+    if format == Format::Json {
         let as_json = |file: &CheckedFile| {
             json!({
                 "file": file.path.display().to_string(),
@@ -276,19 +281,16 @@ fn write_report(
                 "problems": file.as_json(),
             })
         };
-        write_json(streams, &json!({"files": files.iter().map(as_json).collect::<Vec<_>>()}))?;
-    } else {
-        let mut text = String::new();
-        for file in files {
-            text += &file.lines(streams).concat();
-            if !has_error(&file.problems) {
-                text += &format!("{}: network {} has no errors\n", file.path.display(), file.network);
-            }
-        }
-        write(streams, &text)?;
+        return write_json(streams, &json!({"files": files.iter().map(as_json).collect::<Vec<_>>()}));
     }
-    let passes = |file: &CheckedFile| if args.strict { file.problems.is_empty() } else { !has_error(&file.problems) };
-    Ok(if files.iter().all(passes) { Exit::Done } else { Exit::Failed })
+    let mut text = String::new();
+    for file in files {
+        text += &file.lines(streams).concat();
+        if !has_error(&file.problems) {
+            text += &format!("{}: network {} has no errors\n", file.path.display(), file.network);
+        }
+    }
+    write(streams, &text)
 }
 
 impl CheckedFile {
@@ -361,6 +363,28 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
 mod tests {
     use crate::call::Exit;
     use crate::testing::Node;
+
+    #[test]
+    fn validate_takes_files_or_networks() {
+        let node = Node::new();
+        let file = node.folder.path().join("net.d/net.conflist");
+        let listed = node.call("validate");
+        assert_eq!((listed.exit, listed.stdout.contains("net      1.1.0")), (Exit::Done, true), "{}", listed.stdout);
+        for same in ["networks", "validate net", "networks net"] {
+            assert_eq!(node.call(same).stdout, listed.stdout, "{same}");
+        }
+        assert_eq!(node.call("validate --json").json(), node.call("networks --json").json());
+        let of_file = node.call_with(&["validate", file.to_str().unwrap()]);
+        assert!(of_file.stdout.ends_with("net.conflist: network net has no errors\n"), "{}", of_file.stdout);
+        let mixed = node.call_with(&["validate", "net", file.to_str().unwrap()]);
+        assert!(mixed.exit == Exit::Failed && mixed.stderr.contains("failed to read net: "), "{}", mixed.stderr);
+        let absent = node.call("validate absent");
+        assert!(absent.stderr.contains("no net configuration with name \"absent\" in "), "{}", absent.stderr);
+        assert!(absent.stderr.contains("there is no file of this name either"), "{}", absent.stderr);
+        node.configure(r#"{"cniVersion":"1.1.0","name":"net","plugins":[{"type":"a"}],"pluginz":[]}"#);
+        let (plain, strict) = (node.call("validate").exit, node.call("validate --strict").exit);
+        assert_eq!((plain, strict), (Exit::Done, Exit::Failed));
+    }
 
     #[test]
     fn a_file_that_cannot_be_read_spoils_no_other_network() {
