@@ -6,7 +6,7 @@
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use cni::skel;
 
-use crate::call::{Call, Exit, Failure, Shared, Streams};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
 use crate::{doctor, explain, generate, help, inspect, ipam, network, rules, validate};
 
 /// Run, see and repair CNI networks by hand
@@ -81,7 +81,9 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     let args = std::iter::once("cnitool".into()).chain(call.args.iter().cloned());
     let matches = command().try_get_matches_from(args).map_err(parser_failure)?;
     let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser_failure)?;
-    let done = |()| Exit::Done;
+    let format = shared.format();
+    // The verbs of a network name the network in their failures.
+    let fail = |verb, format| move |error| failed(verb, error, format);
     match verb {
         Verb::Add(args) => network::run(args.into_command(skel::Verb::Add, shared)?, call, streams),
         Verb::Check(args) => network::run(args.into_command(skel::Verb::Check, shared)?, call, streams),
@@ -89,13 +91,15 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Gc(args) => network::run(args.into_command(shared), call, streams),
         Verb::Status(args) => network::run(args.into_command(skel::Verb::Status, shared), call, streams),
         Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams),
-        Verb::Validate(args) => validate::run(&args, &shared, call, streams),
-        Verb::Doctor => doctor::run(&shared, call, streams),
-        Verb::Inspect(args) => inspect::run(&args, &shared, call, streams),
+        Verb::Validate(args) => validate::run(&args, &shared, call, streams).map_err(fail("validate", format)),
+        Verb::Doctor => doctor::run(&shared, call, streams).map_err(fail("doctor", format)),
+        Verb::Inspect(args) => inspect::run(&args, &shared, call, streams).map_err(fail("inspect", format)),
         Verb::Explain(args) => explain::run(args, shared, call, streams),
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
-        Verb::Rules(args) => rules::run(&args, &shared, call, streams),
-        Verb::Completions(args) => generate::completions(&args, command(), streams).map(done),
-        Verb::Man(args) => generate::man(&args, command()).map(done),
+        Verb::Rules(args) => rules::run(&args, &shared, call, streams).map_err(fail("rules restore", format)),
+        Verb::Completions(args) => {
+            generate::completions(&args, command(), streams).map_err(fail("completions", Format::Text))
+        }
+        Verb::Man(args) => generate::man(&args, command()).map_err(fail("man", Format::Text)),
     }
 }

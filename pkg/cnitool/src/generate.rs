@@ -7,7 +7,7 @@ use clap::{Args, Command};
 use clap_complete::Shell;
 use cni::{Code, Error};
 
-use crate::call::{Failure, Format, Streams, failed};
+use crate::call::{Exit, Streams};
 use crate::report::write_raw;
 
 /// The arguments of `completions`.
@@ -29,21 +29,21 @@ pub(crate) struct ManArgs {
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
-pub(crate) fn completions(args: &Completions, mut parser: Command, streams: &mut Streams<'_>) -> Result<(), Failure> {
+pub(crate) fn completions(args: &Completions, mut parser: Command, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut parser, "cnitool", &mut script);
-    write_raw(streams, &String::from_utf8_lossy(&script)).map_err(|error| failed("completions", error, Format::Text))
+    write_raw(streams, &String::from_utf8_lossy(&script)).map(|()| Exit::Done)
 }
 
 /// Writes `cnitool.1` and a page for each verb.
 ///
 /// # Errors
 /// Code 5 if the folder or a page cannot be written.
-pub(crate) fn man(args: &ManArgs, parser: Command) -> Result<(), Failure> {
+pub(crate) fn man(args: &ManArgs, parser: Command) -> Result<Exit, Error> {
     fs::create_dir_all(&args.dir)
         .and_then(|()| clap_mangen::generate_to(with_descriptions(parser), &args.dir))
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", args.dir.display()), error))
-        .map_err(|error| failed("man", error, Format::Text))
+        .map(|()| Exit::Done)
 }
 
 /// Sets the description of each verb's man page: the short text and the text that `--help` prints

@@ -65,6 +65,25 @@ pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Err
         .map_err(|error| Error::caused(Code::IO, "failed to write to stdout", error))
 }
 
+/// Writes a report to stdout: the JSON document with `--json`, otherwise the text.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
+pub(crate) fn write_report(
+    streams: &mut Streams<'_>,
+    format: Format,
+    json: impl FnOnce() -> Value,
+    text: impl FnOnce(ColorMode) -> String,
+) -> Result<(), Error> {
+    match format {
+        Format::Json => write_json(streams, &json()),
+        Format::Text => {
+            let text = text(streams.stdout_style);
+            write(streams, &text)
+        }
+    }
+}
+
 /// Writes a JSON document to stdout.
 ///
 /// # Errors
@@ -109,14 +128,19 @@ pub(crate) fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
     }
 }
 
-/// Formats rows as lines with aligned columns.
-pub(crate) fn table(rows: &[Vec<String>]) -> Vec<String> {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
-    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
-    let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or_default()).collect();
-    let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width));
-        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+/// A row of a table, and its highlighting.
+pub(crate) type Row = (Vec<String>, Option<Colour>);
+
+/// Formats a table with aligned columns.
+pub(crate) fn table(header: &[&str], rows: Vec<Row>, style: ColorMode) -> String {
+    let header: Row = (header.iter().map(ToString::to_string).collect(), None);
+    let rows: Vec<Row> = std::iter::once(header).chain(rows).collect();
+    let width = |column: usize| rows.iter().map(|(cells, _)| cells[column].chars().count()).max().unwrap_or_default();
+    let widths: Vec<usize> = (0..rows[0].0.len()).map(width).collect();
+    let line = |(cells, colour): &Row| {
+        let cells = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width));
+        let line = cells.collect::<Vec<_>>().join("  ").trim_end().to_owned();
+        colour.map_or_else(|| line.clone(), |colour| paint(style, colour, &line)) + "\n"
     };
     rows.iter().map(line).collect()
 }

@@ -16,10 +16,10 @@ use libcni::cache::{Entry, Listing};
 use libcni::{Cache, NetworkList};
 use serde_json::{Value, json};
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
+use crate::call::{Call, ColorMode, Exit, Format, Shared, Streams};
 use crate::node::attachments::find_host_end;
 use crate::node::{plugins_of_type, result_of};
-use crate::report::{Colour, error_json, paint, write, write_json};
+use crate::report::{Colour, error_json, paint, write_report};
 use crate::target::NetnsPresence;
 use crate::{help, plugins};
 
@@ -88,20 +88,15 @@ impl PluginOutcome {
     }
 }
 
-/// Runs `cnitool rules`.
-pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let Verb::Restore(args) = &args.verb;
-    restore(args, shared, call, streams).map_err(|error| failed("rules restore", error, shared.format()))
-}
-
-/// Restores the rules of each attachment in the result cache, or of each attachment to the network
+/// Runs `cnitool rules restore`: restores the rules of each attachment in the result cache, or of each attachment to the network
 /// in the arguments, and prints the outcomes. Returns [`Exit::Failed`] if an attachment or a plugin
 /// failed, if an attachment may be in use and was not examined, if a file of the cache cannot be
 /// read, or if rules are missing in a dry run.
 ///
 /// # Errors
 /// Code 5 if the result cache cannot be read or stdout cannot be written.
-fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
+pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
+    let Verb::Restore(args) = &args.verb;
     let cache = shared.cache();
     let Listing { entries, problems } = match &args.network {
         Some(network) => cache.list(network)?,
@@ -121,14 +116,11 @@ fn restore(args: &Restore, shared: &Shared, call: &Call<'_>, streams: &mut Strea
         }
     };
     let exit = if outcomes.iter().any(is_incomplete) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
-    match shared.format() {
-        Format::Json => write_json(streams, &as_json(&outcomes, &problems, mode))?,
-        Format::Text => {
-            problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
-            let text = as_text(&outcomes, streams);
-            write(streams, &text)?;
-        }
+    if shared.format() == Format::Text {
+        problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
     }
+    let json = || as_json(&outcomes, &problems, mode);
+    write_report(streams, shared.format(), json, |style| as_text(&outcomes, style))?;
     Ok(exit)
 }
 
@@ -313,24 +305,24 @@ fn environment(entry: &Entry) -> Environment {
 }
 
 /// Returns the report for people.
-fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> String {
+fn as_text(outcomes: &[(Entry, AttachmentOutcome)], style: ColorMode) -> String {
     let (mut text, mut lacking, mut skipped, mut unproven, mut failed) = (String::new(), 0, 0, 0, 0);
     for (entry, outcome) in outcomes {
         let key = entry.id();
         let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
-        text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &name));
+        text += &format!("{}\n", paint(style, Colour::Bold, &name));
         match outcome {
             AttachmentOutcome::Skipped(why) => {
                 skipped += 1;
-                text += &line("", "skipped", std::slice::from_ref(why), streams);
+                text += &line("", "skipped", std::slice::from_ref(why), style);
             }
             AttachmentOutcome::Unproven(why) => {
                 unproven += 1;
-                text += &line("", "not restored", std::slice::from_ref(why), streams);
+                text += &line("", "not restored", std::slice::from_ref(why), style);
             }
             AttachmentOutcome::Failed(error) => {
                 failed += 1;
-                text += &line("", "failed", &[error.to_string()], streams);
+                text += &line("", "failed", &[error.to_string()], style);
             }
             AttachmentOutcome::Plugins(plugins) => {
                 let has_failed = |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Failed(_));
@@ -343,7 +335,7 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
                 }
                 for (kind, outcome) in plugins {
                     let (word, sentences) = outcome.describe();
-                    text += &line(&format!("{kind:<12} "), word, &sentences, streams);
+                    text += &line(&format!("{kind:<12} "), word, &sentences, style);
                 }
             }
         }
@@ -360,12 +352,12 @@ fn as_text(outcomes: &[(Entry, AttachmentOutcome)], streams: &Streams<'_>) -> St
 }
 
 /// Returns the line about a plugin or, without `prefix`, about the whole attachment.
-fn line(prefix: &str, word: &str, sentences: &[String], streams: &Streams<'_>) -> String {
+fn line(prefix: &str, word: &str, sentences: &[String], style: ColorMode) -> String {
     let is_problem = ["missing", "not restored", "failed"].contains(&word);
     let sign = if is_problem { '!' } else { ' ' };
     let details = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
     let line = format!("{sign} {prefix}{word}{details}");
-    let painted = if is_problem { paint(streams.stdout_style, Colour::Red, &line) } else { line };
+    let painted = if is_problem { paint(style, Colour::Red, &line) } else { line };
     painted + "\n"
 }
 

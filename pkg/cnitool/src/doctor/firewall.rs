@@ -5,21 +5,22 @@
 //! kind of rule.
 
 use std::fs;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use cni::AttachmentId;
 use cni::machine::{Child, Exit, OnSigterm};
 use cni_firewall::container_rules::Purpose;
-use cni_linux::{Link, sysctl};
+use cni_linux::{Link, program, sysctl};
 use serde_json::Value;
 
 use super::{CheckOutcome, Context};
+use crate::call::Variables;
 use crate::node::result_of;
 
 /// Runs a program and returns its stdout. Returns `None` if the program is not installed or fails.
 fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
-    let program = find_program(context, program)?;
+    let path = Variables(&context.call.environment).find_os("PATH");
+    let program = program::find(&program::folders(path), program)?;
     let child = Child {
         program,
         args: args.iter().map(Into::into).collect(),
@@ -33,14 +34,6 @@ fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<
         Exit::Status(0) => Some(String::from_utf8_lossy(&output.stdout).into_owned()),
         _ => None,
     }
-}
-
-/// Returns the path of a program in PATH or in the system's folders, or `None` if it is in neither.
-fn find_program(context: &Context<'_, '_>, program: &str) -> Option<PathBuf> {
-    let path = crate::call::Variables(&context.call.environment).find_os("PATH").unwrap_or_default();
-    let system_folders = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
-    let folders = std::env::split_paths(&path).filter(|folder| folder.is_absolute()).chain(system_folders);
-    folders.map(|folder| folder.join(program)).find(|path| path.is_file())
 }
 
 /// A base chain for forwarded packets with the policy drop.

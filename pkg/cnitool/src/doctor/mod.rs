@@ -11,14 +11,14 @@ use cni::Error;
 use cni::rollback::Notes;
 use libcni::cache::Entry;
 use libcni::{NetworkList, Runtime};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, Variables, failed};
+use crate::call::{Call, ColorMode, Exit, Shared, Streams, Variables};
 use crate::inspect::{AttachmentReport, Fact, Verdict};
 use crate::node::leftovers::{self, quoted};
 use crate::node::snapshot::Snapshot;
 use crate::node::{self, bridges_of, is_true, plugins_in};
-use crate::report::{Colour, paint, write, write_json};
+use crate::report::{Colour, paint, write_report};
 use crate::target::NetnsPresence;
 
 /// A problem of the node.
@@ -86,18 +86,13 @@ struct Context<'a, 'm> {
     notes: Notes,
 }
 
-/// Runs `cnitool doctor`.
-pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    doctor(shared, call, streams).map_err(|error| failed("doctor", error, shared.format()))
-}
-
-/// Runs all checks and prints their outcomes. Returns [`Exit::Failed`] if there are findings.
+/// Runs `cnitool doctor`: runs all checks and prints their outcomes. Returns [`Exit::Failed`] if there are findings.
 ///
 /// # Errors
 /// - As [`Snapshot::take`].
 /// - The kernel's error if a check cannot list links, routes or packet filter rules.
 /// - Code 5 if a folder cannot be read or stdout cannot be written.
-fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let conf_folder = shared.conf_folder(&Variables(&call.environment));
     let context = Context {
         snapshot: Snapshot::take(shared, call, &streams.notes)?,
@@ -126,30 +121,29 @@ fn doctor(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result
         left_over(&context),
     ];
     let count = outcomes.iter().map(|outcome| outcome.findings.len()).sum::<usize>();
-    match shared.format() {
-        Format::Json => {
-            let as_json = |finding: &Finding| {
-                let (command, advice) = match &finding.fix {
-                    Fix::Command(command) => (Some(command), None),
-                    Fix::Advice(advice) => (None, Some(advice)),
-                };
-                json!({"check": finding.check, "what": finding.what, "command": command, "advice": advice})
-            };
-            let findings: Vec<_> = outcomes.iter().flat_map(|outcome| &outcome.findings).map(as_json).collect();
-            let without_findings = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
-            let summaries: Vec<_> =
-                without_findings.map(|outcome| json!({"check": outcome.check, "what": outcome.summary})).collect();
-            // `well` also has the checks without findings that were incomplete.
-            write_json(streams, &json!({"findings": findings, "well": summaries}))?;
-        }
-        Format::Text => write(streams, &as_text(&outcomes, count, streams))?,
-    }
+    write_report(streams, shared.format(), || as_json(&outcomes), |style| as_text(&outcomes, count, style))?;
     Ok(if count == 0 { Exit::Done } else { Exit::Failed })
+}
+
+/// Returns the report for `--json`.
+fn as_json(outcomes: &[CheckOutcome]) -> Value {
+    let finding_json = |finding: &Finding| {
+        let (command, advice) = match &finding.fix {
+            Fix::Command(command) => (Some(command), None),
+            Fix::Advice(advice) => (None, Some(advice)),
+        };
+        json!({"check": finding.check, "what": finding.what, "command": command, "advice": advice})
+    };
+    let findings: Vec<Value> = outcomes.iter().flat_map(|outcome| &outcome.findings).map(finding_json).collect();
+    // `well` also has the checks without findings that were incomplete.
+    let well = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
+    let well: Vec<Value> = well.map(|outcome| json!({"check": outcome.check, "what": outcome.summary})).collect();
+    json!({"findings": findings, "well": well})
 }
 
 /// Returns the report for people: the checks without findings, then the findings, of which there
 /// are `count`.
-fn as_text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> String {
+fn as_text(outcomes: &[CheckOutcome], count: usize, style: ColorMode) -> String {
     let mut text = String::new();
     for outcome in outcomes.iter().filter(|outcome| outcome.findings.is_empty()) {
         text += &format!("  {:<14} {}\n", outcome.check, outcome.summary);
@@ -160,7 +154,7 @@ fn as_text(outcomes: &[CheckOutcome], count: usize, streams: &Streams<'_>) -> St
             Fix::Command(command) => format!("fix: {command}"),
             Fix::Advice(advice) => format!("what to do: {advice}"),
         };
-        text += &format!("{}\n                 {fix}\n", paint(streams.stdout_style, Colour::Red, &line));
+        text += &format!("{}\n                 {fix}\n", paint(style, Colour::Red, &line));
     }
     text += &match count {
         0 => "Nothing wrong was found.\n".to_owned(),

@@ -10,10 +10,10 @@ use clap::Args;
 use cni::{Code, Error};
 use serde_json::{Value, json};
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
+use crate::call::{Call, ColorMode, Exit, Shared, Streams};
 use crate::node::leftovers::{self, Leftover};
 use crate::node::snapshot::Snapshot;
-use crate::report::{Colour, paint, write, write_json};
+use crate::report::{Colour, paint, write_report};
 
 pub(crate) use attachment::AttachmentReport;
 
@@ -60,24 +60,14 @@ impl Fact {
     }
 }
 
-/// Runs `cnitool inspect`.
-pub(crate) fn run(
-    args: &Inspect,
-    shared: &Shared,
-    call: &Call<'_>,
-    streams: &mut Streams<'_>,
-) -> Result<Exit, Failure> {
-    inspect(args, shared, call, streams).map_err(|error| failed("inspect", error, shared.format()))
-}
-
-/// Prints the attachments and leftovers that the arguments select. Returns [`Exit::Failed`] if
+/// Runs `cnitool inspect`: prints the attachments and leftovers that the arguments select. Returns [`Exit::Failed`] if
 /// something differs or is left over.
 ///
 /// # Errors
 /// - As [`Snapshot::take`].
 /// - Code 3 if the arguments name a network and select nothing.
 /// - Code 5 if stdout cannot be written.
-fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+pub(crate) fn run(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let snapshot = Snapshot::take(shared, call, &streams.notes)?;
     // An unknown network or container matches only if the argument is not given.
     let is_selected = |network: Option<&str>, container: Option<&str>| {
@@ -105,27 +95,22 @@ fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Strea
     }
     let has_difference =
         attachments.iter().flat_map(|report| &report.facts).any(|fact| fact.verdict == Verdict::Differs);
-    match shared.format() {
-        Format::Json => write_json(streams, &as_json(&attachments, &leftovers))?,
-        Format::Text => {
-            let text = as_text(&attachments, &leftovers, streams);
-            write(streams, &text)?;
-        }
-    }
+    let json = || as_json(&attachments, &leftovers);
+    write_report(streams, shared.format(), json, |style| as_text(&attachments, &leftovers, style))?;
     Ok(if has_difference || !leftovers.is_empty() { Exit::Failed } else { Exit::Done })
 }
 
 /// Returns the report for people.
-fn as_text(attachments: &[AttachmentReport], leftovers: &[Leftover], streams: &Streams<'_>) -> String {
+fn as_text(attachments: &[AttachmentReport], leftovers: &[Leftover], style: ColorMode) -> String {
     let mut text = String::new();
     for report in attachments {
-        text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, &report.name));
+        text += &format!("{}\n", paint(style, Colour::Bold, &report.name));
         for fact in &report.facts {
             let sign = if fact.verdict == Verdict::Fine { ' ' } else { '!' };
             let line = format!("{sign} {:<12} {}", fact.kind, fact.text);
             text += &match fact.verdict {
                 Verdict::Fine => line,
-                Verdict::Differs => paint(streams.stdout_style, Colour::Red, &line),
+                Verdict::Differs => paint(style, Colour::Red, &line),
             };
             text.push('\n');
         }
@@ -137,10 +122,10 @@ fn as_text(attachments: &[AttachmentReport], leftovers: &[Leftover], streams: &S
         text += &format!("{count} {plural}; nothing is left over.\n");
         return text;
     }
-    text += &format!("{}\n", paint(streams.stdout_style, Colour::Bold, "Left over"));
+    text += &format!("{}\n", paint(style, Colour::Bold, "Left over"));
     for leftover in leftovers {
         let line = format!("! {:<12} {}", leftover.kind, leftover.what);
-        text += &format!("{}\n", paint(streams.stdout_style, Colour::Red, &line));
+        text += &format!("{}\n", paint(style, Colour::Red, &line));
         text += &format!("    because {}\n    remove: {}\n", leftover.why, leftover.command);
     }
     text

@@ -8,10 +8,10 @@ use cni::Error;
 use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
-use crate::call::{Format, Streams, Variables};
+use crate::call::{ColorMode, Streams, Variables};
 use crate::node::ipam::{IpamContext, sockets};
 use crate::node::networks;
-use crate::report::{Colour, paint, table, write, write_json};
+use crate::report::{Colour, table, write_report};
 
 /// The arguments of `dhcp`.
 #[derive(Debug, Args)]
@@ -34,23 +34,8 @@ impl IpamContext<'_, '_> {
             found.extend(leases::list(&socket)?);
         }
         found.retain(|lease| args.network.as_ref().is_none_or(|network| *network == lease.network));
-        match self.shared.format() {
-            Format::Json => write_json(streams, &json!({"leases": found.iter().map(as_json).collect::<Vec<_>>()})),
-            Format::Text if found.is_empty() => write(streams, "No lease is recorded.\n"),
-            Format::Text => {
-                let header =
-                    ["NETWORK", "CONTAINER", "IFNAME", "ADDRESS", "SERVER", "T1", "T2", "EXPIRY", "LAST ERROR"];
-                let rows = found.iter().map(as_row);
-                let rows: Vec<Vec<String>> = [header.map(str::to_owned).to_vec()].into_iter().chain(rows).collect();
-                let mut lines = table(&rows);
-                for (line, lease) in lines.iter_mut().skip(1).zip(&found) {
-                    if lease.error.is_some() {
-                        *line = paint(streams.stdout_style, Colour::Yellow, line);
-                    }
-                }
-                write(streams, &format!("{}\n", lines.join("\n")))
-            }
-        }
+        let json = || json!({"leases": found.iter().map(as_json).collect::<Vec<_>>()});
+        write_report(streams, self.shared.format(), json, |style| as_text(&found, style))
     }
 
     /// Returns the sockets of the daemons whose leases are listed: the socket in the arguments, or
@@ -65,6 +50,16 @@ impl IpamContext<'_, '_> {
         let folder = self.shared.conf_folder(&Variables(&self.call.environment));
         Ok(sockets(&networks(&folder)?))
     }
+}
+
+/// Returns the table of the leases. Those whose last renewal failed are coloured.
+fn as_text(leases: &[Lease], style: ColorMode) -> String {
+    if leases.is_empty() {
+        return "No lease is recorded.\n".to_owned();
+    }
+    let header = ["NETWORK", "CONTAINER", "IFNAME", "ADDRESS", "SERVER", "T1", "T2", "EXPIRY", "LAST ERROR"];
+    let row = |lease: &Lease| (as_row(lease), lease.error.as_ref().map(|_| Colour::Yellow));
+    table(&header, leases.iter().map(row).collect(), style)
 }
 
 /// Returns a lease for `--json`.

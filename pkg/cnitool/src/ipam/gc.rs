@@ -14,7 +14,7 @@ use super::{age_in_seconds, escaped_owner};
 use crate::call::{Format, Streams};
 use crate::node::attachments::{CheckedReservation, Liveness};
 use crate::node::ipam::IpamContext;
-use crate::report::{Colour, paint, write, write_json};
+use crate::report::{Colour, paint, write_report};
 
 /// The arguments of `gc`.
 #[derive(Debug, Args)]
@@ -84,31 +84,31 @@ impl IpamContext<'_, '_> {
     fn print_decisions(&self, args: &Collect, decisions: &[Decision], streams: &mut Streams<'_>) -> Result<(), Error> {
         let (removed, kept): (Vec<&Decision>, Vec<&Decision>) =
             decisions.iter().partition(|decision| decision.is_removed);
-        if self.shared.format() == Format::Json {
+        let json = || {
             let row = |decision: &&Decision| -> Value {
                 let Reservation { address, id, ifname, .. } = &decision.reservation;
                 json!({"address": address, "containerID": id, "ifname": ifname, "reason": decision.why})
             };
-            let removed: Vec<Value> = removed.iter().map(row).collect();
-            let kept: Vec<Value> = kept.iter().map(row).collect();
+            let [removed, kept] = [&removed, &kept].map(|rows| rows.iter().map(row).collect::<Vec<Value>>());
             // `changed` is true without `--dry-run`, even if nothing was removed.
-            let report = json!({"network": args.network, "changed": !args.dry_run, "removed": removed, "kept": kept});
-            return write_json(streams, &report);
-        }
-        let mut text = String::new();
-        for Decision { reservation, is_removed, why } in decisions {
-            let verb = if *is_removed { "remove" } else { "keep" };
-            let (id, ifname) = escaped_owner(reservation);
-            let line = format!("{verb:<6}  {}  {}  ({why})", reservation.address, format!("{id} {ifname}").trim());
-            text += &if *is_removed { paint(streams.stdout_style, Colour::Red, &line) } else { line };
-            text.push('\n');
-        }
-        let (removed_count, count) = (removed.len(), decisions.len());
-        text += &match args.dry_run {
-            true => format!("{removed_count} of {count} would be removed. Nothing was changed.\n"),
-            false => format!("{removed_count} of {count} are removed.\n"),
+            json!({"network": args.network, "changed": !args.dry_run, "removed": removed, "kept": kept})
         };
-        write(streams, &text)
+        let text = |style| {
+            let mut text = String::new();
+            for Decision { reservation, is_removed, why } in decisions {
+                let verb = if *is_removed { "remove" } else { "keep" };
+                let (id, ifname) = escaped_owner(reservation);
+                let line = format!("{verb:<6}  {}  {}  ({why})", reservation.address, format!("{id} {ifname}").trim());
+                text += &if *is_removed { paint(style, Colour::Red, &line) } else { line };
+                text.push('\n');
+            }
+            let (removed_count, count) = (removed.len(), decisions.len());
+            text + &match args.dry_run {
+                true => format!("{removed_count} of {count} would be removed. Nothing was changed.\n"),
+                false => format!("{removed_count} of {count} are removed.\n"),
+            }
+        };
+        write_report(streams, self.shared.format(), json, text)
     }
 }
 

@@ -5,9 +5,9 @@ use cni::Error;
 use cni_ipam::store::Usage;
 use serde_json::{Value, json};
 
-use crate::call::{Format, Streams};
+use crate::call::{ColorMode, Streams};
 use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, NetworkPool, used_percent};
-use crate::report::{Colour, paint, table, write, write_json};
+use crate::report::{Colour, Row, table, write_report};
 
 /// How full the ranges of one network are.
 struct NetworkUsage {
@@ -36,17 +36,8 @@ impl IpamContext<'_, '_> {
             let folder = store.path().display().to_string();
             networks.push(NetworkUsage { folder, reservation_count: store.count()?, sets, pool });
         }
-        match self.shared.format() {
-            Format::Json => {
-                let networks: Vec<Value> = networks.iter().map(as_json).collect();
-                write_json(streams, &json!({"networks": networks}))
-            }
-            Format::Text if networks.is_empty() => write(streams, "No network has reservations or uses host-local.\n"),
-            Format::Text => {
-                let text = as_text(&networks, streams);
-                write(streams, &text)
-            }
-        }
+        let json = || json!({"networks": networks.iter().map(as_json).collect::<Vec<Value>>()});
+        write_report(streams, self.shared.format(), json, |style| as_text(&networks, style))
     }
 }
 
@@ -63,11 +54,11 @@ impl NetworkUsage {
 }
 
 /// Returns the table and the notes below it. Nearly full range sets are coloured.
-fn as_text(networks: &[NetworkUsage], streams: &Streams<'_>) -> String {
-    let header = ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"];
-    let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
-    // The positions of the nearly full range sets in `rows`.
-    let mut nearly_full = Vec::new();
+fn as_text(networks: &[NetworkUsage], style: ColorMode) -> String {
+    if networks.is_empty() {
+        return "No network has reservations or uses host-local.\n".to_owned();
+    }
+    let mut rows: Vec<Row> = Vec::new();
     let mut notes = String::new();
     for usage in networks {
         let NetworkUsage { pool: NetworkPool { network, ranges, .. }, folder, reservation_count, sets } = usage;
@@ -76,25 +67,19 @@ fn as_text(networks: &[NetworkUsage], streams: &Streams<'_>) -> String {
         }
         if sets.is_empty() {
             let count = reservation_count.to_string();
-            rows.push([network, "?", &count, "?", "?", folder].map(str::to_owned).to_vec());
+            rows.push(([network, "?", &count, "?", "?", folder].map(str::to_owned).to_vec(), None));
         }
         for set in sets {
             let percent = used_percent(set);
-            if percent >= NEARLY_FULL_PERCENT {
-                nearly_full.push(rows.len());
-            }
             let (used, total) = (set.used.to_string(), set.total.to_string());
-            rows.push(vec![network.clone(), set.set.clone(), used, total, format!("{percent}%"), folder.clone()]);
+            let cells = vec![network.clone(), set.set.clone(), used, total, format!("{percent}%"), folder.clone()];
+            rows.push((cells, (percent >= NEARLY_FULL_PERCENT).then_some(Colour::Yellow)));
         }
         if let Some(outside) = usage.count_outside().filter(|outside| *outside > 0) {
             notes += &format!("{network}: {outside} reserved addresses are outside of the configured ranges\n");
         }
     }
-    let mut lines = table(&rows);
-    for row in nearly_full {
-        lines[row] = paint(streams.stdout_style, Colour::Yellow, &lines[row]);
-    }
-    format!("{}\n{notes}", lines.join("\n"))
+    table(&["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"], rows, style) + &notes
 }
 
 /// Returns the usage of a network for `--json`.

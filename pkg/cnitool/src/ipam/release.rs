@@ -7,10 +7,10 @@ use cni::{Code, Error};
 use cni_ipam::{Listed, Reservation};
 use serde_json::json;
 
-use crate::call::{Format, Streams};
+use crate::call::Streams;
 use crate::node::attachments::Liveness;
 use crate::node::ipam::IpamContext;
-use crate::report::{REFUSED, write, write_json};
+use crate::report::{REFUSED, write_report};
 
 /// The arguments of `release`.
 #[derive(Debug, Args)]
@@ -77,20 +77,12 @@ impl IpamContext<'_, '_> {
         let released_addresses = locked.release_chosen(&selected)?;
         let mut released = selected;
         released.retain(|reservation| released_addresses.contains(&reservation.address));
-        match self.shared.format() {
-            Format::Json => {
-                let row = |reservation: &Reservation| {
-                    let Reservation { address, id, ifname, .. } = reservation;
-                    json!({"address": address, "containerID": id, "ifname": ifname})
-                };
-                let rows: Vec<_> = released.iter().map(row).collect();
-                write_json(streams, &json!({"network": args.network, "removed": rows}))?;
-            }
-            Format::Text => {
-                let lines: String = released.iter().map(|reservation| format!("released: {reservation}\n")).collect();
-                write(streams, &lines)?;
-            }
-        }
+        let json = || {
+            let row = |Reservation { address, id, ifname, .. }: &Reservation| json!({"address": address, "containerID": id, "ifname": ifname});
+            json!({"network": args.network, "removed": released.iter().map(row).collect::<Vec<_>>()})
+        };
+        let text = |_| released.iter().map(|reservation| format!("released: {reservation}\n")).collect();
+        write_report(streams, self.shared.format(), json, text)?;
         read_outcome
     }
 }

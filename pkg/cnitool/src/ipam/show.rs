@@ -1,15 +1,17 @@
 //! show: lists the reservations of a network.
 
+use std::net::IpAddr;
+
 use clap::Args;
 use cni::Error;
-use cni_ipam::Listed;
-use serde_json::json;
+use cni_ipam::{Listed, RangeSets};
+use serde_json::{Value, json};
 
 use super::{age_in_seconds, age_text, escaped_owner};
-use crate::call::{Format, Streams};
+use crate::call::Streams;
 use crate::node::attachments::{CheckedReservation, Liveness};
-use crate::node::ipam::IpamContext;
-use crate::report::{Colour, paint, table, write, write_json};
+use crate::node::ipam::{IpamContext, NetworkPool};
+use crate::report::{Colour, Row, paint, table, write_report};
 
 /// The arguments of `show`.
 #[derive(Debug, Args)]
@@ -31,75 +33,74 @@ impl IpamContext<'_, '_> {
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
         let Listed { reservations, unusual, .. } = self.list_reservations(&pool)?;
-        let all_checked = self.check_all(&pool.network, reservations)?;
-        let is_outside_ranges = |checked: &CheckedReservation| match &pool.ranges {
-            Ok(ranges) => !ranges.sets().iter().any(|set| set.find(checked.reservation.address).is_some()),
-            // The ranges are not known.
-            Err(_) => false,
-        };
+        let checked = self.check_all(&pool.network, reservations)?;
         let folder = self.store(&pool).path().display().to_string();
-        match self.shared.format() {
-            Format::Json => {
-                let row = |checked: &CheckedReservation| {
-                    json!({
-                        "address": checked.reservation.address,
-                        "containerID": checked.reservation.id,
-                        "ifname": checked.reservation.ifname,
-                        "ageSeconds": age_in_seconds(checked.reservation.since),
-                        "state": checked.liveness.word(),
-                        "reason": checked.liveness.why(),
-                        "outsideOfRanges": is_outside_ranges(checked),
-                    })
-                };
-                let rows: Vec<_> = all_checked.iter().map(row).collect();
-                let files: Vec<_> =
-                    unusual.iter().map(|(address, what)| json!({"address": address, "what": what})).collect();
-                write_json(
-                    streams,
-                    &json!({"network": pool.network, "folder": folder, "reservations": rows, "unusual": files}),
-                )
+        let rows: Vec<ShownReservation> =
+            checked.into_iter().map(|checked| ShownReservation::new(checked, &pool)).collect();
+        let json = || {
+            let file = |(address, what): &(IpAddr, String)| json!({"address": address, "what": what});
+            let reservations: Vec<Value> = rows.iter().map(ShownReservation::as_json).collect();
+            let unusual: Vec<Value> = unusual.iter().map(file).collect();
+            json!({"network": pool.network, "folder": folder, "reservations": reservations, "unusual": unusual})
+        };
+        let text = |style| {
+            if rows.is_empty() && unusual.is_empty() {
+                return format!("Nothing is reserved in {folder}.\n");
             }
-            Format::Text if all_checked.is_empty() && unusual.is_empty() => {
-                write(streams, &format!("Nothing is reserved in {folder}.\n"))
-            }
-            Format::Text => {
-                let mut lines = as_lines(&all_checked, is_outside_ranges, streams);
-                lines.extend(
-                    unusual.iter().map(|(address, what)| {
-                        paint(streams.stdout_style, Colour::Yellow, &format!("{address}: {what}"))
-                    }),
-                );
-                write(streams, &format!("{}\n", lines.join("\n")))
-            }
-        }
+            let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
+            let table = table(&header, rows.iter().map(ShownReservation::as_row).collect(), style);
+            let unusual = unusual
+                .iter()
+                .map(|(address, what)| paint(style, Colour::Yellow, &format!("{address}: {what}")) + "\n");
+            table + &unusual.collect::<String>()
+        };
+        write_report(streams, self.shared.format(), json, text)
     }
 }
 
-/// Returns the reservations as the lines of a table. Reservations that are not in use are coloured.
-fn as_lines(
-    all_checked: &[CheckedReservation],
-    is_outside_ranges: impl Fn(&CheckedReservation) -> bool,
-    streams: &Streams<'_>,
-) -> Vec<String> {
-    let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
-    let mut rows: Vec<Vec<String>> = vec![header.map(str::to_owned).to_vec()];
-    for checked in all_checked {
-        let (id, ifname) = escaped_owner(&checked.reservation);
-        let mut why = checked.liveness.why().to_owned();
-        if is_outside_ranges(checked) {
+/// A reservation as the verb shows it.
+struct ShownReservation {
+    checked: CheckedReservation,
+    /// Whether its address is in none of the network's ranges, if these are known.
+    is_outside_ranges: bool,
+}
+
+impl ShownReservation {
+    /// Compares a reservation with the ranges of its pool.
+    fn new(checked: CheckedReservation, pool: &NetworkPool) -> ShownReservation {
+        let address = checked.reservation.address;
+        let is_inside = |ranges: &RangeSets| ranges.sets().iter().any(|set| set.find(address).is_some());
+        ShownReservation { checked, is_outside_ranges: pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges)) }
+    }
+
+    /// Returns the reservation for `--json`.
+    fn as_json(&self) -> Value {
+        let CheckedReservation { reservation, liveness } = &self.checked;
+        json!({
+            "address": reservation.address,
+            "containerID": reservation.id,
+            "ifname": reservation.ifname,
+            "ageSeconds": age_in_seconds(reservation.since),
+            "state": liveness.word(),
+            "reason": liveness.why(),
+            "outsideOfRanges": self.is_outside_ranges,
+        })
+    }
+
+    /// Returns the row of the table. Reservations that are not in use are coloured.
+    fn as_row(&self) -> Row {
+        let CheckedReservation { reservation, liveness } = &self.checked;
+        let (id, ifname) = escaped_owner(reservation);
+        let mut why = liveness.why().to_owned();
+        if self.is_outside_ranges {
             why += "; outside the network's ranges";
         }
-        let address = checked.reservation.address.to_string();
-        let state = checked.liveness.word().to_owned();
-        rows.push(vec![address, id, ifname, age_text(checked.reservation.since), state, why]);
+        let (address, age) = (reservation.address.to_string(), age_text(reservation.since));
+        let colour = match liveness {
+            Liveness::InUse(_) => None,
+            Liveness::ContainerGone(_) => Some(Colour::Red),
+            Liveness::Unknown(_) => Some(Colour::Yellow),
+        };
+        (vec![address, id, ifname, age, liveness.word().to_owned(), why], colour)
     }
-    let mut lines = table(&rows);
-    for (line, checked) in lines.iter_mut().skip(1).zip(all_checked) {
-        match checked.liveness {
-            Liveness::InUse(_) => {}
-            Liveness::ContainerGone(_) => *line = paint(streams.stdout_style, Colour::Red, line),
-            Liveness::Unknown(_) => *line = paint(streams.stdout_style, Colour::Yellow, line),
-        }
-    }
-    lines
 }

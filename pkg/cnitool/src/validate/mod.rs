@@ -19,9 +19,9 @@ use cni::{Code, Error};
 use libcni::ConfFile;
 use serde_json::{Value, json};
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, Variables, failed};
+use crate::call::{Call, ColorMode, Exit, Format, Shared, Streams, Variables};
 use crate::node;
-use crate::report::{Colour, paint, table, write, write_json};
+use crate::report::{Colour, paint, table, write_report};
 
 /// The arguments of `validate`.
 #[derive(Debug, Args)]
@@ -101,24 +101,14 @@ struct CheckedFile {
     problems: Vec<Problem>,
 }
 
-/// Runs `validate`.
-pub(crate) fn run(
-    args: &Validate,
-    shared: &Shared,
-    call: &Call<'_>,
-    streams: &mut Streams<'_>,
-) -> Result<Exit, Failure> {
-    validate(args, shared, call, streams).map_err(|error| failed("validate", error, shared.format()))
-}
-
-/// Checks the files or networks in the arguments and writes their problems. Returns
+/// Runs `validate`: checks the files or networks in the arguments and writes their problems. Returns
 /// [`Exit::Failed`] if the arguments do not [accept](Validate::accepts) the problems of a file that
 /// runtimes may use.
 ///
 /// # Errors
 /// - Code 5 if a file or the networks' folder cannot be read, or stdout cannot be written.
 /// - Code 7 if a network in the arguments is not configured.
-fn validate(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+pub(crate) fn run(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let host = if args.file_only { None } else { Some((shared, call)) };
     let folder = shared.conf_folder(&Variables(&call.environment));
     let configured = folder.files();
@@ -204,18 +194,20 @@ fn list(files: Vec<ConfFile>, host: Option<(&Shared, &Call<'_>)>, streams: &Stre
 /// # Errors
 /// Code 5 if stdout cannot be written.
 fn write_listed(listed: &[ListedFile], folder: &Path, format: Format, streams: &mut Streams<'_>) -> Result<(), Error> {
-    if format == Format::Json {
+    let json = || {
         let networks: Vec<Value> = listed.iter().map(ListedFile::as_json).collect();
-        return write_json(streams, &json!({"folder": folder.display().to_string(), "networks": networks}));
-    }
-    if listed.is_empty() {
-        return write(streams, &format!("No network is configured in {}.\n", folder.display()));
-    }
-    let header = ["NETWORK", "VERSION", "PLUGINS", "FILE", ""].map(str::to_owned).to_vec();
-    let rows: Vec<Vec<String>> = std::iter::once(header).chain(listed.iter().map(ListedFile::as_row)).collect();
-    let problems: String = listed.iter().flat_map(|file| file.checked.lines(streams)).collect();
-    let blank_line = if problems.is_empty() { "" } else { "\n" };
-    write(streams, &format!("{}\n{blank_line}{problems}", table(&rows).join("\n")))
+        json!({"folder": folder.display().to_string(), "networks": networks})
+    };
+    let text = |style| {
+        if listed.is_empty() {
+            return format!("No network is configured in {}.\n", folder.display());
+        }
+        let rows = listed.iter().map(|file| (file.as_row(), None)).collect();
+        let problems: String = listed.iter().flat_map(|file| file.checked.lines(style)).collect();
+        let blank_line = if problems.is_empty() { "" } else { "\n" };
+        table(&["NETWORK", "VERSION", "PLUGINS", "FILE", ""], rows, style) + blank_line + &problems
+    };
+    write_report(streams, format, json, text)
 }
 
 impl ListedFile {
@@ -272,37 +264,37 @@ fn summary(problems: &[Problem]) -> String {
 /// # Errors
 /// Code 5 if stdout cannot be written.
 fn write_files(files: &[CheckedFile], format: Format, streams: &mut Streams<'_>) -> Result<(), Error> {
-    if format == Format::Json {
-        let as_json = |file: &CheckedFile| {
-            json!({
-                "file": file.path.display().to_string(),
-                "network": file.network,
-                "sound": !has_error(&file.problems),
-                "problems": file.as_json(),
-            })
-        };
-        return write_json(streams, &json!({"files": files.iter().map(as_json).collect::<Vec<_>>()}));
-    }
-    let mut text = String::new();
-    for file in files {
-        text += &file.lines(streams).concat();
-        if !has_error(&file.problems) {
-            text += &format!("{}: network {} has no errors\n", file.path.display(), file.network);
+    let file_json = |file: &CheckedFile| {
+        json!({
+            "file": file.path.display().to_string(),
+            "network": file.network,
+            "sound": !has_error(&file.problems),
+            "problems": file.as_json(),
+        })
+    };
+    let json = || json!({"files": files.iter().map(file_json).collect::<Vec<_>>()});
+    let text = |style| {
+        let mut text = String::new();
+        for file in files {
+            text += &file.lines(style).concat();
+            if !has_error(&file.problems) {
+                text += &format!("{}: network {} has no errors\n", file.path.display(), file.network);
+            }
         }
-    }
-    write(streams, &text)
+        text
+    };
+    write_report(streams, format, json, text)
 }
 
 impl CheckedFile {
     /// Returns a line for each problem, `file:line:column: error: path: what`, in the form that
     /// compilers use and editors understand.
-    fn lines(&self, streams: &Streams<'_>) -> Vec<String> {
+    fn lines(&self, style: ColorMode) -> Vec<String> {
         let text_of = |problem: &Problem| {
             let (line, column) = position::find(&self.text, &problem.path);
-            let position =
-                paint(streams.stdout_style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
+            let position = paint(style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
             let colour = if problem.severity == Severity::Error { Colour::Red } else { Colour::Yellow };
-            let severity = paint(streams.stdout_style, colour, &format!("{}:", problem.severity.as_str()));
+            let severity = paint(style, colour, &format!("{}:", problem.severity.as_str()));
             // A path with `@` is a position, with which the line already begins.
             let has_key = !problem.path.is_empty() && !problem.path.starts_with('@');
             let path = if has_key { format!("{}: ", problem.path) } else { String::new() };
