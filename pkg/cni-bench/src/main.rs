@@ -17,7 +17,6 @@ mod floor;
 mod guard;
 mod measure;
 mod options;
-mod plot;
 mod report;
 mod rules;
 mod stats;

@@ -1,4 +1,4 @@
-//! Writes the results: tables as text and Markdown, all figures as JSON, and plots.
+//! Writes the results: tables in Markdown, and all figures as JSON.
 //!
 //! The results go into the folder of `--out DIR`. If the page `DIR.md` beside that folder has the
 //! two lines [`BEGIN`] and [`END`], the report replaces the part between them.
@@ -13,7 +13,6 @@ use crate::cases::{ALONE, AT_ONCE, CHAINS, Folders, MAPPINGS, MASQUERADE, RESERV
 use crate::error::{Doing as _, Result};
 use crate::measure::{CrowdRow, Results, Row};
 use crate::options::Extent;
-use crate::plot;
 use crate::targets::{self, short};
 use crate::world::run;
 
@@ -91,7 +90,7 @@ fn installed_package(folder: &Path) -> Option<String> {
     Some(name_and_version.trim().replace('\t', " "))
 }
 
-/// A table, which is rendered as text or as Markdown.
+/// A table of the report.
 struct Table {
     title: String,
     head: Vec<&'static str>,
@@ -99,32 +98,6 @@ struct Table {
 }
 
 impl Table {
-    /// Renders the table as text with aligned columns.
-    fn text(&self) -> String {
-        let mut widths: Vec<usize> = self.head.iter().map(|cell| cell.len()).collect();
-        for row in &self.rows {
-            for (width, cell) in widths.iter_mut().zip(row) {
-                *width = (*width).max(cell.chars().count());
-            }
-        }
-        let line = |cells: Vec<&str>| {
-            let mut line = String::new();
-            for (column, (cell, width)) in cells.iter().zip(&widths).enumerate() {
-                // The first three columns are words, aligned to the left; figures are aligned to
-                // the right.
-                let padded = if column < 3 { format!("{cell:<width$}  ") } else { format!("{cell:>width$}  ") };
-                line.push_str(&padded);
-            }
-            line.trim_end().to_owned() + "\n"
-        };
-        let mut text = format!("{}\n\n{}", self.title, line(self.head.clone()));
-        for row in &self.rows {
-            text.push_str(&line(row.iter().map(String::as_str).collect()));
-        }
-        text.push('\n');
-        text
-    }
-
     /// Renders the table as Markdown, under a heading.
     fn markdown(&self) -> String {
         let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
@@ -135,23 +108,15 @@ impl Table {
     }
 }
 
-/// Prints the tables to standard output, writes the JSON and the plots into the folder `out`, and
+/// Prints the tables to standard output, writes all figures as JSON into the folder `out`, and
 /// updates the page beside the folder.
 pub(crate) fn write(results: &Results, out: &Path) -> Result<()> {
-    let save = |name: &str, text: &str| {
-        let path = out.join(name);
-        fs::write(&path, text).doing(format_args!("failed to write {}", path.display()))
-    };
-    say(&text(results));
+    let report = markdown(results);
+    say(&report);
     let json = serde_json::to_string_pretty(&as_json(results)).doing("failed to encode the results as JSON")?;
-    save("results.json", &(json + "\n"))?;
-    let mut plots = Vec::new();
-    for (name, title, svg) in plot::all(results) {
-        save(&name, &svg)?;
-        plots.push((name, title));
-    }
-    let folder = out.file_name().unwrap_or_default().to_string_lossy();
-    update_page(&out.with_extension("md"), &markdown(results, &plots, &folder))
+    let path = out.join("results.json");
+    fs::write(&path, json + "\n").doing(format_args!("failed to write {}", path.display()))?;
+    update_page(&out.with_extension("md"), &report)
 }
 
 /// Replaces the part of the page between [`BEGIN`] and [`END`] with `report`. Does nothing if the
@@ -163,52 +128,22 @@ fn update_page(page: &Path, report: &str) -> Result<()> {
     fs::write(page, format!("{before}\n\n{report}{after}")).doing(format_args!("failed to write {}", page.display()))
 }
 
-/// Returns the report as text.
-fn text(results: &Results) -> String {
-    let mut text = String::new();
-    for (name, value) in &results.machine {
-        text.push_str(&format!("{name:<18} {value}\n"));
-    }
-    text.push('\n');
-    text.push_str(&targets_table(results).text());
-    for group in GROUPS {
-        let rows: Vec<&Row> = results.rows.iter().filter(|row| row.group == group).collect();
-        if !rows.is_empty() {
-            text.push_str(&long_table(results, group, &rows).text());
-        }
-    }
-    if !results.crowds.is_empty() {
-        text.push_str(&crowd_table(results, &results.crowds.iter().collect::<Vec<_>>()).text());
-    }
-    text.push_str(&size_table(results).text());
-    for failure in &results.failures {
-        text.push_str(&format!("NOT MEASURED  {failure}\n"));
-    }
-    for (name, why) in &results.skipped {
-        text.push_str(&format!("NOT MEASURED  {name}: {why}\n"));
-    }
-    text
-}
-
-/// Returns the report as Markdown. `plots` are the file names and titles of the plots in `folder`.
-fn markdown(results: &Results, plots: &[(String, String)], folder: &str) -> String {
+/// Returns the report as Markdown.
+fn markdown(results: &Results) -> String {
     let mut text = String::new();
     for (name, value) in &results.machine {
         text.push_str(&format!("- {name}: {value}\n"));
     }
     text.push('\n');
     text.push_str(&targets_table(results).markdown());
-    for (name, title) in plots {
-        text.push_str(&format!("![{title}]({folder}/{name})\n\n"));
-    }
     for group in GROUPS {
         let rows: Vec<&Row> = results.rows.iter().filter(|row| row.group == group).collect();
         if !rows.is_empty() {
-            text.push_str(&short_table(results, group, &rows).markdown());
+            text.push_str(&group_table(results, group, &rows).markdown());
         }
     }
     if !results.crowds.is_empty() {
-        text.push_str(&crowd_table(results, &results.crowds.iter().collect::<Vec<_>>()).markdown());
+        text.push_str(&crowd_table(results).markdown());
     }
     text.push_str(&size_table(results).markdown());
     for failure in &results.failures {
@@ -238,59 +173,9 @@ fn number_or_dash(value: Option<f64>) -> String {
     value.filter(|value| value.is_finite()).map_or("-".to_owned(), short)
 }
 
-/// Returns the row of [`Side::Theirs`] for the same case and verb as `row`; `None` if there is
-/// none, or if `row` is of that side itself.
-fn row_of_theirs<'r>(results: &'r Results, row: &Row) -> Option<&'r Row> {
-    results.row(row.group, &row.case, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs)
-}
-
-/// Returns the table of a group with all figures: one line for each row.
-fn long_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
-    let cells = |row: &&Row| {
-        let theirs = row_of_theirs(results, row);
-        let count_or_dash = |value: fn(&crate::trace::Counts) -> usize| {
-            row.counts.as_ref().map_or("-".to_owned(), |counts| value(counts).to_string())
-        };
-        vec![
-            row.case.clone(),
-            row.verb.to_owned(),
-            row.side.label().to_owned(),
-            short(row.wall.median()),
-            short(row.wall.p99()),
-            short(row.cpu.median()),
-            number_or_dash(theirs.map(|theirs| row.wall.median() / theirs.wall.median())),
-            number_or_dash(theirs.map(|theirs| row.cpu.median() / theirs.cpu.median())),
-            count_or_dash(|counts| counts.syscalls),
-            count_or_dash(|counts| counts.programs),
-            count_or_dash(|counts| counts.threads),
-            count_or_dash(|counts| counts.peak),
-            row.wall.len().to_string(),
-        ]
-    };
-    Table {
-        title: format!("{} (ms; peak in KiB, of the largest process)", capital(group)),
-        head: vec![
-            "case",
-            "verb",
-            "side",
-            "median",
-            "p99",
-            "CPU",
-            "/theirs",
-            "CPU/theirs",
-            "syscalls",
-            "programs",
-            "threads",
-            "peak",
-            "n",
-        ],
-        rows: rows.iter().map(cells).collect(),
-    }
-}
-
 /// Returns the table of a group with the median wall times: one line for each case and verb, a
 /// column for each side.
-fn short_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
+fn group_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
     let mut lines: Vec<Vec<String>> = Vec::new();
     let mut done: Vec<(&str, &str)> = Vec::new();
     for row in rows {
@@ -322,8 +207,8 @@ fn short_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
 }
 
 /// Returns the table of the attachments made at once.
-fn crowd_table(results: &Results, rows: &[&CrowdRow]) -> Table {
-    let cells = |row: &&CrowdRow| {
+fn crowd_table(results: &Results) -> Table {
+    let cells = |row: &CrowdRow| {
         let theirs = results.crowd(&row.case, row.count, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs);
         vec![
             format!("{} of {}", row.count, row.case),
@@ -340,7 +225,7 @@ fn crowd_table(results: &Results, rows: &[&CrowdRow]) -> Table {
     Table {
         title: format!("{} (each from the common start to its end, ms; CPU per attachment, ms)", capital(AT_ONCE)),
         head: vec!["case", "verb", "side", "per second", "median", "p99", "CPU", "times theirs", "crowds"],
-        rows: rows.iter().map(cells).collect(),
+        rows: results.crowds.iter().map(cells).collect(),
     }
 }
 
