@@ -7,6 +7,7 @@
 use std::net::IpAddr;
 
 use cni::Cidr;
+use cni::cidr::{from_octets, octets};
 use cni::result::{AddResult, Dns, IpConfig, Route};
 
 use crate::gob::{
@@ -209,13 +210,13 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
         // Interface is left out.
         fields.skip();
         fields.nested(ip_net(&ip.address));
-        fields.data(&octets(ip.gateway));
+        fields.data(&ip.gateway.map(octets).unwrap_or_default());
         fields.end()
     });
     fields.list(&result.routes, |route| {
         let mut fields = Fields::default();
         fields.nested(ip_net(&route.dst));
-        fields.data(&octets(route.gw));
+        fields.data(&route.gw.map(octets).unwrap_or_default());
         for number in [route.mtu, route.advmss, route.priority, route.table, route.scope.map(u32::from)] {
             fields.int(number.unwrap_or_default().into());
         }
@@ -232,7 +233,7 @@ fn write_result(out: &mut Vec<u8>, result: &AddResult) {
 
 /// Encodes a CIDR as Go's `net.IPNet`.
 fn ip_net(cidr: &Cidr) -> Fields {
-    let address = octets(Some(cidr.address()));
+    let address = octets(cidr.address());
     let mask_byte = |index: usize| {
         // How many bits of this byte the prefix covers. For 0, the shift overflows.
         let ones = usize::from(cidr.prefix()).saturating_sub(index * 8).min(8);
@@ -243,15 +244,6 @@ fn ip_net(cidr: &Cidr) -> Fields {
     fields.data(&address);
     fields.data(&mask);
     fields
-}
-
-/// Returns the bytes of an address, or an empty list without one.
-fn octets(address: Option<IpAddr>) -> Vec<u8> {
-    match address {
-        None => Vec::new(),
-        Some(IpAddr::V4(address)) => address.octets().to_vec(),
-        Some(IpAddr::V6(address)) => address.octets().to_vec(),
-    }
 }
 
 /// Decodes what one end of a connection receives.
@@ -437,14 +429,10 @@ fn read_result(body: &Value) -> Result<AddResult, RpcError> {
 /// [`RpcError::Invalid`] with the text `invalid` if the number of bytes is not that of an address.
 fn read_address(bytes: &[u8], invalid: &'static str) -> Result<Option<IpAddr>, RpcError> {
     if bytes.is_empty() {
-        Ok(None)
-    } else if let Ok(v4) = <[u8; 4]>::try_from(bytes) {
-        Ok(Some(IpAddr::from(v4)))
-    } else if let Ok(v6) = <[u8; 16]>::try_from(bytes) {
-        Ok(Some(IpAddr::from(v6).to_canonical()))
-    } else {
-        Err(RpcError::Invalid(invalid))
+        return Ok(None);
     }
+    let address = from_octets(bytes).ok_or(RpcError::Invalid(invalid))?;
+    Ok(Some(address.to_canonical()))
 }
 
 /// Returns the CIDR of Go's `net.IPNet`, or `None` if the address or the mask is invalid.
@@ -458,7 +446,7 @@ fn read_net(net: &Value) -> Option<Cidr> {
     };
     // The mask of an IPv4 address may be that of its form in IPv6, which begins with 96 more ones.
     let extra = if address.is_ipv4() && mask.len() == 16 { 96 } else { 0 };
-    let has_valid_length = extra > 0 || mask.len() == octets(Some(address)).len();
+    let has_valid_length = extra > 0 || mask.len() == octets(address).len();
     if leading_ones != ones || !has_valid_length {
         return None;
     }

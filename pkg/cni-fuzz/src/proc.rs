@@ -3,8 +3,7 @@
 //! process is found as the holder of a file's lock only if a complete line has the process and the
 //! file's inode.
 
-use std::net::IpAddr;
-
+use cni::cidr::octets;
 use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, decode_entry};
 use cni_linux::fuzzing::{conntrack_key, conntrack_text, lock_holder};
@@ -45,10 +44,8 @@ fn check_connections(text: &str) {
 /// Returns the entry that the key for the deletion of `found` describes. The decoder needs a reply
 /// tuple, which the key lacks, so one with the answering address of `found` is added first.
 fn decode_key_of(found: &Entry) -> Option<Entry> {
-    let (kind, address) = match found.answered_by {
-        IpAddr::V4(address) => (IP_V4_SOURCE, address.octets().to_vec()),
-        IpAddr::V6(address) => (IP_V6_SOURCE, address.octets().to_vec()),
-    };
+    let kind = if found.answered_by.is_ipv4() { IP_V4_SOURCE } else { IP_V6_SOURCE };
+    let address = octets(found.answered_by);
     let reply = attribute(TUPLE_REPLY | NESTED, &attribute(TUPLE_IP | NESTED, &attribute(kind, &address)));
     let payload = [conntrack_key(found), &reply].concat();
     decode_entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &payload })

@@ -16,7 +16,8 @@
 //!   process.
 //! - [`stream`]: standard input and output, with a deadline.
 //! - [`conntrack`]: deletes connection tracking entries that a changed port mapping has made stale.
-//! - [`flock`]: waits for a file lock that another process holds.
+//! - [`mod@file`]: creates and replaces records. [`flock`]: waits for a file lock that another
+//!   process holds.
 //! - `sys`: the only unsafe code of the workspace.
 //!
 //! Everything is synchronous. No type of a netlink crate is part of the public interface. A netlink
@@ -30,6 +31,7 @@ pub mod bridge;
 mod child;
 pub mod conntrack;
 pub mod error;
+pub mod file;
 pub mod flock;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

@@ -19,6 +19,7 @@ use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use cni::text::cut;
 use log::{Level, LevelFilter, Log, Metadata, Record};
 use nix::unistd::geteuid;
 
@@ -156,11 +157,7 @@ impl Log for Logger {
         if let Some(trace_id) = &self.trace_id {
             text = format!("trace={trace_id} {text}");
         }
-        let mut end = text.len().min(MAX_TEXT);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        text.truncate(end);
+        text.truncate(cut(&text, MAX_TEXT).len());
         // Errors are ignored below: a line that cannot be written is lost.
         let level = record.level().as_str().to_ascii_lowercase();
         match &self.sink {

@@ -129,6 +129,22 @@ impl fmt::Display for Cidr {
     }
 }
 
+/// Returns the bytes of an address in network byte order.
+pub fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    }
+}
+
+/// Returns the address with these bytes, or `None` if there are neither 4 nor 16.
+pub fn from_octets(bytes: &[u8]) -> Option<IpAddr> {
+    match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
+        _ => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
+    }
+}
+
 impl fmt::Debug for Cidr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -150,6 +166,15 @@ impl<'de> Deserialize<'de> for Cidr {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_is_read_back_from_its_octets() {
+        for text in ["10.1.2.3", "fd00::1", "::ffff:10.1.2.3"] {
+            let address = text.parse().unwrap();
+            assert_eq!(from_octets(&octets(address)), Some(address));
+        }
+        assert_eq!((octets([10, 1, 2, 3].into()), from_octets(&[1, 2, 3])), (vec![10, 1, 2, 3], None));
+    }
 
     #[test]
     fn what_go_rejects_is_rejected() {

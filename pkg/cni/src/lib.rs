@@ -14,7 +14,7 @@
 //!   running another plugin (IPAM).
 //! - [`steps`]: the log lines of a call.
 //! - [`machine`]: the operations of the operating system that the protocol needs, as a trait.
-//! - [`release`]: the release of this project; [`time`]: the format of times.
+//! - [`release`]: the release of this project; [`time`]: the format of times; [`text`]: cuts texts.
 //!
 //! This crate has no unsafe code, needs no privilege and never changes the kernel's network state:
 //! that is the task of `cni-linux`, which depends on this crate.
@@ -35,6 +35,7 @@ pub mod result;
 pub mod rollback;
 pub mod skel;
 pub mod steps;
+pub mod text;
 pub mod time;
 pub mod version;
 

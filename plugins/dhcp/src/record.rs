@@ -1,9 +1,9 @@
 //! Stores the leases, so that a later daemon can continue them: one file for each attachment, in a
 //! folder beside the socket.
 
-use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::{self, ErrorKind, Write as _};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::fs::{self, DirBuilder};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use cni::hash::sha512_hex;
@@ -11,6 +11,7 @@ use cni::result::{AddResult, Route};
 use cni::{Code, Error, Result};
 use cni_dhcp::lease::Lease;
 use cni_dhcp::message::{Client, LeaseParameters, RouteChoices};
+use cni_linux::file::replace;
 use serde::{Deserialize, Serialize};
 
 use crate::conf::MtuTarget;
@@ -103,20 +104,7 @@ impl Records {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
             let temporary = path.with_extension("part");
             let json = serde_json::to_vec(record).map_err(io::Error::other)?;
-            // A daemon that was killed while it wrote has left this file. If it is something else,
-            // such as a link, nothing is written through it.
-            match fs::remove_file(&temporary) {
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-            let create = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
-            let written =
-                create().and_then(|mut file| file.write_all(&json)).and_then(|()| fs::rename(&temporary, &path));
-            if written.is_err() {
-                // The first error is reported, not one of this removal.
-                let _ = fs::remove_file(&temporary);
-            }
-            written
+            replace(&path, &temporary, &json)
         };
         write().map_err(|error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error))
     }

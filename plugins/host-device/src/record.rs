@@ -8,17 +8,15 @@
 //! The folder is on a tmpfs: a reboot ends all namespaces, and with them all attachments.
 
 use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::fd::AsRawFd as _;
+use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use cni::hash::sha512_hex;
 use cni::{AttachmentId, Code, Error, Result};
+use cni_linux::file::create;
 use cni_linux::{Link, Netns};
-use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::libc;
-use nix::unistd::linkat;
 use serde::{Deserialize, Serialize};
 
 /// The folder of the records.
@@ -189,26 +187,6 @@ impl Record {
 fn path(attachment: &AttachmentId) -> PathBuf {
     let key = format!("{}/{}/{}", attachment.network, attachment.container_id, attachment.ifname);
     Path::new(FOLDER).join(format!("{}.json", sha512_hex(&[key.as_bytes()], 40)))
-}
-
-/// Creates a record. If the file system supports files without a name, the record gets its name
-/// when it is complete.
-///
-/// # Errors
-/// `AlreadyExists` if the record exists, `NotFound` without the folder, or another error of the
-/// file system.
-fn create(path: &Path, json: &[u8]) -> io::Result<()> {
-    match OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(FOLDER) {
-        Ok(mut file) => {
-            file.write_all(json)?;
-            let from = format!("/proc/self/fd/{}", file.as_raw_fd());
-            Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?)
-        }
-        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
-            OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(json)
-        }
-        Err(error) => Err(error),
-    }
 }
 
 /// Creates the folder of the records. Its parent has mode 0755, because other plugins use it too.

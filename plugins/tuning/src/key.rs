@@ -142,11 +142,7 @@ pub(crate) fn shown(text: &str) -> String {
 
 /// Returns a text of up to 200 bytes unchanged, and at most the first 60 bytes of a longer one.
 pub(crate) fn cut(text: &str) -> &str {
-    if text.len() <= 200 {
-        return text;
-    }
-    let end = (0..=60).rev().find(|end| text.is_char_boundary(*end)).unwrap_or_default();
-    &text[..end]
+    if text.len() <= 200 { text } else { cni::text::cut(text, 60) }
 }
 
 #[cfg(test)]

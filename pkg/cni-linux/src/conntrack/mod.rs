@@ -13,6 +13,7 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 
+use cni::cidr::from_octets;
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP};
 use nix::errno::Errno;
 
@@ -395,15 +396,8 @@ fn address(tuple: &[u8], side: Side) -> Option<IpAddr> {
         Side::Destination => (CTA_IP_V4_DST, CTA_IP_V6_DST),
     };
     for (kind, value) in attributes(attribute(tuple, CTA_TUPLE_IP)?) {
-        if kind == ipv4
-            && let Ok(octets) = <[u8; 4]>::try_from(value)
-        {
-            return Some(octets.into());
-        }
-        if kind == ipv6
-            && let Ok(octets) = <[u8; 16]>::try_from(value)
-        {
-            return Some(octets.into());
+        if (kind == ipv4 && value.len() == 4) || (kind == ipv6 && value.len() == 16) {
+            return from_octets(value);
         }
     }
     None

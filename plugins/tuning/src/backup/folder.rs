@@ -5,15 +5,13 @@
 //! the folder are not followed.
 
 use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::fd::AsRawFd as _;
+use std::io::{self, Read as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use cni::steps::Step;
 use cni::{Code, Error, Result};
-use nix::fcntl::{AT_FDCWD, AtFlags};
-use nix::unistd::linkat;
+use cni_linux::file::replace;
 
 use super::Record;
 
@@ -176,29 +174,15 @@ impl Backup {
     /// As [`write`](Backup::write).
     pub(crate) fn write_bytes(&self, bytes: &[u8]) -> Result<()> {
         let temporary = self.temporary();
-        let write = || -> io::Result<()> {
-            match create(&self.folder.path, &temporary, bytes) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    self.folder.ensure()?;
-                    create(&self.folder.path, &temporary, bytes)?;
-                }
-                // A killed process has left the temporary file.
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    fs::remove_file(&temporary)?;
-                    create(&self.folder.path, &temporary, bytes)?;
-                }
-                created => created?,
-            }
-            fs::rename(&temporary, &self.path)
-        };
         let step = Step::begin();
-        let written = write();
+        let written = match replace(&self.path, &temporary, bytes) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                self.folder.ensure().and_then(|()| replace(&self.path, &temporary, bytes))
+            }
+            written => written,
+        };
         step.end(format_args!("write {}", self.path.display()), &written);
-        written.map_err(|error| {
-            // Only the error of the write is reported.
-            let _ = fs::remove_file(&temporary);
-            self.failed("write", error)
-        })
+        written.map_err(|error| self.failed("write", error))
     }
 
     /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
@@ -238,23 +222,6 @@ impl Backup {
         let path = self.path.display().to_string();
         Error::caused(Code::IO, format_args!("failed to {action} the backup {}", crate::key::cut(&path)), error)
     }
-}
-
-/// Creates a file with this content. If the file system supports files without a name, the file
-/// gets its name only when its content is complete.
-///
-/// # Errors
-/// `AlreadyExists` if the file exists, or an error of the file system.
-fn create(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
-    // After a failure, the file is created under its name. If that fails too, its error is
-    // returned.
-    if let Ok(mut file) = nameless {
-        file.write_all(bytes)?;
-        let from = format!("/proc/self/fd/{}", file.as_raw_fd());
-        return Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?);
-    }
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(bytes)
 }
 
 /// Returns the FNV-1a hash, which must be the same in all releases. It does not need to resist
