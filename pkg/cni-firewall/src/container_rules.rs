@@ -403,7 +403,7 @@ mod tests {
                 nftables_admin_chain: None,
             };
             let forward = crate::Forward::new(&machine, Notes::silent());
-            forward.ensure(&rules, Backend::Nftables, &forward::PreviousRules::default()).unwrap();
+            forward.ensure(&rules, Backend::Nftables, &mut forward::Written::default()).unwrap();
             let found = list_container_rules(&machine, &Notes::silent()).unwrap();
             assert_eq!(found.len(), 3, "{found:#?}");
             for entry in &found {

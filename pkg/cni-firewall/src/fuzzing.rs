@@ -34,7 +34,7 @@ pub fn words_of(family: route::Family, listed: Listed) -> Rule {
 
 /// Returns a rule of iptables with these words, as if a program had listed the rule.
 pub fn rule(words: Vec<String>) -> Rule {
-    Rule { words, handle: None, whole: true, raw: None }
+    Rule { words, handle: None, whole: true }
 }
 
 /// Returns the text for `iptables-restore` that makes the changes of an edit.

@@ -49,6 +49,11 @@ impl<'a> Rollback<'a> {
         self.undos.append(&mut other.undos);
     }
 
+    /// Whether no undo has been pushed.
+    pub fn is_empty(&self) -> bool {
+        self.undos.is_empty()
+    }
+
     /// Drops the undos without running them, so that the changes stay.
     pub fn commit(mut self) {
         self.undos.clear();

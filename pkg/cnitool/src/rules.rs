@@ -125,8 +125,8 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
 }
 
 /// Restores the rules of one attachment or, with [`RestoreMode::Report`], only compares them. An
-/// error of a plugin is part of the outcome. If this function fails, it removes the rules that it
-/// has written.
+/// error of a plugin is part of the outcome. Written rules stay, even on an error, unless the
+/// attachment was detached during the call.
 ///
 /// # Errors
 /// - As [`usage`].
@@ -147,39 +147,38 @@ fn restore_attachment(
     let list = entry.list()?;
     let environment = environment(entry);
     let plugin_calls = plugin_calls(entry, &list, &environment, call, notes)?;
-    // One rollback for each plugin that has written rules. Dropping it without a commit removes the
-    // rules.
-    let (mut outcomes, mut rollbacks) = (Vec::new(), Vec::new());
+    let (mut outcomes, mut rollback) = (Vec::new(), Rollback::new(notes.clone()));
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let kind = plugin.kind().to_owned();
         let Some(found) = plugins::find(&kind) else {
             outcomes.push((kind, PluginOutcome::NotExamined));
             continue;
         };
-        let outcome = match found.restore_rules(plugin_call, mode) {
+        let outcome = match found.restore_rules(plugin_call, mode, &mut rollback) {
             // The plugin has no rules.
             Ok(None) => continue,
-            Ok(Some(restored)) if restored.missing.is_empty() => PluginOutcome::Complete,
-            Ok(Some(restored)) if mode == RestoreMode::Write => {
-                rollbacks.push(restored.rollback);
-                PluginOutcome::Restored(restored.missing)
-            }
-            Ok(Some(restored)) => PluginOutcome::Missing(restored.missing),
+            Ok(Some(missing)) if missing.is_empty() => PluginOutcome::Complete,
+            Ok(Some(missing)) if mode == RestoreMode::Write => PluginOutcome::Restored(missing),
+            Ok(Some(missing)) => PluginOutcome::Missing(missing),
             Err(error) => PluginOutcome::Failed(error),
         };
         outcomes.push((kind, outcome));
     }
     // If DEL ran during the call, it may have ended before the rules were written.
-    if !rollbacks.is_empty() {
-        let is_detached = cache.find(&entry.id())?.is_none() || !matches!(usage(entry, call)?, Usage::InUse);
-        if is_detached {
-            // Returning drops the rollbacks, which removes the rules.
+    let is_detached =
+        || -> Result<bool> { Ok(cache.find(&entry.id())?.is_none() || !matches!(usage(entry, call)?, Usage::InUse)) };
+    match if rollback.is_empty() { Ok(false) } else { is_detached() } {
+        Ok(true) => {
+            drop(rollback);
             let why = "it was detached during the call; its rules have been removed again".to_owned();
-            return Ok(AttachmentOutcome::Skipped(why));
+            Ok(AttachmentOutcome::Skipped(why))
+        }
+        detached => {
+            // The rules of an attachment that may be in use stay.
+            rollback.commit();
+            detached.map(|_| AttachmentOutcome::Plugins(outcomes))
         }
     }
-    rollbacks.into_iter().for_each(Rollback::commit);
-    Ok(AttachmentOutcome::Plugins(outcomes))
 }
 
 /// Returns a sentence for each rule of the plugins of the type `kind` that the attachment lacks, as
@@ -191,13 +190,13 @@ pub(crate) fn missing_rules(entry: &Entry, kind: &str, call: &Call<'_>) -> Resul
     let list = entry.list()?;
     let environment = environment(entry);
     let plugin_calls = plugin_calls(entry, &list, &environment, call, &Notes::silent())?;
-    let mut missing = Vec::new();
+    let (mut missing, mut no_changes) = (Vec::new(), Rollback::new(Notes::silent()));
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let found = plugins::find(plugin.kind()).filter(|found| found.name() == kind);
         if let Some(found) = found
-            && let Some(restored) = found.restore_rules(plugin_call, RestoreMode::Report)?
+            && let Some(missing_here) = found.restore_rules(plugin_call, RestoreMode::Report, &mut no_changes)?
         {
-            missing.extend(restored.missing);
+            missing.extend(missing_here);
         }
     }
     Ok(missing)

@@ -4,7 +4,8 @@
 //! the ports, which does not disturb any container.
 
 use cni::result::IpConfig;
-use cni::skel::{RestoreMode, Restored};
+use cni::rollback::Rollback;
+use cni::skel::RestoreMode;
 use cni::{Cidr, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Family, Link, Mac, Netlink, PortState, Watch};
@@ -56,21 +57,23 @@ fn host_end(check: &Check<'_>) -> Result<Link> {
 }
 
 /// Returns the missing rules of `ipMasq` and `macspoofchk` and, with [`RestoreMode::Write`], writes
-/// them again. Returns `None` if the configuration has neither key.
-pub(crate) fn restore_rules<'a>(check: &Check<'a>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+/// them again and pushes the undo onto `rollback`. Returns `None` if the configuration has neither
+/// key.
+pub(crate) fn restore_rules<'a>(
+    check: &Check<'a>,
+    mode: RestoreMode,
+    rollback: &mut Rollback<'a>,
+) -> Result<Option<Vec<String>>> {
     let outer = host_end(check)?;
-    let masquerade = check.restore_masquerade(&own_addresses(check, &outer), mode)?;
+    let masquerade = check.restore_masquerade(&own_addresses(check, &outer), mode, rollback)?;
     if !check.context.conf.spoof_check {
         return Ok(masquerade);
     }
-    let mut restored =
-        masquerade.unwrap_or_else(|| Restored { missing: Vec::new(), rollback: check.context.call.rollback() });
     let (mac, missing) = check_spoof_rules(check, &outer)?;
     if mode == RestoreMode::Write && !missing.is_empty() {
-        port::guard(&outer.name, mac, &check.context.attachment, &mut restored.rollback)?;
+        port::guard(&outer.name, mac, &check.context.attachment, rollback)?;
     }
-    restored.missing.extend(missing);
-    Ok(Some(restored))
+    Ok(Some([masquerade.unwrap_or_default(), missing].concat()))
 }
 
 /// Returns the only MAC that the container may send from, and a sentence for each difference in the

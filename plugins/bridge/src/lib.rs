@@ -29,7 +29,7 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use cni::result::AddResult;
 use cni::rollback::{Notes, Rollback};
-use cni::skel::{Call, RestoreMode, Restored};
+use cni::skel::{Call, RestoreMode};
 use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
 use cni_linux::{Link, Netlink, Watch};
@@ -180,7 +180,12 @@ impl Interface for Bridge {
         Ok(())
     }
 
-    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
-        check::restore_rules(&Check::open(self, call)?, mode)
+    fn restore_rules<'a>(
+        &self,
+        call: &'a Call<'_>,
+        mode: RestoreMode,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<Option<Vec<String>>> {
+        check::restore_rules(&Check::open(self, call)?, mode, rollback)
     }
 }

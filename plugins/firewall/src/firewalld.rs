@@ -4,7 +4,6 @@
 //! when it stops. firewalld does not record owners. [`cni_firewall::forward::sources`] has a record
 //! of an address's owner from before the address is added until after it is removed.
 
-use std::cell::RefCell;
 use std::fmt;
 use std::net::IpAddr;
 
@@ -107,15 +106,6 @@ impl fmt::Debug for Zone<'_> {
     }
 }
 
-/// The sources that a failed ADD has to restore or remove. [`Zone::add`] fills in the cells.
-#[derive(Debug, Default)]
-pub(crate) struct PreviousSources {
-    /// The attachment's recorded addresses before the ADD.
-    recorded: RefCell<Vec<IpAddr>>,
-    /// The addresses that the ADD has added, or has tried to add.
-    added: RefCell<Vec<IpAddr>>,
-}
-
 impl<'m> Zone<'m> {
     /// Connects to the system bus.
     fn connect(&self, on_sigterm: OnSigterm) -> std::result::Result<Box<dyn Firewalld + 'm>, Failure> {
@@ -137,18 +127,14 @@ impl<'m> Zone<'m> {
     }
 
     /// Makes exactly `addresses` the attachment's sources: adds them to the zone, and removes the
-    /// stale ones of an earlier ADD. Stores in `previous` what [`put_back`](Zone::put_back) needs
-    /// if this or a later step of the ADD fails.
-    pub(crate) fn add(
-        &self,
-        attachment: &AttachmentId,
-        addresses: &[IpAddr],
-        previous: &PreviousSources,
-    ) -> Result<()> {
+    /// stale ones of an earlier ADD. Sets `changed` to true if an address may have been added or
+    /// recorded, even on an error: the caller then owes an [`undo`](Zone::undo) if its ADD fails.
+    pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], changed: &mut bool) -> Result<()> {
         let recorded = sources::find(AttachmentFilter::One(attachment))?;
-        previous.recorded.replace(recorded.own.clone());
-        let stale: Vec<IpAddr> = recorded.own.into_iter().filter(|address| !addresses.contains(address)).collect();
+        let is_unrecorded = |address: &IpAddr| !recorded.own.contains(address);
+        let stale: Vec<IpAddr> = recorded.own.iter().copied().filter(|address| !addresses.contains(address)).collect();
         let firewalld = self.connect(OnSigterm::Kill)?;
+        *changed |= addresses.iter().any(is_unrecorded);
         // The stale addresses stay recorded until they are removed.
         match sources::record(attachment, &[addresses, &stale].concat()) {
             // Without nf_tables there are no records: DEL then needs prevResult, as with Go.
@@ -156,14 +142,9 @@ impl<'m> Zone<'m> {
             result => result?,
         }
         for address in addresses {
-            // Stored before the call, which may time out after firewalld has added the address.
-            previous.added.borrow_mut().push(*address);
             match firewalld.call(Method::Add, &self.name, *address) {
                 Ok(_) => {}
-                // The zone had the address before this ADD, so a failed ADD must leave it.
-                Err(failure) if failure.has_firewalld_code("ZONE_ALREADY_SET") => {
-                    previous.added.borrow_mut().pop();
-                }
+                Err(failure) if failure.has_firewalld_code("ZONE_ALREADY_SET") => {}
                 Err(failure) => {
                     let doing = format!("failed to add the address {} to {} zone", source_text(*address), self.name);
                     return Err(Error::from(failure).context(doing));
@@ -180,46 +161,28 @@ impl<'m> Zone<'m> {
         Ok(sources::record(attachment, addresses)?)
     }
 
-    /// Undoes an [`add`](Zone::add), complete or not: restores sources and records.
-    pub(crate) fn put_back(&self, attachment: &AttachmentId, previous: &PreviousSources) -> Result<()> {
-        let (recorded_before, added) = (previous.recorded.take(), previous.added.take());
-        let recorded = sources::find(AttachmentFilter::One(attachment))?;
-        // If the ADD has added no source and changed no record, nothing has to be undone.
-        if added.is_empty() && recorded.own == recorded_before {
-            return Ok(());
-        }
-        if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
-            // A source that this attachment had before, or that another one has, stays.
-            for address in &added {
-                if !recorded_before.contains(address) && !recorded.others.contains(address) {
-                    self.remove(&*firewalld, *address, ZoneSelection::This)?;
-                }
-            }
-            // The ADD may have removed some of these as stale.
-            for address in recorded_before.iter().filter(|address| !added.contains(address)) {
-                match firewalld.call(Method::Add, &self.name, *address) {
-                    Ok(_) => {}
-                    // The address is still in this zone, or the administrator has moved it to
-                    // another.
-                    Err(failure)
-                        if failure.has_firewalld_code("ZONE_ALREADY_SET")
-                            || failure.has_firewalld_code("ZONE_CONFLICT") => {}
-                    Err(failure) => return Err(failure.into()),
-                }
-            }
-        }
-        if recorded_before.is_empty() {
-            Ok(sources::forget(AttachmentFilter::One(attachment))?)
-        } else {
-            Ok(sources::record(attachment, &recorded_before)?)
-        }
-    }
-
     /// Removes from firewalld the recorded addresses of the selected attachments, and `addresses`,
     /// which may be unrecorded sources of the Go plugin. Addresses that another attachment has
     /// stay. Then removes the records of the selected attachments. Returns the unrecorded addresses
     /// that were removed.
     pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
+        self.remove_all(selection, addresses, ZoneSelection::Any)
+    }
+
+    /// Removes the attachment's sources from this zone, and its records, for an ADD that fails.
+    /// `addresses` are those of the ADD, which has no records on a kernel without nf_tables.
+    pub(crate) fn undo(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+        // An address in another zone, which makes the ADD fail, is the administrator's.
+        self.remove_all(AttachmentFilter::One(attachment), addresses, ZoneSelection::This).map(drop)
+    }
+
+    /// Does [`purge`](Zone::purge), with recorded addresses removed from `zones_of_recorded`.
+    fn remove_all(
+        &self,
+        selection: AttachmentFilter<'_>,
+        addresses: &[IpAddr],
+        zones_of_recorded: ZoneSelection,
+    ) -> Result<Vec<IpAddr>> {
         let recorded = sources::find(selection)?;
         if recorded.own.is_empty() && addresses.is_empty() {
             return Ok(Vec::new());
@@ -228,7 +191,7 @@ impl<'m> Zone<'m> {
         // If firewalld does not run, it has no sources, and only the records are removed.
         if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
             for address in recorded.own.iter().filter(|address| !recorded.others.contains(address)) {
-                errors.extend(self.remove(&*firewalld, *address, ZoneSelection::Any).err());
+                errors.extend(self.remove(&*firewalld, *address, zones_of_recorded).err());
             }
             for address in addresses {
                 if recorded.own.contains(address) || recorded.others.contains(address) {

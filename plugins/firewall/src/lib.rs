@@ -16,16 +16,15 @@ pub mod firewalld;
 pub mod fuzzing;
 
 use std::net::IpAddr;
-use std::rc::Rc;
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
 use cni::rollback::Rollback;
-use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
+use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
 use cni::{Code, Error, Result};
 use cni_firewall::forward::sources::{self, AttachmentFilter};
-use cni_firewall::forward::{self, Forward, ForwardRules, Ingress, PreviousRules};
+use cni_firewall::forward::{self, Forward, ForwardRules, Ingress, Written};
 use cni_firewall::{Backend, nft_usable};
 use cni_linux::{Netlink, sysctl};
 
@@ -58,26 +57,8 @@ impl Plugin for Firewall {
 
     /// Writes the rules for the addresses in `prevResult`, and returns `prevResult` unchanged.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let conf = Conf::new(&call.conf)?;
-        let result = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_PREV_RESULT))?;
         let mut rollback = call.rollback();
-        let rules = required_rules(call, &conf, &result)?;
-        if rules.addresses.is_empty() {
-            return Ok(Added { result, rollback });
-        }
-        let choice = choose_backend(call, &conf)?;
-        match choice {
-            BackendChoice::Rules(backend) => write_rules(call, &conf, &rules, backend, &mut rollback)?,
-            BackendChoice::Firewalld => {
-                // firewalld cannot isolate bridges, so rules of the backend nftables isolate them.
-                if conf.policy != Policy::Open {
-                    write_rules(call, &conf, &rules, Backend::Nftables, &mut rollback)?;
-                }
-                add_to_zone(zone(call, &conf.zone), &rules, &mut rollback)?;
-            }
-        }
-        note_dropping_chains(call, &conf, choice);
-        note_inactive_isolation(call, &conf);
+        let result = accept(call, &mut rollback)?;
         Ok(Added { result, rollback })
     }
 
@@ -144,10 +125,43 @@ impl Plugin for Firewall {
     }
 
     /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
-    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
-        let write = || Ok(self.add(call)?.rollback);
-        Restored::after_check(call, mode, self.check(call), write).map(Some)
+    fn restore_rules<'a>(
+        &self,
+        call: &'a Call<'_>,
+        mode: RestoreMode,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<Option<Vec<String>>> {
+        let missing = missing_rules(self.check(call))?;
+        if mode == RestoreMode::Write && !missing.is_empty() {
+            accept(call, rollback)?;
+        }
+        Ok(Some(missing))
     }
+}
+
+/// Writes the rules for the addresses in `prevResult`, and pushes the undo onto `rollback`. Returns
+/// `prevResult`.
+fn accept<'a>(call: &'a Call<'_>, rollback: &mut Rollback<'a>) -> Result<AddResult> {
+    let conf = Conf::new(&call.conf)?;
+    let result = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_PREV_RESULT))?;
+    let rules = required_rules(call, &conf, &result)?;
+    if rules.addresses.is_empty() {
+        return Ok(result);
+    }
+    let choice = choose_backend(call, &conf)?;
+    match choice {
+        BackendChoice::Rules(backend) => write_rules(call, &conf, &rules, backend, rollback)?,
+        BackendChoice::Firewalld => {
+            // firewalld cannot isolate bridges, so rules of the backend nftables isolate them.
+            if conf.policy != Policy::Open {
+                write_rules(call, &conf, &rules, Backend::Nftables, rollback)?;
+            }
+            add_to_zone(zone(call, &conf.zone), rules, rollback)?;
+        }
+    }
+    note_dropping_chains(call, &conf, choice);
+    note_inactive_isolation(call, &conf);
+    Ok(result)
 }
 
 /// Sets an error's code to 50: the plugin is not available here.
@@ -188,7 +202,8 @@ fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Ve
     Ok(missing)
 }
 
-/// Writes the attachment's rules. Registers with `rollback` the restoration of the previous ones.
+/// Writes the attachment's rules. Pushes their removal onto `rollback` if some may have been
+/// written, even on an error.
 fn write_rules<'a>(
     call: &'a Call<'_>,
     conf: &Conf,
@@ -196,19 +211,24 @@ fn write_rules<'a>(
     backend: Backend,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let previous = Rc::new(PreviousRules::default());
-    let (written_by_add, to_restore) = (rules.clone(), previous.clone());
-    rollback.push("put the rules back as they were", move || forward(call).put_back(&written_by_add, &to_restore));
-    forward(call).ensure(rules, backend, &previous).map_err(|error| explain_failure(call, error, conf, backend))
+    let mut written = Written::default();
+    let outcome = forward(call).ensure(rules, backend, &mut written);
+    if written.is_changed() {
+        let attachment = rules.attachment.clone();
+        rollback.push("remove the rules", move || forward(call).undo(&attachment, &written));
+    }
+    outcome.map_err(|error| explain_failure(call, error, conf, backend))
 }
 
-/// Adds the addresses to the zone. Registers with `rollback` the restoration of the previous
-/// sources.
-fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
-    let previous = Rc::new(firewalld::PreviousSources::default());
-    let (changed_zone, attachment, to_restore) = (zone.clone(), rules.attachment.clone(), previous.clone());
-    rollback.push("put the sources back as they were", move || changed_zone.put_back(&attachment, &to_restore));
-    zone.add(&rules.attachment, &rules.addresses, &previous)
+/// Adds the addresses to the zone. Pushes their removal onto `rollback` if some may have been
+/// added, even on an error.
+fn add_to_zone<'a>(zone: Zone<'a>, rules: ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
+    let mut changed = false;
+    let added = zone.add(&rules.attachment, &rules.addresses, &mut changed);
+    if changed {
+        rollback.push("remove the sources", move || zone.undo(&rules.attachment, &rules.addresses));
+    }
+    added
 }
 
 /// Returns the zone of firewalld with this name.

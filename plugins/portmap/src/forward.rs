@@ -20,15 +20,14 @@ use cni_linux::{Netlink, sysctl};
 
 use crate::conf::Conf;
 
-/// Maps the configured ports to the addresses in `prev`. Returns the steps that undo the mapping.
+/// Maps the configured ports to the addresses in `prev`, and pushes the undo onto `rollback`.
 ///
 /// # Errors
 /// - Code 102 if another container that exists has one of the ports.
 /// - Code 2 if the configured backend cannot be used on this host.
 /// - Code 7 if nftables cannot parse a condition.
 /// - The kernel's or iptables' error otherwise.
-pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Rollback<'a>> {
-    let mut rollback = call.rollback();
+pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, rollback: &mut Rollback<'a>) -> Result<()> {
     let host_interfaces = prev.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
     let forwarding = Forwarding {
         links: host_interfaces.map(|interface| interface.name.clone()).collect(),
@@ -40,7 +39,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     }
     if conf.mappings.is_empty() || forwarding.containers.is_empty() {
         remove_stale_rules(call, &forwarding);
-        return Ok(rollback);
+        return Ok(());
     }
     // Without a route to the container, 127.0.0.1 is not mapped, but other host addresses are.
     let localnet_sysctl = localnet_key(&forwarding).unwrap_or_else(|error| {
@@ -48,15 +47,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
         None
     });
     // Even if no port is wanted, the chains are written, because Go's CHECK looks for them.
-    let backend = choose_backend(call, conf)?;
-    if let Err(error) = write_rules(call, &forwarding, backend, &mut rollback) {
-        let has_fallback = conf.backend.is_none() && backend == Backend::Iptables;
-        if !has_fallback || !only_nftables_works(call, &forwarding, &error) {
-            return Err(error);
-        }
-        call.notes.note(format_args!("portmap: nftables is used, because iptables does not work: {error}"));
-        write_rules(call, &forwarding, Backend::Nftables, &mut rollback)?;
-    }
+    write_in_working_backend(call, conf, &forwarding, rollback)?;
     if let Some(key) = localnet_sysctl {
         // The rollback does not reset the sysctl: other attachments may share the interface, for
         // example a bridge.
@@ -72,7 +63,35 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult) -> Resu
     if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&wanted_ports, FlushScope::Others)) {
         call.notes.note(format_args!("portmap: {error}"));
     }
-    Ok(rollback)
+    Ok(())
+}
+
+/// Writes the rules to the [chosen backend](choose_backend) or, if none is configured and iptables
+/// does not work, to nftables.
+///
+/// # Errors
+/// Those of [`write_rules`].
+fn write_in_working_backend<'a>(
+    call: &'a Call<'_>,
+    conf: &Conf,
+    forwarding: &Forwarding,
+    rollback: &mut Rollback<'a>,
+) -> Result<()> {
+    let backend = choose_backend(call, conf)?;
+    let has_fallback = conf.backend.is_none() && backend == Backend::Iptables;
+    let mut written = call.rollback();
+    match write_rules(call, forwarding, backend, &mut written) {
+        Err(error) if has_fallback && only_nftables_works(call, forwarding, &error) => {
+            call.notes.note(format_args!("portmap: nftables is used, because iptables does not work: {error}"));
+            // Removes the rules of the family in which iptables has not failed.
+            drop(written);
+            write_rules(call, forwarding, Backend::Nftables, rollback)
+        }
+        result => {
+            rollback.append(written);
+            result
+        }
+    }
 }
 
 /// Removes rules of removed containers that lead to this container's addresses, for an ADD that
@@ -106,7 +125,8 @@ fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
     }
 }
 
-/// Writes the rules to `backend` and registers their undo with `rollback`. Then removes the rules
+/// Writes the rules to `backend`, and pushes the undo onto `rollback` if rules may have been
+/// changed, even on an error. Then removes the rules
 /// of removed containers for the same ports from the tables that `backend` does not read.
 ///
 /// # Errors
@@ -123,28 +143,27 @@ fn write_rules<'a>(
     if let Some(holder) = in_other_tables.held {
         return Err(port_taken(&holder));
     }
-    let forwarding_of_undo = forwarding.clone();
-    let remarks = match backend {
+    let (mut changed, forwarding_of_undo) = (false, forwarding.clone());
+    let outcome = match backend {
         Backend::Nftables => {
             let mut nft = NftPortMap::open().map_err(|error| explain_unsupported(error, Backend::Nftables))?;
-            let outcome = nft.ensure(call.machine, forwarding).map_err(explain_nft_failure)?;
-            let (previous, remarks) = require_done(outcome)?;
-            if let Some(previous) = previous {
-                rollback.push(PUT_BACK, move || NftPortMap::open()?.put_back(&forwarding_of_undo, &previous));
+            let outcome = nft.ensure(call.machine, forwarding, &mut changed);
+            if changed {
+                rollback.push(UNDO, move || NftPortMap::open()?.undo(&forwarding_of_undo));
             }
-            remarks
+            outcome.map_err(explain_nft_failure)?
         }
         Backend::Iptables => {
-            let outcome = open_iptables(call, OnSigterm::Kill)?.ensure(forwarding);
-            let outcome = outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?;
-            let (previous, remarks) = require_done(outcome)?;
-            if let Some(previous) = previous {
-                rollback.push(PUT_BACK, move || {
-                    open_iptables(call, OnSigterm::Finish)?.put_back(&forwarding_of_undo, &previous)
-                });
+            let outcome = open_iptables(call, OnSigterm::Kill)?.ensure(forwarding, &mut changed);
+            if changed {
+                rollback.push(UNDO, move || open_iptables(call, OnSigterm::Finish)?.undo(&forwarding_of_undo));
             }
-            remarks
+            outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?
         }
+    };
+    let remarks = match outcome {
+        EnsureOutcome::Done { remarks } => remarks,
+        EnsureOutcome::Held(holder) => return Err(port_taken(&holder)),
     };
     for remark in remarks.iter().chain(&in_other_tables.remarks) {
         call.notes.note(format_args!("portmap: {remark}"));
@@ -176,20 +195,11 @@ fn only_nftables_works(call: &Call<'_>, forwarding: &Forwarding, error: &Error) 
 }
 
 /// The name of the rollback step; completes the sentence "failed to ...".
-const PUT_BACK: &str = "put the host ports back as they were";
+const UNDO: &str = "remove the host ports";
 
 /// Opens the port mappings in iptables' tables.
 fn open_iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
     IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
-}
-
-/// Returns the attachment's previous rules, `None` if nothing has changed, and the remarks. Fails
-/// if another container has one of the ports.
-fn require_done<PreviousRules>(outcome: EnsureOutcome<PreviousRules>) -> Result<(Option<PreviousRules>, Vec<String>)> {
-    match outcome {
-        EnsureOutcome::Done { previous, remarks } => Ok((previous, remarks)),
-        EnsureOutcome::Held(holder) => Err(port_taken(&holder)),
-    }
 }
 
 /// Returns the error for a port that another container has.

@@ -19,7 +19,8 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
 use cni::result::AddResult;
-use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
+use cni::rollback::Rollback;
+use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
 use cni::{Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::portmap::{Mapping, Policy};
@@ -62,7 +63,8 @@ impl Plugin for Portmap {
     /// unchanged.
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let (conf, result) = read_request(call)?;
-        let rollback = forward::add(call, &conf, &result)?;
+        let mut rollback = call.rollback();
+        forward::add(call, &conf, &result, &mut rollback)?;
         Ok(Added { result, rollback })
     }
 
@@ -99,13 +101,21 @@ impl Plugin for Portmap {
 
     /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
     /// `None` if the configuration has no mappings.
-    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+    fn restore_rules<'a>(
+        &self,
+        call: &'a Call<'_>,
+        mode: RestoreMode,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<Option<Vec<String>>> {
         let (conf, result) = read_request(call)?;
         if conf.mappings.is_empty() {
             return Ok(None);
         }
-        let write = || forward::add(call, &conf, &result);
-        Restored::after_check(call, mode, self.check(call), write).map(Some)
+        let missing = missing_rules(self.check(call))?;
+        if mode == RestoreMode::Write && !missing.is_empty() {
+            forward::add(call, &conf, &result, rollback)?;
+        }
+        Ok(Some(missing))
     }
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use cni::config::{self, ConfDns, NetConf};
 use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
-use cni::skel::{Call, RestoreMode, Restored};
+use cni::skel::{Call, RestoreMode};
 use cni::{Cidr, Error, Result};
 use cni_linux::{Dad, Family, Link, Netlink, Route, Watch, sysctl};
 use cni_plugin::interface::veth::{self, Choices, Pair};
@@ -155,9 +155,14 @@ impl Interface for Ptp {
         check.wait_for_dad(check.settle_deadline())
     }
 
-    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+    fn restore_rules<'a>(
+        &self,
+        call: &'a Call<'_>,
+        mode: RestoreMode,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<Option<Vec<String>>> {
         let check = Check::open(self, call)?;
-        check.restore_masquerade(&check.layer3.ips, mode)
+        check.restore_masquerade(&check.layer3.ips, mode, rollback)
     }
 }
 

@@ -11,7 +11,6 @@
 //! shared chains and the jumps to them stay when the last container is removed, as with Go: the
 //! administrator may have added rules.
 
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
@@ -19,7 +18,7 @@ use std::net::IpAddr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Reading, Table, Variant};
+use super::iptables::{Chains, Cleaned, Edit, FAMILIES, Folders, Iptables, Reading, Table, Variant};
 use super::nft::Nft;
 use crate::Backend;
 use cni::AttachmentId;
@@ -75,34 +74,21 @@ impl ForwardRules {
     }
 }
 
-/// The addresses and isolated bridges that an attachment had before an ADD, so that a failed ADD
-/// undoes only its own changes. [`Forward::ensure`] fills in the cells. They are cells because the
-/// undo, which is registered earlier, shares this value.
+/// What an ADD has written, for its undo. [`Forward::ensure`] fills it in, even on an error.
 #[derive(Debug, Default)]
-pub struct PreviousRules {
-    /// `None` if `ensure` has not read nftables.
-    nftables: RefCell<Option<Vec<nftables::PreviousAddress>>>,
-    /// One element for each family that `ensure` has read in iptables.
-    iptables: RefCell<Vec<(Family, Variant, iptables::PreviousAddresses)>>,
+pub struct Written {
+    /// Whether rules of the attachment may have been written.
+    changed: bool,
+    /// Addresses that iptables already accepted although no record names them: rules of another
+    /// attachment, written by the Go plugin.
+    accepted_for_others: Vec<IpAddr>,
 }
 
-impl PreviousRules {
-    /// Stores what the attachment `owner` has in the family of `filter` before an ADD of
-    /// `addresses`. Does nothing if the family is already stored: after a conflict with another
-    /// process, an ADD plans its changes again.
-    fn store_iptables(
-        &self,
-        filter: &mut super::iptables::Chains<'_>,
-        variant: Variant,
-        owner: &str,
-        addresses: &[OwnedAddress],
-    ) -> Result<()> {
-        let family = filter.family();
-        let mut stored = self.iptables.borrow_mut();
-        if !stored.iter().any(|(stored_family, ..)| *stored_family == family) {
-            stored.push((family, variant, iptables::PreviousAddresses::read(filter, owner, addresses)?));
-        }
-        Ok(())
+impl Written {
+    /// Whether rules of the attachment may have been written. If so, the caller owes an
+    /// [`undo`](Forward::undo) if its ADD fails.
+    pub fn is_changed(&self) -> bool {
+        self.changed
     }
 }
 
@@ -135,28 +121,26 @@ impl<'m> Forward<'m> {
         Ok(if variant.is_some() { Backend::Iptables } else { Backend::Nftables })
     }
 
-    /// Writes `rules`. The attachment's existing rules in the same backend are replaced, and stored
-    /// in `previous`.
+    /// Writes `rules`. The attachment's existing rules in the same backend are replaced.
     ///
     /// # Errors
-    /// If the rules cannot be read or written. Some may be in force then;
-    /// [`put_back`](Forward::put_back) removes them.
-    pub fn ensure(&self, rules: &ForwardRules, backend: Backend, previous: &PreviousRules) -> Result<()> {
+    /// If the rules cannot be read or written. Some may be in force then.
+    pub fn ensure(&self, rules: &ForwardRules, backend: Backend, written: &mut Written) -> Result<()> {
         match backend {
-            Backend::Iptables => self.ensure_in_iptables(rules, previous),
+            Backend::Iptables => self.ensure_in_iptables(rules, written),
             Backend::Nftables => nftables::ensure(
                 &mut Nft::open()?,
                 &owner::name(&rules.attachment),
                 &rules.owned_addresses(),
                 rules.nftables_admin_chain.as_ref(),
-                &previous.nftables,
+                &mut written.changed,
             ),
         }
     }
 
     /// Writes `rules` to iptables, in the variant that the host uses for each family. Existing
-    /// rules are replaced, and stored in `previous`.
-    fn ensure_in_iptables(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
+    /// rules are replaced.
+    fn ensure_in_iptables(&self, rules: &ForwardRules, written: &mut Written) -> Result<()> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let mut families_with_variant = Vec::new();
         for family in rules.families() {
@@ -167,43 +151,13 @@ impl<'m> Forward<'m> {
             families_with_variant.push((family, variant));
         }
         let owner = owner::name(&rules.attachment);
-        let outcome = iptables.change_all(&families_with_variant, |filter| {
-            let family = filter.family();
-            let addresses = rules.of_family(family);
-            let planned = families_with_variant.iter().find(|(planned_family, _)| *planned_family == family);
-            if let Some((_, variant)) = planned {
-                previous.store_iptables(filter, *variant, &owner, &addresses)?;
-            }
-            let edit = iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, &[])?;
-            Ok(Some(edit))
-        });
-        match outcome {
-            Ok(_) => Ok(()),
-            // Which families have been changed does not matter: `put_back` undoes every stored one.
-            Err((_, error)) => Err(error),
-        }
-    }
-
-    /// Undoes an [`ensure`](Forward::ensure), complete or not: removes the rules that `ensure`
-    /// wrote and restores those that it replaced. Does not change a backend or family that `ensure`
-    /// has not read.
-    ///
-    /// # Errors
-    /// All failures, joined: a failure in one backend or family does not stop the others.
-    pub fn put_back(&self, rules: &ForwardRules, previous: &PreviousRules) -> Result<()> {
-        let owner = owner::name(&rules.attachment);
-        let mut results = Vec::new();
-        if let Some(addresses) = previous.nftables.take() {
-            results.push(self.in_nftables(|nft| nftables::put_back(nft, &owner, &addresses)));
-        }
-        for (family, variant, previous_addresses) in previous.iptables.take() {
-            results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
-                iptables.change(family, variant, |filter| {
-                    previous_addresses.put_back(filter, &owner, &rules.iptables_admin_chain)
-                })
-            }));
-        }
-        Error::join(results.into_iter().filter_map(Result::err))
+        let Written { changed, accepted_for_others } = written;
+        let plan = |filter: &mut Chains<'_>| {
+            let addresses = rules.of_family(filter.family());
+            let admin_chain = &rules.iptables_admin_chain;
+            iptables::ensure(filter, &owner, &addresses, admin_chain, accepted_for_others).map(Some)
+        };
+        iptables.change_all(&families_with_variant, plan, changed)
     }
 
     /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
@@ -212,10 +166,32 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
     pub fn purge(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+        self.remove(attachment, addresses, &[])
+    }
+
+    /// Removes the attachment's rules from both backends for an ADD that fails. Rules that another
+    /// attachment had before the ADD stay.
+    ///
+    /// # Errors
+    /// As [`purge`](Forward::purge).
+    pub fn undo(&self, attachment: &AttachmentId, written: &Written) -> Result<()> {
+        self.remove(attachment, &[], &written.accepted_for_others)
+    }
+
+    /// Removes the attachment's rules from both backends and, in iptables, those for
+    /// `unrecorded_addresses`, except those for the addresses in `accepted_for_others`.
+    fn remove(
+        &self,
+        attachment: &AttachmentId,
+        unrecorded_addresses: &[IpAddr],
+        accepted_for_others: &[IpAddr],
+    ) -> Result<()> {
         let owner = owner::name(attachment);
         let results = [
             self.in_nftables(|nft| nftables::purge(nft, &owner)),
-            self.clean(Reading::UnderLock, |filter| iptables::purge(filter, &owner, addresses)),
+            self.clean(Reading::UnderLock, |filter| {
+                iptables::purge(filter, &owner, unrecorded_addresses, accepted_for_others)
+            }),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
     }
@@ -249,11 +225,7 @@ impl<'m> Forward<'m> {
     /// Calls `plan` for each family and variant of iptables that may have rules of containers, and
     /// makes the removals that it returns. A failure in one does not stop the others; all failures
     /// are joined. A variant whose programs are missing is not an error but a note.
-    fn clean(
-        &self,
-        reading: Reading,
-        plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>,
-    ) -> Result<()> {
+    fn clean(&self, reading: Reading, plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Result<()> {
         let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
         let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&chains, reading, plan);
         for (family, variant) in unreached {

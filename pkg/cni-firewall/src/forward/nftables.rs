@@ -27,7 +27,6 @@
 
 mod check;
 
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -203,23 +202,9 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     }
 }
 
-/// An address that an attachment had before an ADD, and the table that had the address's rules.
-#[derive(Debug)]
-pub(super) struct PreviousAddress {
-    family: Family,
-    table: String,
-    owned: OwnedAddress,
-}
-
-impl PreviousAddress {
-    fn table(&self) -> Table<'_> {
-        Table { family: self.family, name: &self.table }
-    }
-}
-
-/// Makes `addresses` the only addresses of the attachment `owner`, in one transaction, and stores
-/// its previous addresses in `previous`. Removes the [outdated records](owner::outdated_records) of
-/// `addresses`.
+/// Makes `addresses` the only addresses of the attachment `owner`, in one transaction. Removes the
+/// [outdated records](owner::outdated_records) of `addresses`. Sets `changed` to true if an address
+/// may have been recorded, even on an error.
 ///
 /// # Errors
 /// - ENOENT: the chain `admin_chain` does not exist.
@@ -229,7 +214,7 @@ pub(super) fn ensure(
     owner: &str,
     addresses: &[OwnedAddress],
     admin_chain: Option<&EntryChain>,
-    previous: &RefCell<Option<Vec<PreviousAddress>>>,
+    changed: &mut bool,
 ) -> Result<()> {
     let own_chain = EntryChain::own();
     let groups = by_entry_chain(addresses, admin_chain, &own_chain);
@@ -237,45 +222,25 @@ pub(super) fn ensure(
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        let mut previous_addresses = Vec::new();
+        let mut recorded_count = 0;
         for owners in list_owners(nft)? {
             let table = owners.table();
             let mut wanted_here: Vec<OwnedAddress> = Vec::new();
             for (_, group) in groups.iter().filter(|(entry_chain, _)| entry_chain.table() == table) {
                 wanted_here.extend(group.iter().copied().cloned());
             }
-            for owned in owners.addresses().filter(|owned| owned.owner == owner) {
-                previous_addresses.push(PreviousAddress { family: owners.family, table: owners.table.clone(), owned });
-            }
+            let recorded: Vec<OwnedAddress> = owners.addresses().collect();
+            recorded_count += wanted_here.iter().filter(|owned| recorded.contains(owned)).count();
             let outdated = owner::outdated_records(owners.addresses(), owner, addresses)?;
             let is_removed = |owned: &OwnedAddress| {
                 (owned.owner == owner && !wanted_here.contains(owned)) || outdated.contains(owned)
             };
             remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
         }
-        previous.replace(Some(previous_addresses));
         for (entry_chain, group) in &groups {
             add_addresses(nft, &mut batch, entry_chain, group)?;
         }
-        nft.commit(batch)
-    })
-}
-
-/// Undoes an [`ensure`]: makes `previous` the only addresses of the attachment `owner`, each in its
-/// earlier table, in one transaction. If another program has removed such a table since, its rules
-/// are not restored.
-pub(super) fn put_back(nft: &mut Nft, owner: &str, previous: &[PreviousAddress]) -> Result<()> {
-    retry(|| {
-        let mut batch = Batch::new();
-        batch.only_at(nft.wait_for_generation()?);
-        for owners in list_owners(nft)? {
-            let table = owners.table();
-            let previous_here = previous.iter().filter(|address| address.table() == table);
-            let wanted_here: Vec<OwnedAddress> = previous_here.map(|address| address.owned.clone()).collect();
-            let is_removed = |owned: &OwnedAddress| owned.owner == owner && !wanted_here.contains(owned);
-            remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
-            add_elements(nft, &mut batch, table, &wanted_here.iter().collect::<Vec<_>>())?;
-        }
+        *changed |= recorded_count < addresses.len();
         nft.commit(batch)
     })
 }

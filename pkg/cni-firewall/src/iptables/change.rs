@@ -2,7 +2,7 @@
 
 use super::edit::Edit;
 use super::tool::{self, ProgramKind, Runner};
-use super::{Chains, Iptables, LOCK_LIMIT, NetnsLock, Variant, fields, transaction};
+use super::{Chains, Iptables, LOCK_LIMIT, NetnsLock, Variant, transaction};
 use crate::nft::{Batch, Generation, Nft};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
@@ -45,11 +45,11 @@ impl FailedEdit {
 }
 
 impl Iptables<'_> {
-    /// Plans the edits of all `families`, then applies them in order. If an edit cannot be applied,
-    /// usually because another process changed the table after it was read, this family and those
-    /// after it are planned again. If `plan` returns `None`, changes nothing more and returns `Ok`.
-    /// Sets `changed_count` to how many of the `families`, counted from the first, may have been
-    /// changed.
+    /// Makes the changes of several families under one lock. All families are planned before any is
+    /// changed. If an edit cannot be applied, usually because another process changed the table
+    /// after it was read, this family and those after it are planned again. If `plan` returns
+    /// `None`, changes nothing more and returns `Ok`, but families that are already changed stay
+    /// changed. Sets `changed` to true if a family may have been changed, even on an error.
     ///
     /// # Errors
     /// - The lock, `plan` or reading fails, or an edit has a word that cannot be quoted.
@@ -57,14 +57,13 @@ impl Iptables<'_> {
     /// - Applying an edit fails in the last of [`ATTEMPTS`] attempts, or in an earlier one if the
     ///   next would be the same and the error does not [report a concurrent
     ///   change](is_concurrent_change).
-    pub(super) fn attempt_all(
+    pub(crate) fn change_all(
         &mut self,
         families: &[(Family, Variant)],
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
-        changed_count: &mut usize,
+        changed: &mut bool,
     ) -> Result<()> {
         let _lock = self.lock()?;
-        *changed_count = 0;
         // How many families are finished, counted from the first.
         let mut finished_count = 0;
         // The failure of the first family that is not finished.
@@ -87,9 +86,7 @@ impl Iptables<'_> {
                 let result = self.apply(family, variant, &edit, writer, &text);
                 // A legacy program that fails has changed nothing. With iptables-nft the additions
                 // may have been made before the error.
-                if result.is_ok() || variant == Variant::Nft {
-                    *changed_count = finished_count + 1;
-                }
+                *changed |= result.is_ok() || variant == Variant::Nft;
                 match result {
                     Ok(()) => finished_count += 1,
                     Err(error) if error.is_deadline() || error.is_terminated() => return Err(error),
@@ -191,13 +188,7 @@ impl Iptables<'_> {
         }
         let mut batch = self.batch_with_additions(family, edit, writer)?;
         let table = self.table.in_nf_tables(family);
-        // Rules and chains of iptables-nft were read over netlink, so all have bytes and a handle.
-        for (chain, rule) in &edit.put_back {
-            if let Some(raw) = &rule.raw {
-                let protocol = rule.value("-p").and_then(fields::protocol_number);
-                batch.put_back(table, chain, raw, protocol);
-            }
-        }
+        // Rules and chains of iptables-nft were read over netlink, so all have a handle.
         for (chain, rule) in edit.old_copies.iter().chain(&edit.deleted) {
             if let Some(handle) = rule.handle {
                 batch.delete_rule(table, chain, handle);

@@ -46,13 +46,13 @@ enum Loaded {
 /// Returns a rule of nf_tables in the words of iptables. Unknown parts are left out; the rule is
 /// then not [whole](Rule::is_whole).
 pub(crate) fn rule_in_words(family: Family, listed: Listed) -> Rule {
-    let Listed { handle, rule: nft::Rule { exprs, comment, .. }, raw } = listed;
+    let Listed { handle, rule: nft::Rule { exprs, comment, .. }, .. } = listed;
     let mut parts = RuleParts::read(family, &exprs);
     // Some releases of iptables store the comment as nft does: not in an expression.
     if let Some(comment) = comment {
         parts.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
     }
-    Rule { raw: Some(raw), ..parts.into_rule(handle) }
+    parts.into_rule(handle)
 }
 
 /// Returns these expressions in the words of iptables; unknown expressions are left out. Two forms
@@ -263,15 +263,14 @@ impl RuleParts {
         }
     }
 
-    /// Returns the rule with this handle. Its words are in the order in which iptables prints them;
-    /// its `raw` is `None`.
+    /// Returns the rule with this handle. Its words are in the order in which iptables prints them.
     fn into_rule(self, handle: u64) -> Rule {
         let mut words = [self.source, self.destination, self.interfaces].concat();
         words.extend(self.protocol.into_iter().flat_map(|name| ["-p".to_owned(), name]));
         words.extend(self.negated_protocol);
         words.extend(self.matches);
         words.extend(self.target);
-        Rule { words, handle: Some(handle), whole: self.whole, raw: None }
+        Rule { words, handle: Some(handle), whole: self.whole }
     }
 }
 

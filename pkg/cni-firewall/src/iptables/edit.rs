@@ -22,9 +22,6 @@ pub struct Edit {
     /// Chain name and rule: the rules that are removed because `rules` adds the same rule at the
     /// beginning of the chain.
     pub(crate) old_copies: Vec<(String, Rule)>,
-    /// Chain name and rule: the rules that were removed earlier and are added again at the end of
-    /// their chains.
-    pub(crate) put_back: Vec<(String, Rule)>,
     /// Chain name and rule: all other rules that are removed.
     pub(crate) deleted: Vec<(String, Rule)>,
     /// The chains that are removed: the name of each and, if the chain was read over netlink, its
@@ -95,12 +92,6 @@ impl Edit {
         self.deleted.push((chain.to_owned(), rule.clone()));
     }
 
-    /// Adds, at the chain's end, a rule that was read earlier and has been removed since. Over
-    /// netlink the whole rule is restored, even the parts that its words leave out.
-    pub fn put_back(&mut self, chain: &str, rule: &Rule) {
-        self.put_back.push((chain.to_owned(), rule.clone()));
-    }
-
     /// Removes a chain that was read, with all its rules. The same edit must delete the rules that
     /// jump to the chain.
     pub fn delete_chain(&mut self, name: &str, chain: &Chain) {
@@ -112,22 +103,17 @@ impl Edit {
         self.chains.extend(other.chains);
         self.rules.extend(other.rules);
         self.old_copies.extend(other.old_copies);
-        self.put_back.extend(other.put_back);
         self.deleted.extend(other.deleted);
         self.deleted_chains.extend(other.deleted_chains);
     }
 
     /// Whether the edit has no changes.
     pub fn is_empty(&self) -> bool {
-        !self.has_additions()
-            && self.old_copies.is_empty()
-            && self.put_back.is_empty()
-            && self.deleted.is_empty()
-            && self.deleted_chains.is_empty()
+        !self.has_additions() && self.old_copies.is_empty() && self.deleted.is_empty() && self.deleted_chains.is_empty()
     }
 
     /// Whether the edit creates chains or adds rules: even with iptables-nft, `iptables-restore`
-    /// may have to do that. Rules that are put back do not count.
+    /// may have to do that.
     pub(crate) fn has_additions(&self) -> bool {
         !self.chains.is_empty() || !self.rules.is_empty()
     }
@@ -170,9 +156,6 @@ impl Edit {
             push_rule(&mut text, "-D", chain, &rule.words)?;
         }
         self.push_additions(&mut text)?;
-        for (chain, rule) in &self.put_back {
-            push_rule(&mut text, "-A", chain, &rule.words)?;
-        }
         for (chain, rule) in &self.deleted {
             push_rule(&mut text, "-D", chain, &rule.words)?;
         }
@@ -302,7 +285,7 @@ mod tests {
 
     #[test]
     fn an_edit_is_one_text_additions_first() {
-        let rule = Rule { words: vec!["-s".into(), "10.0.0.2/32".into()], handle: None, whole: true, raw: None };
+        let rule = Rule { words: vec!["-s".into(), "10.0.0.2/32".into()], handle: None, whole: true };
         let mut edit = Edit::new();
         assert!(edit.is_empty());
         edit.delete_chain("CNI-OLD", &Chain { rules: vec![], handle: None });
@@ -326,7 +309,7 @@ mod tests {
     #[test]
     fn a_moved_rule_is_removed_before_it_is_added_again() {
         let words = ["-j".to_owned(), "CNI-A".to_owned()];
-        let rule = Rule { words: words.to_vec(), handle: Some(7), whole: true, raw: None };
+        let rule = Rule { words: words.to_vec(), handle: Some(7), whole: true };
         let mut edit = Edit::new();
         edit.put_first("FORWARD", words, &[rule]);
         let all = "*filter\n-D FORWARD -j CNI-A\n-I FORWARD -j CNI-A\nCOMMIT\n";

@@ -39,7 +39,7 @@ pub(crate) fn parse(saved: &str) -> BTreeMap<String, Option<Chain>> {
             }
             let chain_name = words.remove(0);
             if let Some(chain) = chains.entry(chain_name).or_insert_with(empty) {
-                chain.rules.push(Rule { words, handle: None, whole: true, raw: None });
+                chain.rules.push(Rule { words, handle: None, whole: true });
             }
         }
     }

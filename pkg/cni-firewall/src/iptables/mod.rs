@@ -184,12 +184,6 @@ impl<'m> Iptables<'m> {
         Ok(Iptables { table, runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
     }
 
-    /// Makes later changes wait for the lock even after SIGTERM. For changes that undo those of an
-    /// interrupted call.
-    pub fn finish_on_sigterm(&mut self) {
-        self.runner.on_sigterm = OnSigterm::Finish;
-    }
-
     /// Returns the variant that the administrator has chosen: the variant of `iptables-restore`. If
     /// no program has this name, returns iptables-nft if that is installed, else iptables-legacy;
     /// `None` if neither is. Runs the program, with `--version`, only if the name of its file does
@@ -286,31 +280,7 @@ impl<'m> Iptables<'m> {
         variant: Variant,
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
-        match self.change_all(&[(family, variant)], |chains| plan(chains).map(Some)) {
-            Ok(_) => Ok(()),
-            Err((_, error)) => Err(error),
-        }
-    }
-
-    /// Makes the changes of several families under one lock. All families are planned before any is
-    /// changed. If a change fails, the families that are not changed yet are planned again. If
-    /// `plan` returns `None`, returns `Ok`, but families that are already changed stay changed.
-    ///
-    /// Returns how many of the `families`, counted from the first, may have been changed. An error
-    /// comes with the same count.
-    ///
-    /// # Errors
-    /// The same as [`change`](Iptables::change).
-    pub fn change_all(
-        &mut self,
-        families: &[(Family, Variant)],
-        plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
-    ) -> Result<usize, (usize, Error)> {
-        let mut changed_count = 0;
-        match self.attempt_all(families, plan, &mut changed_count) {
-            Ok(()) => Ok(changed_count),
-            Err(error) => Err((changed_count, error)),
-        }
+        self.change_all(&[(family, variant)], |chains| plan(chains).map(Some), &mut false)
     }
 
     /// Makes the removals that `plan` returns. Where the removal reads many chains, `reading` keeps

@@ -4,8 +4,6 @@
 //! parts that plugins write. If the rule has other parts, [`Rule::is_whole`] is false. The comment,
 //! and any target that is a chain, are among the words even then.
 
-use crate::nft::Raw;
-
 /// A rule in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
@@ -14,8 +12,6 @@ pub struct Rule {
     pub(crate) handle: Option<u64>,
     /// Whether the words describe the whole rule.
     pub(crate) whole: bool,
-    /// The rule as the kernel sent it; `None` for a rule that a program printed.
-    pub(crate) raw: Option<Raw>,
 }
 
 impl Rule {
@@ -106,7 +102,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn rule(line: &str) -> Rule {
-        Rule { words: split(line), handle: None, whole: true, raw: None }
+        Rule { words: split(line), handle: None, whole: true }
     }
 
     #[test]

@@ -183,15 +183,13 @@ pub struct Removal {
 
 /// The outcome of writing the rules of a [`Forwarding`].
 #[derive(Clone, Debug)]
-pub enum EnsureOutcome<Previous> {
+pub enum EnsureOutcome {
     /// All rules are in place.
     Done {
-        /// The rules that the attachment had before, for `put_back`; `None` if nothing was changed.
-        previous: Option<Previous>,
         /// Remarks for the operator, one sentence each.
         remarks: Vec<String>,
     },
-    /// The attachment's rules are unchanged, because this living container has one of the ports.
+    /// The rules are not in place, because this living container has one of the ports.
     Held(Holder),
 }
 

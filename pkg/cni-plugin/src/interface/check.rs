@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use cni::delegate::Delegate;
 use cni::result::{AddResult, IpConfig};
-use cni::skel::{Call, RestoreMode, Restored};
+use cni::rollback::Rollback;
+use cni::skel::{Call, RestoreMode};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
@@ -359,19 +360,23 @@ impl<'a, C> Check<'a, C> {
     }
 
     /// Writes the masquerade rules of these addresses again if some are missing and `mode` is
-    /// [`RestoreMode::Write`]. Returns descriptions of the rules that were missing, and the undo.
-    /// Returns `None` without `ipMasq`.
+    /// [`RestoreMode::Write`], and pushes the undo onto `rollback`. Returns descriptions of the
+    /// rules that were missing. Returns `None` without `ipMasq`.
     ///
     /// # Errors
     /// The rules cannot be read or written.
-    pub fn restore_masquerade(&self, ips: &[IpConfig], mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+    pub fn restore_masquerade(
+        &self,
+        ips: &[IpConfig],
+        mode: RestoreMode,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<Option<Vec<String>>> {
         let addresses = addresses(ips);
         let Some(missing) = self.missing_masquerade(&addresses)? else { return Ok(None) };
-        let mut rollback = self.context.call.rollback();
         if mode == RestoreMode::Write && !missing.is_empty() {
-            masquerade::ensure(&self.context, self.masquerade, &addresses, &mut rollback)?;
+            masquerade::ensure(&self.context, self.masquerade, &addresses, rollback)?;
         }
-        Ok(Some(Restored { missing, rollback }))
+        Ok(Some(missing))
     }
 
     /// Returns the deadline for all waits of this CHECK. To be called once, before the first wait.

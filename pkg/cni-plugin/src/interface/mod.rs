@@ -34,7 +34,7 @@ use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
-use cni::skel::{Added, Call, Plugin, RestoreMode, Restored, Role};
+use cni::skel::{Added, Call, Plugin, RestoreMode, Role};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::{Dad, Link, Mac, Netlink, Netns, Watch};
 use serde::de::DeserializeOwned;
@@ -244,7 +244,12 @@ pub trait Interface {
     ///
     /// # Errors
     /// Those of [`Plugin::restore_rules`].
-    fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode) -> Result<Option<Restored<'a>>> {
+    fn restore_rules<'a>(
+        &self,
+        _call: &'a Call<'_>,
+        _mode: RestoreMode,
+        _rollback: &mut Rollback<'a>,
+    ) -> Result<Option<Vec<String>>> {
         Ok(None)
     }
 }
@@ -457,8 +462,13 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         }
     }
 
-    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode) -> Result<Option<Restored<'a>>> {
-        self.0.restore_rules(call, mode)
+    fn restore_rules<'a>(
+        &self,
+        call: &'a Call<'_>,
+        mode: RestoreMode,
+        rollback: &mut Rollback<'a>,
+    ) -> Result<Option<Vec<String>>> {
+        self.0.restore_rules(call, mode, rollback)
     }
 }
 

@@ -334,6 +334,40 @@ fn an_attachment_that_may_be_in_use_is_not_skipped_silently() {
     operator.done(&["del", "net3", path(&container), "--container-id", &container.id]);
 }
 
+/// The container is in use: removing its rules would make the failure worse.
+#[test]
+fn what_is_restored_before_a_failure_stays() {
+    require!(probe::plugin("cnitool"));
+    require!(Backend::IptablesLegacy.probe());
+    let place = Place::new(Backend::IptablesLegacy);
+    let node = &place.operator.node;
+    let subnets = conformance::bridge(node, &["10.2.0.0/24", "fd00:2::/64"]);
+    let bridge = patched(subnets, json!({"name": null, "cniVersion": null, "bridge": "br2"}));
+    let plugins = json!([bridge, {"type": "firewall", "backend": "iptables"}]);
+    let list = json!({"cniVersion": "1.1.0", "name": "net2", "plugins": plugins});
+    node.file("net.d/20-net2.conflist", list.to_string());
+    let container = place.attach("net2", None);
+    let accepting = |program: &str| {
+        node.exec(&[place.backend.multi(), program, "-w", "-S", "CNI-FORWARD"]).matches("-j ACCEPT").count()
+    };
+    assert_eq!((accepting("iptables"), accepting("ip6tables")), (2, 2));
+    place.shell("iptables -w -F CNI-FORWARD; ip6tables -w -F CNI-FORWARD");
+    let script = node.script("broken/xtables-legacy-fails", "#!/bin/sh\necho broken >&2\nexit 1\n");
+    std::os::unix::fs::symlink(&script, script.with_file_name("ip6tables-restore")).unwrap();
+    let path = format!("{}:{}", script.parent().unwrap().display(), place.backend.path(node));
+    let outcome = place.operator.call(&["rules", "restore", "net2"]).env("PATH", path).run();
+    assert_eq!(outcome.status, Some(1), "{}", outcome.report());
+    assert!(
+        outcome.stdout.contains("! firewall     failed: ") && outcome.stdout.contains("broken"),
+        "{}",
+        outcome.report()
+    );
+    assert_eq!((accepting("iptables"), accepting("ip6tables")), (2, 0));
+    place.done(&["rules", "restore", "net2"]);
+    assert_eq!((accepting("iptables"), accepting("ip6tables")), (2, 2));
+    place.detach("net2", &container);
+}
+
 #[test]
 fn an_attachment_that_fails_is_counted() {
     require!(probe::plugin("cnitool"));

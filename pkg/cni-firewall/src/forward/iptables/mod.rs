@@ -147,14 +147,14 @@ fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
 /// the family of `filter`. Removes the [outdated records](owner::outdated_records) of `addresses`.
-/// An address in `accepted_for_others` keeps its accepting rules even if the attachment loses the
-/// address, because another attachment or the Go plugin wrote these rules.
+/// Adds to `accepted_for_others` the addresses that have rules but no record: the Go plugin wrote
+/// these rules.
 pub(super) fn ensure(
     filter: &mut Chains<'_>,
     owner: &str,
     addresses: &[OwnedAddress],
     admin_chain: &str,
-    accepted_for_others: &[IpAddr],
+    accepted_for_others: &mut Vec<IpAddr>,
 ) -> Result<Edit> {
     let mut edit = Edit::new();
     for chain in [CNI_FORWARD, admin_chain, OWNERS] {
@@ -187,8 +187,12 @@ pub(super) fn ensure(
     let accepting = by_address(&existing_rules);
     let records = find_records_of(filter, owner, addresses)?;
     let recorded: BTreeSet<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
+    let recorded_addresses: BTreeSet<IpAddr> = records.iter().map(|record| record.owned.address).collect();
     for owned in addresses {
         let existing = rules_for(&accepting, owned.address);
+        if !existing.is_empty() && !recorded_addresses.contains(&owned.address) {
+            accepted_for_others.push(owned.address);
+        }
         for rule in accept_rules(owned.address) {
             delete_duplicates(&mut edit, CNI_FORWARD, existing, &rule);
             if !contains(existing, &rule) {
@@ -208,8 +212,7 @@ pub(super) fn ensure(
     };
     let stale_records: Vec<&Record> = records.iter().filter(is_stale).collect();
     if !stale_records.is_empty() {
-        let removal =
-            Removal { records: &stale_records, staying: addresses, accepted_for_others, ..Removal::default() };
+        let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
         edit.extend(removal.plan(filter)?);
     }
     Ok(edit)
@@ -270,12 +273,18 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: 
     Ok(())
 }
 
-/// Returns the edit that removes the rules of the attachment `owner`, and those for `addresses`
-/// that no other attachment owns: the Go plugin writes rules without a record.
-pub(super) fn purge(filter: &mut Chains<'_>, owner: &str, addresses: &[IpAddr]) -> Result<Edit> {
+/// Returns the edit that removes the rules of the attachment `owner`, and those for
+/// `unrecorded_addresses` that no other attachment owns: the Go plugin writes rules without a
+/// record. The accepting rules for `accepted_for_others` stay.
+pub(super) fn purge(
+    filter: &mut Chains<'_>,
+    owner: &str,
+    unrecorded_addresses: &[IpAddr],
+    accepted_for_others: &[IpAddr],
+) -> Result<Edit> {
     let own_records = find_own_records(filter, owner)?;
     let own_records: Vec<&Record> = own_records.iter().collect();
-    Removal { records: &own_records, unrecorded_addresses: addresses, ..Removal::default() }.plan(filter)
+    Removal { records: &own_records, unrecorded_addresses, accepted_for_others, ..Removal::default() }.plan(filter)
 }
 
 /// Returns the edit that removes the rules of the network's attachments whose owner names are not
@@ -292,52 +301,6 @@ pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &BTreeSet<String
     let mut edit = Removal { records: &garbage, ..Removal::default() }.plan(filter)?;
     order_jumps(filter, &mut edit, &[])?;
     Ok(edit)
-}
-
-/// The addresses of one family that had rules before an ADD.
-#[derive(Clone, Debug, Default)]
-pub(super) struct PreviousAddresses {
-    /// The addresses for which the attachment had a record.
-    own: Vec<OwnedAddress>,
-    /// Addresses of the ADD that [`CNI_FORWARD`] already accepted, without a record of the
-    /// attachment: another attachment or the Go plugin had written the rules.
-    accepted_for_others: Vec<IpAddr>,
-}
-
-impl PreviousAddresses {
-    /// Reads the addresses that the attachment `owner` has, and which of the ADD's `addresses`
-    /// [`CNI_FORWARD`] already accepts for others.
-    pub(super) fn read(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<PreviousAddresses> {
-        let records: Vec<OwnedAddress> =
-            find_records_of(filter, owner, addresses)?.into_iter().map(|record| record.owned).collect();
-        let outdated = owner::outdated_records(records.iter().cloned(), owner, addresses)?;
-        let own: Vec<OwnedAddress> = records.into_iter().filter(|owned| owned.owner == owner).collect();
-        let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-        let rules = find_forward_rules(filter, &ips)?;
-        // The rules of an attachment that no longer exists need not stay.
-        let own_addresses: BTreeSet<IpAddr> = own.iter().chain(&outdated).map(|owned| owned.address).collect();
-        let mut accepted_for_others = Vec::new();
-        for address in ips {
-            let is_accepted = accept_rules(address).iter().any(|words| contains(rules_for(&rules, address), words));
-            if is_accepted && !own_addresses.contains(&address) {
-                accepted_for_others.push(address);
-            }
-        }
-        Ok(PreviousAddresses { own, accepted_for_others })
-    }
-
-    /// Returns the edit that undoes an [`ensure`], after which the attachment `owner` has its
-    /// previous addresses again. The rules of others stay.
-    pub(super) fn put_back(&self, filter: &mut Chains<'_>, owner: &str, admin_chain: &str) -> Result<Edit> {
-        let accepted_for_others = &self.accepted_for_others;
-        if !self.own.is_empty() {
-            return ensure(filter, owner, &self.own, admin_chain, accepted_for_others);
-        }
-        // The attachment had no address, so all its records are from the ADD.
-        let own_records = find_own_records(filter, owner)?;
-        let own_records: Vec<&Record> = own_records.iter().collect();
-        Removal { records: &own_records, accepted_for_others, ..Removal::default() }.plan(filter)
-    }
 }
 
 /// Returns a sentence for each chain or rule for `addresses` that is missing or in the wrong order;

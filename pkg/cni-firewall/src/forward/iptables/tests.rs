@@ -47,13 +47,13 @@ fn add_and_del_take_time_in_proportion_to_the_addresses() {
     let owner = "cni:net/c/eth0";
     let del = |saved: &str, addresses: &[OwnedAddress]| {
         let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), owner, &ips).unwrap();
+        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), owner, &ips, &[]).unwrap();
         assert_eq!(edit.deleted.len(), 3 * addresses.len());
     };
     cni_testkit::assert_cost_below(8, || del(&few, &sizes[0]), || del(&many, &sizes[1]));
     let add = |saved: &str, addresses: &[OwnedAddress]| {
         let mut filter = Chains::of_text(Table::Filter, Family::V4, saved);
-        let edit = ensure(&mut filter, owner, addresses, ADMIN, &[]).unwrap();
+        let edit = ensure(&mut filter, owner, addresses, ADMIN, &mut Vec::new()).unwrap();
         assert!(edit.deleted.is_empty() && !edit.rules.iter().any(|added| added.chain == OWNERS));
     };
     cni_testkit::assert_cost_below(8, || add(&few, &sizes[0]), || add(&many, &sizes[1]));

@@ -23,7 +23,6 @@ use cni_linux::route::Family;
 mod check;
 mod conflicts;
 mod others;
-mod previous;
 mod removal;
 pub(crate) mod shape;
 #[cfg(test)]
@@ -31,9 +30,7 @@ mod tests;
 
 pub use conflicts::UnreadTables;
 use others::plan_displacement;
-pub use previous::PreviousRules;
-use previous::is_own;
-use removal::{can_match_any, delete_section, plan_removal};
+use removal::{can_match_any, delete_section};
 use shape::{DNAT, MASQ, SETMARK, Section};
 
 /// Host ports in the tables `nat` of the calling thread's network namespace.
@@ -78,14 +75,14 @@ impl<'m> IptablesPortMap<'m> {
     }
 
     /// Writes the rules of `wanted`: IPv4, then IPv6. Both families are checked for living holders
-    /// of the ports before either is changed. On failure, and if there is a living holder, the
-    /// attachment's previous rules are put back.
+    /// of the ports before either is changed. Sets `changed` to true if rules may have been
+    /// changed, even on an error or with a living holder: the caller then owes an
+    /// [`undo`](IptablesPortMap::undo) if its ADD fails.
     ///
     /// # Errors
     /// If the host's links cannot be read, if rules cannot be written over netlink and iptables is
-    /// not installed, or if a change or putting back fails. If both fail, the error has both
-    /// causes.
-    pub fn ensure(&mut self, wanted: &Forwarding) -> Result<EnsureOutcome<PreviousRules>> {
+    /// not installed, or if a change fails.
+    pub fn ensure(&mut self, wanted: &Forwarding, changed: &mut bool) -> Result<EnsureOutcome> {
         let mut probe = LivenessProbe::default();
         let host_link = probe.find_host_link(&wanted.attachment)?;
         let mut mapped_families = Vec::new();
@@ -94,47 +91,35 @@ impl<'m> IptablesPortMap<'m> {
             let variant = self.variant_for_new_rules(family)?;
             mapped_families.push(MappedFamily { family, variant, container, claims, remarks: Vec::new() });
         }
-        let mut previous = PreviousRules::default();
-        let changed =
-            self.change_families(&mut mapped_families, wanted, host_link.as_deref(), &mut probe, &mut previous);
-        match changed {
-            Ok(None) => {}
-            // The holder can have taken the port after the first family was changed.
-            Ok(Some(holder)) => {
-                self.put_back(wanted, &previous)?;
-                return Ok(EnsureOutcome::Held(holder));
-            }
-            Err(error) => return Err(self.put_back_after(error, wanted, &previous)),
+        let holder = self.change_families(&mut mapped_families, wanted, host_link.as_deref(), &mut probe, changed)?;
+        if let Some(holder) = holder {
+            return Ok(EnsureOutcome::Held(holder));
         }
         let mut remarks: Vec<String> = mapped_families.into_iter().flat_map(|mapped| mapped.remarks).collect();
-        if let Err(error) = self.ensure_empty_chains(wanted, host_link.as_deref(), &mut previous, &mut remarks) {
-            return Err(self.put_back_after(error, wanted, &previous));
-        }
-        let previous = if previous.is_empty() { None } else { Some(previous) };
-        Ok(EnsureOutcome::Done { previous, remarks })
+        self.ensure_empty_chains(wanted, host_link.as_deref(), changed, &mut remarks)?;
+        Ok(EnsureOutcome::Done { remarks })
     }
 
     /// Makes the changes in all `mapped_families`. If a living container has a wanted port, stops
-    /// and returns that container. Records in `previous` the rules of the families that may have
-    /// been changed, even on an error.
+    /// and returns that container: it can have taken the port after the first family was changed.
+    /// Sets `changed` as [`ensure`](IptablesPortMap::ensure) does.
     fn change_families(
         &mut self,
         mapped_families: &mut [MappedFamily],
         wanted: &Forwarding,
         host_link: Option<&str>,
         probe: &mut LivenessProbe,
-        previous: &mut PreviousRules,
+        changed: &mut bool,
     ) -> Result<Option<Holder>> {
         let families: Vec<(Family, Variant)> =
             mapped_families.iter().map(|mapped| (mapped.family, mapped.variant)).collect();
         let mut living_holder = None;
-        let result = self.iptables.change_all(&families, |nat| {
+        let plan = |nat: &mut Chains<'_>| {
             let family = nat.family();
             // Always found: `families` was made from `mapped_families`.
             let Some(mapped) = mapped_families.iter_mut().find(|mapped| mapped.family == family) else {
                 return Ok(Some(Edit::new()));
             };
-            previous.remember(nat, mapped.variant, wanted)?;
             let plan = plan_family(nat, wanted, (mapped.container, &mapped.claims), host_link, probe)?;
             if plan.living_holder.is_some() {
                 living_holder = plan.living_holder;
@@ -143,22 +128,9 @@ impl<'m> IptablesPortMap<'m> {
             }
             mapped.remarks = plan.remarks;
             Ok(Some(plan.edit))
-        });
-        let (changed_count, outcome) = match result {
-            Ok(changed_count) => (changed_count, Ok(living_holder)),
-            Err((changed_count, error)) => (changed_count, Err(error)),
         };
-        previous.keep_first(changed_count);
-        outcome
-    }
-
-    /// Puts the previous rules back after `error`, and returns `error`. If putting back fails too,
-    /// the message has both errors, that of putting back first.
-    fn put_back_after(&mut self, error: Error, wanted: &Forwarding, previous: &PreviousRules) -> Error {
-        match self.put_back(wanted, previous) {
-            Ok(()) => error,
-            Err(put_back_error) => error.context(format_args!("{put_back_error}; and")),
-        }
+        self.iptables.change_all(&families, plan, changed)?;
+        Ok(living_holder)
     }
 
     /// Creates the container's chain, without a mapping, and the rules that jump to the chain, in
@@ -172,7 +144,7 @@ impl<'m> IptablesPortMap<'m> {
         &mut self,
         wanted: &Forwarding,
         host_link: Option<&str>,
-        previous: &mut PreviousRules,
+        changed: &mut bool,
         remarks: &mut Vec<String>,
     ) -> Result<()> {
         for (container, claims) in wanted.families_with_address() {
@@ -182,22 +154,16 @@ impl<'m> IptablesPortMap<'m> {
             let family = Family::of(container.address());
             let Some(variant) = self.iptables.variant_for_new_rules(family)? else { continue };
             let mut probe = LivenessProbe::default();
-            // The closure can run several times. The remarks are those of its last run, but every
-            // run may have changed rules.
-            let (mut last_remarks, mut has_changes) = (Vec::new(), false);
-            let result = self.iptables.change(family, variant, |nat| {
-                previous.remember(nat, variant, wanted)?;
+            // The closure can run several times. The remarks are those of its last run.
+            let mut last_remarks = Vec::new();
+            let plan = |nat: &mut Chains<'_>| {
                 // Without a claim there is no living holder, so the plan is complete.
                 let plan = plan_family(nat, wanted, (container, &[]), host_link, &mut probe)?;
                 last_remarks = plan.remarks;
-                has_changes |= !plan.edit.is_empty();
-                Ok(plan.edit)
-            });
+                Ok(Some(plan.edit))
+            };
+            let result = self.iptables.change_all(&[(family, variant)], plan, changed);
             remarks.append(&mut last_remarks);
-            // A family that was not changed has nothing to put back.
-            if !has_changes {
-                previous.forget(family);
-            }
             match result {
                 Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
                 Err(error) => remarks.push(format!(
@@ -248,6 +214,20 @@ fn plan_family(
     plan_shared_rules(nat, wanted, &mut plan.edit)?;
     plan_own_rules(nat, wanted, (container, claims), &candidate_jumps, host_link, &mut plan)?;
     Ok(plan)
+}
+
+/// Whether a section of the container's chain belongs to this attachment: its marker names the
+/// attachment, or it has no marker (Go's plugin made it) and all its mappings lead to the
+/// container's addresses. True for the empty section of an empty chain, so that undoing an ADD also
+/// removes an empty chain.
+fn is_own(section: &Section, wanted: &Forwarding) -> bool {
+    match section.alias() {
+        Some(alias) => alias == wanted.attachment.alias(),
+        None => section
+            .mappings
+            .iter()
+            .all(|mapping| mapping.claim.is_some_and(|claim| wanted.is_container(claim.container.ip()))),
+    }
 }
 
 /// Returns the rules that all containers share, each after the name of its chain.

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use super::super::{ClaimedPort, Removal};
+use super::super::{ClaimedPort, Forwarding, Removal};
 use super::shape::{self, DNAT, Jump, SNAT, Section};
-use super::{IptablesPortMap, program_name};
+use super::{IptablesPortMap, is_own, program_name};
 use crate::iptables::{Chain, Chains, Edit, FAMILIES, Reading, Rule, Variant};
 use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
@@ -45,6 +45,24 @@ impl IptablesPortMap<'_> {
             }
             Ok(claims)
         })
+    }
+
+    /// Removes all rules of the attachment for an ADD of `wanted` that fails. Rules of Go's plugin
+    /// are only removed if they lead to the addresses of `wanted`: `ensure` would have replaced
+    /// them.
+    ///
+    /// # Errors
+    /// The errors of all families, joined.
+    pub fn undo(&mut self, wanted: &Forwarding) -> Result<()> {
+        let chain = shape::chain_name(&wanted.attachment);
+        let removal = self.remove_everywhere(&[&chain], Reading::UnderLock, |nat, edit| {
+            // The ADD has written nothing in a family in which the container has no address.
+            if wanted.addresses().into_iter().all(|address| Family::of(address) != nat.family()) {
+                return Ok(Vec::new());
+            }
+            plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))
+        });
+        removal.outcome
     }
 
     /// Removes the rules of `network` that belong to none of the `valid` attachments. Rules made by

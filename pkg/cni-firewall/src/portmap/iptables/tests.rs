@@ -18,7 +18,7 @@ use crate::testing::{in_new_netns, machine, skip};
 use cni::AttachmentId;
 
 fn rules(lines: &[&str]) -> Vec<Rule> {
-    lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true, raw: None }).collect()
+    lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true }).collect()
 }
 
 fn mapping(port: u16, to: &str) -> [String; 2] {
@@ -140,11 +140,13 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
     with_legacy(|| {
         let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
         let folders = Folders::new(std::env::var_os("PATH")).with_lock_folder(locks.path());
-        let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
-        let mut backend = IptablesPortMap::new(iptables);
-        let EnsureOutcome::Done { previous: Some(previous), .. } = backend.ensure(&wanted).unwrap() else {
-            panic!("nothing has changed")
+        let open = |on_sigterm| {
+            Iptables::open_with(Table::Nat, &machine, Notes::silent(), on_sigterm, folders.clone()).unwrap()
         };
+        let mut changed = false;
+        IptablesPortMap::new(open(OnSigterm::Kill)).ensure(&wanted, &mut changed).unwrap();
+        assert!(changed);
+        let mut backend = IptablesPortMap::new(open(OnSigterm::Finish));
         assert!(backend.holds(&wanted.attachment).unwrap());
         let lock = NetnsLock::acquire(&machine, OnSigterm::Kill, locks.path(), Duration::from_secs(30)).unwrap();
         nix::sys::pthread::pthread_kill(nix::sys::pthread::pthread_self(), nix::sys::signal::Signal::SIGTERM).unwrap();
@@ -154,7 +156,7 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
                 std::thread::sleep(Duration::from_millis(100));
                 drop(lock);
             });
-            backend.put_back(&wanted, &previous).unwrap();
+            backend.undo(&wanted).unwrap();
         });
         assert!(!backend.holds(&wanted.attachment).unwrap());
     });

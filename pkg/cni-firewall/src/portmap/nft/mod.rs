@@ -31,7 +31,6 @@ mod check;
 mod conflicts;
 mod others;
 mod plan;
-mod previous;
 mod program;
 pub(crate) mod shape;
 #[cfg(test)]
@@ -39,7 +38,6 @@ mod tests;
 
 use others::ConflictSearch;
 use plan::{FamilyRequest, Plan};
-pub use previous::PreviousRules;
 use program::ProgramMappings;
 use shape::{CONTAINER_CHAINS, ENTRY_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
 
@@ -105,8 +103,9 @@ impl NftPortMap {
 
     /// Replaces the attachment's rules with those of `wanted` in one transaction. If these are in
     /// place already, nothing is changed. On failure, and if a living container has a wanted port,
-    /// the attachment's rules are unchanged, but shared chains may have been added, and rules of
-    /// dead containers removed.
+    /// shared chains may have been added, and rules of dead containers removed. Sets `changed` to
+    /// true if the attachment's rules may have been changed, even on an error: the caller then owes
+    /// an [`undo`](NftPortMap::undo) if its ADD fails.
     ///
     /// Mappings whose conditions [`conditions`] does not compile are written first: a transaction
     /// creates the chains, then the program `nft` adds the mappings.
@@ -117,17 +116,18 @@ impl NftPortMap {
         &mut self,
         machine: &dyn Machine,
         wanted: &Forwarding,
-    ) -> Result<EnsureOutcome<PreviousRules>, Refusal> {
+        changed: &mut bool,
+    ) -> Result<EnsureOutcome, Refusal> {
         let mut program_mappings = ProgramMappings::uncompiled(wanted)?;
         if !program_mappings.is_empty() {
             // The program needs the shared chains, and must not run if a living container has a
             // wanted port.
-            if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare)? {
+            if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare, &mut false)? {
                 return Ok(EnsureOutcome::Held(holder));
             }
             self.add_by_program(machine, wanted, &mut program_mappings)?;
         }
-        let outcome = self.transact(wanted, Stage::WriteRules(&program_mappings));
+        let outcome = self.transact(wanted, Stage::WriteRules(&program_mappings), changed);
         if !matches!(outcome, Ok(EnsureOutcome::Done { .. })) {
             // An error here replaces the outcome, because rules of the program then remain.
             self.delete_added(&program_mappings)?;
@@ -137,54 +137,44 @@ impl NftPortMap {
 
     /// Plans and commits the transaction of a stage, and repeats both if another process has
     /// changed a rule in between.
-    fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>) -> Result<EnsureOutcome<PreviousRules>> {
+    fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>, changed: &mut bool) -> Result<EnsureOutcome> {
         let mut probe = LivenessProbe::default();
         let host_link = match probe.find_host_link(&wanted.attachment)? {
             Some(_) => HostLink::Present,
             None => HostLink::Absent,
         };
-        retry(|| self.attempt(wanted, stage, host_link, &mut probe))
+        retry(|| {
+            let (batch, outcome) = self.plan(wanted, stage, host_link, &mut probe)?;
+            let has_changes = !batch.is_empty();
+            let result = self.nft.commit(batch);
+            // After another error, the kernel may have written the rules: its answer can be lost.
+            *changed |= has_changes && !result.as_ref().is_err_and(raced);
+            result.map(|()| outcome)
+        })
     }
 
-    /// Plans and commits the transaction of a stage once. If another process has changed a rule
-    /// since it was read, fails with an error for which [`raced`] is true.
-    fn attempt(
+    /// Plans the transaction of a stage, and its outcome. The transaction is empty if a living
+    /// container has a wanted port.
+    fn plan(
         &mut self,
         wanted: &Forwarding,
         stage: Stage<'_>,
         host_link: HostLink,
         probe: &mut LivenessProbe,
-    ) -> Result<EnsureOutcome<PreviousRules>> {
+    ) -> Result<(Batch, EnsureOutcome)> {
         let identity = Identity::new(&wanted.attachment);
-        let mut plan = Plan { batch: Batch::new(), previous: PreviousRules::default(), remarks: Vec::new() };
+        let mut plan = Plan { batch: Batch::new(), remarks: Vec::new() };
         plan.batch.only_at(self.nft.wait_for_generation()?);
         // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
         // looks for them.
         for (container, claims) in wanted.families_with_address() {
             let request = FamilyRequest { wanted, identity: &identity, container, claims: &claims, stage, host_link };
             if let Some(holder) = self.plan_family(&request, probe, &mut plan)? {
-                return Ok(EnsureOutcome::Held(holder));
+                return Ok((Batch::new(), EnsureOutcome::Held(holder)));
             }
         }
-        let Plan { batch, previous, remarks } = plan;
-        let has_changes = !batch.is_empty();
-        match self.nft.commit(batch) {
-            Ok(()) => {}
-            // Nothing has changed, and the caller tries again.
-            Err(error) if raced(&error) => return Err(error),
-            Err(error) => {
-                // `Stage::Prepare` does not change the attachment's rules.
-                let Stage::WriteRules(program_mappings) = stage else { return Err(error) };
-                // If only the kernel's answer was lost, the rules have been written. `put_back`
-                // reads which rules exist.
-                let mut errors = vec![error];
-                errors.extend(self.delete_added(program_mappings).err());
-                errors.extend(self.put_back(wanted, &previous).err());
-                // Returns here in any case: `errors` is not empty.
-                Error::join(errors)?;
-            }
-        }
-        Ok(EnsureOutcome::Done { previous: if has_changes { Some(previous) } else { None }, remarks })
+        let Plan { batch, remarks } = plan;
+        Ok((batch, EnsureOutcome::Done { remarks }))
     }
 
     /// Removes all rules of the attachment in both families, in one transaction. Succeeds if there
@@ -212,6 +202,20 @@ impl NftPortMap {
             has_other_attachment |= !others.is_empty();
             identity.own_rules(rules, known, shape::container)
         })
+    }
+
+    /// Removes all rules of the attachment for an ADD of `wanted` that fails, in one transaction.
+    /// Rules of Go's plugin are only removed if they lead to the addresses of `wanted`: `ensure`
+    /// would have replaced them.
+    ///
+    /// # Errors
+    /// The rules cannot be read or removed.
+    pub fn undo(&mut self, wanted: &Forwarding) -> Result<()> {
+        let (identity, addresses) = (Identity::new(&wanted.attachment), wanted.addresses());
+        let removal = self.purge_where(&identity.comment, FAMILIES, |_, rules| {
+            identity.own_rules(rules, &addresses, shape::container)
+        });
+        removal.outcome
     }
 
     /// Removes every rule that names `network` but none of the `valid` attachments, and the rules

@@ -6,7 +6,7 @@ use super::super::conflict::LivenessProbe;
 use super::super::identity::HostLink;
 use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
 use super::shape::{self, CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
-use super::{ConflictSearch, Identity, NftPortMap, PreviousRules, ProgramMappings, Stage, State};
+use super::{ConflictSearch, Identity, NftPortMap, ProgramMappings, Stage, State};
 use crate::nft::{Batch, Expr, Rule};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -26,8 +26,6 @@ pub(super) struct FamilyRequest<'a> {
 /// The changes of one transaction, in both families.
 pub(super) struct Plan {
     pub(super) batch: Batch,
-    /// The rules that the attachment has before the transaction.
-    pub(super) previous: PreviousRules,
     /// Remarks for the operator.
     pub(super) remarks: Vec<String>,
 }
@@ -97,7 +95,6 @@ impl Plan {
             if let Some(mappings) = written_by_program {
                 existing.retain(|listed| !mappings.has_added(listed));
             }
-            self.previous.record(state.family, chain, &existing);
             let new_rules = match (chain, conditions) {
                 (HOSTPORTS, Some(conditions)) => {
                     claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()).collect()
