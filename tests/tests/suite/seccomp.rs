@@ -8,25 +8,28 @@ use conformance::{attach, bridge, patched};
 use nix::libc;
 use serde_json::{Value, json};
 
+use crate::portmap::world::Backend;
 use crate::rights::state;
 
-/// Arguments: the calls by number, `NUMBER:FIRST-ARGUMENT` if they are forbidden only with that
-/// argument, then the program.
+/// Arguments: the calls as `NUMBER`, or `NUMBER:INDEX:VALUE:ERRNO` for those that are forbidden,
+/// with this errno, only if this argument has this value; then the program.
 const LAUNCHER: &str = r#"
 import ctypes, os, struct, sys
 calls, program = sys.argv[1].split(","), sys.argv[2]
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-ALLOW, EPERM = 0x7FFF0000, 0x00050000 | 1
+ALLOW, REFUSE, EPERM = 0x7FFF0000, 0x00050000, 1
 low = 0 if sys.byteorder == "little" else 4
 code = []
 for call in calls:
-    number, _, argument = call.partition(":")
+    number, *argument = map(int, call.split(":"))
     code.append((LOAD, 0, 0, 0))
+    errno = EPERM
     if argument:
-        code += [(EQUAL, 0, 3, int(number)), (LOAD, 0, 0, 16 + low), (EQUAL, 0, 1, int(argument))]
+        index, value, errno = argument
+        code += [(EQUAL, 0, 3, number), (LOAD, 0, 0, 16 + 8 * index + low), (EQUAL, 0, 1, value)]
     else:
-        code.append((EQUAL, 0, 1, int(number)))
-    code.append((RETURN, 0, 0, EPERM))
+        code.append((EQUAL, 0, 1, number))
+    code.append((RETURN, 0, 0, REFUSE | errno))
 code.append((RETURN, 0, 0, ALLOW))
 text = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
 class Program(ctypes.Structure):
@@ -46,19 +49,24 @@ enum Forbidden {
     Setns,
     /// Netlink, of every protocol.
     Netlink,
+    /// The netlink of netfilter, with the errno of a kernel that does not have it.
+    Netfilter,
     /// Starting programs and threads.
     Start,
     /// Calls that no plugin needs.
     Rest,
 }
 
-use Forbidden::{Netlink, Rest, Setns, Start};
+use Forbidden::{Netfilter, Netlink, Rest, Setns, Start};
 
 impl Forbidden {
     fn calls(self) -> String {
         let all: Vec<i64> = match self {
             Setns => vec![libc::SYS_setns],
-            Netlink => return format!("{}:{}", libc::SYS_socket, libc::AF_NETLINK),
+            Netlink => return format!("{}:0:{}:{}", libc::SYS_socket, libc::AF_NETLINK, libc::EPERM),
+            Netfilter => {
+                return format!("{}:2:{}:{}", libc::SYS_socket, libc::NETLINK_NETFILTER, libc::EPROTONOSUPPORT);
+            }
             Start => vec![
                 libc::SYS_clone,
                 libc::SYS_clone3,
@@ -202,4 +210,53 @@ fn speaks_of_it(outcome: &Outcome, forbidden: Forbidden) {
     let is_right = |code| (forbidden == Start && code == 5) || (100..999).contains(&code);
     assert!(failure.code.is_some_and(is_right), "{forbidden:?}\n{}", outcome.report());
     assert!(failure.msg.contains("ot permitted"), "{forbidden:?}\n{}", outcome.report());
+}
+
+#[test]
+fn a_kernel_without_nf_tables_has_no_rules() {
+    require!(filters());
+    require!(Backend::IptablesLegacy.probe());
+    let node = Node::new();
+    let container = node.container();
+    let path = Backend::IptablesLegacy.path(&node);
+    let call = |verb: &str, config: &Value| {
+        let plugin = bin_dir().join(config["type"].as_str().unwrap());
+        let call = Invocation::new(&node, PYTHON).arg("-ISc").arg(LAUNCHER).arg(Netfilter.calls()).arg(plugin);
+        call.command(verb).cni_path(bin_dir()).container(&container).config(config).env("PATH", &path).run()
+    };
+    let network = bridge(&node, &["10.1.0.0/24"]);
+    let macspoofchk = patched(network.clone(), json!({"macspoofchk": true}));
+    let refusal = "\"macspoofchk\": true needs nf_tables for bridges: ";
+    let socket = "failed to open a netfilter socket: Protocol not supported (os error 93)";
+    call("ADD", &macspoofchk).fails_with(2, &format!("{refusal}{socket}"));
+    let masquerade = |backend: &str| patched(network.clone(), json!({"ipMasq": true, "ipMasqBackend": backend}));
+    call("ADD", &masquerade("nftables")).fails_naming(2, &[socket]);
+    call("STATUS", &patched(macspoofchk, json!({"cniVersion": "1.1.0"}))).fails_naming(50, &[socket]);
+    let result = call("ADD", &masquerade("iptables")).success();
+    let mapping = json!([{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]);
+    for (kind, keys) in [("portmap", json!({"runtimeConfig": {"portMappings": mapping}})), ("firewall", json!({}))] {
+        let with = |backend: &str| patched(chained(kind, &result, keys.clone()), json!({"backend": backend}));
+        let refusal = "\"backend\": \"nftables\" cannot be used on this host: ";
+        call("ADD", &with("nftables")).fails_with(2, &format!("{refusal}{socket}"));
+        call("STATUS", &patched(with("nftables"), json!({"cniVersion": "1.1.0"}))).fails_with(50, "");
+        for _ in 0..2 {
+            call("ADD", &with("iptables")).success();
+            call("CHECK", &with("iptables")).success();
+        }
+        call("CHECK", &with("nftables")).success();
+        call("GC", &patched(with("iptables"), json!({"cniVersion": "1.1.0", "cni.dev/valid-attachments": []})))
+            .success();
+        call("CHECK", &with("iptables")).failure();
+        call("ADD", &with("iptables")).success();
+        call("DEL", &with("iptables")).success();
+        call("DEL", &with("nftables")).success();
+    }
+    let chain =
+        patched(chained("firewall", &result, json!({"backend": "nftables"})), json!({"nftablesChain": "inet a b"}));
+    call("ADD", &chain).fails_naming(2, &[socket]);
+    call("CHECK", &patched(masquerade("iptables"), json!({"prevResult": result}))).success();
+    call("DEL", &masquerade("iptables")).success();
+    call("DEL", &patched(masquerade("nftables"), json!({"macspoofchk": true}))).success();
+    let rules = node.exec(&["env", &format!("PATH={path}"), "iptables-save"]);
+    assert!(!rules.contains("10.1.0.") && !rules.contains("8080"), "{rules}");
 }
