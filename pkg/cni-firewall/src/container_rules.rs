@@ -125,14 +125,10 @@ impl RuleOwner {
 /// read.
 ///
 /// # Errors
-/// The tables of nf_tables or of iptables-nft cannot be read. A kernel without nf_tables is not an
-/// error: it has none of these tables.
+/// The tables of nf_tables or of iptables-nft cannot be read.
 pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<ContainerRule>> {
     let mut rules = Vec::new();
-    match Nft::open().and_then(|mut nft| list_nft(&mut nft, &mut rules)) {
-        Err(error) if error.is_unsupported() => {}
-        result => result?,
-    }
+    list_nft(&mut Nft::open()?, &mut rules)?;
     let chains_in_nat = [masquerade_iptables::POSTROUTING, portmap_iptables::DNAT];
     list_table(iptables::Table::Nat, &chains_in_nat, machine, notes, |nat, variant| {
         list_nat(nat, variant, &mut rules)

@@ -118,7 +118,7 @@ impl SpoofCheck {
     /// Opens a connection in the calling thread's network namespace.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink, which has no rules.
+    /// Those of [`Nft::open`].
     pub fn open() -> Result<SpoofCheck> {
         Ok(SpoofCheck { nft: Nft::open()? })
     }
@@ -177,24 +177,18 @@ impl SpoofCheck {
 
     /// Returns the owner of rules with the attachment's ID that guard an existing interface other
     /// than `host_veth`, and so make [`ensure`](SpoofCheck::ensure) fail. `None` if there are no
-    /// such rules, or on a kernel without nf_tables.
+    /// such rules.
     pub fn find_conflicting_interface(
         &mut self,
         attachment: &AttachmentId,
         host_veth: &str,
     ) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
-        let found = self.find_chains(&id).and_then(|chains| {
-            // A jump exists only together with its target chain.
-            if chains.is_empty() {
-                return Ok(None);
-            }
-            find_owner_with_link(&id, &self.nft.rules(TABLE, PREROUTING)?, Some(host_veth))
-        });
-        match found {
-            Err(error) if error.is_unsupported() => Ok(None),
-            result => result,
+        // A jump exists only together with its target chain.
+        if self.find_chains(&id)?.is_empty() {
+            return Ok(None);
         }
+        find_owner_with_link(&id, &self.nft.rules(TABLE, PREROUTING)?, Some(host_veth))
     }
 
     /// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
@@ -308,14 +302,13 @@ impl SpoofCheck {
     }
 
     /// Removes all rules of the ID and returns `Ok(None)`. If `find_other`, given the rules of
-    /// PREROUTING, returns another owner, removes nothing and returns that owner. Also returns
-    /// `Ok(None)` on a kernel without nf_tables, which has no rules to remove.
+    /// PREROUTING, returns another owner, removes nothing and returns that owner.
     fn purge_id(
         &mut self,
         id: &Id,
         find_other: impl Fn(&[Listed]) -> Option<SpoofOwner>,
     ) -> Result<Option<SpoofOwner>> {
-        let result = self.retry(|spoof| {
+        self.retry(|spoof| {
             let rules = spoof.nft.rules(TABLE, PREROUTING)?;
             if let Some(owner) = find_other(&rules) {
                 return Ok(Some(owner));
@@ -323,11 +316,7 @@ impl SpoofCheck {
             let objects = spoof.find_objects(id, &rules)?;
             spoof.remove(&objects)?;
             Ok(None)
-        });
-        match result {
-            Err(error) if error.is_unsupported() => Ok(None),
-            result => result,
-        }
+        })
     }
 
     /// Removes the objects, in one transaction if possible.
@@ -392,14 +381,9 @@ impl SpoofCheck {
         Ok(differences)
     }
 
-    /// Returns the owner of each ID that has spoof rules, including Go's and incomplete ones. Empty
-    /// on a kernel without nf_tables.
+    /// Returns the owner of each ID that has spoof rules, including Go's and incomplete ones.
     pub fn list(&mut self) -> Result<Vec<SpoofOwner>> {
-        let rules_and_chains = self.nft.rules(TABLE, PREROUTING).and_then(|rules| Ok((rules, self.nft.chains(TABLE)?)));
-        let (rules, chains) = match rules_and_chains {
-            Err(error) if error.is_unsupported() => return Ok(Vec::new()),
-            result => result?,
-        };
+        let (rules, chains) = (self.nft.rules(TABLE, PREROUTING)?, self.nft.chains(TABLE)?);
         let mut owners: BTreeMap<String, SpoofOwner> = BTreeMap::new();
         for Listed { rule, .. } in &rules {
             let Some(comment) = rule.comment.as_deref() else { continue };

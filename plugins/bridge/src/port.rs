@@ -62,15 +62,12 @@ pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port:
     }
     // No link has an empty name, so without `port` no rules count as this ADD's own.
     let own_port = port.map(|port| port.name.as_str()).unwrap_or_default();
-    match SpoofCheck::open().and_then(|mut spoof| spoof.find_conflicting_interface(attachment, own_port)) {
-        Ok(Some(owner)) => {
+    match SpoofCheck::open()?.find_conflicting_interface(attachment, own_port)? {
+        Some(owner) => {
             let msg = format!("failed to create spoof rules {}: they belong to {owner}, which exists", owner.id_ifname);
             Err(Error::new(Code::CONFLICT, msg).with_details(RESOLVE_CONFLICT))
         }
-        Ok(None) => Ok(()),
-        // Without nf_tables there are no rules to replace; `guard` fails later.
-        Err(error) if error.is_unsupported() => Ok(()),
-        Err(error) => Err(error.into()),
+        None => Ok(()),
     }
 }
 

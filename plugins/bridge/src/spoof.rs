@@ -12,12 +12,8 @@ use cni_firewall::spoof::SpoofCheck;
 /// Called even without `macspoofchk`, because the configuration may have had the key at ADD. Called
 /// after the link is deleted, so that the container's last frames are still checked.
 pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
-    match SpoofCheck::open().and_then(|mut spoof| spoof.purge(attachment)) {
-        Ok(Some(owner)) => call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}")),
-        Ok(None) => {}
-        // A kernel without nf_tables has no rules.
-        Err(error) if error.is_unsupported() => {}
-        Err(error) => return Err(error.into()),
+    if let Some(owner) = SpoofCheck::open()?.purge(attachment)? {
+        call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}"));
     }
     Ok(())
 }
@@ -25,9 +21,5 @@ pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
 /// Removes the rules of the network's attachments that are not in `valid`, for GC.
 pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
     let valid: Vec<(&str, &str)> = valid.iter().collect();
-    match SpoofCheck::open().and_then(|mut spoof| spoof.gc(network, &valid)) {
-        // A kernel without nf_tables has no rules.
-        Err(error) if error.is_unsupported() => Ok(()),
-        result => Ok(result?),
-    }
+    Ok(SpoofCheck::open()?.gc(network, &valid)?)
 }

@@ -98,11 +98,7 @@ fn has_rules(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Resu
         Backend::Iptables => {
             IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&forwarding.attachment)?
         }
-        Backend::Nftables => match NftPortMap::open() {
-            Ok(mut nft) => nft.holds(&forwarding.attachment, &forwarding.addresses())?,
-            Err(error) if error.is_unsupported() => false,
-            Err(error) => return Err(error.into()),
-        },
+        Backend::Nftables => NftPortMap::open()?.holds(&forwarding.attachment, &forwarding.addresses())?,
     })
 }
 

@@ -87,14 +87,7 @@ fn remove_from_both<'m>(
     remove_from_iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> Removal,
 ) -> Removed<'m> {
     let mut open = OpenBackends::default();
-    let from_nft = match NftPortMap::open() {
-        Ok(nft) => Ok(remove_from_nft(open.nft.insert(nft))),
-        // A kernel without nf_tables has no rules there.
-        Err(error) if error.is_unsupported() => {
-            Ok(Removal { claims: Vec::new(), remarks: Vec::new(), outcome: Ok(()) })
-        }
-        Err(error) => Err(error),
-    };
+    let from_nft = NftPortMap::open().map(|nft| remove_from_nft(open.nft.insert(nft)));
     let from_iptables = IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Finish)
         .map(|iptables| remove_from_iptables(open.iptables.insert(iptables)));
     let (mut claims, mut errors) = (Vec::new(), Vec::new());

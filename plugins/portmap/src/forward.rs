@@ -98,11 +98,7 @@ fn write_in_working_backend<'a>(
 /// maps no port. [`Conflicts::held`] is always `None`, because the ADD requests no port that
 /// another container could have. A failure is only a note.
 fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
-    let search_nft = |action| match NftPortMap::open() {
-        Ok(mut nft) => nft.conflicts(forwarding, action),
-        Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
-        Err(error) => Err(error),
-    };
+    let search_nft = |action| NftPortMap::open()?.conflicts(forwarding, action);
     let search_iptables =
         |action| open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
     let searches: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&search_nft, &search_iptables];
@@ -146,8 +142,7 @@ fn write_rules<'a>(
     let (mut changed, forwarding_of_undo) = (false, forwarding.clone());
     let outcome = match backend {
         Backend::Nftables => {
-            let mut nft = NftPortMap::open().map_err(|error| explain_unsupported(error, Backend::Nftables))?;
-            let outcome = nft.ensure(call.machine, forwarding, &mut changed);
+            let outcome = NftPortMap::open()?.ensure(call.machine, forwarding, &mut changed);
             if changed {
                 rollback.push(UNDO, move || NftPortMap::open()?.undo(&forwarding_of_undo));
             }
@@ -224,15 +219,10 @@ fn conflicts_in_other_tables(
     let mut conflicts = open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread, action)?;
     // A held port already makes the ADD fail: then nftables is not searched.
     if backend == Backend::Iptables && conflicts.held.is_none() {
-        match NftPortMap::open().and_then(|mut nft| nft.conflicts(forwarding, action)) {
-            Ok(in_nft) => {
-                conflicts.held = in_nft.held;
-                conflicts.found_dead |= in_nft.found_dead;
-                conflicts.remarks.extend(in_nft.remarks);
-            }
-            Err(error) if error.is_unsupported() => {}
-            Err(error) => return Err(error.into()),
-        }
+        let in_nft = NftPortMap::open()?.conflicts(forwarding, action)?;
+        conflicts.held = in_nft.held;
+        conflicts.found_dead |= in_nft.found_dead;
+        conflicts.remarks.extend(in_nft.remarks);
     }
     Ok(conflicts)
 }
@@ -312,12 +302,6 @@ pub(crate) fn localnet_key(forwarding: &Forwarding) -> Result<Option<String>> {
     Ok(link.map(|link| format!("net/ipv4/conf/{}/route_localnet", link.name)))
 }
 
-/// Converts an error. If the kernel does not support what `backend` needs, adds that the backend
-/// cannot be used.
-fn explain_unsupported(error: cni_linux::Error, backend: Backend) -> Error {
-    if error.is_unsupported() { backend_unusable(error.into(), backend) } else { error.into() }
-}
-
 /// Converts an error of iptables. If a program of iptables is missing and the error is not the
 /// kernel's, adds that the backend cannot be used.
 fn explain_iptables_failure(call: &Call<'_>, forwarding: &Forwarding, error: cni_linux::Error) -> Error {
@@ -347,7 +331,8 @@ fn backend_unusable(error: Error, backend: Backend) -> Error {
 /// Returns the plugin's error for a failure of nftables.
 fn explain_nft_failure(error: Refusal) -> Error {
     match error {
-        Refusal::Kernel(error) => explain_unsupported(error, Backend::Nftables),
+        Refusal::Kernel(error) if error.is_unsupported() => backend_unusable(error.into(), Backend::Nftables),
+        Refusal::Kernel(error) => error.into(),
         Refusal::Condition { token, why } => {
             Error::config(format!("conditionsV4 or conditionsV6 cannot be parsed from {token:?} on: {why}"))
         }

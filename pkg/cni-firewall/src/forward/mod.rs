@@ -188,7 +188,7 @@ impl<'m> Forward<'m> {
     ) -> Result<()> {
         let owner = owner::name(attachment);
         let results = [
-            self.in_nftables(|nft| nftables::purge(nft, &owner)),
+            Nft::open().and_then(|mut nft| nftables::purge(&mut nft, &owner)),
             self.clean(Reading::UnderLock, |filter| {
                 iptables::purge(filter, &owner, unrecorded_addresses, accepted_for_others)
             }),
@@ -207,19 +207,10 @@ impl<'m> Forward<'m> {
             valid_owners.insert(owner::name(&AttachmentId::new(network, *container, *ifname)));
         }
         let results = [
-            self.in_nftables(|nft| nftables::gc(nft, network, &valid_owners)),
+            Nft::open().and_then(|mut nft| nftables::gc(&mut nft, network, &valid_owners)),
             self.clean(Reading::BeforeLock, |filter| iptables::gc(filter, network, &valid_owners)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
-    }
-
-    /// Runs `change` on a connection to nf_tables. Does nothing on a kernel without nf_tables,
-    /// which has no rules to remove.
-    fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
-        match Nft::open().and_then(|mut nft| change(&mut nft)) {
-            Err(error) if error.is_unsupported() => Ok(()),
-            result => result,
-        }
     }
 
     /// Calls `plan` for each family and variant of iptables that may have rules of containers, and
@@ -245,10 +236,8 @@ impl<'m> Forward<'m> {
     /// If rules cannot be read.
     pub fn check(&self, rules: &ForwardRules, backend: Backend) -> Result<Vec<String>> {
         let owner = owner::name(&rules.attachment);
-        let is_in_nftables = match Nft::open().and_then(|mut nft| nftables::has_addresses_of(&mut nft, &owner)) {
-            Err(error) if error.is_unsupported() => false,
-            result => result?,
-        };
+        let mut nft = Nft::open()?;
+        let is_in_nftables = nftables::has_addresses_of(&mut nft, &owner)?;
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let (mut missing_in_iptables, mut is_in_iptables) = (Vec::new(), false);
         for family in rules.families() {
@@ -264,7 +253,7 @@ impl<'m> Forward<'m> {
         if checked_backend == Backend::Iptables {
             return Ok(missing_in_iptables);
         }
-        nftables::check(&mut Nft::open()?, &rules.owned_addresses(), rules.nftables_admin_chain.as_ref())
+        nftables::check(&mut nft, &rules.owned_addresses(), rules.nftables_admin_chain.as_ref())
     }
 
     /// Checks that [`ensure`](Forward::ensure) can work here. Starts no process, except an
@@ -330,14 +319,10 @@ fn check_family_in_iptables(
 
 /// Returns the base chains of nf_tables whose policy drops forwarded packets, except `admin_chain`.
 /// Such a chain drops packets of containers although the backend `nftables` accepts them in its own
-/// table. Each is returned as family, table and chain: `inet filter forward`. Empty on a kernel
-/// without nf_tables.
+/// table. Each is returned as family, table and chain: `inet filter forward`.
 ///
 /// # Errors
 /// If chains cannot be read.
 pub fn list_dropping_chains(admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
-    match Nft::open().and_then(|mut nft| nftables::list_dropping_chains(&mut nft, admin_chain)) {
-        Err(error) if error.is_unsupported() => Ok(Vec::new()),
-        result => result,
-    }
+    nftables::list_dropping_chains(&mut Nft::open()?, admin_chain)
 }

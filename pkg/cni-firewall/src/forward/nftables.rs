@@ -198,7 +198,9 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     let Some(chain) = admin_chain else { return Ok(()) };
     match nft.find_chain(chain.table(), &chain.chain)? {
         Some(_) => Ok(()),
-        None => Err(Error::new(format!("failed to find nft chain {chain}"), Cause::from(nix::errno::Errno::ENOENT))),
+        None => Err(nft.absence().unwrap_or_else(|| {
+            Error::new(format!("failed to find nft chain {chain}"), Cause::from(nix::errno::Errno::ENOENT))
+        })),
     }
 }
 

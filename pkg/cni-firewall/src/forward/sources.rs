@@ -64,19 +64,14 @@ pub struct Sources {
     pub others: Vec<IpAddr>,
 }
 
-/// Returns the recorded addresses of all attachments, divided by `selection`; none on a kernel
-/// without nf_tables.
+/// Returns the recorded addresses of all attachments, divided by `selection`.
 ///
 /// # Errors
 /// If the records cannot be read.
 pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
-    let records = match Nft::open().and_then(|mut nft| list(&mut nft)) {
-        Err(error) if error.is_unsupported() => return Ok(Sources::default()),
-        records => records?,
-    };
     let is_selected = selection.predicate();
     let mut sources = Sources::default();
-    for owned in records {
+    for owned in list(&mut Nft::open()?)? {
         let addresses = if is_selected(&owned) { &mut sources.own } else { &mut sources.others };
         addresses.push(owned.address);
     }
@@ -107,13 +102,9 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
 /// Removes the records of the selected attachments.
 ///
 /// # Errors
-/// If records cannot be read or removed. A kernel without nf_tables is not an error: it has no
-/// records.
+/// If records cannot be read or removed.
 pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
-    match replace(selection, &[]) {
-        Err(error) if error.is_unsupported() => Ok(()),
-        result => result,
-    }
+    replace(selection, &[])
 }
 
 /// Replaces the records of the selected attachments with `records`, in one transaction.

@@ -16,8 +16,7 @@ use cni_linux::route::Family;
 pub struct Chains<'a> {
     pub(super) table: Table,
     pub(super) family: Family,
-    /// The connection over which chains of iptables-nft are read; `None` for iptables-legacy, and
-    /// if the kernel has no nf_tables.
+    /// The connection over which chains of iptables-nft are read; `None` for iptables-legacy.
     pub(super) nft: Option<&'a mut Nft>,
     /// The chains that have been read, by name; `None` for one that does not exist.
     pub(super) read_chains: BTreeMap<String, Option<Chain>>,
@@ -39,7 +38,7 @@ impl Chains<'_> {
     pub fn has_chain(&mut self, name: &str) -> Result<bool> {
         match (self.read_chains.get(name), &mut self.nft) {
             (Some(chain), _) => Ok(chain.is_some()),
-            (None, Some(nft)) => Ok(find_chain(nft, self.table.in_nf_tables(self.family), name)?.is_some()),
+            (None, Some(nft)) => Ok(nft.find_chain(self.table.in_nf_tables(self.family), name)?.is_some()),
             (None, None) => Ok(false),
         }
     }
@@ -79,11 +78,7 @@ impl Chains<'_> {
             && let Some(nft) = &mut self.nft
         {
             let has_needle = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
-            let listed = match nft.rules_where(self.table.in_nf_tables(self.family), name, has_needle) {
-                // A kernel without nf_tables has no rules of iptables-nft.
-                Err(error) if error.is_unsupported() => Vec::new(),
-                result => result?,
-            };
+            let listed = nft.rules_where(self.table.in_nf_tables(self.family), name, has_needle)?;
             let rules = listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed));
             return Ok(rules.filter(is_wanted).collect());
         }
@@ -103,12 +98,8 @@ impl Chains<'_> {
         // network byte order.
         let patterns: Vec<[u8; 2]> = ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
         let is_candidate = |rule: &[u8]| nft::has_any_pair(rule, &patterns) || nft::mentions(rule, target);
-        match nft.rules_at_once(self.table.in_nf_tables(self.family), name, is_candidate) {
-            // A kernel without nf_tables has no rules of iptables-nft.
-            Err(error) if error.is_unsupported() => Ok(Vec::new()),
-            Err(error) => Err(error),
-            Ok(listed) => Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect()),
-        }
+        let listed = nft.rules_at_once(self.table.in_nf_tables(self.family), name, is_candidate)?;
+        Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect())
     }
 
     /// Searches the chains to which rules of the chain `name` jump and whose names begin with
@@ -153,7 +144,7 @@ impl Chains<'_> {
             IpAddr::V6(address) => address.octets().to_vec(),
         };
         let table = self.table.in_nf_tables(self.family);
-        let found = nft.with_few_retries(|nft| {
+        nft.with_few_retries(|nft| {
             // The closure is called with the bytes of every rule. It collects names, and returns
             // `false` because no rule has to be decoded.
             let possible_targets = RefCell::new(BTreeSet::new());
@@ -168,12 +159,7 @@ impl Chains<'_> {
                 }
             }
             Ok(found)
-        });
-        match found {
-            // A kernel without nf_tables has no chains of iptables-nft.
-            Err(error) if error.is_unsupported() => Ok(Vec::new()),
-            found => found,
-        }
+        })
     }
 
     /// Reads all chains for whose name `is_wanted` is true, with one request for each chain, and
@@ -199,8 +185,6 @@ impl Chains<'_> {
         };
         let what = format!("failed to list the chains of nft table {table}");
         let read_chains = match nft.with_few_retries(|nft| nft.read_at_once(&what, read)) {
-            // A kernel without nf_tables has no chains of iptables-nft.
-            Err(error) if error.is_unsupported() => return Ok(Vec::new()),
             // Other processes keep changing rules: each list is read until it is consistent.
             Err(error) if error.errno().is_none() => read(nft)?,
             result => result?,
@@ -240,16 +224,8 @@ fn names_with_prefix(bytes: &[u8], prefix: &str) -> Vec<String> {
 /// Reads a chain of iptables-nft with its rules; `None` if it does not exist.
 fn read_chain(nft: &mut Nft, table: Table, family: Family, name: &str) -> Result<Option<Chain>> {
     let table = table.in_nf_tables(family);
-    let Some(chain) = find_chain(nft, table, name)? else { return Ok(None) };
+    let Some(chain) = nft.find_chain(table, name)? else { return Ok(None) };
     let listed = nft.rules(table, name)?;
     let rules = listed.into_iter().map(|listed| compat::rule_in_words(family, listed)).collect();
     Ok(Some(Chain { rules, handle: Some(chain.handle) }))
-}
-
-/// Finds a chain of nf_tables. `None` if it does not exist, or if the kernel has no nf_tables.
-pub(super) fn find_chain(nft: &mut Nft, table: nft::Table<'_>, name: &str) -> Result<Option<nft::Chain>> {
-    match nft.find_chain(table, name) {
-        Err(error) if error.is_unsupported() => Ok(None),
-        found => found,
-    }
 }

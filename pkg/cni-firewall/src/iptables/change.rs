@@ -3,7 +3,7 @@
 use super::edit::Edit;
 use super::tool::{self, ProgramKind, Runner};
 use super::{Chains, Iptables, LOCK_LIMIT, NetnsLock, Variant, transaction};
-use crate::nft::{Batch, Generation, Nft};
+use crate::nft::Batch;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
@@ -119,23 +119,20 @@ impl Iptables<'_> {
         family: Family,
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
-        let generation = self.generation()?;
+        let generation = self.nft.generation()?;
         let edit = plan(&mut self.read(family, Variant::Nft)?)?;
         if edit.is_empty() {
             return Ok(());
         }
         let text = edit.restore_text(self.table)?;
         let lock = self.lock()?;
-        if self.generation()? == generation && self.apply(family, Variant::Nft, &edit, Writer::Netlink, &text).is_ok() {
+        if self.nft.generation()? == generation
+            && self.apply(family, Variant::Nft, &edit, Writer::Netlink, &text).is_ok()
+        {
             return Ok(());
         }
         drop(lock);
         self.change(family, Variant::Nft, plan)
-    }
-
-    /// Returns the generation of nf_tables' ruleset; `None` if the kernel has no nf_tables.
-    fn generation(&mut self) -> Result<Option<Generation>> {
-        self.nft.as_mut().map(Nft::generation).transpose()
     }
 
     /// Calls `plan` with the table of each family. `None` if one of the calls returns `None`.
@@ -199,19 +196,14 @@ impl Iptables<'_> {
                 batch.delete_chain(table, name, *handle);
             }
         }
-        match &mut self.nft {
-            Some(nft) => nft.commit(batch),
-            // Without nf_tables no rule was read, so the batch is empty.
-            None => Ok(()),
-        }
+        self.nft.commit(batch)
     }
 
     /// Returns a transaction of iptables-nft with the additions of the edit. If the program has to
     /// write the additions, runs the program and returns an empty transaction.
     fn batch_with_additions(&mut self, family: Family, edit: &Edit, writer: Writer) -> Result<Batch> {
         if writer == Writer::Netlink
-            && let Some(nft) = &mut self.nft
-            && let Some(batch) = transaction::additions(nft, self.table, family, edit)?
+            && let Some(batch) = transaction::additions(&mut self.nft, self.table, family, edit)?
         {
             return Ok(batch);
         }

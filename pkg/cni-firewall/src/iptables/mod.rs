@@ -53,7 +53,6 @@ pub use lock::NetnsLock;
 pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 
-use chains::find_chain;
 use legacy::legacy_table_exists;
 pub(crate) use legacy::parse;
 use tool::{ProgramKind, Runner, Tool};
@@ -143,8 +142,7 @@ pub struct Iptables<'m> {
     table: Table,
     runner: Runner<'m>,
     folders: Folders,
-    /// The netlink connection; `None` if the kernel has no nf_tables.
-    nft: Option<Nft>,
+    nft: Nft,
     /// Where a remark about the lock is logged; `None` after the first remark.
     notes: Option<Notes>,
 }
@@ -176,12 +174,8 @@ impl<'m> Iptables<'m> {
         on_sigterm: OnSigterm,
         folders: Folders,
     ) -> Result<Iptables<'m>> {
-        let nft = match Nft::open() {
-            Ok(nft) => Some(nft),
-            Err(error) if error.is_unsupported() => None,
-            Err(error) => return Err(error),
-        };
-        Ok(Iptables { table, runner: Runner { machine, on_sigterm }, folders, nft, notes: Some(notes) })
+        let runner = Runner { machine, on_sigterm };
+        Ok(Iptables { table, runner, folders, nft: Nft::open()?, notes: Some(notes) })
     }
 
     /// Returns the variant that the administrator has chosen: the variant of `iptables-restore`. If
@@ -199,8 +193,8 @@ impl<'m> Iptables<'m> {
         if let Some(chosen) = self.chosen_variant(family)? {
             return Ok(Some(chosen));
         }
-        let Some(nft) = &mut self.nft else { return Ok(None) };
-        Ok(if transaction::can_write_rules(nft, self.table, family)? { Some(Variant::Nft) } else { None })
+        let can_write = transaction::can_write_rules(&mut self.nft, self.table, family)?;
+        Ok(can_write.then_some(Variant::Nft))
     }
 
     /// Checks that rules can be written: runs the chosen `iptables-restore` with input that changes
@@ -223,7 +217,7 @@ impl<'m> Iptables<'m> {
     pub fn variants_to_search(&mut self, family: Family, chains: &[&str]) -> Result<Vec<Variant>> {
         let mut variants = Vec::new();
         for chain in chains {
-            if self.find_chain(family, chain)?.is_some() {
+            if self.nft.find_chain(self.table.in_nf_tables(family), chain)?.is_some() {
                 variants.push(Variant::Nft);
                 break;
             }
@@ -255,7 +249,7 @@ impl<'m> Iptables<'m> {
     pub fn read(&mut self, family: Family, variant: Variant) -> Result<Chains<'_>> {
         let (mut nft, mut read_chains) = (None, BTreeMap::new());
         match variant {
-            Variant::Nft => nft = self.nft.as_mut(),
+            Variant::Nft => nft = Some(&mut self.nft),
             Variant::Legacy => {
                 if legacy_table_exists(self.table, family)? {
                     let tool = self.tool(family, variant, ProgramKind::Save)?;
@@ -340,14 +334,6 @@ impl<'m> Iptables<'m> {
         }
         let found = tool::find_program(&self.folders, self.runner, family, variant, kind)?;
         found.ok_or_else(|| programs_not_found(family, Some(variant)))
-    }
-
-    /// Returns a chain of iptables-nft; `None` if it does not exist.
-    fn find_chain(&mut self, family: Family, name: &str) -> Result<Option<nft::Chain>> {
-        match &mut self.nft {
-            Some(nft) => find_chain(nft, self.table.in_nf_tables(family), name),
-            None => Ok(None),
-        }
     }
 }
 

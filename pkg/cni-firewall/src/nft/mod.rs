@@ -9,9 +9,11 @@
 //! such a refusal, the caller reads again.
 //!
 //! Needs CAP_NET_ADMIN. The socket belongs to the network namespace that the thread was in when it
-//! opened the socket. On a kernel without nf_tables every call fails with
-//! [`is_unsupported`](cni_linux::error::Error::is_unsupported): an empty list always means that
-//! there are no objects.
+//! opened the socket.
+//!
+//! A kernel without nf_tables has no rules: reading finds nothing there, and a transaction without
+//! changes succeeds. Only a transaction with changes fails, with
+//! [`is_unsupported`](cni_linux::error::Error::is_unsupported).
 
 use std::fmt;
 
@@ -22,6 +24,7 @@ use netlink_packet_netfilter::nftables::NfTablesMessage;
 mod batch;
 pub mod decode;
 pub mod expr;
+mod refusal;
 mod socket;
 pub mod userdata;
 

@@ -10,8 +10,9 @@ use netlink_packet_netfilter::nftables::{
 };
 use nix::errno::Errno;
 
-use super::batch::{Batch, Change, ErrnoTranslation};
+use super::batch::Batch;
 use super::decode;
+use super::refusal::{Absence, Refusal};
 use super::{BaseChain, Chain, Family, Listed, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::socket::{Protocol, Socket};
@@ -33,7 +34,7 @@ const BATCH_FAILED: &str = "failed to change nftables";
 /// A connection to nf_tables in the network namespace it was opened in.
 #[derive(Debug)]
 pub struct Nft {
-    socket: Socket,
+    socket: Result<Socket, Absence>,
     /// Whether a list is read only once, without a second reading that confirms the first. True
     /// within [`Nft::has_rule`], and from [`Nft::wait_for_generation`] to the next commit, which
     /// fails if the list has changed.
@@ -52,21 +53,29 @@ pub fn raced(error: &Error) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation(pub(crate) u32);
 
-/// Returns an error that [`Error::is_unsupported`] recognises. Its text ends with `errno`, the
-/// kernel's answer.
-fn unsupported(what: &str, why: &str, errno: Errno) -> Error {
-    Error::new(what, Cause::kernel(libc::EOPNOTSUPP, Some(format!("{why} ({errno})"))))
-}
-
 impl Nft {
-    /// Opens a socket in the calling thread's network namespace.
+    /// Opens a socket in the calling thread's network namespace. Succeeds on a kernel without
+    /// nf_tables.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink.
+    /// The kernel's error, for example because too many files are open.
     pub fn open() -> Result<Nft> {
-        let socket = Socket::open(Protocol::Netfilter);
-        let socket = socket.map_err(|error| Error::new("failed to open a netfilter socket", error))?;
+        let socket = match Socket::open(Protocol::Netfilter) {
+            Ok(socket) => Ok(socket),
+            Err(error) => Err(Absence::from_socket(error)?),
+        };
         Ok(Nft { socket, one_reading_suffices: false, reads_max: READS_MAX })
+    }
+
+    /// Returns the error of a transaction with changes on a kernel without nf_tables; `None` if no
+    /// reading has shown yet that this kernel is one.
+    pub fn absence(&self) -> Option<Error> {
+        self.socket.as_ref().err().map(Absence::error)
+    }
+
+    /// Returns the socket; the error of a transaction if the kernel has no nf_tables.
+    fn socket(&mut self) -> Result<&mut Socket> {
+        self.socket.as_mut().map_err(|absence| absence.error())
     }
 
     /// Makes all changes of the batch, or none.
@@ -120,15 +129,15 @@ impl Nft {
             None => Vec::new(),
         };
         let mut bytes = Vec::new();
-        let first_sequence = self.write_control(NFNL_MSG_BATCH_BEGIN, &begin_attributes, &mut bytes);
+        let first_sequence = self.write_control(NFNL_MSG_BATCH_BEGIN, &begin_attributes, &mut bytes)?;
         for change in &changes {
-            change.write(self.socket.next_sequence(), &mut bytes);
+            change.write(self.socket()?.next_sequence(), &mut bytes);
         }
         // The kernel checks a batch without an end message, answers, and rolls it back.
         if let Ending::Commit = ending {
-            self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
+            self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes)?;
         }
-        self.socket.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
+        self.socket()?.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
 
         let Some(refusal) = self.receive_refusal(first_sequence, changes.len())? else { return Ok(()) };
         // A refusal of the begin or end message concerns the batch as a whole.
@@ -148,7 +157,7 @@ impl Nft {
     /// The kernel neither acknowledged nor refused the batch.
     fn receive_refusal(&mut self, first_sequence: u32, change_count: usize) -> Result<Option<Refusal>> {
         let (mut is_acknowledged, mut first_refusal) = (false, None::<Refusal>);
-        while let Some(datagram) = self.socket.receive().map_err(|cause| Error::new(BATCH_FAILED, cause))? {
+        while let Some(datagram) = self.socket()?.receive().map_err(|cause| Error::new(BATCH_FAILED, cause))? {
             for message in wire::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
                 let Some((errno, text)) = wire::outcome(&message) else { continue };
                 let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
@@ -318,8 +327,9 @@ impl Nft {
     pub fn has_element(&mut self, table: Table<'_>, set: &str, address: std::net::IpAddr) -> Result<bool> {
         let what = format!("failed to read nft set {table} {set}");
         let request = NfTablesMessage::GetSetElement(super::batch::element(table, set, address));
-        match self.ask(&what, table.family, &request, 0, |_| {}) {
-            Ok(_) => Ok(true),
+        let mut found = false;
+        match self.ask(&what, table.family, &request, 0, |_| found = true) {
+            Ok(_) => Ok(found),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),
         }
@@ -343,7 +353,8 @@ impl Nft {
             &wire::new_attribute(NFTA_COMPAT_TYPE, &kind.to_be_bytes()),
         ]
         .concat();
-        let answer = self.socket.ask(NFNL_SUBSYS_NFT_COMPAT << 8 | NFNL_MSG_COMPAT_GET, 0, &body, &mut |_| {});
+        let Ok(socket) = &mut self.socket else { return Ok(false) };
+        let answer = socket.ask(NFNL_SUBSYS_NFT_COMPAT << 8 | NFNL_MSG_COMPAT_GET, 0, &body, &mut |_| {});
         let what = || format!("failed to ask the kernel for the xtables extension {name}");
         match answer.map_err(|cause| Error::new(what(), cause)) {
             Ok(_) => Ok(true),
@@ -363,24 +374,31 @@ impl Nft {
     pub fn wait_for_generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to wait for the end of a change of nftables";
         let generation = self.generation()?;
+        if self.socket.is_err() {
+            return Ok(generation);
+        }
         // The kernel increments the generation before it has taken removed rules off its lists, so
         // the lists are read only after the transaction that has led to this generation has ended.
         // An empty transaction waits for the running one, and does not increment the generation.
         let mut bytes = Vec::new();
-        self.write_control(NFNL_MSG_BATCH_BEGIN, &[], &mut bytes);
-        self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes);
-        self.socket.send(&bytes).map_err(|cause| Error::new(WHAT, cause))?;
+        self.write_control(NFNL_MSG_BATCH_BEGIN, &[], &mut bytes)?;
+        self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes)?;
+        self.socket()?.send(&bytes).map_err(|cause| Error::new(WHAT, cause))?;
         self.one_reading_suffices = true;
         Ok(generation)
     }
 
-    /// Returns the current generation of the network namespace's ruleset.
+    /// Returns the current generation of the network namespace's ruleset; always the same on a
+    /// kernel without nf_tables.
     pub fn generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to read nftables' generation";
         let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
         let mut generation = None;
         // All families have the same generation.
         self.ask(WHAT, Family::Inet, &request, 0, |message| generation = decode::generation(message.payload))?;
+        if self.socket.is_err() {
+            return Ok(Generation(0));
+        }
         generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer has no generation")))
     }
 
@@ -426,7 +444,8 @@ impl Nft {
 
     /// Sends one request and calls `on_object` for each object of the answer. Returns whether the
     /// answer is uninterrupted: `false` if the kernel flags that a transaction interrupted the
-    /// list. `what` begins an error's text.
+    /// list. On a kernel without nf_tables, the answer has no object. `what` begins an error's
+    /// text.
     fn ask(
         &mut self,
         what: &str,
@@ -435,26 +454,29 @@ impl Nft {
         flags: u16,
         mut on_object: impl FnMut(&Message<'_>),
     ) -> Result<bool> {
+        let Ok(socket) = &mut self.socket else { return Ok(true) };
         let (kind, body) = family.message(request);
-        let answer = self.socket.ask(kind, flags, &body, &mut on_object);
-        answer.map_err(|cause| match Error::new(what, cause) {
+        match socket.ask(kind, flags, &body, &mut on_object).map_err(|cause| Error::new(what, cause)) {
             // These requests are well-formed: only a kernel without nf_tables answers EINVAL.
-            error if error.errno() == Some(libc::EINVAL) => {
-                unsupported(what, "the kernel has no nf_tables", Errno::EINVAL)
+            Err(error) if error.errno() == Some(libc::EINVAL) => {
+                self.socket = Err(Absence::from_refused_request(what));
+                Ok(true)
             }
-            error => error,
-        })
+            // An old kernel without this family, which therefore has no objects.
+            Err(error) if error.errno() == Some(libc::EAFNOSUPPORT) => Ok(true),
+            result => result,
+        }
     }
 
     /// Appends the begin or end message of a transaction to `bytes`, and returns its sequence
     /// number.
-    fn write_control(&mut self, kind: u16, attributes: &[u8], bytes: &mut Vec<u8>) -> u32 {
-        let sequence = self.socket.next_sequence();
+    fn write_control(&mut self, kind: u16, attributes: &[u8], bytes: &mut Vec<u8>) -> Result<u32> {
+        let sequence = self.socket()?.next_sequence();
         // `struct nfgenmsg`: no family, version 0, the subsystem in network byte order.
         let [high, low] = NFNL_SUBSYS_NFTABLES.to_be_bytes();
         let payload = [&[0, 0, high, low][..], attributes].concat();
         Message { kind, flags: NLM_F_REQUEST, sequence, payload: &payload }.write(bytes);
-        sequence
+        Ok(sequence)
     }
 }
 
@@ -463,33 +485,6 @@ impl Nft {
 pub(crate) enum Extension {
     Match,
     Target,
-}
-
-/// The kernel's refusal of a change, or of the batch as a whole.
-struct Refusal {
-    /// The position of the refused message in the batch: 0 is the begin message, n the nth change,
-    /// counted from 1, and the position after the last change the end message.
-    position: usize,
-    errno: i32,
-    /// The kernel's explanation.
-    text: Option<String>,
-}
-
-impl Refusal {
-    /// Returns the error for the refused `change`, with the errno replaced as [`ErrnoTranslation`]
-    /// describes, so that callers need not know the kernel's version.
-    fn into_error(self, change: &Change) -> Error {
-        match (self.errno, change.translation) {
-            (libc::ENOENT, ErrnoTranslation::BaseChain) => {
-                unsupported(&change.what, "the kernel has no such type of chain", Errno::ENOENT)
-            }
-            // Older kernels always answer EEXIST, newer ones for another type or no hook.
-            (libc::EOPNOTSUPP | libc::EEXIST, ErrnoTranslation::BaseChain) => {
-                Error::new(&change.what, Cause::text("the chain exists with another hook, type or priority"))
-            }
-            _ => Error::new(&change.what, Cause::kernel(self.errno, self.text)),
-        }
-    }
 }
 
 /// What the kernel does with a batch: makes the changes, or checks and discards them.

@@ -227,6 +227,36 @@ fn what_an_administrator_set_on_a_shared_table_stays() {
 }
 
 #[test]
+fn after_einval_nothing_is_read_and_changes_are_unsupported() {
+    on_a_host(|| {
+        nft("table ip t { set s { type ipv4_addr; }; chain c { accept; }; }");
+        let table = Table { family: Family::Ip, name: "t" };
+        let mut connection = Nft::open().unwrap();
+        assert_eq!(connection.rules(table, "c").unwrap().len(), 1);
+        assert!(connection.absence().is_none());
+        // A kernel without nf_tables answers EINVAL to every request, this one to an address of the
+        // wrong length.
+        assert!(!connection.has_element(table, "s", "fd00::1".parse().unwrap()).unwrap());
+        assert_eq!(connection.rules(table, "c").unwrap(), []);
+        assert_eq!(connection.find_chain(table, "c").unwrap(), None);
+        let generation = connection.wait_for_generation().unwrap();
+        let planned = || {
+            let mut batch = Batch::new();
+            batch.only_at(generation);
+            batch
+        };
+        connection.commit(planned()).unwrap();
+        let mut batch = planned();
+        batch.flush_chain(table, "c");
+        let error = connection.commit(batch).unwrap_err();
+        assert!(error.is_unsupported(), "{error:?}");
+        let text = "failed to read nft set ip t s: Operation not supported (os error 95): the kernel has no nf_tables \
+                    (EINVAL: Invalid argument)";
+        assert_eq!(error.to_string(), text);
+    });
+}
+
+#[test]
 fn an_unsupported_chain_type_is_not_taken_for_a_lost_race() {
     on_a_host(|| {
         // No kernel has NAT for bridges, so each answers as one without the bridge family does.

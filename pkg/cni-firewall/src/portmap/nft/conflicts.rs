@@ -12,17 +12,13 @@ use cni_linux::route::Family;
 impl NftPortMap {
     /// Finds, in both families, the rules of other containers for a wanted port or to the
     /// container's addresses. With [`ConflictAction::Displace`], removes those of dead containers,
-    /// unless a living container has a wanted port. Finds nothing on a kernel without nf_tables,
-    /// and with [`Policy::Ignore`].
+    /// unless a living container has a wanted port. Finds nothing with [`Policy::Ignore`].
     pub fn conflicts(&mut self, wanted: &Forwarding, action: ConflictAction) -> Result<Conflicts> {
         if wanted.policy == Policy::Ignore {
             return Ok(Conflicts::default());
         }
         let mut probe = LivenessProbe::default();
-        match retry(|| self.find_conflicts(wanted, action, &mut probe)) {
-            Err(error) if error.is_unsupported() => Ok(Conflicts::default()),
-            result => result,
-        }
+        retry(|| self.find_conflicts(wanted, action, &mut probe))
     }
 
     /// Makes one attempt of [`conflicts`](NftPortMap::conflicts). Fails if another process changes

@@ -95,8 +95,7 @@ impl NftPortMap {
     /// Opens a connection in the calling thread's network namespace.
     ///
     /// # Errors
-    /// [`Error::is_unsupported`] on a kernel without netfilter's netlink, which has no rules
-    /// either.
+    /// Those of [`Nft::open`].
     pub fn open() -> Result<NftPortMap> {
         Ok(NftPortMap { nft: Nft::open()? })
     }
@@ -177,8 +176,7 @@ impl NftPortMap {
         Ok((batch, EnsureOutcome::Done { remarks }))
     }
 
-    /// Removes all rules of the attachment in both families, in one transaction. Succeeds if there
-    /// is nothing to remove, or if the kernel has no nf_tables.
+    /// Removes all rules of the attachment in both families, in one transaction.
     ///
     /// A rule of Go's plugin names only the container. Whether it is removed depends on
     /// `addresses`, the attachment's known addresses:
@@ -269,7 +267,7 @@ impl NftPortMap {
         mut select: impl FnMut(Family, &[Listed]) -> Vec<&Listed>,
     ) -> Removal {
         let mut claims = Vec::new();
-        let result = retry(|| {
+        let outcome = retry(|| {
             claims.clear();
             let mut batch = Batch::new();
             batch.only_at(self.nft.wait_for_generation()?);
@@ -285,24 +283,17 @@ impl NftPortMap {
             }
             self.nft.commit(batch)
         });
-        let outcome = match result {
-            Err(error) if error.is_unsupported() => Ok(()),
-            result => result,
-        };
         Removal { claims, remarks: Vec::new(), outcome }
     }
 
     /// Whether the attachment has any rule. A rule of Go's plugin names only the container: it
     /// counts if it leads to one of `addresses`, the attachment's known addresses, or if
-    /// `addresses` is empty. `false` on a kernel without nf_tables.
+    /// `addresses` is empty.
     pub fn holds(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
         let identity = Identity::new(attachment);
         for family in FAMILIES {
             for chain in CONTAINER_CHAINS {
-                let rules = match self.nft.rules_commented(shape::table(family), chain, &identity.comment) {
-                    Err(error) if error.is_unsupported() => return Ok(false),
-                    rules => rules?,
-                };
+                let rules = self.nft.rules_commented(shape::table(family), chain, &identity.comment)?;
                 if !identity.own_rules(&rules, addresses, shape::container).is_empty() {
                     return Ok(true);
                 }
