@@ -106,6 +106,17 @@ impl fmt::Debug for Zone<'_> {
     }
 }
 
+/// What an ADD has done, for its undo. [`Zone::add`] fills it in, even on an error.
+#[derive(Debug, Default)]
+pub(crate) struct AddedSources {
+    /// Whether addresses may have been added or recorded. If so, the caller owes an
+    /// [`undo`](Zone::undo) if its ADD fails.
+    pub(crate) changed: bool,
+    /// The addresses that already were sources of a zone, without a record: the administrator, or
+    /// the Go plugin, has added them.
+    foreign: Vec<IpAddr>,
+}
+
 impl<'m> Zone<'m> {
     /// Connects to the system bus.
     fn connect(&self, on_sigterm: OnSigterm) -> std::result::Result<Box<dyn Firewalld + 'm>, Failure> {
@@ -127,14 +138,13 @@ impl<'m> Zone<'m> {
     }
 
     /// Makes exactly `addresses` the attachment's sources: adds them to the zone, and removes the
-    /// stale ones of an earlier ADD. Sets `changed` to true if an address may have been added or
-    /// recorded, even on an error: the caller then owes an [`undo`](Zone::undo) if its ADD fails.
-    pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], changed: &mut bool) -> Result<()> {
+    /// stale ones of an earlier ADD.
+    pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], added: &mut AddedSources) -> Result<()> {
         let recorded = sources::find(AttachmentFilter::One(attachment))?;
         let is_unrecorded = |address: &IpAddr| !recorded.own.contains(address);
         let stale: Vec<IpAddr> = recorded.own.iter().copied().filter(|address| !addresses.contains(address)).collect();
         let firewalld = self.connect(OnSigterm::Kill)?;
-        *changed |= addresses.iter().any(is_unrecorded);
+        added.changed |= addresses.iter().any(is_unrecorded);
         // The stale addresses stay recorded until they are removed.
         match sources::record(attachment, &[addresses, &stale].concat()) {
             // Without nf_tables there are no records: DEL then needs prevResult, as with Go.
@@ -142,13 +152,14 @@ impl<'m> Zone<'m> {
             result => result?,
         }
         for address in addresses {
-            match firewalld.call(Method::Add, &self.name, *address) {
-                Ok(_) => {}
-                Err(failure) if failure.has_firewalld_code("ZONE_ALREADY_SET") => {}
-                Err(failure) => {
-                    let doing = format!("failed to add the address {} to {} zone", source_text(*address), self.name);
-                    return Err(Error::from(failure).context(doing));
-                }
+            let Err(failure) = firewalld.call(Method::Add, &self.name, *address) else { continue };
+            let is_in_this_zone = failure.has_firewalld_code("ZONE_ALREADY_SET");
+            if is_unrecorded(address) && (is_in_this_zone || failure.has_firewalld_code("ZONE_CONFLICT")) {
+                added.foreign.push(*address);
+            }
+            if !is_in_this_zone {
+                let doing = format!("failed to add the address {} to {} zone", source_text(*address), self.name);
+                return Err(Error::from(failure).context(doing));
             }
         }
         if stale.is_empty() {
@@ -166,35 +177,36 @@ impl<'m> Zone<'m> {
     /// stay. Then removes the records of the selected attachments. Returns the unrecorded addresses
     /// that were removed.
     pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
-        self.remove_all(selection, addresses, ZoneSelection::Any)
+        self.purge_except(selection, addresses, &[])
     }
 
-    /// Removes the attachment's sources from this zone, and its records, for an ADD that fails.
-    /// `addresses` are those of the ADD, which has no records on a kernel without nf_tables.
-    pub(crate) fn undo(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
-        // An address in another zone, which makes the ADD fail, is the administrator's.
-        self.remove_all(AttachmentFilter::One(attachment), addresses, ZoneSelection::This).map(drop)
+    /// Removes the attachment's sources and records for an ADD of `addresses` that fails. Sources
+    /// that another program had added before the ADD stay.
+    pub(crate) fn undo(&self, attachment: &AttachmentId, addresses: &[IpAddr], added: &AddedSources) -> Result<()> {
+        // On a kernel without nf_tables, the addresses are not recorded.
+        self.purge_except(AttachmentFilter::One(attachment), addresses, &added.foreign).map(drop)
     }
 
-    /// Does [`purge`](Zone::purge), with recorded addresses removed from `zones_of_recorded`.
-    fn remove_all(
+    /// Does [`purge`](Zone::purge), but leaves the `kept` addresses in firewalld.
+    fn purge_except(
         &self,
         selection: AttachmentFilter<'_>,
         addresses: &[IpAddr],
-        zones_of_recorded: ZoneSelection,
+        kept: &[IpAddr],
     ) -> Result<Vec<IpAddr>> {
         let recorded = sources::find(selection)?;
+        let stays = |address: &IpAddr| recorded.others.contains(address) || kept.contains(address);
         if recorded.own.is_empty() && addresses.is_empty() {
             return Ok(Vec::new());
         }
         let (mut unrecorded, mut errors) = (Vec::new(), Vec::new());
         // If firewalld does not run, it has no sources, and only the records are removed.
         if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
-            for address in recorded.own.iter().filter(|address| !recorded.others.contains(address)) {
-                errors.extend(self.remove(&*firewalld, *address, zones_of_recorded).err());
+            for address in recorded.own.iter().filter(|address| !stays(address)) {
+                errors.extend(self.remove(&*firewalld, *address, ZoneSelection::Any).err());
             }
             for address in addresses {
-                if recorded.own.contains(address) || recorded.others.contains(address) {
+                if recorded.own.contains(address) || stays(address) {
                     continue;
                 }
                 match self.remove(&*firewalld, *address, ZoneSelection::This) {

@@ -29,7 +29,7 @@ use cni_firewall::{Backend, nft_usable};
 use cni_linux::{Netlink, sysctl};
 
 use conf::{BackendChoice, CleanupConf, Conf, Policy};
-use firewalld::Zone;
+use firewalld::{AddedSources, Zone};
 
 /// The plugin `firewall`.
 #[derive(Clone, Copy, Debug)]
@@ -213,7 +213,7 @@ fn write_rules<'a>(
 ) -> Result<()> {
     let mut written = Written::default();
     let outcome = forward(call).ensure(rules, backend, &mut written);
-    if written.is_changed() {
+    if written.changed {
         let attachment = rules.attachment.clone();
         rollback.push("remove the rules", move || forward(call).undo(&attachment, &written));
     }
@@ -223,12 +223,12 @@ fn write_rules<'a>(
 /// Adds the addresses to the zone. Pushes their removal onto `rollback` if some may have been
 /// added, even on an error.
 fn add_to_zone<'a>(zone: Zone<'a>, rules: ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
-    let mut changed = false;
-    let added = zone.add(&rules.attachment, &rules.addresses, &mut changed);
-    if changed {
-        rollback.push("remove the sources", move || zone.undo(&rules.attachment, &rules.addresses));
+    let mut added = AddedSources::default();
+    let outcome = zone.add(&rules.attachment, &rules.addresses, &mut added);
+    if added.changed {
+        rollback.push("remove the sources", move || zone.undo(&rules.attachment, &rules.addresses, &added));
     }
-    added
+    outcome
 }
 
 /// Returns the zone of firewalld with this name.

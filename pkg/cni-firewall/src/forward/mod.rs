@@ -77,19 +77,12 @@ impl ForwardRules {
 /// What an ADD has written, for its undo. [`Forward::ensure`] fills it in, even on an error.
 #[derive(Debug, Default)]
 pub struct Written {
-    /// Whether rules of the attachment may have been written.
-    changed: bool,
+    /// Whether rules of the attachment may have been written. If so, the caller owes an
+    /// [`undo`](Forward::undo) if its ADD fails.
+    pub changed: bool,
     /// Addresses that iptables already accepted although no record names them: rules of another
     /// attachment, written by the Go plugin.
     accepted_for_others: Vec<IpAddr>,
-}
-
-impl Written {
-    /// Whether rules of the attachment may have been written. If so, the caller owes an
-    /// [`undo`](Forward::undo) if its ADD fails.
-    pub fn is_changed(&self) -> bool {
-        self.changed
-    }
 }
 
 /// Forwarding in one network namespace.

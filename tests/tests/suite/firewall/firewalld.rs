@@ -152,6 +152,19 @@ fn an_error_of_firewalld_is_quoted_and_leaves_nothing() {
     assert_eq!(firewalld.sources("public"), [v6]);
 }
 
+#[test]
+fn an_unread_add_keeps_what_the_administrator_added() {
+    require!(probe::firewalld().map(drop));
+    let firewalld = Firewalld::new();
+    let pod = firewalld.world.dual();
+    let v4 = format!("{}/32", pod.address(0));
+    firewalld.cmd(&["--zone", "trusted", "--add-source", &v4]);
+    let call = pod.invocation(&bin_dir(), "ADD", &firewalld.config(json!({})), Some(&pod.result));
+    assert_ne!(call.with_closed_stdout().run().status, Some(0));
+    assert_eq!((firewalld.sources("trusted"), naming_in_records(&firewalld.world)), (vec![v4], 0));
+    pod.leave();
+}
+
 /// Returns the number of records of addresses.
 fn naming_in_records(world: &World) -> usize {
     rules(world).iter().filter(|rule| rule.contains("comment \"cni:")).count()
