@@ -36,11 +36,43 @@ fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<
     }
 }
 
-/// A base chain for forwarded packets with the policy drop.
+/// A chain for forwarded packets with the policy drop.
 struct DroppingChain {
-    family: String,
-    table: String,
-    chain: String,
+    name: String,
+    /// The rules of its table.
+    rules: String,
+    /// How a rule is inserted, or `None` if the chain's names must not be part of a command.
+    insertion: Option<Insertion>,
+}
+
+/// A command that inserts a rule into a chain.
+enum Insertion {
+    /// `iptables`, or another program with its arguments.
+    Iptables(String),
+    /// `nft insert rule` and the chain.
+    Nft(String),
+}
+
+impl Insertion {
+    /// Returns the command that accepts the connections to host ports. DNAT has changed the port
+    /// before the chain FORWARD, so a rule with the host's port would not match.
+    fn accept_redirected(&self) -> String {
+        match self {
+            Insertion::Iptables(program) => format!("{program} -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT"),
+            Insertion::Nft(insert) => format!("{insert} ct status dnat accept"),
+        }
+    }
+
+    /// Returns the command that accepts packets from and to a bridge.
+    fn accept_bridge(&self, bridge: &str) -> String {
+        let [enter, leave] = match self {
+            Insertion::Iptables(program) => {
+                ["-i", "-o"].map(|key| format!("{program} -I FORWARD {key} {bridge} -j ACCEPT"))
+            }
+            Insertion::Nft(insert) => ["iifname", "oifname"].map(|key| format!("{insert} {key} {bridge} accept")),
+        };
+        format!("{enter} && {leave}")
+    }
 }
 
 /// The texts by which rules may refer to the containers of a bridge.
@@ -106,12 +138,14 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
         return outcome.with_summary("no bridge has containers");
     }
     let mut unusable_programs = Vec::new();
-    if !check_nft_policies(context, &bridges, &mut outcome) {
+    let mut chains = dropping_nft_chains(context).unwrap_or_else(|| {
         unusable_programs.push("nft");
-    }
-    if !check_legacy_policies(context, &bridges, &mut outcome) {
+        Vec::new()
+    });
+    if !add_dropping_legacy_chains(context, &mut chains) {
         unusable_programs.push("iptables-legacy-save");
     }
+    chains.iter().for_each(|chain| check_chain(chain, &bridges, &mut outcome));
     match unusable_programs.is_empty() {
         true => outcome.with_summary("no policy drops packets of containers"),
         false => outcome.with_summary(format!(
@@ -121,50 +155,50 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
     }
 }
 
-/// Reports the base chains of nf_tables that drop packets of the bridges. Returns `false` if `nft`
-/// could not list the chains.
-fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
-    let chains = stdout_of(context, "nft", &["-j", "list", "chains"]);
-    let Some(chains) = chains.and_then(|text| serde_json::from_str::<Value>(&text).ok()) else { return false };
-    for DroppingChain { family, table, chain } in dropping_chains(&chains) {
-        // If the table cannot be listed, the chain is reported for every bridge.
-        let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
-        let program = match (family.as_str(), chain.as_str()) {
-            ("ip", "FORWARD") => Some("iptables"),
-            ("ip6", "FORWARD") => Some("ip6tables"),
-            _ => None,
-        };
-        let names_are_safe = [&family, &table, &chain].into_iter().all(|word| is_safe_in_command(word));
-        if let Some(what) = dropped_host_ports(&format!("{family} {table} {chain}"), bridges, &rules) {
-            match program {
-                Some(program) => outcome.add_problem(what, redirected_command(program)),
-                None if names_are_safe => {
-                    outcome
-                        .add_problem(what, format!("nft insert rule {family} {table} {chain} ct status dnat accept"));
-                }
-                None => outcome.add_problem_with_advice(what, "add a rule that accepts redirected connections"),
-            }
-        }
-        for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
-            let what = format!(
-                "chain {family} {table} {chain} drops forwarded packets, and no rule of the table mentions {bridge}: \
-                 its containers cannot reach other networks"
-            );
-            if !names_are_safe || !is_safe_in_command(bridge) {
-                outcome.add_problem_with_advice(what, ACCEPT_ADVICE);
-                continue;
-            }
-            let insert = |side: &str| format!("nft insert rule {family} {table} {chain} {side}name {bridge} accept");
-            // iptables lists and saves only rules that it can express. So a chain of iptables gets
-            // its rule from iptables.
-            let command = match program {
-                Some(program) => iptables_commands(program, bridge),
-                None => format!("{} && {}", insert("iif"), insert("oif")),
-            };
-            outcome.add_problem(what, command);
+/// Reports what a chain with the policy drop drops: new connections to host ports, and the packets
+/// of bridges.
+fn check_chain(chain: &DroppingChain, bridges: &[BridgeNames], outcome: &mut CheckOutcome) {
+    let DroppingChain { name, rules, insertion } = chain;
+    if let Some(what) = dropped_host_ports(name, bridges, rules) {
+        match insertion {
+            Some(insertion) => outcome.add_problem(what, insertion.accept_redirected()),
+            None => outcome.add_problem_with_advice(what, "add a rule that accepts redirected connections"),
         }
     }
-    true
+    for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(rules)) {
+        let what = format!(
+            "chain {name} drops forwarded packets, and no rule of the table mentions {bridge}: its containers cannot \
+             reach other networks"
+        );
+        match insertion {
+            Some(insertion) if is_safe_in_command(bridge) => {
+                outcome.add_problem(what, insertion.accept_bridge(bridge));
+            }
+            _ => outcome
+                .add_problem_with_advice(what, "add rules that accept packets that enter or leave through this bridge"),
+        }
+    }
+}
+
+/// Returns the base chains of nf_tables that drop forwarded packets, or `None` if `nft` could not
+/// list the chains. If a chain's table cannot be listed, it has no rules here.
+fn dropping_nft_chains(context: &Context<'_, '_>) -> Option<Vec<DroppingChain>> {
+    let chains = serde_json::from_str::<Value>(&stdout_of(context, "nft", &["-j", "list", "chains"])?).ok()?;
+    let read = |[family, table, chain]: [String; 3]| {
+        let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
+        // iptables lists and saves only rules that it can express. So a chain of iptables gets its
+        // rule from iptables.
+        let insertion = match (family.as_str(), chain.as_str()) {
+            ("ip", "FORWARD") => Some(Insertion::Iptables("iptables".to_owned())),
+            ("ip6", "FORWARD") => Some(Insertion::Iptables("ip6tables".to_owned())),
+            _ => [&family, &table, &chain]
+                .into_iter()
+                .all(|word| is_safe_in_command(word))
+                .then(|| Insertion::Nft(format!("nft insert rule {family} {table} {chain}"))),
+        };
+        DroppingChain { name: format!("{family} {table} {chain}"), rules, insertion }
+    };
+    Some(dropping_chains(&chains).into_iter().map(read).collect())
 }
 
 /// The programs of iptables, each with the file that lists the existing tables of its legacy
@@ -172,33 +206,22 @@ fn check_nft_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcom
 const IPTABLES_PROGRAMS: [(&str, &str); 2] =
     [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")];
 
-/// Reports the chains FORWARD of iptables-legacy that drop packets of the bridges. Returns `false`
-/// if an existing table `filter` could not be listed.
-fn check_legacy_policies(context: &Context<'_, '_>, bridges: &[BridgeNames], outcome: &mut CheckOutcome) -> bool {
+/// Adds the chains FORWARD of iptables-legacy that drop packets. Returns `false` if an existing
+/// table `filter` could not be listed.
+fn add_dropping_legacy_chains(context: &Context<'_, '_>, chains: &mut Vec<DroppingChain>) -> bool {
     let mut is_complete = true;
     for (program, names_file) in IPTABLES_PROGRAMS {
         let tables = fs::read_to_string(names_file).unwrap_or_default();
         if !tables.lines().any(|table| table == "filter") {
             continue;
         }
-        let Some(rules) = stdout_of(context, &format!("{program}-legacy-save"), &["-t", "filter"]) else {
-            is_complete = false;
-            continue;
-        };
-        if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) {
-            if let Some(what) = dropped_host_ports(&format!("FORWARD of {program}-legacy"), bridges, &rules) {
-                outcome.add_problem(what, redirected_command(&format!("{program}-legacy")));
+        match stdout_of(context, &format!("{program}-legacy-save"), &["-t", "filter"]) {
+            None => is_complete = false,
+            Some(rules) if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) => {
+                let insertion = Some(Insertion::Iptables(format!("{program}-legacy")));
+                chains.push(DroppingChain { name: format!("FORWARD of {program}-legacy"), rules, insertion });
             }
-            for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(&rules)) {
-                let what = format!(
-                    "chain FORWARD of {program}-legacy drops forwarded packets, and no rule of it mentions {bridge}: its \
-                     containers cannot reach other networks"
-                );
-                match is_safe_in_command(bridge) {
-                    true => outcome.add_problem(what, iptables_commands(&format!("{program}-legacy"), bridge)),
-                    false => outcome.add_problem_with_advice(what, ACCEPT_ADVICE),
-                }
-            }
+            Some(_) => {}
         }
     }
     is_complete
@@ -221,15 +244,6 @@ fn dropped_host_ports(chain: &str, bridges: &[BridgeNames], rules: &str) -> Opti
     ))
 }
 
-/// Returns the command by which `program` accepts the connections to host ports. DNAT has changed
-/// the port before the chain FORWARD, so a rule with the host's port would not match.
-fn redirected_command(program: &str) -> String {
-    format!("{program} -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT")
-}
-
-/// The advice if a name must not be part of a command.
-const ACCEPT_ADVICE: &str = "add rules that accept packets that enter or leave through this bridge";
-
 /// Whether a name can be part of a command: whether it has no special meaning for the shell, nft
 /// (`;`, `*`) or iptables (`+`).
 fn is_safe_in_command(name: &str) -> bool {
@@ -237,30 +251,22 @@ fn is_safe_in_command(name: &str) -> bool {
     name.bytes().all(is_safe) && name.bytes().next().is_some_and(|first| first.is_ascii_alphabetic())
 }
 
-/// Returns the commands by which `program` accepts packets from and to a bridge.
-fn iptables_commands(program: &str, bridge: &str) -> String {
-    format!("{program} -I FORWARD -i {bridge} -j ACCEPT && {program} -I FORWARD -o {bridge} -j ACCEPT")
-}
-
 /// Whether a word of the rules is exactly `name`.
 fn mentions(rules: &str, name: &str) -> bool {
     rules.split(|c: char| c.is_whitespace() || c == '"').any(|word| word == name)
 }
 
-/// Returns the base chains of the hook forward with the policy drop. `chains` is the output of
-/// `nft -j list chains`.
-fn dropping_chains(chains: &Value) -> Vec<DroppingChain> {
-    let text = |chain: &Value, key: &str| chain[key].as_str().unwrap_or_default().to_owned();
-    let mut dropping = Vec::new();
-    for chain in chains["nftables"].as_array().into_iter().flatten().filter_map(|item| item.get("chain")) {
-        let drops = chain["hook"] == "forward" && chain["policy"] == "drop";
+/// Returns the family, the table and the name of each base chain of the hook forward with the
+/// policy drop. `chains` is the output of `nft -j list chains`.
+fn dropping_chains(chains: &Value) -> Vec<[String; 3]> {
+    let chains = chains["nftables"].as_array().into_iter().flatten().filter_map(|item| item.get("chain"));
+    let drops = |chain: &&Value| {
         let is_ip = matches!(chain["family"].as_str(), Some("ip" | "ip6" | "inet"));
-        if drops && is_ip {
-            let (family, table, chain) = (text(chain, "family"), text(chain, "table"), text(chain, "name"));
-            dropping.push(DroppingChain { family, table, chain });
-        }
-    }
-    dropping
+        chain["hook"] == "forward" && chain["policy"] == "drop" && is_ip
+    };
+    let names =
+        |chain: &Value| ["family", "table", "name"].map(|key| chain[key].as_str().unwrap_or_default().to_owned());
+    chains.filter(drops).map(names).collect()
 }
 
 /// Checks whether frames between containers of one bridge pass iptables (br_netfilter). Kubernetes
@@ -377,8 +383,7 @@ mod tests {
     fn dropping_chains_are_those_that_forward() {
         let chain = |hook: &str, policy: &str| json!({"chain": {"family": "inet", "table": "t", "name": hook, "hook": hook, "policy": policy}});
         let chains = json!({"nftables": [{"metainfo": {}}, chain("forward", "drop"), chain("forward", "accept"), chain("input", "drop")]});
-        let found: Vec<String> = dropping_chains(&chains).into_iter().map(|one| one.chain).collect();
-        assert_eq!(found, ["forward"]);
+        assert_eq!(dropping_chains(&chains), [["inet", "t", "forward"].map(str::to_owned)]);
     }
 
     #[test]
