@@ -198,35 +198,12 @@ fn unknown_text(name: &str, known: &[&str]) -> String {
 }
 
 /// Returns `; did you mean "mtu"?` with the most similar known name, or an empty text if its
-/// [`distance`] from `name` is greater than 1 plus a quarter of the length of `name`.
+/// distance from `name` is greater than 1 plus a quarter of the length of `name`.
 fn suggestion(name: &str, known: &[&str]) -> String {
     let lower = name.to_ascii_lowercase();
-    let closest = known.iter().map(|other| (distance(&lower, &other.to_ascii_lowercase()), *other)).min();
+    let closest = known.iter().map(|other| (strsim::osa_distance(&lower, &other.to_ascii_lowercase()), *other)).min();
     match closest {
         Some((distance, other)) if distance <= 1 + name.len() / 4 => format!("; did you mean {other:?}?"),
         _ => String::new(),
     }
-}
-
-/// Returns the optimal string alignment distance: how many letters of `a` must be changed, added,
-/// removed or swapped with their neighbour to get `b`.
-fn distance(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    // `rows[i][j]` is the distance between the first `i` letters of `a` and the first `j` of `b`.
-    let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
-    for i in 1..=a.len() {
-        let mut row = vec![i];
-        for j in 1..=b.len() {
-            let with_change = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
-            let (with_removal, with_addition) = (rows[i - 1][j] + 1, row[j - 1] + 1);
-            let mut best = with_change.min(with_removal).min(with_addition);
-            let ends_are_swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
-            if ends_are_swapped {
-                best = best.min(rows[i - 2][j - 2] + 1);
-            }
-            row.push(best);
-        }
-        rows.push(row);
-    }
-    rows[a.len()][b.len()]
 }
