@@ -75,6 +75,38 @@ enum PluginOutcome {
     NotExamined,
 }
 
+impl AttachmentOutcome {
+    /// Returns the words by which reports count the attachment, or `None` if it lacked nothing.
+    fn state(&self) -> Option<&'static str> {
+        match self {
+            AttachmentOutcome::Skipped(_) => Some("skipped"),
+            AttachmentOutcome::Unproven(_) => Some("not restored"),
+            AttachmentOutcome::Failed(_) => Some("failed"),
+            AttachmentOutcome::Plugins(plugins) => {
+                let has = |word| plugins.iter().any(|(_, plugin)| plugin.describe().0 == word);
+                let lacked_rules = || (has("missing") || has("restored")).then_some("lacked rules");
+                if has("failed") { Some("failed") } else { lacked_rules() }
+            }
+        }
+    }
+
+    /// Returns the lines for people.
+    fn lines(&self, style: ColorMode) -> String {
+        let of_attachment = |why: &str| line("", self.state().unwrap_or_default(), &[why.to_owned()], style);
+        match self {
+            AttachmentOutcome::Skipped(why) | AttachmentOutcome::Unproven(why) => of_attachment(why),
+            AttachmentOutcome::Failed(error) => of_attachment(&error.to_string()),
+            AttachmentOutcome::Plugins(plugins) => {
+                let of_plugin = |(kind, plugin): &(String, PluginOutcome)| {
+                    let (word, sentences) = plugin.describe();
+                    line(&format!("{kind:<12} "), word, &sentences, style)
+                };
+                plugins.iter().map(of_plugin).collect()
+            }
+        }
+    }
+}
+
 impl PluginOutcome {
     /// Returns the outcome's word for reports, and a sentence about each rule or the reason.
     fn describe(&self) -> (&'static str, Vec<String>) {
@@ -129,7 +161,7 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
 /// attachment was detached during the call.
 ///
 /// # Errors
-/// - As [`usage`].
+/// - As [`outcome_if_unused`].
 /// - The configuration or the result in `entry` is invalid.
 /// - The result cache cannot be read after rules were written.
 fn restore_attachment(
@@ -139,10 +171,8 @@ fn restore_attachment(
     call: &Call<'_>,
     notes: &Notes,
 ) -> Result<AttachmentOutcome> {
-    match usage(entry, call)? {
-        Usage::InUse => {}
-        Usage::Gone(why) => return Ok(AttachmentOutcome::Skipped(why)),
-        Usage::Unproven(why) => return Ok(AttachmentOutcome::Unproven(why)),
+    if let Some(outcome) = outcome_if_unused(entry, call)? {
+        return Ok(outcome);
     }
     let list = entry.list()?;
     let environment = environment(entry);
@@ -166,7 +196,7 @@ fn restore_attachment(
     }
     // If DEL ran during the call, it may have ended before the rules were written.
     let is_detached =
-        || -> Result<bool> { Ok(cache.find(&entry.id())?.is_none() || !matches!(usage(entry, call)?, Usage::InUse)) };
+        || -> Result<bool> { Ok(cache.find(&entry.id())?.is_none() || outcome_if_unused(entry, call)?.is_some()) };
     match if rollback.is_empty() { Ok(false) } else { is_detached() } {
         Ok(true) => {
             drop(rollback);
@@ -228,17 +258,8 @@ fn plugin_calls<'c>(
     list.plugins().iter().map(plugin_call).collect()
 }
 
-/// Whether an attachment is in use. The rules of one that is not could match packets of another
-/// container.
-enum Usage {
-    InUse,
-    /// The attachment is gone, for this reason.
-    Gone(String),
-    /// It cannot be proved that the attachment is in use, for this reason.
-    Unproven(String),
-}
-
-/// Finds out whether the attachment is in use.
+/// Returns `None` if the attachment is in use, otherwise the outcome [`AttachmentOutcome::Skipped`]
+/// or [`AttachmentOutcome::Unproven`]: its rules could match packets of another container.
 ///
 /// The attachments of bridge and ptp have an end on the host, which disappears together with the
 /// container's. What the container changes in its namespace, such as the name or the MAC of its
@@ -250,35 +271,37 @@ enum Usage {
 /// # Errors
 /// The kernel's error if the links of the host, the namespace or its links cannot be read; code 6
 /// if the result cannot be decoded.
-fn usage(entry: &Entry, call: &Call<'_>) -> Result<Usage> {
+fn outcome_if_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<AttachmentOutcome>> {
+    let skipped = |why| Ok(Some(AttachmentOutcome::Skipped(why)));
+    let unproven = |why| Ok(Some(AttachmentOutcome::Unproven(why)));
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
     let host = Netlink::open()?;
     let container_interface = entry.container_interface()?;
     let result = result_of(entry).unwrap_or_default();
     let presence = NetnsPresence::at(netns, call.machine);
     if let NetnsPresence::Gone(why) = presence {
-        return Ok(Usage::Gone(format!("its namespace {netns} is gone: {why}")));
+        return skipped(format!("its namespace {netns} is gone: {why}"));
     }
     if find_host_end(&host.list_links()?, &entry.id(), &result).is_some() {
-        return Ok(Usage::InUse);
+        return Ok(None);
     }
     // Results below version 0.3.0 have no interfaces.
     if has_host_end(entry) && !result.interfaces.is_empty() {
-        return Ok(Usage::Gone("the host has no interface of it any more".to_owned()));
+        return skipped("the host has no interface of it any more".to_owned());
     }
     if let NetnsPresence::OtherFile(why) | NetnsPresence::Unknown(why) = presence {
-        return Ok(Usage::Unproven(format!("its namespace {netns} cannot be entered: {why}")));
+        return unproven(format!("its namespace {netns} cannot be entered: {why}"));
     }
     let link = host.open_in(&Netns::open(Path::new(netns))?)?.find_link(ifname)?;
     let Some(link) = link else {
-        return Ok(Usage::Unproven(format!("its namespace {netns} has no interface {ifname}")));
+        return unproven(format!("its namespace {netns} has no interface {ifname}"));
     };
     let expected = container_interface.map(|interface| interface.mac).unwrap_or_default();
     let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
     if expected.is_empty() || expected.eq_ignore_ascii_case(&mac) {
-        return Ok(Usage::InUse);
+        return Ok(None);
     }
-    Ok(Usage::Unproven(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}")))
+    unproven(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}"))
 }
 
 /// Whether a plugin of the attachment's list gives it an end on the host.
@@ -305,47 +328,18 @@ fn environment(entry: &Entry) -> Environment {
 
 /// Returns the report for people.
 fn as_text(outcomes: &[(Entry, AttachmentOutcome)], style: ColorMode) -> String {
-    let (mut text, mut lacking, mut skipped, mut unproven, mut failed) = (String::new(), 0, 0, 0, 0);
+    let mut text = String::new();
     for (entry, outcome) in outcomes {
         let key = entry.id();
         let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
-        text += &format!("{}\n", paint(style, Colour::Bold, &name));
-        match outcome {
-            AttachmentOutcome::Skipped(why) => {
-                skipped += 1;
-                text += &line("", "skipped", std::slice::from_ref(why), style);
-            }
-            AttachmentOutcome::Unproven(why) => {
-                unproven += 1;
-                text += &line("", "not restored", std::slice::from_ref(why), style);
-            }
-            AttachmentOutcome::Failed(error) => {
-                failed += 1;
-                text += &line("", "failed", &[error.to_string()], style);
-            }
-            AttachmentOutcome::Plugins(plugins) => {
-                let has_failed = |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Failed(_));
-                let lacks_rules =
-                    |outcome: &PluginOutcome| matches!(outcome, PluginOutcome::Missing(_) | PluginOutcome::Restored(_));
-                if plugins.iter().any(|(_, outcome)| has_failed(outcome)) {
-                    failed += 1;
-                } else if plugins.iter().any(|(_, outcome)| lacks_rules(outcome)) {
-                    lacking += 1;
-                }
-                for (kind, outcome) in plugins {
-                    let (word, sentences) = outcome.describe();
-                    text += &line(&format!("{kind:<12} "), word, &sentences, style);
-                }
-            }
-        }
+        text += &format!("{}\n{}", paint(style, Colour::Bold, &name), outcome.lines(style));
     }
+    let count = |state| outcomes.iter().filter(|(_, outcome)| outcome.state() == Some(state)).count();
     let plural = if outcomes.len() == 1 { "attachment" } else { "attachments" };
+    let (lacking, skipped) = (count("lacked rules"), count("skipped"));
     text += &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped", outcomes.len());
-    if unproven > 0 {
-        text += &format!(", {unproven} not restored");
-    }
-    if failed > 0 {
-        text += &format!(", {failed} failed");
+    for state in ["not restored", "failed"].into_iter().filter(|state| count(state) > 0) {
+        text += &format!(", {} {state}", count(state));
     }
     text + ".\n"
 }
