@@ -52,18 +52,17 @@ const RETURNED_DEVICE: &str =
     "host-device moved it into a container, whose namespace was deleted; the kernel moved it back";
 
 impl Leftover {
-    /// Returns a leftover of `attachment`, if that is known. [`removed_by`](Leftover::removed_by)
-    /// adds its command.
-    fn new(kind: &'static str, what: String, attachment: Option<&AttachmentId>, why: impl Into<String>) -> Leftover {
+    /// Returns a leftover of `attachment`, if that is known.
+    fn new(
+        kind: &'static str,
+        what: String,
+        attachment: Option<&AttachmentId>,
+        why: impl Into<String>,
+        command: String,
+    ) -> Leftover {
         let network = attachment.map(|attachment| attachment.network.clone());
         let container = attachment.map(|attachment| attachment.container_id.clone());
-        Leftover { kind, what, network, container, why: why.into(), command: String::new() }
-    }
-
-    /// Sets the command that removes it.
-    fn removed_by(mut self, command: String) -> Leftover {
-        self.command = command;
-        self
+        Leftover { kind, what, network, container, why: why.into(), command }
     }
 
     /// Returns the leftover for `inspect --json`.
@@ -139,7 +138,7 @@ fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<L
         // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration
         // in the cache entry.
         let command = quoted_del_command(&attachment);
-        leftovers.push(Leftover::new("attachment", what, Some(&attachment), why).removed_by(command));
+        leftovers.push(Leftover::new("attachment", what, Some(&attachment), why, command));
     }
 }
 
@@ -152,7 +151,7 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         let what = format!("{}, alias of {network} {container_id} {ifname}", link.name);
         let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
         let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
-        leftovers.push(Leftover::new("link", what, Some(attachment), NOT_CACHED).removed_by(command));
+        leftovers.push(Leftover::new("link", what, Some(attachment), NOT_CACHED, command));
     }
 }
 
@@ -166,7 +165,7 @@ fn add_ifbs_without_alias(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
             let what = format!("{}, without an alias", ifb.name);
             let why = "the result cache has no container whose bandwidth it could limit";
             let command = format!("ip link delete dev {}", ifb.name);
-            leftovers.push(Leftover::new("link", what, None, why).removed_by(command));
+            leftovers.push(Leftover::new("link", what, None, why, command));
         }
     }
 }
@@ -202,7 +201,7 @@ fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
                 }
             };
             let what = format!("{}, original name {name}", link.name);
-            leftovers.push(Leftover::new("device", what, None, RETURNED_DEVICE).removed_by(command));
+            leftovers.push(Leftover::new("device", what, None, RETURNED_DEVICE, command));
         }
     }
 }
@@ -269,15 +268,12 @@ fn add_reservations(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
             // Without `--data-dir`, cnitool prefers the folder that the network's configuration
             // names.
             let data_dir = quoted(&folder.to_string_lossy());
-            let address = reservation.address;
-            leftovers.push(Leftover {
-                kind: "reservation",
-                what: format!("{reservation}  [{}]", folder.join(network).display()),
-                network: Some(network.clone()),
-                container: Some(reservation.id.clone()),
-                why: why.clone(),
-                command: format!("cnitool ipam release {} {address} --data-dir {data_dir}", quoted(network)),
-            });
+            let what = format!("{reservation}  [{}]", folder.join(network).display());
+            let ifname = reservation.ifname.as_deref().unwrap_or_default();
+            let attachment = AttachmentId::new(network, &reservation.id, ifname);
+            let (network, address) = (quoted(network), reservation.address);
+            let command = format!("cnitool ipam release {network} {address} --data-dir {data_dir}");
+            leftovers.push(Leftover::new("reservation", what, Some(&attachment), why, command));
         }
     }
 }
@@ -299,7 +295,7 @@ fn add_backups(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         let rm_command = || format!("rm {}", quoted(&backup.path.to_string_lossy()));
         let command = owner.as_ref().and_then(|attachment| del_command(snapshot, attachment));
         let command = command.unwrap_or_else(rm_command);
-        leftovers.push(Leftover::new("backup", what, owner.as_ref(), NOT_CACHED).removed_by(command));
+        leftovers.push(Leftover::new("backup", what, owner.as_ref(), NOT_CACHED, command));
     }
 }
 
@@ -320,7 +316,7 @@ fn add_leases(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         };
         let what = format!("{address} of {network} {container_id} {ifname}  [{}]", socket.display());
         let command = del_command(snapshot, &attachment).unwrap_or_else(plugin_command);
-        leftovers.push(Leftover::new("lease", what, Some(&attachment), NOT_KNOWN).removed_by(command));
+        leftovers.push(Leftover::new("lease", what, Some(&attachment), NOT_KNOWN, command));
     }
 }
 

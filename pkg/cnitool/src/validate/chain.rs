@@ -14,7 +14,7 @@ use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
 use super::rules::request;
-use super::{Problem, locate};
+use super::{Problem, document, locate};
 use crate::plugins;
 
 /// The MTUs that the kernel accepts for a veth, in bytes.
@@ -54,19 +54,13 @@ struct ListedPlugin<'a> {
 
 /// Returns the problems that result from the combination of the document's plugins.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
-    let plugins: Vec<(String, &Value)> = match document["plugins"].as_array() {
-        Some(plugins) => {
-            plugins.iter().enumerate().map(|(index, plugin)| (format!("plugins[{index}]"), plugin)).collect()
-        }
-        None => vec![(String::new(), document)],
-    };
     let (mut problems, mut earlier) = (Vec::new(), Earlier::default());
     let version = version(document);
-    for (index, (path, object)) in plugins.iter().enumerate() {
+    for (index, (path, object)) in document::plugins(document).into_iter().enumerate() {
         let Some(request) = request(document, object) else { continue };
         let kind = object["type"].as_str().unwrap_or_default();
         let ipam = object["ipam"]["type"].as_str().unwrap_or_default();
-        let listed = ListedPlugin { path, kind, ipam, object, request };
+        let listed = ListedPlugin { path: &path, kind, ipam, object, request };
         if index == 0 {
             problems.extend(listed.check_as_first());
         } else {
@@ -101,22 +95,14 @@ impl ListedPlugin<'_> {
         plugins::role(self.kind)
     }
 
-    /// Returns the path of one of the plugin's keys.
-    fn path_of(&self, key: &str) -> String {
-        match self.path {
-            "" => key.to_owned(),
-            path => format!("{path}.{key}"),
-        }
-    }
-
     /// Returns an error about one of the plugin's keys.
     fn error(&self, key: &str, what: impl Into<String>) -> Problem {
-        Problem::error(self.path_of(key), what)
+        Problem::error(document::path_of(self.path, key), what)
     }
 
     /// Returns a warning about one of the plugin's keys.
     fn warning(&self, key: &str, what: impl Into<String>) -> Problem {
-        Problem::warning(self.path_of(key), what)
+        Problem::warning(document::path_of(self.path, key), what)
     }
 
     /// Reports a chained plugin at the beginning of the list, unless its configuration contains a

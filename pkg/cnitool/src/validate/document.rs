@@ -90,6 +90,23 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
     Ok(())
 }
 
+/// Returns the plugins of a document, each with the path of its object, such as `plugins[0]`. A
+/// document without a list is itself the only plugin, and its path is empty.
+pub(super) fn plugins(document: &Value) -> Vec<(String, &Value)> {
+    match document["plugins"].as_array() {
+        Some(plugins) => {
+            plugins.iter().enumerate().map(|(index, plugin)| (format!("plugins[{index}]"), plugin)).collect()
+        }
+        None => vec![(String::new(), document)],
+    }
+}
+
+/// Returns the path of `key` in the object at `path`. Each of them may be empty.
+pub(super) fn path_of(path: &str, key: &str) -> String {
+    let separator = if path.is_empty() || key.is_empty() { "" } else { "." };
+    format!("{path}{separator}{key}")
+}
+
 /// Converts a document and collects its problems.
 struct Reader<'p> {
     problems: &'p mut Vec<Problem>,
@@ -169,7 +186,7 @@ impl Reader<'_> {
                 ObjectKind::Structure => other.eq_ignore_ascii_case(key),
                 ObjectKind::Map | ObjectKind::Sysctls => other == key,
             };
-            let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+            let key_path = path_of(path, key);
             let earlier_key = object.keys().find(|other| is_same_key(other)).cloned();
             if let Some(earlier_key) = earlier_key {
                 self.problems.push(match kind {

@@ -11,7 +11,7 @@ use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
 use super::chain::have_common_address;
-use super::{Problem, has_error};
+use super::{Problem, document, has_error};
 use crate::call::{Call, Shared, Variables};
 use crate::node::{confs_of_type, networks, plugin_confs};
 
@@ -43,18 +43,14 @@ pub(super) fn check(
 /// Returns an error for each plugin of the document that is not installed. Skips invalid names,
 /// which [`rules`](super::rules) reports.
 fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
-    let plugins = match document["plugins"].as_array() {
-        Some(plugins) => plugins.as_slice(),
-        None => std::slice::from_ref(document),
-    };
     let mut problems = Vec::new();
-    for (index, plugin) in plugins.iter().enumerate() {
+    for (path, plugin) in document::plugins(document) {
         for (key, kind) in [("type", &plugin["type"]), ("ipam.type", &plugin["ipam"]["type"])] {
             if let Some(kind) = kind.as_str().filter(|kind| !kind.is_empty())
                 && check_plugin_name(kind).is_ok()
                 && let Err(error) = find_plugin(kind, &runtime.plugin_folders)
             {
-                problems.push(Problem::error(path_of(document, index, key), error.to_string()));
+                problems.push(Problem::error(document::path_of(&path, key), error.to_string()));
             }
         }
     }

@@ -9,7 +9,7 @@ use cni::skel::{Plugin, Role};
 use libcni::NetworkList;
 use serde_json::{Value, json};
 
-use super::{Problem, locate};
+use super::{Problem, document, locate};
 use crate::plugins;
 
 /// The longest name of a network, in bytes. A runtime's result cache has a file
@@ -78,11 +78,7 @@ fn check_name(document: &Value) -> Option<Problem> {
 /// Returns the problems of one plugin. `object` is its configuration in the document, at `path`,
 /// which is empty in a file without a list.
 fn check_plugin(list: &Value, object: &Value, path: &str) -> Vec<Problem> {
-    let path_of = |key: &str| match (path, key) {
-        ("", key) => key.to_owned(),
-        (path, "") => path.to_owned(),
-        (path, key) => format!("{path}.{key}"),
-    };
+    let path_of = |key: &str| document::path_of(path, key);
     let kind = object["type"].as_str().unwrap_or_default();
     let ipam = object["ipam"]["type"].as_str().unwrap_or_default();
     let mut problems = Vec::new();
