@@ -123,6 +123,29 @@ fn everything_of_an_attachment_without_namespace_is_left_over() {
 }
 
 #[test]
+fn all_verbs_agree_on_why_an_attachment_is_over() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    container.unlink();
+    // The kernel deletes the host's end together with the namespace, which `unlink` keeps open.
+    for port in operator.node.ports("br0") {
+        operator.node.exec(&["ip", "link", "delete", &port]);
+    }
+    let seen = operator.json(&["inspect"]);
+    let why = seen["leftOver"][0]["reason"].as_str().unwrap();
+    assert!(why.contains("is gone: it does not exist"), "{why}");
+    let doctor = operator.json(&["doctor"]);
+    let left_over = doctor["findings"].as_array().unwrap().iter().find(|finding| finding["check"] == "left over");
+    assert!(left_over.unwrap()["what"].as_str().unwrap().ends_with(why), "{doctor:#}");
+    assert_eq!(operator.json(&["ipam", "show", "net1"])["reservations"][0]["reason"], why);
+    for gc in [&["ipam", "gc", "net1", "--dry-run"][..], &["gc", "net1", "--dry-run"]] {
+        assert_eq!(operator.json(gc)["removed"][0]["reason"], why, "{gc:?}");
+    }
+    operator.paste(seen["leftOver"][0]["command"].as_str().unwrap());
+}
+
+#[test]
 fn a_plain_file_at_the_namespace_path_is_kept_and_reported() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
@@ -210,7 +233,9 @@ fn an_alias_with_a_hash_names_the_attachment_too() {
     assert!(text.contains("1 host link, up"), "{text}");
     operator.node.exec(&["sh", "-c", "mv /var/lib/cni/results/net1-* /tmp/record"]);
     let seen = operator.json(&["inspect"]);
+    let reserved = operator.json(&["ipam", "show", "net1"]);
     operator.node.exec(&["sh", "-c", "mv /tmp/record /var/lib/cni/results/net1-$0-eth0", &id]);
     assert_eq!(left_over(&seen).0, ["link"], "{seen:#}");
+    assert_eq!(reserved["reservations"][0]["state"], "in use", "{reserved:#}");
     operator.done(&["del", "net1", path(&container), "--container-id", &id]);
 }
