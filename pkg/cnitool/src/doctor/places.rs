@@ -11,8 +11,9 @@ use cni::delegate::find_plugin;
 use libcni::NetworkList;
 
 use super::{CheckOutcome, Context};
-use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, used_percent};
+use crate::node::ipam::{NEARLY_FULL_PERCENT, used_percent};
 use crate::node::leftovers::quoted;
+use crate::node::snapshot::ListedPool;
 
 /// Checks that the configurations are valid and that no two files have the same network.
 ///
@@ -75,8 +76,8 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
     for path in [cache_dir, &cache_dir.join("results"), Path::new("/run/cni")] {
         check_once(path, &mut outcome);
     }
-    for (network, folder, _) in &context.snapshot.reservations {
-        check_once(&folder.join(network), &mut outcome);
+    for listed in &context.snapshot.pools {
+        check_once(&listed.pool.folder(), &mut outcome);
     }
     outcome.with_summary("all plugins exist, and only root can change them, the networks and the result cache")
 }
@@ -164,31 +165,36 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
 /// Code 5 if a folder cannot be read.
 pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("addresses");
-    let (shared, call, notes) = (context.shared, context.call, context.notes.clone());
-    let ipam = IpamContext { shared, call, data_dir: None, notes };
     let mut fullest_percent = 0;
-    for (network, usage) in ipam.usage()? {
-        for set in usage {
+    for ListedPool { pool, unusual, .. } in &context.snapshot.pools {
+        let (network, folder, store) = (&pool.network, pool.folder(), pool.store(&context.notes));
+        let sets = pool.ranges.as_ref().map_or_else(|_| Ok(Vec::new()), |ranges| store.usage(ranges))?;
+        for set in sets {
             let percent = used_percent(&set);
             fullest_percent = fullest_percent.max(percent);
             if percent >= NEARLY_FULL_PERCENT {
                 let what =
                     format!("network {network}: {} of {} addresses of {} are used", set.used, set.total, set.set);
-                outcome.add_problem(what, format!("cnitool ipam gc {} --dry-run", quoted(&network)));
+                outcome.add_problem(what, format!("cnitool ipam gc {} --dry-run", quoted(network)));
             }
         }
-    }
-    for (network, folder, shortage) in ipam.shortages()? {
-        let folder = quoted(&folder.to_string_lossy());
-        outcome.add_problem(format!("network {network}: {shortage}"), format!("df -h {folder}; df -i {folder}"));
-    }
-    for (network, file, what) in &context.snapshot.unusual {
-        let advice = format!(
-            "find the container that uses the address (cnitool ipam show {}); if none does, remove the file",
-            quoted(network)
-        );
-        outcome
-            .add_problem_with_advice(format!("network {network}: {}: {what}", quoted(&file.to_string_lossy())), advice);
+        // STATUS reports other reasons why the folder cannot be written.
+        if pool.is_configured
+            && let Ok(Some(shortage)) = store.check_writable()
+        {
+            let data_dir = quoted(&pool.data_dir.to_string_lossy());
+            outcome
+                .add_problem(format!("network {network}: {shortage}"), format!("df -h {data_dir}; df -i {data_dir}"));
+        }
+        for (address, what) in unusual {
+            let file = folder.join(address.to_string());
+            let advice = format!(
+                "find the container that uses the address (cnitool ipam show {}); if none does, remove the file",
+                quoted(network)
+            );
+            let what = format!("network {network}: {}: {what}", quoted(&file.to_string_lossy()));
+            outcome.add_problem_with_advice(what, advice);
+        }
     }
     Ok(outcome.with_summary(format!("no range is more than {fullest_percent}% full")))
 }

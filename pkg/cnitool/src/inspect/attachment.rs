@@ -14,7 +14,7 @@ use libcni::cache::Entry;
 use super::Fact;
 use crate::call::Call;
 use crate::node::attachments::CheckedReservation;
-use crate::node::snapshot::{Snapshot, has_go_name};
+use crate::node::snapshot::{ListedPool, Snapshot, has_go_name};
 use crate::node::{decode_result, is_true, plugins_in, plugins_of_type};
 use crate::rules::missing_rules;
 use crate::target::NetnsPresence;
@@ -347,14 +347,15 @@ fn rule_kind(purpose: Purpose) -> &'static str {
 fn add_reservation_facts(snapshot: &Snapshot, entry: &Entry, result: &AddResult, facts: &mut Vec<Fact>) {
     let mut reserved = Vec::new();
     let attachment = entry.id();
-    for (network, folder, reservations) in &snapshot.reservations {
+    for ListedPool { pool, reservations, .. } in
+        snapshot.pools.iter().filter(|listed| listed.pool.network == attachment.network)
+    {
         for CheckedReservation { reservation, .. } in reservations {
-            let is_of_container = *network == attachment.network && reservation.id == attachment.container_id;
             // Reservations of old releases of host-local have no interface.
             let is_of_interface = reservation.ifname.as_ref().is_none_or(|name| *name == attachment.ifname);
-            if is_of_container && is_of_interface {
+            if reservation.id == attachment.container_id && is_of_interface {
                 reserved.push(reservation.address);
-                let text = format!("{}  [{}]", reservation.address, folder.join(network).display());
+                let text = format!("{}  [{}]", reservation.address, pool.folder().display());
                 facts.push(Fact::fine("reservation", text));
             }
         }

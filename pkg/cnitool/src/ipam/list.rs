@@ -28,12 +28,12 @@ impl IpamContext<'_, '_> {
     pub(super) fn list(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut networks = Vec::new();
         for pool in self.list_pools()? {
-            let store = self.store(&pool);
+            let store = pool.store(&self.notes);
             let sets = match &pool.ranges {
                 Ok(ranges) => store.usage(ranges)?,
                 Err(_) => Vec::new(),
             };
-            let folder = store.path().display().to_string();
+            let folder = pool.folder().display().to_string();
             networks.push(NetworkUsage { folder, reservation_count: store.count()?, sets, pool });
         }
         let json = || json!({"networks": networks.iter().map(as_json).collect::<Vec<Value>>()});

@@ -50,7 +50,7 @@ impl IpamContext<'_, '_> {
                 (Some(address), _) => format!("{address} is not reserved"),
                 (None, id) => format!("container {} has no reservation", id.as_deref().unwrap_or_default()),
             };
-            let folder = self.store(&pool).path().display().to_string();
+            let folder = pool.folder().display().to_string();
             Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(folder)
         };
         let Some(mut locked) = self.lock(&pool)? else { return Err(not_found_error()) };

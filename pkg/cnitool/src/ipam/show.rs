@@ -34,7 +34,7 @@ impl IpamContext<'_, '_> {
         let pool = self.pool_of(&args.network)?;
         let Listed { reservations, unusual, .. } = self.list_reservations(&pool)?;
         let checked = self.check_all(&pool.network, reservations)?;
-        let folder = self.store(&pool).path().display().to_string();
+        let folder = pool.folder().display().to_string();
         let rows: Vec<ShownReservation> =
             checked.into_iter().map(|checked| ShownReservation::new(checked, &pool)).collect();
         let json = || {

@@ -45,6 +45,20 @@ pub(crate) struct NetworkPool {
     pub(crate) is_configured: bool,
 }
 
+impl NetworkPool {
+    /// Opens the store.
+    pub(crate) fn store(&self, notes: &Notes) -> Store {
+        // These options keep reservations of an earlier boot: only the operator releases them here.
+        let options = Options::new(notes.clone(), Host::read(Path::new("/")));
+        Store::open(&self.data_dir, &self.network, options)
+    }
+
+    /// Returns the folder with the files of the reservations.
+    pub(crate) fn folder(&self) -> PathBuf {
+        self.data_dir.join(&self.network)
+    }
+}
+
 impl IpamContext<'_, '_> {
     /// Returns the pools of all networks that use host-local or have reservations, sorted by
     /// network and folder. After a change of its `dataDir`, a network may have several pools.
@@ -78,37 +92,6 @@ impl IpamContext<'_, '_> {
         }
         pools.sort_by(|a, b| (&a.network, &a.data_dir).cmp(&(&b.network, &b.data_dir)));
         Ok(pools)
-    }
-
-    /// Returns the name of each network whose ranges are known, with the usage of its range sets.
-    ///
-    /// # Errors
-    /// Code 5 if a folder cannot be read.
-    pub(crate) fn usage(&self) -> Result<Vec<(String, Vec<Usage>)>, Error> {
-        let mut usage_by_network = Vec::new();
-        for pool in self.list_pools()? {
-            if let Ok(ranges) = &pool.ranges {
-                usage_by_network.push((pool.network.clone(), self.store(&pool).usage(ranges)?));
-            }
-        }
-        Ok(usage_by_network)
-    }
-
-    /// Returns the configured networks whose next ADD would fail because the disk is full, each
-    /// with the folder of reservations and the error.
-    ///
-    /// # Errors
-    /// Code 5 if a folder cannot be read.
-    pub(crate) fn shortages(&self) -> Result<Vec<(String, PathBuf, Error)>, Error> {
-        let mut shortages = Vec::new();
-        for pool in self.list_pools()?.into_iter().filter(|pool| pool.is_configured) {
-            // `Err` is another reason why the folder cannot be written. STATUS of the plugin
-            // reports it.
-            if let Ok(Some(shortage)) = self.store(&pool).check_writable() {
-                shortages.push((pool.network, pool.data_dir, shortage));
-            }
-        }
-        Ok(shortages)
     }
 
     /// Returns the pool of a network. If there are several, prefers the configured one.
@@ -165,19 +148,12 @@ impl IpamContext<'_, '_> {
         None
     }
 
-    /// Opens the store of a pool.
-    pub(crate) fn store(&self, pool: &NetworkPool) -> Store {
-        // These options keep reservations of an earlier boot: only the operator releases them here.
-        let options = Options::new(self.notes.clone(), Host::read(Path::new("/")));
-        Store::open(&pool.data_dir, &pool.network, options)
-    }
-
     /// Locks the store of a pool. Returns `None` if its folder does not exist.
     ///
     /// # Errors
     /// Code 11 if the lock is held for too long, 5 if the folder or the lock file cannot be opened.
     pub(crate) fn lock(&self, pool: &NetworkPool) -> Result<Option<Locked>, Error> {
-        self.store(pool).lock_existing(pool.lock_timeout, self.call.machine)
+        pool.store(&self.notes).lock_existing(pool.lock_timeout, self.call.machine)
     }
 
     /// Lists the reservations of a pool. Writes a note for each file that could not be read.

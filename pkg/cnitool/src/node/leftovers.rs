@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 use super::attachments::{CheckedReservation, Liveness};
 use super::plugins_of_type;
-use super::snapshot::{Snapshot, has_go_name};
+use super::snapshot::{ListedPool, Snapshot, has_go_name};
 use crate::call::Call;
 
 /// A leftover object.
@@ -262,16 +262,16 @@ fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
 /// Adds the reservations of attachments about which nothing is known. If the container is gone,
 /// `add_cache_entries` adds its attachment.
 fn add_reservations(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    for (network, folder, reservations) in &snapshot.reservations {
+    for ListedPool { pool, reservations, .. } in &snapshot.pools {
         for CheckedReservation { reservation, liveness } in reservations {
             let Liveness::Unknown(why) = liveness else { continue };
+            let what = format!("{reservation}  [{}]", pool.folder().display());
+            let ifname = reservation.ifname.as_deref().unwrap_or_default();
+            let attachment = AttachmentId::new(&pool.network, &reservation.id, ifname);
             // Without `--data-dir`, cnitool prefers the folder that the network's configuration
             // names.
-            let data_dir = quoted(&folder.to_string_lossy());
-            let what = format!("{reservation}  [{}]", folder.join(network).display());
-            let ifname = reservation.ifname.as_deref().unwrap_or_default();
-            let attachment = AttachmentId::new(network, &reservation.id, ifname);
-            let (network, address) = (quoted(network), reservation.address);
+            let data_dir = quoted(&pool.data_dir.to_string_lossy());
+            let (network, address) = (quoted(&pool.network), reservation.address);
             let command = format!("cnitool ipam release {network} {address} --data-dir {data_dir}");
             leftovers.push(Leftover::new("reservation", what, Some(&attachment), why, command));
         }

@@ -1,5 +1,6 @@
 //! Reads everything about a node's networks once, for `inspect` and `doctor`.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use cni::AttachmentId;
@@ -7,15 +8,25 @@ use cni::Error;
 use cni::config::NetConf;
 use cni::rollback::Notes;
 use cni_firewall::container_rules::{ContainerRule, list_container_rules};
+use cni_ipam::Listed;
 use cni_linux::Link;
 use libcni::NetworkList;
 use plugin_dhcp::leases::{self, Lease};
 use plugin_tuning::Saved;
 
 use super::attachments::{Attachments, CheckedReservation, attachment_in_alias};
-use super::ipam::{IpamContext, sockets};
+use super::ipam::{IpamContext, NetworkPool, sockets};
 use super::{bridges_of, confs_of_type, networks};
 use crate::call::{Call, Shared, Variables};
+
+/// A pool of host-local, and what is in its folder.
+pub(crate) struct ListedPool {
+    pub(crate) pool: NetworkPool,
+    pub(crate) reservations: Vec<CheckedReservation>,
+    /// The files that are named like a reservation, but are not regular files or are too long, each
+    /// with a description.
+    pub(crate) unusual: Vec<(IpAddr, String)>,
+}
 
 /// The state of a node at one moment.
 pub(crate) struct Snapshot {
@@ -30,11 +41,8 @@ pub(crate) struct Snapshot {
     pub(crate) rules: Vec<ContainerRule>,
     /// tuning's backups.
     pub(crate) backups: Vec<Saved>,
-    /// The reservations of each network and folder.
-    pub(crate) reservations: Vec<(String, PathBuf, Vec<CheckedReservation>)>,
-    /// The files that are named like a reservation, but are not regular files or are too long: the
-    /// network, the file, and a description.
-    pub(crate) unusual: Vec<(String, PathBuf, String)>,
+    /// The pools of host-local.
+    pub(crate) pools: Vec<ListedPool>,
     /// The leases that dhcp's daemons have recorded, each with the socket of its daemon.
     pub(crate) leases: Vec<(PathBuf, Lease)>,
 }
@@ -56,15 +64,11 @@ impl Snapshot {
         let ifbs = attachments.links.iter().filter(is_own);
         let ifbs = ifbs.map(|ifb| (attachment_in_alias(ifb, &attachments.cached), ifb.clone())).collect();
         let ipam = IpamContext { shared, call, data_dir: None, notes: notes.clone() };
-        let (mut reservations, mut unusual) = (Vec::new(), Vec::new());
+        let mut pools = Vec::new();
         for pool in ipam.list_pools()? {
-            let listed = ipam.list_reservations(&pool)?;
-            let folder = pool.data_dir.join(&pool.network);
-            for (address, what) in listed.unusual {
-                unusual.push((pool.network.clone(), folder.join(address.to_string()), what));
-            }
-            let checked = attachments.check_reservations(&pool.network, listed.reservations, call.machine);
-            reservations.push((pool.network, pool.data_dir, checked));
+            let Listed { reservations, unusual, .. } = ipam.list_reservations(&pool)?;
+            let reservations = attachments.check_reservations(&pool.network, reservations, call.machine);
+            pools.push(ListedPool { pool, reservations, unusual });
         }
         let mut leases = Vec::new();
         for socket in sockets(&networks) {
@@ -72,7 +76,7 @@ impl Snapshot {
         }
         let rules = list_container_rules(call.machine, notes)?;
         let backups = read_backups(&networks, notes)?;
-        Ok(Snapshot { networks, attachments, ifbs, rules, backups, reservations, unusual, leases })
+        Ok(Snapshot { networks, attachments, ifbs, rules, backups, pools, leases })
     }
 
     /// Returns the bridges that containers use: a bridge with a port in
