@@ -105,6 +105,27 @@ fn forwarding_that_is_off_is_found_where_it_is_needed() {
 }
 
 #[test]
+fn forwarding_of_the_host_end_of_ptp_is_checked() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::nft());
+    let operator = Operator::new();
+    let keys = json!({"type": "ptp", "bridge": null, "isGateway": null, "ipMasq": true, "ipMasqBackend": "nftables"});
+    operator.configure(keys, &[]);
+    let container = operator.attach();
+    let seen = operator.json(&["inspect"]);
+    let facts = seen["attachments"][0]["facts"].as_array().unwrap();
+    let host_link = facts.iter().find(|fact| fact["what"] == "host link").unwrap()["text"].as_str().unwrap();
+    let name = host_link.split(' ').next().unwrap();
+    assert_eq!(findings(&operator), Vec::<Value>::new());
+    operator.node.exec(&["sh", "-c", &format!("echo 0 > /proc/sys/net/ipv4/conf/{name}/forwarding")]);
+    let check = ["check", "net1", path(&container), "--container-id", &container.id];
+    operator.failed(&check, &[&format!("sysctl net/ipv4/conf/{name}/forwarding is off")]);
+    found_and_repaired(&operator, "forwarding", &[&format!("net.ipv4.conf.{name}.forwarding is 0")]);
+    operator.done(&check);
+    operator.detach(&container);
+}
+
+#[test]
 fn links_that_are_down_and_mtus_that_differ_are_found() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
