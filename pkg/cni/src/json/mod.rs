@@ -15,9 +15,6 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 
-/// The greatest allowed depth of nested objects and arrays.
-pub const MAX_DEPTH: usize = 128;
-
 /// A JSON value. Objects keep the order of their keys, and duplicates.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Json {
@@ -47,12 +44,11 @@ impl Json {
     /// Parses one document. Bytes that are not UTF-8 become U+FFFD, as in Go.
     ///
     /// # Errors
-    /// Invalid JSON, text after the document, or nesting deeper than [`MAX_DEPTH`].
+    /// Invalid JSON, text after the document, or nesting of 128 levels or more, which serde_json
+    /// refuses.
     pub fn parse(bytes: &[u8]) -> Result<Json, JsonError> {
-        check_depth(bytes)?;
         let text = String::from_utf8_lossy(bytes);
         let mut parser = serde_json::Deserializer::from_str(&text);
-        parser.disable_recursion_limit(); // `check_depth` has checked the depth
         let json = Json::deserialize(&mut parser).map_err(JsonError::new)?;
         parser.end().map_err(JsonError::new)?;
         Ok(json)
@@ -109,31 +105,6 @@ impl Json {
             Json::Object(_) => de::Unexpected::Map,
         }
     }
-}
-
-/// Checks the depth of nesting by counting the brackets outside of strings. serde_json checks later
-/// whether the brackets match.
-///
-/// # Errors
-/// The document is nested deeper than [`MAX_DEPTH`].
-fn check_depth(bytes: &[u8]) -> Result<(), JsonError> {
-    let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
-    for byte in bytes {
-        match byte {
-            _ if escaped => escaped = false,
-            b'\\' if in_string => escaped = true,
-            b'"' => in_string = !in_string,
-            b'{' | b'[' if !in_string => {
-                depth += 1;
-                if depth > MAX_DEPTH {
-                    return Err(JsonError::new(format!("nested deeper than {MAX_DEPTH} levels")));
-                }
-            }
-            b'}' | b']' if !in_string => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-    }
-    Ok(())
 }
 
 impl From<&Json> for serde_json::Value {
