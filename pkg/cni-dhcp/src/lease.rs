@@ -287,52 +287,72 @@ impl Session {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Step::Failed(self.search.failure(self.limits.total));
         }
-        // What this state sends, on which path, and when `elapse` ends the state (`MAX`: never).
-        let (ask, path, end) = match &self.state {
+        if self.is_offer_given_up(now) {
+            self.enter(State::Searching, now);
+        }
+        let (ask, path) = match &self.state {
             State::Bound(lease) => return Step::Sleep(lease.t1()),
-            State::Searching => (Ask::Discover, Path::Broadcast, Duration::MAX),
+            State::Searching => (Ask::Discover, Path::Broadcast),
             State::Requesting(offer) => {
-                if self.tries >= SELECT_TRIES && now >= self.next {
-                    self.enter(State::Searching, now);
-                    return self.step(now);
-                }
-                (Ask::Select { address: offer.address(), server: offer.server }, Path::Broadcast, Duration::MAX)
+                (Ask::Select { address: offer.address(), server: offer.server }, Path::Broadcast)
             }
-            State::Confirming(cidr) => (Ask::Confirm { address: v4(*cidr) }, Path::Broadcast, Duration::MAX),
+            State::Confirming(cidr) => (Ask::Confirm { address: v4(*cidr) }, Path::Broadcast),
             State::Renewing(lease) => {
                 let (address, to) = (lease.terms.address(), lease.terms.server);
-                (Ask::Extend { address }, Path::Unicast { from: address, to }, lease.t2())
+                (Ask::Extend { address }, Path::Unicast { from: address, to })
             }
             State::Rebinding(lease) => {
                 let address = lease.terms.address();
-                (Ask::Extend { address }, Path::BroadcastFrom(address), lease.expiry())
+                (Ask::Extend { address }, Path::BroadcastFrom(address))
             }
         };
-        if now >= self.next {
-            let wait = self.wait_after_message(end.saturating_sub(now));
-            self.tries += 1;
-            self.search.asked += 1;
-            self.sent = now;
-            self.next = now.saturating_add(wait).min(end);
-            return match self.client.write(ask, self.xid) {
-                Ok(bytes) => Step::Send(bytes, path),
-                Err(text) => Step::Failed(text),
-            };
+        if now >= self.next { self.send(ask, path, now) } else { self.wait(path, now) }
+    }
+
+    /// Whether the server has not answered the last of the requests for the address that it had
+    /// offered.
+    fn is_offer_given_up(&self, now: Duration) -> bool {
+        matches!(self.state, State::Requesting(_)) && self.tries >= SELECT_TRIES && now >= self.next
+    }
+
+    /// Returns the step that sends a message, and plans its repetition.
+    fn send(&mut self, ask: Ask, path: Path, now: Duration) -> Step {
+        self.next = self.repetition(now);
+        self.tries += 1;
+        self.search.asked += 1;
+        self.sent = now;
+        match self.client.write(ask, self.xid) {
+            Ok(bytes) => Step::Send(bytes, path),
+            Err(text) => Step::Failed(text),
         }
+    }
+
+    /// Returns the step that waits until the next message is due or the deadline has passed. For
+    /// the time [`Limits::answer`] after a message the caller listens. Then it sleeps, because an
+    /// open socket would keep the container's namespace alive.
+    fn wait(&self, path: Path, now: Duration) -> Step {
         let until = self.deadline.map_or(self.next, |deadline| self.next.min(deadline));
-        // After `answer`, the caller sleeps without an open socket until the next message: a socket
-        // would keep the container's namespace alive.
         let listen_until = self.sent.saturating_add(self.limits.answer);
         if now < listen_until { Step::Listen(until.min(listen_until), path) } else { Step::Sleep(until) }
     }
 
-    /// Returns how long to wait after the message that is sent now, before it is repeated.
-    /// `remaining` is the time until the state ends.
-    fn wait_after_message(&self, remaining: Duration) -> Duration {
-        if let State::Renewing(_) | State::Rebinding(_) = self.state {
-            // RFC 2131, 4.4.5: half of the remaining time.
-            return (remaining / 2).max(MIN_EXTEND);
+    /// Returns when the message that is sent now is due again, if no answer ends this state.
+    fn repetition(&self, now: Duration) -> Duration {
+        // RFC 2131, 4.4.5: after half of the time until `elapse` ends the state.
+        let halfway = |end: Duration| {
+            let wait = (end.saturating_sub(now) / 2).max(MIN_EXTEND);
+            now.saturating_add(wait).min(end)
+        };
+        match &self.state {
+            State::Renewing(lease) => halfway(lease.t2()),
+            State::Rebinding(lease) => halfway(lease.expiry()),
+            _ => now.saturating_add(self.doubled_wait()),
         }
+    }
+
+    /// Returns the wait before the repetition of a message of a client without a lease. It doubles
+    /// with each repetition.
+    fn doubled_wait(&self) -> Duration {
         // Without a deadline, the client has lost its lease or confirms an adopted one, and repeats
         // its messages without end.
         let longest = if self.deadline.is_some() { self.limits.answer } else { self.limits.pause };
