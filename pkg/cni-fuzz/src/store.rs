@@ -48,10 +48,7 @@ pub fn run(data: &[u8]) {
         let selector = input.byte();
         let verb = selector % 8;
         if verb == 7 {
-            let ranges = sets.sets().iter().flat_map(|set| set.ranges());
-            let counters: Vec<_> = ranges.map(|range| (range.first(), range.last(), u64::from(selector))).collect();
-            plant(&data_dir, "net", &host, &entries(&mut input, 16), &counters)
-                .expect("failed to write the forged index");
+            plant(&data_dir, "net", &host, &entries(&mut input, 16)).expect("failed to write the forged index");
             continue;
         }
         let before = files(&folder);

@@ -7,8 +7,7 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use crate::host::Host;
-use crate::index::bits::Family;
-use crate::index::header::{COUNTERS, Counter, Header, MAX_SLOTS};
+use crate::index::header::{Header, MAX_SLOTS};
 use crate::index::table::{Key, MIN_SLOTS, PAGE_LENGTH, PAYLOAD_LENGTH, SLOT_LENGTH, Storage, Table};
 use crate::index::{self, Content, Holder, Index, Record};
 use crate::ranges::number;
@@ -101,7 +100,7 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
         let _ = index.owned_by(*hash);
     }
     for address in addresses {
-        let _ = (index.record(*address), index.is_occupied(*address));
+        let _ = index.record(*address);
         if let Ok(Some(free)) = index.next_free(*address) {
             assert!(number(free) >= number(*address) && free.is_ipv4() == address.is_ipv4());
         }
@@ -115,26 +114,12 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
 }
 
 /// Writes a forged index for the folder of reservations. The next [`Locked`](crate::Locked) trusts
-/// it, because it has the folder's stamp and this host's IDs. `counted` has the first and last
-/// addresses of ranges, each with the number of addresses that the index counts as occupied.
+/// it, because it has the folder's stamp and this host's IDs.
 ///
 /// # Errors
 /// The mtime of the folder cannot be set, or the index cannot be written.
-pub fn plant(
-    data_dir: &Path,
-    network: &str,
-    host: &Host,
-    entries: &[CraftedEntry],
-    counted: &[(IpAddr, IpAddr, u64)],
-) -> io::Result<()> {
+pub fn plant(data_dir: &Path, network: &str, host: &Host, entries: &[CraftedEntry]) -> io::Result<()> {
     let (mut bytes, used) = forged_table(MIN_SLOTS, entries);
-    let counter = |(first, last, used): &(IpAddr, IpAddr, u64)| Counter {
-        family: if first.is_ipv4() { Family::V4 } else { Family::V6 },
-        first: number(*first),
-        last: number(*last),
-        used: *used,
-        last_used: 0,
-    };
     let header = Header {
         clean: true,
         exact: true,
@@ -144,8 +129,6 @@ pub fn plant(
         stamp: index::stamp_folder(&File::open(data_dir.join(network))?)?,
         machine: host.machine(),
         boot: host.boot(),
-        sequence: 1,
-        counters: counted.iter().take(COUNTERS).map(counter).collect(),
         ..Header::default()
     };
     let page = header.encode();
@@ -166,7 +149,7 @@ impl ConsistentIndex {
     /// # Panics
     /// The index cannot be created.
     pub fn new() -> ConsistentIndex {
-        match Index::build(&[], &[], &Host::new("m", "b")) {
+        match Index::build(&[], &Host::new("m", "b")) {
             Ok(index) => ConsistentIndex(index),
             Err(error) => panic!("failed to create an empty index: {error}"),
         }

@@ -6,11 +6,13 @@
 use std::io;
 use std::net::IpAddr;
 
-use super::oldest::oldest_key;
-use super::record::{RECORD, address_from_payload, family, to_address};
+use super::record::{RECORD, UNRELIABLE_CTIME, address_from_payload, family, to_address};
 use super::table::TableError;
-use super::{Holder, Index, Record, bits, is_counter_of};
-use crate::ranges::{Range, RangeSet, number};
+use super::{Holder, Index, Record, bits};
+use crate::ranges::{RangeSet, number};
+
+/// How many of the oldest reservations [`Index::oldest`] returns.
+const OLDEST: usize = 3;
 
 impl Index {
     /// Returns the record of an address, or `None` if the address has no file and so is free.
@@ -50,15 +52,16 @@ impl Index {
         Ok(foreign.map(|record| record.address).collect())
     }
 
-    /// Returns the addresses of the set that have been reserved longest, the oldest first, as the
-    /// last rebuild stored them; none if that rebuild was not for this set. The answer is only
-    /// right while the index is [exact](Index::is_exact).
-    pub(crate) fn oldest(&self, set: &RangeSet) -> Result<Vec<IpAddr>, TableError> {
-        let mut oldest = Vec::new();
-        while let Some(payload) = self.table.get(&oldest_key(set, oldest.len() as u32))? {
-            oldest.push(address_from_payload(&payload));
-        }
-        Ok(oldest)
+    /// Returns the addresses of the set that have been reserved longest, the oldest first. Reads
+    /// the whole table.
+    pub(crate) fn oldest(&self, set: &RangeSet) -> io::Result<Vec<IpAddr>> {
+        let mut reserved = self.records()?;
+        reserved.retain(|record| record.is_occupied() && set.can_allocate(record.address));
+        // A file whose ctime is unreliable had usually just changed when it was read, so it counts
+        // as the newest.
+        let since = |record: &Record| if record.ctime == UNRELIABLE_CTIME { (i64::MAX, 0) } else { record.ctime };
+        reserved.sort_unstable_by_key(|record| (since(record), record.address));
+        Ok(reserved.into_iter().take(OLDEST).map(|record| record.address).collect())
     }
 
     /// Returns the addresses whose files have a content with this hash, in no order: the addresses
@@ -100,15 +103,5 @@ impl Index {
         let family = family(from);
         let found = bits::next_free(&self.table, family, number(from))?;
         Ok(found.map(|number| to_address(family.number(), number)))
-    }
-
-    /// Whether an address is occupied.
-    pub(crate) fn is_occupied(&self, address: IpAddr) -> Result<bool, TableError> {
-        bits::is_occupied(&self.table, family(address), number(address))
-    }
-
-    /// Returns how many addresses of the range are occupied, or `None` if the range has no counter.
-    pub(crate) fn counted(&self, range: &Range) -> Option<u64> {
-        self.header.counters.iter().find(|counter| is_counter_of(counter, range)).map(|counter| counter.used)
     }
 }

@@ -125,8 +125,9 @@ pub(crate) fn vacate(table: &mut Table, family: Family, address: u128) -> Result
     Ok(())
 }
 
-/// Whether an address is occupied.
-pub(crate) fn is_occupied(table: &Table, family: Family, address: u128) -> Result<bool, TableError> {
+/// Whether an address is occupied, for the tests.
+#[cfg(test)]
+fn is_occupied(table: &Table, family: Family, address: u128) -> Result<bool, TableError> {
     let (number, bit) = position(address, 0);
     Ok(word(table, family, 0, number)? & 1 << bit != 0)
 }

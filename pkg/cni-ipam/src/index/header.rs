@@ -6,11 +6,8 @@
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
-use super::bits::Family;
-use super::record::family;
 use super::table::{PAGE_LENGTH, SLOT_LENGTH, hash};
 use crate::host::Timestamp;
-use crate::ranges::{Range, number};
 
 /// The first bytes of the file. A change of the format of the page or the slots, or of [`hash`],
 /// needs another value: an index with another value is not read, but rebuilt.
@@ -18,10 +15,6 @@ const MAGIC: &[u8; 8] = b"cni-ix\x00\x03";
 /// The offset of the field `clean`, which the checksum does not include, so that one small write
 /// can change it.
 pub(crate) const CLEAN_AT: u64 = 8;
-/// The number of bytes before the body: [`MAGIC`], `clean`, and the body's length and checksum.
-const PREFIX: usize = 32;
-/// The largest number of ranges that have a counter.
-pub(crate) const COUNTERS: usize = 32;
 /// The largest table that is accepted, in slots: 1 GiB, enough for five million reservations.
 pub(crate) const MAX_SLOTS: u64 = 1 << 24;
 
@@ -43,25 +36,6 @@ impl Stamp {
             mtime: (metadata.mtime(), metadata.mtime_nsec() as u32),
             ctime: (metadata.ctime(), metadata.ctime_nsec() as u32),
         }
-    }
-}
-
-/// The number of occupied addresses of a range.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Counter {
-    pub(crate) family: Family,
-    pub(crate) first: u128,
-    pub(crate) last: u128,
-    pub(crate) used: u64,
-    /// The header's sequence number when the counter was last used. If there is no room for another
-    /// counter, the one with the lowest number is replaced.
-    pub(crate) last_used: u64,
-}
-
-impl Counter {
-    /// Whether the address is in the range.
-    pub(crate) fn covers(&self, family: Family, number: u128) -> bool {
-        self.family == family && (self.first..=self.last).contains(&number)
     }
 }
 
@@ -92,32 +66,6 @@ pub(crate) struct Header {
     /// A lower bound of the ctimes of the reclaimable reservations, which are those of earlier
     /// boots. `None` if there are none.
     pub(crate) oldest_reclaimable: Option<Timestamp>,
-    /// The number of times that the header was written.
-    pub(crate) sequence: u64,
-    pub(crate) counters: Vec<Counter>,
-}
-
-/// Whether the counter is for this range.
-pub(super) fn is_counter_of(counter: &Counter, range: &Range) -> bool {
-    (counter.family, counter.first, counter.last)
-        == (family(range.first()), number(range.first()), number(range.last()))
-}
-
-impl Header {
-    /// Adds a counter for a range, unless the range has one. If there is no room, the new counter
-    /// replaces the least recently used one. The new counter is 0, so the caller must set it.
-    pub(crate) fn start_counting(&mut self, range: &Range) {
-        if self.counters.iter().any(|counter| is_counter_of(counter, range)) {
-            return;
-        }
-        let (first, last) = (number(range.first()), number(range.last()));
-        let counter = Counter { family: family(range.first()), first, last, used: 0, last_used: self.sequence };
-        if self.counters.len() < COUNTERS {
-            self.counters.push(counter);
-        } else if let Some(least_recent) = self.counters.iter_mut().min_by_key(|counter| counter.last_used) {
-            *least_recent = counter;
-        }
-    }
 }
 
 /// A buffer to which numbers are appended in little-endian order.
@@ -125,9 +73,6 @@ pub(super) struct Writer(pub(super) Vec<u8>);
 
 impl Writer {
     pub(super) fn u64(&mut self, value: u64) {
-        self.0.extend_from_slice(&value.to_le_bytes());
-    }
-    pub(super) fn u128(&mut self, value: u128) {
         self.0.extend_from_slice(&value.to_le_bytes());
     }
     fn time(&mut self, (seconds, nanoseconds): Timestamp) {
@@ -148,9 +93,6 @@ impl Reader<'_> {
     }
     pub(super) fn u64(&mut self) -> Option<u64> {
         self.take().map(u64::from_le_bytes)
-    }
-    pub(super) fn u128(&mut self) -> Option<u128> {
-        self.take().map(u128::from_le_bytes)
     }
     fn time(&mut self) -> Option<Timestamp> {
         Some((self.u64()? as i64, self.u64()? as u32))
@@ -173,17 +115,9 @@ impl Header {
         body.u64(self.boot);
         body.u64(u64::from(self.oldest_reclaimable.is_some()));
         body.time(self.oldest_reclaimable.unwrap_or_default());
-        body.u64(self.sequence);
-        body.u64(self.counters.len() as u64);
-        for counter in &self.counters {
-            body.u64(u64::from(counter.family.number()));
-            body.u128(counter.first);
-            body.u128(counter.last);
-            body.u64(counter.used);
-            body.u64(counter.last_used);
-        }
-        // The length of a list that older builds stored here: they refuse a page without it.
-        body.u64(0);
+        // Older builds stored a sequence number and two lists here, and refuse a page without them.
+        // These are number 0 and two empty lists.
+        (0..3).for_each(|_| body.u64(0));
         let mut page = Writer(MAGIC.to_vec());
         page.u64(u64::from(self.clean));
         page.u64(body.0.len() as u64);
@@ -220,34 +154,21 @@ impl Header {
         (header.machine, header.boot) = (body.u64()?, body.u64()?);
         let (is_any_reclaimable, oldest_reclaimable) = (body.u64()? == 1, body.time()?);
         header.oldest_reclaimable = is_any_reclaimable.then_some(oldest_reclaimable);
-        header.sequence = body.u64()?;
-        let counter_count = body.u64()?;
         let is_table_possible =
             header.slots.is_power_of_two() && header.slots <= MAX_SLOTS && header.used < header.slots;
-        if !is_table_possible || counter_count > COUNTERS as u64 {
-            return None;
-        }
-        for _ in 0..counter_count {
-            let family = if body.u64()? == 4 { Family::V4 } else { Family::V6 };
-            let (first, last) = (body.u128()?, body.u128()?);
-            header.counters.push(Counter { family, first, last, used: body.u64()?, last_used: body.u64()? });
-        }
-        // The list that older builds stored here is ignored.
-        Some(header)
+        // What older builds stored behind is ignored.
+        is_table_possible.then_some(header)
     }
 }
-
-/// The length of a header with all counters. Besides the counters it has 17 numbers of 8 bytes. A
-/// counter has three of 8 bytes and two of 16 bytes.
-const MAX_LENGTH: usize = PREFIX + 17 * 8 + COUNTERS * (3 * 8 + 2 * 16);
-const _: () = assert!(MAX_LENGTH <= PAGE_LENGTH as usize, "a header with all counters must fit its page");
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// The number of bytes before the body: [`MAGIC`], `clean`, and the body's length and checksum.
+    const PREFIX: usize = 32;
+
     fn sample() -> Header {
-        let counter = Counter { family: Family::V6, first: 1, last: 1 << 90, used: 5, last_used: 3 };
         Header {
             clean: true,
             exact: true,
@@ -260,8 +181,6 @@ mod tests {
             machine: 6,
             boot: 7,
             oldest_reclaimable: Some((9, 10)),
-            sequence: 8,
-            counters: vec![counter; COUNTERS],
         }
     }
 
@@ -272,14 +191,16 @@ mod tests {
         assert_eq!(Header::decode(&bytes), Some(sample()));
     }
 
-    /// Older builds kept ranges behind the counters: 9 words each, preceded by their number.
+    /// Older builds stored a sequence number, counters of 7 words each, and ranges of 9 words each.
     #[test]
     fn a_header_of_an_older_build_is_read() {
         let mut page = sample().encode();
         let body = page.split_off(PREFIX);
-        let remembered = [1_u64, 0, 24, 0x0a00_0001, 0, 0x0a00_00fe, 0, 0x0a00_0001, 0, 4 << 8 | 4];
-        let mut body = body[..body.len() - 8].to_vec();
-        remembered.iter().for_each(|word| body.extend_from_slice(&word.to_le_bytes()));
+        let sequence = [8_u64].into_iter();
+        let counters = [32].into_iter().chain((0..32).flat_map(|_| [4, 1, 0, 9, 0, 5, 3]));
+        let ranges = [1, 0, 24, 0x0a00_0001, 0, 0x0a00_00fe, 0, 0x0a00_0001, 0, 4 << 8 | 4];
+        let mut body = body[..body.len() - 3 * 8].to_vec();
+        sequence.chain(counters).chain(ranges).for_each(|word| body.extend_from_slice(&word.to_le_bytes()));
         page[16..24].copy_from_slice(&(body.len() as u64).to_le_bytes());
         page[24..].copy_from_slice(&hash(&body).to_le_bytes());
         page.append(&mut body);

@@ -4,8 +4,7 @@
 //! files of the reservations are authoritative, and the next verb that takes the folder's lock
 //! rebuilds the index. It has a header page ([`header`]) and a hash table ([`table`]) with four
 //! kinds of entries: a [`Record`] of each file whose name is an address, the addresses of each
-//! attachment, a tree that finds free addresses ([`bits`]), and the oldest reservations of each
-//! range set ([`oldest`]).
+//! attachment, and a tree that finds free addresses ([`bits`]).
 //!
 //! # How a stale index is recognised
 //!
@@ -45,7 +44,6 @@
 mod answers;
 pub(crate) mod bits;
 pub(crate) mod header;
-mod oldest;
 mod rebuild;
 mod record;
 pub(crate) mod table;
@@ -59,8 +57,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::host::{Host, Timestamp};
-use crate::ranges::{Range, number};
-use header::{CLEAN_AT, Counter, Header, Stamp, is_counter_of};
+use crate::ranges::number;
+use header::{CLEAN_AT, Header, Stamp};
 use record::{RECORD, address_to_payload, family};
 use table::{Key, PAGE_LENGTH, Storage, Table, TableError};
 
@@ -149,15 +147,15 @@ pub(crate) fn peek<T>(
     (has_same_header && has_same_stamp).then_some(answer)
 }
 
-/// Returns the records and the header of an index, even if the index is dirty or stale: a record
-/// still describes the file if the file has the inode and times in the record. Skips damaged
-/// records. Returns no records and an empty header if the index or its header cannot be read.
-pub(crate) fn old_records(path: &Path, host: &Host) -> (HashMap<IpAddr, Record>, Header) {
+/// Returns the records of an index, even if the index is dirty or stale: a record still describes
+/// the file if the file has the inode and times in the record. Skips damaged records. Returns no
+/// records if the index or its header cannot be read.
+pub(crate) fn old_records(path: &Path, host: &Host) -> HashMap<IpAddr, Record> {
     read_records(path, host).unwrap_or_default()
 }
 
 /// Does the work of [`old_records`]. Returns `None` if the index or its header cannot be read.
-fn read_records(path: &Path, host: &Host) -> Option<(HashMap<IpAddr, Record>, Header)> {
+fn read_records(path: &Path, host: &Host) -> Option<HashMap<IpAddr, Record>> {
     let file = open_file(path, OpenOptions::new().read(true)).ok()?;
     let header = read_header(&file)?;
     // The index may come from another machine, with a copied disk. The boots of that machine mean
@@ -177,14 +175,12 @@ fn read_records(path: &Path, host: &Host) -> Option<(HashMap<IpAddr, Record>, He
         }
     });
     visited.ok()?;
-    Some((records, header))
+    Some(records)
 }
 
 impl Index {
-    /// Returns a new index in memory with these records, at most one for each address. The index
-    /// gets a counter for the range of each of `counters`. Their counts are not used: the new
-    /// counters count the records.
-    pub(crate) fn build(records: &[Record], counters: &[Counter], host: &Host) -> Result<Index, TableError> {
+    /// Returns a new index in memory with these records, at most one for each address.
+    pub(crate) fn build(records: &[Record], host: &Host) -> Result<Index, TableError> {
         let unreadable = records.iter().any(|record| record.holder == Holder::Unreadable);
         let foreign = records.iter().any(|record| record.holder == Holder::Foreign);
         let (machine, boot) = (host.machine(), host.boot());
@@ -192,7 +188,6 @@ impl Index {
         // Two entries per record, and the tree, which is small unless the addresses are far apart.
         let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
         let mut index = Index { table: Table::in_memory(entries), header, path: None, has_new_stamp: false };
-        index.header.counters = counters.iter().map(|counter| Counter { used: 0, ..*counter }).collect();
         // The same as `put`, but faster, because no address has a record yet. `ranks` counts the
         // addresses of each attachment.
         let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
@@ -206,9 +201,6 @@ impl Index {
             }
             if record.is_occupied() {
                 bits::occupy(&mut index.table, family, number)?;
-                for counter in index.header.counters.iter_mut().filter(|counter| counter.covers(family, number)) {
-                    counter.used += 1;
-                }
             }
             if index.table.is_crowded() {
                 index.grow()?;
@@ -257,7 +249,6 @@ impl Index {
         }
         self.has_new_stamp = false;
         self.header.clean = true;
-        self.header.sequence = self.header.sequence.wrapping_add(1);
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         Ok(self.table.storage.write(&self.header.encode(), 0)?)
     }
@@ -268,7 +259,6 @@ impl Index {
     pub(crate) fn save(&mut self, path: &Path) -> Result<(), TableError> {
         (self.header.slots, self.header.used) = (self.table.slots(), self.table.used());
         self.header.clean = self.has_new_stamp;
-        self.header.sequence = self.header.sequence.wrapping_add(1);
         let page = self.header.encode();
         let Storage::Memory(bytes) = &mut self.table.storage else { return Ok(()) };
         bytes[..page.len()].copy_from_slice(&page);
@@ -358,8 +348,8 @@ impl Index {
         self.update_dependents(address, before, None)
     }
 
-    /// Updates the attachment's addresses, the tree and the counters after the record of `address`
-    /// has changed from `before` to `after`. `None` means that there is no record.
+    /// Updates the attachment's addresses and the tree after the record of `address` has changed
+    /// from `before` to `after`. `None` means that there is no record.
     fn update_dependents(
         &mut self,
         address: IpAddr,
@@ -382,17 +372,10 @@ impl Index {
         let is_occupied = |record: Option<Record>| record.is_some_and(|record| record.is_occupied());
         let (family, number) = (family(address), number(address));
         match (is_occupied(before), is_occupied(after)) {
-            (false, true) => bits::occupy(&mut self.table, family, number)?,
-            (true, false) => bits::vacate(&mut self.table, family, number)?,
-            _ => return Ok(()),
+            (false, true) => bits::occupy(&mut self.table, family, number),
+            (true, false) => bits::vacate(&mut self.table, family, number),
+            _ => Ok(()),
         }
-        for counter in self.header.counters.iter_mut() {
-            if counter.covers(family, number) {
-                let used = counter.used;
-                counter.used = if is_occupied(after) { used.saturating_add(1) } else { used.saturating_sub(1) };
-            }
-        }
-        Ok(())
     }
 
     /// Returns the key of the entry with an address of an attachment. `hash` is the hash of the
@@ -419,24 +402,6 @@ impl Index {
             self.put_owned(hash, rank as u32, addresses[last])?;
         }
         self.table.remove(&Index::owned_key(hash, last as u32))
-    }
-
-    /// Returns how many addresses of a range are occupied. If the range has no counter, reads the
-    /// whole table and adds a counter.
-    pub(crate) fn count_occupied(&mut self, range: &Range) -> Result<u64, TableError> {
-        let sequence = self.header.sequence;
-        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_counter_of(counter, range)) {
-            counter.last_used = sequence;
-            return Ok(counter.used);
-        }
-        let mut records = self.records()?;
-        records.retain(|record| record.is_occupied() && range.contains(record.address));
-        let used = records.len() as u64;
-        self.header.start_counting(range);
-        if let Some(counter) = self.header.counters.iter_mut().find(|counter| is_counter_of(counter, range)) {
-            counter.used = used;
-        }
-        Ok(used)
     }
 
     /// Returns an index with this table and header, for fuzzing. Its checksums are right, so the

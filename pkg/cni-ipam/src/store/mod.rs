@@ -38,7 +38,6 @@ use crate::index::header::Stamp;
 use crate::index::table::TableError;
 use crate::index::{self, Index};
 use crate::lock::{self, Guard, MissingFolder};
-use crate::ranges::{RangeSet, RangeSets};
 use folder::Folder;
 
 pub use lookup::Listed;
@@ -175,9 +174,6 @@ pub struct Locked {
     /// The index, or `None` until it is needed.
     index: Option<Index>,
     trust: Trust,
-    /// The range sets of an ADD. A rebuilt index counts their used addresses and stores their
-    /// oldest reservations.
-    range_sets: Option<RangeSets>,
     /// Whether the note about unreadable files has been written.
     unreadable_noted: Noted,
 }
@@ -333,7 +329,6 @@ impl Store {
             store: self.clone(),
             index: None,
             trust: Trust::WholeIndex,
-            range_sets: None,
             unreadable_noted: Noted::No,
         }))
     }
@@ -441,23 +436,13 @@ impl Locked {
             _ => self.prepare_rebuild(),
         };
         let host = &self.store.options.host;
-        let (known, old_header) = match self.trust {
-            // No records and an empty header.
+        let known = match self.trust {
             Trust::Nothing | Trust::OnlyWriting => Default::default(),
             Trust::Records | Trust::WholeIndex => index::old_records(&path, host),
         };
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
         let records = scanned.map_err(|error| self.store.io_error("read", error))?;
-        // The new index has a counter of used addresses for each range that had one in the old
-        // index, and for each range of this ADD.
-        let mut header_with_counters = old_header;
-        for range in self.range_sets.iter().flat_map(RangeSets::sets).flat_map(RangeSet::ranges) {
-            header_with_counters.start_counting(range);
-        }
-        let mut index = Index::build(&records, &header_with_counters.counters, host)?;
-        if let Some(range_sets) = &self.range_sets {
-            index.store_oldest(range_sets, &records)?;
-        }
+        let mut index = Index::build(&records, host)?;
         index.set_oldest_reclaimable(self.oldest_reclaimable_in(&records));
         if !reboot::is_local(&self.folder.file) {
             // New reservations are then recorded without a boot, so they are never reclaimed.

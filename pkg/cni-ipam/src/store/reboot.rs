@@ -154,7 +154,7 @@ impl Store {
         let is_reclaimable = |record: &Record| {
             record.is_of_earlier_boot(host) && record.ctime < booted && index::is_unchanged(&folder, record)
         };
-        let (records, _) = index::old_records(&path, host);
+        let records = index::old_records(&path, host);
         Some(records.into_values().filter(is_reclaimable).map(|record| record.address).collect())
     }
 }

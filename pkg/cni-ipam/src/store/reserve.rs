@@ -83,14 +83,9 @@ impl Locked {
     /// - Code 11 if the folder keeps changing.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
-        self.range_sets = Some(sets.clone());
         self.reclaim()?;
         self.attempt(|locked| {
             let choices = locked.choose_all(owner, sets, &requested)?;
-            for range in sets.sets().iter().flat_map(RangeSet::ranges) {
-                // Only for STATUS: adds a counter for the range to the index.
-                locked.index()?.count_occupied(range)?;
-            }
             let mut addresses = Vec::with_capacity(choices.len());
             // The addresses that the owner does not have yet, each with the position of its set.
             let mut new: Vec<(usize, IpAddr)> = Vec::with_capacity(choices.len());
@@ -218,11 +213,7 @@ impl Locked {
             Code::TRY_AGAIN,
             format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
         );
-        let mut oldest = self.index()?.oldest(set)?;
-        if oldest.is_empty() && total > 0 {
-            // The last rebuild was not for this set.
-            oldest = self.index()?.search_oldest(set)?;
-        }
+        let oldest = self.index()?.oldest(set).map_err(TableError::Io)?;
         let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
         if !oldest.is_empty() {
             error = error.with_details(format!(

@@ -1,6 +1,6 @@
 //! STATUS: counts the used addresses, without the lock and without waiting.
 //!
-//! Nothing is written. If the index describes the folder, a few reads are enough. Otherwise the
+//! Nothing is written. If the index describes the folder, its records are counted. Otherwise the
 //! names in the folder are counted. If a set is exhausted according to the names, the files are
 //! read too, because the address of a blank file is free.
 
@@ -15,7 +15,7 @@ use nix::unistd::{AccessFlags, access};
 
 use super::Store;
 use crate::index::header::Stamp;
-use crate::index::{self, Index, Record};
+use crate::index::{self, Record};
 use crate::ranges::{RangeSet, RangeSets};
 
 /// The number of used addresses of a range set.
@@ -84,21 +84,11 @@ impl Store {
         })
     }
 
-    /// Returns the usage of each set according to the counters of the index. Returns `None` if the
-    /// index does not describe the folder, or has no counter for a range.
+    /// Returns the usage of each set according to the records of the index. Returns `None` if the
+    /// index does not describe the folder.
     fn usage_by_index(&self, sets: &RangeSets) -> Option<Vec<Usage>> {
-        index::peek(
-            &self.index_path(),
-            || self.stamp(),
-            |index| {
-                let mut usage = Vec::with_capacity(sets.sets().len());
-                for set in sets.sets() {
-                    let Some(used) = used_by_counters(index, set)? else { return Ok(None) };
-                    usage.push(Usage::of(set, used));
-                }
-                Ok(Some(usage))
-            },
-        )
+        let records = index::peek(&self.index_path(), || self.stamp(), |index| Ok(Some(index.records()?)))?;
+        Some(usage_of(sets, &occupied_by(records)))
     }
 
     /// Returns the present stamp of the folder, or `None` if the folder cannot be read.
@@ -126,9 +116,8 @@ impl Store {
     /// Reads only files that are new or changed since their record in the index.
     fn occupied(&self) -> Option<Vec<IpAddr>> {
         let folder = File::open(self.path()).ok()?;
-        let (known, _) = index::old_records(&self.index_path(), &self.options.host);
-        let records = index::scan(self.path(), &folder, &known).ok()?;
-        Some(records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect())
+        let known = index::old_records(&self.index_path(), &self.options.host);
+        Some(occupied_by(index::scan(self.path(), &folder, &known).ok()?))
     }
 
     /// Returns the names in the folder that are addresses, or none if the folder does not exist.
@@ -193,18 +182,7 @@ fn count_in(set: &RangeSet, addresses: &[IpAddr]) -> u128 {
     addresses.iter().filter(|address| set.can_allocate(**address)).count() as u128
 }
 
-/// Returns the number of used addresses of a set according to the index's counters, or `None` if
-/// one of its ranges has no counter.
-fn used_by_counters(index: &Index, set: &RangeSet) -> Result<Option<u128>, index::table::TableError> {
-    let mut sum: u128 = 0;
-    for range in set.ranges() {
-        let Some(used) = index.counted(range) else { return Ok(None) };
-        sum += u128::from(used);
-    }
-    for gateway in set.inner_gateways() {
-        // The counters include occupied gateways, but a gateway is not among the set's addresses.
-        // The subtraction saturates in case a counter is damaged.
-        sum = sum.saturating_sub(u128::from(index.is_occupied(gateway)?));
-    }
-    Ok(Some(sum))
+/// Returns the addresses of the records that are not free.
+fn occupied_by(records: Vec<Record>) -> Vec<IpAddr> {
+    records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect()
 }

@@ -3,24 +3,6 @@
 use super::*;
 
 #[test]
-fn status_survives_a_counter_that_counts_less_than_the_gateway() {
-    let net = Net::new();
-    let pool = sets(&["10.0.0.0/24"]);
-    net.add("a", &pool).unwrap();
-    net.write("10.0.0.1", "another has the gateway");
-    let mut locked = net.lock();
-    locked.reserved_by(&owner("a")).unwrap();
-    drop(locked);
-    let mut file = fs::OpenOptions::new().read(true).write(true).open(net.index()).unwrap();
-    let mut page = vec![0; 4096];
-    std::io::Read::read_exact(&mut file, &mut page).unwrap();
-    let mut header = index::header::Header::decode(&page).unwrap();
-    header.counters.iter_mut().for_each(|counter| counter.used = 0);
-    std::os::unix::fs::FileExt::write_all_at(&file, &header.encode(), 0).unwrap();
-    assert_eq!(net.store.usage(&pool).unwrap()[0].used, 0);
-}
-
-#[test]
 fn status_counts_with_and_without_an_index_and_makes_nothing() {
     let net = Net::new();
     let pools = sets(&["10.0.0.0/29", "fd00::/64"]);
