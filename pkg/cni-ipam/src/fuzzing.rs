@@ -6,10 +6,11 @@ use std::io;
 use std::net::IpAddr;
 use std::path::Path;
 
+use crate::allocator::Occupied;
 use crate::host::Host;
 use crate::index::header::{Header, MAX_SLOTS};
 use crate::index::table::{Key, MIN_SLOTS, PAGE_LENGTH, PAYLOAD_LENGTH, SLOT_LENGTH, Storage, Table};
-use crate::index::{self, Content, Holder, Index, Record};
+use crate::index::{self, Content, FreeAddresses, Holder, Index, Record};
 use crate::ranges::number;
 
 /// Returns the address whose reservation has this file name; `None` for other names.
@@ -101,7 +102,7 @@ pub fn ask_forged(entries: &[CraftedEntry], addresses: &[IpAddr], hashes: &[u64]
     }
     for address in addresses {
         let _ = index.record(*address);
-        if let Ok(Some(free)) = index.next_free(*address) {
+        if let Ok(Some(free)) = FreeAddresses::new(&index).next_free(*address) {
             assert!(number(free) >= number(*address) && free.is_ipv4() == address.is_ipv4());
         }
         let hash = hashes.first().copied().unwrap_or(OTHER_HASH);
@@ -194,7 +195,7 @@ impl ConsistentIndex {
     /// Returns the lowest free address of the same family that is `from` or higher; `None` if no
     /// such address is free.
     pub fn next_free(&self, from: IpAddr) -> Option<IpAddr> {
-        self.0.next_free(from).ok().flatten()
+        FreeAddresses::new(&self.0).next_free(from).ok().flatten()
     }
 
     /// Returns the number of addresses with a holder.

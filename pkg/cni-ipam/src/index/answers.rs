@@ -6,10 +6,10 @@
 use std::io;
 use std::net::IpAddr;
 
-use super::record::{RECORD, UNRELIABLE_CTIME, address_from_payload, family, to_address};
+use super::record::{RECORD, UNRELIABLE_CTIME, address_from_payload};
 use super::table::TableError;
-use super::{Holder, Index, Record, bits};
-use crate::ranges::{RangeSet, number};
+use super::{Holder, Index, Record};
+use crate::ranges::RangeSet;
 
 /// How many of the oldest reservations [`Index::oldest`] returns.
 const OLDEST: usize = 3;
@@ -65,43 +65,13 @@ impl Index {
     }
 
     /// Returns the addresses whose files have a content with this hash, in no order: the addresses
-    /// of one attachment, unless two contents have the same hash.
+    /// of one attachment, unless two contents have the same hash. The rank of an address is its
+    /// position.
     pub(crate) fn owned_by(&self, hash: u64) -> Result<Vec<IpAddr>, TableError> {
         let mut addresses = Vec::new();
-        while let Some(address) = self.owned_at(hash, addresses.len() as u32)? {
-            addresses.push(address);
+        while let Some(payload) = self.table.get(&Index::owned_key(hash, addresses.len() as u32))? {
+            addresses.push(address_from_payload(&payload));
         }
         Ok(addresses)
-    }
-
-    /// Returns the address with this hash and rank. Ranks begin at 0 and have no gaps. Returns
-    /// `None` for a rank after the last one.
-    fn owned_at(&self, hash: u64, rank: u32) -> Result<Option<IpAddr>, TableError> {
-        let Some(payload) = self.table.get(&Index::owned_key(hash, rank))? else { return Ok(None) };
-        Ok(Some(address_from_payload(&payload)))
-    }
-
-    /// Returns the number of addresses with this hash. Finds the first unused rank by a binary
-    /// search, because reading all ranks would be slow for many addresses.
-    pub(super) fn count_owned(&self, hash: u64) -> Result<u32, TableError> {
-        // All ranks below `low` exist. `high` is raised until the rank `high` does not exist.
-        let (mut low, mut high) = (0, 0);
-        while self.owned_at(hash, high)?.is_some() {
-            low = high + 1;
-            high = low.saturating_mul(2) - 1;
-        }
-        while low < high {
-            let middle = low + (high - low) / 2;
-            if self.owned_at(hash, middle)?.is_some() { low = middle + 1 } else { high = middle }
-        }
-        Ok(low)
-    }
-
-    /// Returns the lowest free address that is `from` or higher, in the same family. Returns `None`
-    /// if there is none.
-    pub(crate) fn next_free(&self, from: IpAddr) -> Result<Option<IpAddr>, TableError> {
-        let family = family(from);
-        let found = bits::next_free(&self.table, family, number(from))?;
-        Ok(found.map(|number| to_address(family.number(), number)))
     }
 }

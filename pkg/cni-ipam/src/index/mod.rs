@@ -2,9 +2,9 @@
 //!
 //! The index is one file, `<dataDir>/.cni/<network>/index`. It may be deleted at any time: the
 //! files of the reservations are authoritative, and the next verb that takes the folder's lock
-//! rebuilds the index. It has a header page ([`header`]) and a hash table ([`table`]) with four
-//! kinds of entries: a [`Record`] of each file whose name is an address, the addresses of each
-//! attachment, and a tree that finds free addresses ([`bits`]).
+//! rebuilds the index. It has a header page ([`header`]) and a hash table ([`table`]) with two
+//! kinds of entries: a [`Record`] of each file whose name is an address, and the addresses of each
+//! attachment. Other kinds, which earlier builds stored, are ignored.
 //!
 //! # How a stale index is recognised
 //!
@@ -42,7 +42,7 @@
 //!   before it acts on it, but until the next rebuild, the new owner's DEL does not find the file.
 
 mod answers;
-pub(crate) mod bits;
+mod free;
 pub(crate) mod header;
 mod rebuild;
 mod record;
@@ -57,11 +57,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::host::{Host, Timestamp};
-use crate::ranges::number;
 use header::{CLEAN_AT, Header, Stamp};
-use record::{RECORD, address_to_payload, family};
+use record::{RECORD, address_to_payload};
 use table::{Key, PAGE_LENGTH, Storage, Table, TableError};
 
+pub(crate) use free::FreeAddresses;
 pub(crate) use rebuild::{Content, MAX_LENGTH, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
 pub(crate) use rebuild::{address_of_name, classify};
@@ -185,25 +185,18 @@ impl Index {
         let foreign = records.iter().any(|record| record.holder == Holder::Foreign);
         let (machine, boot) = (host.machine(), host.boot());
         let header = Header { machine, boot, exact: true, unreadable, foreign, ..Header::default() };
-        // Two entries per record, and the tree, which is small unless the addresses are far apart.
-        let entries = records.len() as u64 * 2 + records.len() as u64 / 32;
-        let mut index = Index { table: Table::in_memory(entries), header, path: None, has_new_stamp: false };
+        // Two entries per record.
+        let mut index =
+            Index { table: Table::in_memory(records.len() as u64 * 2), header, path: None, has_new_stamp: false };
         // The same as `put`, but faster, because no address has a record yet. `ranks` counts the
         // addresses of each attachment.
         let mut ranks: HashMap<u64, u32> = HashMap::with_capacity(records.len());
         for record in records {
-            let (family, number) = (family(record.address), number(record.address));
             index.table.put(&Record::key(record.address), &record.encode())?;
             if let Holder::Content(hash) = record.holder {
                 let rank = ranks.entry(hash).or_default();
                 index.put_owned(hash, *rank, record.address)?;
                 *rank += 1;
-            }
-            if record.is_occupied() {
-                bits::occupy(&mut index.table, family, number)?;
-            }
-            if index.table.is_crowded() {
-                index.grow()?;
             }
         }
         Ok(index)
@@ -338,19 +331,19 @@ impl Index {
     pub(crate) fn put(&mut self, record: &Record) -> Result<(), TableError> {
         let before = self.record(record.address)?;
         self.table.put(&Record::key(record.address), &record.encode())?;
-        self.update_dependents(record.address, before, Some(*record))
+        self.update_owned(record.address, before, Some(*record))
     }
 
     /// Removes the record of an address, whose file has been removed.
     pub(crate) fn remove(&mut self, address: IpAddr) -> Result<(), TableError> {
         let before = self.record(address)?;
         self.table.remove(&Record::key(address))?;
-        self.update_dependents(address, before, None)
+        self.update_owned(address, before, None)
     }
 
-    /// Updates the attachment's addresses and the tree after the record of `address` has changed
-    /// from `before` to `after`. `None` means that there is no record.
-    fn update_dependents(
+    /// Updates the addresses of the attachments after the record of `address` has changed from
+    /// `before` to `after`. `None` means that there is no record.
+    fn update_owned(
         &mut self,
         address: IpAddr,
         before: Option<Record>,
@@ -360,22 +353,17 @@ impl Index {
             Some(Holder::Content(hash)) => Some(hash),
             _ => None,
         };
-        if hash_of(before) != hash_of(after) {
-            if let Some(hash) = hash_of(before) {
-                self.remove_owned(hash, address)?;
-            }
-            if let Some(hash) = hash_of(after) {
-                let rank = self.count_owned(hash)?;
-                self.put_owned(hash, rank, address)?;
-            }
+        if hash_of(before) == hash_of(after) {
+            return Ok(());
         }
-        let is_occupied = |record: Option<Record>| record.is_some_and(|record| record.is_occupied());
-        let (family, number) = (family(address), number(address));
-        match (is_occupied(before), is_occupied(after)) {
-            (false, true) => bits::occupy(&mut self.table, family, number),
-            (true, false) => bits::vacate(&mut self.table, family, number),
-            _ => Ok(()),
+        if let Some(hash) = hash_of(before) {
+            self.remove_owned(hash, address)?;
         }
+        if let Some(hash) = hash_of(after) {
+            let rank = self.owned_by(hash)?.len() as u32;
+            self.put_owned(hash, rank, address)?;
+        }
+        Ok(())
     }
 
     /// Returns the key of the entry with an address of an attachment. `hash` is the hash of the

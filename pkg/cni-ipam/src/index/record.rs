@@ -5,7 +5,6 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::bits::Family;
 use super::table::{Key, PAYLOAD_LENGTH, Payload};
 use crate::host::{Host, Timestamp};
 use crate::ranges::number;
@@ -58,9 +57,9 @@ pub(crate) struct Record {
     pub(crate) boot: u64,
 }
 
-/// Returns the family of an address.
-pub(super) fn family(address: IpAddr) -> Family {
-    if address.is_ipv4() { Family::V4 } else { Family::V6 }
+/// Returns the family of an address: 4 or 6.
+pub(super) fn family(address: IpAddr) -> u8 {
+    if address.is_ipv4() { 4 } else { 6 }
 }
 
 /// Returns the address with this number. `family` is 4 or 6.
@@ -75,7 +74,7 @@ pub(super) fn to_address(family: u8, number: u128) -> IpAddr {
 pub(super) fn address_to_payload(address: IpAddr) -> Payload {
     let mut payload = [0; PAYLOAD_LENGTH];
     payload[..16].copy_from_slice(&number(address).to_le_bytes());
-    payload[16] = family(address).number();
+    payload[16] = family(address);
     payload
 }
 
@@ -89,7 +88,7 @@ pub(super) fn address_from_payload(payload: &Payload) -> IpAddr {
 impl Record {
     /// Returns the key of an address's record.
     pub(super) fn key(address: IpAddr) -> Key {
-        Key { tag: RECORD, family: family(address).number(), rank: 0, number: number(address) }
+        Key { tag: RECORD, family: family(address), rank: 0, number: number(address) }
     }
 
     /// Returns the payload of the record's entry: five 64-bit words.

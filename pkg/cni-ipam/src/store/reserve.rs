@@ -11,9 +11,9 @@ use cni::{Code, Error, Result};
 
 use super::folder::LinkOutcome;
 use super::{Locked, MAX_LISTED, Owner, Trouble};
-use crate::allocator::{self, Occupied, Requested};
+use crate::allocator::{self, Requested};
 use crate::index::table::TableError;
-use crate::index::{Content, Index, Record};
+use crate::index::{Content, FreeAddresses, Index, Record};
 use crate::ranges::{Range, RangeSet, RangeSets};
 
 /// What ADD does for an attachment that has addresses already.
@@ -54,17 +54,6 @@ struct Choice {
     address: IpAddr,
     /// Whether the owner has it already.
     is_reused: bool,
-}
-
-/// The occupied addresses according to an index.
-struct IndexedAddresses<'a>(&'a Index);
-
-impl Occupied for IndexedAddresses<'_> {
-    type Error = Trouble;
-
-    fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Trouble> {
-        Ok(self.0.next_free(from)?)
-    }
 }
 
 impl Locked {
@@ -163,7 +152,7 @@ impl Locked {
             return Ok(Choice { address, is_reused: false });
         }
         let last = self.folder.last_reserved(position);
-        match allocator::next_in_round_robin(set, last, &mut IndexedAddresses(self.index()?))? {
+        match allocator::next_in_round_robin(set, last, &mut FreeAddresses::new(self.index()?))? {
             Some(address) => Ok(Choice { address, is_reused: false }),
             // A program that ignores the lock may have removed a reservation, and the index may
             // have missed that. A rebuild misses nothing.

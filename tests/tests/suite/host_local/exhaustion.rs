@@ -81,9 +81,10 @@ fn a_full_range_is_found_full_without_listing_the_folder() {
             fs::remove_file(host.path()).unwrap();
         }
     }
-    // One pass over the index, of 64 reads, and for an ADD another one for the oldest reservations.
+    // A pass over the index has 64 reads. An ADD looks up 64 addresses, then makes a pass to find a
+    // free one, and a pass to find the oldest reservations.
     let ((small_add, small_status), (large_add, large_status)) = (seen[0], seen[1]);
-    assert!(large_add <= small_add + 100, "ADD: {small_add} calls on a /28, {large_add} on a /16");
+    assert!(large_add <= small_add + 200, "ADD: {small_add} calls on a /28, {large_add} on a /16");
     assert!(large_status <= small_status + 70, "STATUS: {small_status} calls on a /28, {large_status} on a /16");
 }
 
