@@ -32,6 +32,18 @@ impl Index {
         Ok(records)
     }
 
+    /// Returns the occupied addresses, in no order. Reads the whole table.
+    pub(crate) fn occupied(&self) -> io::Result<Vec<IpAddr>> {
+        let mut occupied = Vec::new();
+        self.table.for_each(|key, payload| {
+            if key.tag == RECORD {
+                let record = Record::decode(key, payload);
+                occupied.extend(record.is_occupied().then_some(record.address));
+            }
+        })?;
+        Ok(occupied)
+    }
+
     /// Returns the addresses whose files could not be read during the last rebuild. Reads the whole
     /// table if there are any.
     pub(crate) fn unreadable(&self) -> io::Result<Vec<IpAddr>> {
@@ -60,8 +72,14 @@ impl Index {
         // A file whose ctime is unreliable had usually just changed when it was read, so it counts
         // as the newest.
         let since = |record: &Record| if record.ctime == UNRELIABLE_CTIME { (i64::MAX, 0) } else { record.ctime };
-        reserved.sort_unstable_by_key(|record| (since(record), record.address));
-        Ok(reserved.into_iter().take(OLDEST).map(|record| record.address).collect())
+        let order = |record: &Record| (since(record), record.address);
+        if reserved.len() > OLDEST {
+            // Sorting all records of a large set would take as long as reading them.
+            reserved.select_nth_unstable_by_key(OLDEST, order);
+            reserved.truncate(OLDEST);
+        }
+        reserved.sort_unstable_by_key(order);
+        Ok(reserved.into_iter().map(|record| record.address).collect())
     }
 
     /// Returns the addresses whose files have a content with this hash, in no order: the addresses

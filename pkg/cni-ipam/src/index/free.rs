@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use super::Index;
 use super::table::TableError;
-use super::{Index, Record};
 use crate::allocator::Occupied;
 
 /// How many addresses a search looks up one by one. After that, reading the whole table is faster.
@@ -34,8 +34,7 @@ impl<'a> FreeAddresses<'a> {
             self.lookups += 1;
             return Ok(self.index.record(address)?.is_some_and(|record| record.is_occupied()));
         }
-        let records = self.index.records()?.into_iter().filter(Record::is_occupied);
-        let occupied = self.occupied.insert(records.map(|record| record.address).collect());
+        let occupied = self.occupied.insert(self.index.occupied()?.into_iter().collect());
         Ok(occupied.contains(&address))
     }
 }

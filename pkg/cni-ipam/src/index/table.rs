@@ -355,8 +355,8 @@ impl Table {
 
     /// Calls `visit` for each entry, in no order. Damaged slots are skipped.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Key, &Payload)) -> io::Result<()> {
-        let mut bytes = vec![0; LARGE_CHUNK * SLOT_LENGTH];
         let end = self.offset(self.slots);
+        let mut bytes = vec![0; (LARGE_CHUNK * SLOT_LENGTH).min((end - PAGE_LENGTH) as usize)];
         let mut offset = PAGE_LENGTH;
         while offset < end {
             let part = bytes.len().min((end - offset) as usize);

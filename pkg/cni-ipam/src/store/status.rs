@@ -87,8 +87,8 @@ impl Store {
     /// Returns the usage of each set according to the records of the index. Returns `None` if the
     /// index does not describe the folder.
     fn usage_by_index(&self, sets: &RangeSets) -> Option<Vec<Usage>> {
-        let records = index::peek(&self.index_path(), || self.stamp(), |index| Ok(Some(index.records()?)))?;
-        Some(usage_of(sets, &occupied_by(records)))
+        let occupied = index::peek(&self.index_path(), || self.stamp(), |index| Ok(Some(index.occupied()?)))?;
+        Some(usage_of(sets, &occupied))
     }
 
     /// Returns the present stamp of the folder, or `None` if the folder cannot be read.
@@ -117,7 +117,8 @@ impl Store {
     fn occupied(&self) -> Option<Vec<IpAddr>> {
         let folder = File::open(self.path()).ok()?;
         let known = index::old_records(&self.index_path(), &self.options.host);
-        Some(occupied_by(index::scan(self.path(), &folder, &known).ok()?))
+        let records = index::scan(self.path(), &folder, &known).ok()?;
+        Some(records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect())
     }
 
     /// Returns the names in the folder that are addresses, or none if the folder does not exist.
@@ -180,9 +181,4 @@ fn usage_of(sets: &RangeSets, occupied: &[IpAddr]) -> Vec<Usage> {
 /// Returns how many of the addresses belong to the set and are not its gateways.
 fn count_in(set: &RangeSet, addresses: &[IpAddr]) -> u128 {
     addresses.iter().filter(|address| set.can_allocate(**address)).count() as u128
-}
-
-/// Returns the addresses of the records that are not free.
-fn occupied_by(records: Vec<Record>) -> Vec<IpAddr> {
-    records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect()
 }
