@@ -15,8 +15,6 @@ use super::{Locked, Noted, Owner, Reservation, Trouble};
 use crate::index::table::TableError;
 use crate::index::{self, Content, Index, hash};
 
-/// The largest number of unreadable files that a verb tries to read again.
-const MAX_RETRIED: usize = 16;
 /// After this time, a verb stops trying to read unreadable files.
 const RETRY_TIME: Duration = Duration::from_millis(200);
 
@@ -65,16 +63,11 @@ impl Locked {
     /// if one of them can be read now: then the index should be rebuilt. If all that are tried are
     /// still unreadable, writes a note, only once.
     ///
-    /// At most [`MAX_RETRIED`] files are tried, because a broken disk takes long for each and other
-    /// processes wait for the lock. GC reads all files in any case.
+    /// Stops after [`RETRY_TIME`], because a broken disk takes long for each file and other verbs
+    /// wait for the lock. GC reads all files in any case.
     pub(super) fn retry_unreadable(&mut self, index: &Index) -> Result<bool, Trouble> {
-        let mut unread = index.unreadable().map_err(TableError::Io)?;
+        let unread = index.unreadable().map_err(TableError::Io)?;
         let total = unread.len();
-        if total > MAX_RETRIED {
-            // The selection depends on the process ID, so that each process tries other files.
-            unread.rotate_left(std::process::id() as usize % total);
-            unread.truncate(MAX_RETRIED);
-        }
         let began = Instant::now();
         let mut first_error = None;
         for address in unread {

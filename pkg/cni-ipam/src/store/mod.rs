@@ -22,6 +22,7 @@ pub(crate) mod testing;
 mod tests;
 
 use std::cell::Cell;
+use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
 use std::net::IpAddr;
@@ -183,8 +184,6 @@ pub struct Locked {
 enum Trust {
     /// The file cannot be used, so the index is built in memory.
     Nothing,
-    /// The content is damaged, so the file is replaced without being read.
-    OnlyWriting,
     /// Only records are used, for files that still have the recorded inode and times.
     Records,
     /// The whole index is used if its header has the folder's stamp.
@@ -380,15 +379,7 @@ impl Locked {
                 Ok(value) => return Ok(value),
                 Err(Trouble::Final(error)) => return Err(error),
                 Err(Trouble::Stale) => self.distrust(Trust::Records),
-                // The index was rebuilt without the old content, and is damaged again.
-                Err(Trouble::Index(TableError::Corrupt)) if self.trust == Trust::OnlyWriting => {
-                    self.distrust(Trust::Nothing)
-                }
-                Err(Trouble::Index(TableError::Corrupt)) => self.distrust(Trust::OnlyWriting),
-                Err(Trouble::Index(TableError::Io(error))) => {
-                    self.store.note_unusable_index(error);
-                    self.distrust(Trust::Nothing);
-                }
+                Err(Trouble::Index(error)) => self.distrust_after(error),
             }
         }
         let path = self.folder.path.display();
@@ -424,6 +415,18 @@ impl Locked {
         self.trust = self.trust.min(trust);
     }
 
+    /// Drops the index and lowers the level of trust after the index could not be read or changed.
+    fn distrust_after(&mut self, error: TableError) {
+        match error {
+            TableError::Corrupt if self.trust == Trust::WholeIndex => self.distrust(Trust::Records),
+            // The file cannot be accessed, or is damaged again just after a rebuild.
+            error => {
+                self.store.note_unusable_index(error);
+                self.distrust(Trust::Nothing);
+            }
+        }
+    }
+
     /// Reads the folder and returns a new index, which is also written to the disk. If the index
     /// file cannot be written, the index stays in memory and a note reports the error.
     fn rebuild(&mut self) -> Result<Index, Trouble> {
@@ -437,7 +440,7 @@ impl Locked {
         };
         let host = &self.store.options.host;
         let known = match self.trust {
-            Trust::Nothing | Trust::OnlyWriting => Default::default(),
+            Trust::Nothing => HashMap::new(),
             Trust::Records | Trust::WholeIndex => index::old_records(&path, host),
         };
         let scanned = index::scan(&self.folder.path, &self.folder.file, &known);

@@ -165,11 +165,7 @@ impl Locked {
         let Some(mut index) = self.index.take() else { return };
         match self.update_index(&mut index, update) {
             Ok(()) => self.index = Some(index),
-            Err(TableError::Corrupt) => self.distrust(Trust::OnlyWriting),
-            Err(TableError::Io(error)) => {
-                self.store.note_unusable_index(error);
-                self.distrust(Trust::Nothing);
-            }
+            Err(error) => self.distrust_after(error),
         }
     }
 
