@@ -56,7 +56,7 @@ pub(crate) fn entries(input: &mut Input<'_>, max: usize) -> Vec<CraftedEntry> {
         let shift = u32::from(input.byte() % 128);
         entries.push(CraftedEntry {
             slot: u64::from(input.u16()),
-            tag: input.one_of(&[1, 2, 16, 17, 18, 21, 37, 255, 0]),
+            tag: input.one_of(&[1, 2, 16, 255, 0]),
             family: input.one_of(&[4, 6, 0, 9]),
             rank: u32::from(input.byte()),
             number: number >> shift,

@@ -64,7 +64,7 @@ pub struct CraftedEntry {
     pub family: u8,
     /// The position among entries that are otherwise equal.
     pub rank: u32,
-    /// An address, a part of an address, or a hash, depending on the kind.
+    /// An address or a hash, depending on the kind.
     pub number: u128,
     /// The content of the entry.
     pub payload: [u8; PAYLOAD_LENGTH],

@@ -70,9 +70,6 @@ pub(crate) use table::hash;
 
 /// The tag of the entries with the addresses of an attachment, which have the ranks 0, 1, 2, ….
 const OWNED: u8 = 2;
-/// The largest number of records for which memory is allocated before they have been read: the
-/// header may be wrong about their number.
-const MAX_PREALLOCATED: usize = 1 << 16;
 
 /// The index of one folder. The caller holds the folder's lock, except in [`peek`].
 #[derive(Debug)]
@@ -161,9 +158,7 @@ fn read_records(path: &Path, host: &Host) -> Option<HashMap<IpAddr, Record>> {
     // The index may come from another machine, with a copied disk. The boots of that machine mean
     // nothing here.
     let is_of_this_machine = header.machine != 0 && header.machine == host.machine();
-    // Most records have a second entry, among the addresses of their attachment.
-    let expected = header.used as usize / 2;
-    let mut records = HashMap::with_capacity(MAX_PREALLOCATED.min(expected));
+    let mut records = HashMap::new();
     let table = Table::in_storage(Storage::File(file), header.slots, header.used);
     let visited = table.for_each(|key, payload| {
         if key.tag == RECORD {

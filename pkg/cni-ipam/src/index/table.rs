@@ -42,7 +42,7 @@ pub(crate) struct Key {
     pub(crate) family: u8,
     /// Distinguishes several entries with the same number.
     pub(crate) rank: u32,
-    /// An address, a part of one, or a hash.
+    /// An address or a hash.
     pub(crate) number: u128,
 }
 
