@@ -6,73 +6,47 @@
 //! set, in several places ([`Requested`]).
 
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 
 use cni::config::parse_requested_address;
 use cni::rollback::Notes;
 use cni::{Code, Error, Result};
 
-use crate::ranges::{RangeSet, RangeSets, address, number};
-
-/// The occupied addresses.
-pub(crate) trait Occupied {
-    /// The error of a lookup.
-    type Error;
-
-    /// Returns the lowest free address that is `from` or higher, in the same family. Returns `None`
-    /// if there is none.
-    fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Self::Error>;
-}
+use crate::ranges::{Range, RangeSet, RangeSets, address, number};
 
 /// Returns the next free address of a set after `last`, the address that was allocated last. Begins
 /// with the first range if `last` is `None` or in none of the ranges. Returns `None` if all
 /// addresses are occupied.
-pub(crate) fn next_in_round_robin<O: Occupied>(
+pub(crate) fn next_in_round_robin<E>(
     set: &RangeSet,
     last: Option<IpAddr>,
-    occupied: &mut O,
-) -> Result<Option<IpAddr>, O::Error> {
+    mut is_occupied: impl FnMut(IpAddr) -> Result<bool, E>,
+) -> Result<Option<IpAddr>, E> {
     let ranges = set.ranges();
+    // All ranges of a set have the same family.
+    let Some(like) = ranges.first().map(Range::first) else { return Ok(None) };
+    let whole = |range: &Range| number(range.first())..=number(range.last());
     let range_of = |address: IpAddr| ranges.iter().position(|range| range.contains(address));
-    let (Some(last), Some(current)) = (last, last.and_then(range_of)) else {
-        for range in ranges {
-            if let Some(found) = search(set, range.first(), range.last(), occupied)? {
-                return Ok(Some(found));
-            }
+    // The numbers of the set's addresses in the order of the search.
+    let mut parts: Vec<RangeInclusive<u128>> = Vec::with_capacity(ranges.len() + 1);
+    match last.and_then(|last| Some((number(last), range_of(last)?))) {
+        Some((last, current)) => {
+            // The rest of the current range, then the other ranges in order, then the beginning of
+            // the current range up to the last address itself.
+            let (first, end) = whole(&ranges[current]).into_inner();
+            parts.extend(last.checked_add(1).map(|next| next..=end));
+            parts.extend(ranges[current + 1..].iter().chain(&ranges[..current]).map(whole));
+            parts.push(first..=last);
         }
-        return Ok(None);
-    };
-    // The rest of the current range, then the other ranges in order, then the beginning of the
-    // current range up to `last` itself.
-    if last != ranges[current].last() {
-        let after_last = address(last, number(last) + 1);
-        if let Some(found) = search(set, after_last, ranges[current].last(), occupied)? {
-            return Ok(Some(found));
+        None => parts.extend(ranges.iter().map(whole)),
+    }
+    for number in parts.into_iter().flatten() {
+        let candidate = address(like, number);
+        if !is_occupied(candidate)? && !set.is_gateway(candidate) {
+            return Ok(Some(candidate));
         }
     }
-    for step in 1..ranges.len() {
-        let range = &ranges[(current + step) % ranges.len()];
-        if let Some(found) = search(set, range.first(), range.last(), occupied)? {
-            return Ok(Some(found));
-        }
-    }
-    search(set, ranges[current].first(), last, occupied)
-}
-
-/// Returns the lowest address from `from` to `to`, both included, that is free and not a gateway of
-/// the set. Returns `None` if there is none.
-fn search<O: Occupied>(set: &RangeSet, from: IpAddr, to: IpAddr, occupied: &mut O) -> Result<Option<IpAddr>, O::Error> {
-    let mut from = from;
-    loop {
-        match occupied.next_free(from)? {
-            Some(found) if number(found) > number(to) => return Ok(None),
-            Some(found) if !set.is_gateway(found) => return Ok(Some(found)),
-            // A gateway is skipped. `to` may be the last address of the family, so the search must
-            // not continue after it.
-            Some(gateway) if gateway == to => return Ok(None),
-            Some(gateway) => from = address(gateway, number(gateway) + 1),
-            None => return Ok(None),
-        }
-    }
+    Ok(None)
 }
 
 /// The requested addresses of each source, such as `runtimeConfig.ips`. The sources are in the
@@ -154,21 +128,8 @@ mod tests {
     use proptest::prelude::*;
     use std::cell::RefCell;
     use std::collections::BTreeSet;
+    use std::convert::Infallible;
     use std::rc::Rc;
-
-    struct Model(BTreeSet<IpAddr>);
-
-    impl Occupied for Model {
-        type Error = std::convert::Infallible;
-
-        fn next_free(&mut self, from: IpAddr) -> Result<Option<IpAddr>, Self::Error> {
-            let mut at = number(from);
-            while self.0.contains(&address(from, at)) {
-                at += 1;
-            }
-            Ok(Some(address(from, at)))
-        }
-    }
 
     fn ip(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -185,9 +146,14 @@ mod tests {
         RangeSet::check(&ranges.iter().map(conf).collect::<Vec<_>>()).unwrap()
     }
 
+    fn next(set: &RangeSet, last: Option<IpAddr>, taken: &BTreeSet<IpAddr>) -> Option<IpAddr> {
+        let Ok(next) = next_in_round_robin(set, last, |address| Ok::<_, Infallible>(taken.contains(&address)));
+        next
+    }
+
     fn after(set: &RangeSet, last: Option<&str>, taken: &[&str]) -> Option<String> {
-        let mut model = Model(taken.iter().map(|text| ip(text)).collect());
-        next_in_round_robin(set, last.map(ip), &mut model).unwrap().map(|address| address.to_string())
+        let taken: BTreeSet<IpAddr> = taken.iter().map(|text| ip(text)).collect();
+        next(set, last.map(ip), &taken).map(|address| address.to_string())
     }
 
     #[test]
@@ -229,6 +195,15 @@ mod tests {
         let v4 = set(&[("255.255.255.0/24", "255.255.255.254", "255.255.255.255", "")]);
         assert_eq!(after(&v4, Some("255.255.255.254"), &[]).as_deref(), Some("255.255.255.255"));
         assert_eq!(after(&v4, Some("255.255.255.255"), &[]).as_deref(), Some("255.255.255.254"));
+        let last = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff";
+        let v6 = set(&[(
+            "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ff00/120",
+            "ffff:ffff:ffff:ffff:ffff:ffff:ffff:fffe",
+            last,
+            "",
+        )]);
+        assert_eq!(after(&v6, Some(last), &[]).as_deref(), Some("ffff:ffff:ffff:ffff:ffff:ffff:ffff:fffe"));
+        assert_eq!(after(&v6, None, &["ffff:ffff:ffff:ffff:ffff:ffff:ffff:fffe"]).as_deref(), Some(last));
         let gateway = set(&[("255.255.255.0/24", "255.255.255.254", "255.255.255.255", "255.255.255.255")]);
         assert_eq!(after(&gateway, Some("255.255.255.254"), &["255.255.255.254"]), None);
     }
@@ -244,14 +219,14 @@ mod tests {
                 ("10.0.0.0/24", &at(first), &at(end), &at(gateway)),
                 ("10.0.0.0/24", &at(begin), &at(begin + second), "10.0.0.200"),
             ]);
-            let mut model = Model(BTreeSet::new());
+            let mut taken = BTreeSet::new();
             let mut last = Some(ip(&at(start)));
-            while let Some(found) = next_in_round_robin(&pool, last, &mut model).unwrap() {
+            while let Some(found) = next(&pool, last, &taken) {
                 prop_assert!(pool.find(found).is_some() && !pool.is_gateway(found));
-                prop_assert!(model.0.insert(found), "{} came twice", found);
+                prop_assert!(taken.insert(found), "{} came twice", found);
                 last = Some(found);
             }
-            prop_assert_eq!(model.0.len() as u128, pool.capacity());
+            prop_assert_eq!(taken.len() as u128, pool.capacity());
         }
     }
 

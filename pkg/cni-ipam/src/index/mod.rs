@@ -42,8 +42,8 @@
 //!   before it acts on it, but until the next rebuild, the new owner's DEL does not find the file.
 
 mod answers;
-mod free;
 pub(crate) mod header;
+mod occupied;
 mod rebuild;
 mod record;
 pub(crate) mod table;
@@ -61,7 +61,7 @@ use header::{CLEAN_AT, Header, Stamp};
 use record::{RECORD, address_to_payload};
 use table::{Key, PAGE_LENGTH, Storage, Table, TableError};
 
-pub(crate) use free::FreeAddresses;
+pub(crate) use occupied::OccupiedAddresses;
 pub(crate) use rebuild::{Content, MAX_LENGTH, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
 pub(crate) use rebuild::{address_of_name, classify};

@@ -13,7 +13,7 @@ use super::folder::LinkOutcome;
 use super::{Locked, MAX_LISTED, Owner, Trouble};
 use crate::allocator::{self, Requested};
 use crate::index::table::TableError;
-use crate::index::{Content, FreeAddresses, Index, Record};
+use crate::index::{Content, Index, OccupiedAddresses, Record};
 use crate::ranges::{Range, RangeSet, RangeSets};
 
 /// What ADD does for an attachment that has addresses already.
@@ -152,7 +152,8 @@ impl Locked {
             return Ok(Choice { address, is_reused: false });
         }
         let last = self.folder.last_reserved(position);
-        match allocator::next_in_round_robin(set, last, &mut FreeAddresses::new(self.index()?))? {
+        let mut occupied = OccupiedAddresses::new(self.index()?);
+        match allocator::next_in_round_robin(set, last, |address| occupied.contains(address))? {
             Some(address) => Ok(Choice { address, is_reused: false }),
             // A program that ignores the lock may have removed a reservation, and the index may
             // have missed that. A rebuild misses nothing.
