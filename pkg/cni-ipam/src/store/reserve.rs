@@ -241,10 +241,8 @@ impl Locked {
             return Err(Trouble::Stale);
         }
         let mut created: Vec<Record> = Vec::with_capacity(addresses.len());
-        // The first error of writing a provisional record to the index, if there is one.
-        let mut provisional_outcome = Ok(());
         for (position, address) in addresses {
-            let trouble = match self.create(owner, *address, &mut provisional_outcome) {
+            let trouble = match self.create(owner, *address) {
                 Ok(LinkOutcome::Created(record)) => {
                     created.push(record);
                     continue;
@@ -271,11 +269,7 @@ impl Locked {
                     .note(format_args!("failed to write {path}/last_reserved_ip.{position}: {error}"));
             }
         }
-        self.finish_change(|index| {
-            // After an error, the table may be wrong. `finish_change` then drops the index.
-            provisional_outcome?;
-            created.iter().try_for_each(|record| index.put(record))
-        });
+        self.finish_change(|index| created.iter().try_for_each(|record| index.put(record)));
         Ok(created)
     }
 
@@ -296,13 +290,8 @@ impl Locked {
     ///
     /// Just before the file is linked to its name, a provisional record is written to the index:
     /// see [`PROVISIONAL_NANOS`](crate::index::PROVISIONAL_NANOS). If that fails, the reservation
-    /// is created anyway, and `provisional_outcome` gets the error.
-    pub(super) fn create(
-        &mut self,
-        owner: &Owner,
-        address: IpAddr,
-        provisional_outcome: &mut Result<(), TableError>,
-    ) -> std::io::Result<LinkOutcome> {
+    /// is created anyway and the index is dropped: its file is dirty, so the next verb rebuilds it.
+    pub(super) fn create(&mut self, owner: &Owner, address: IpAddr) -> std::io::Result<LinkOutcome> {
         // On a shared file system, a different boot ID does not prove that the container is gone,
         // so the record gets no boot.
         let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
@@ -310,10 +299,10 @@ impl Locked {
         let content = owner.content();
         let index = &mut self.index;
         let mut before_link = |record: &Record| {
-            let Some(index) = index.as_mut() else { return };
             // An index in memory does not outlive this process, so it needs no provisional record.
-            if index.is_on_disk() && provisional_outcome.is_ok() {
-                *provisional_outcome = index.put(record);
+            let on_disk = index.as_mut().filter(|index| index.is_on_disk());
+            if on_disk.is_some_and(|on_disk| on_disk.put(record).is_err()) {
+                *index = None;
             }
         };
         let outcome = self.folder.create(address, &content, boot, &mut before_link)?;

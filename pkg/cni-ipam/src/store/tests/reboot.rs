@@ -137,7 +137,7 @@ fn a_reservation_of_a_killed_add_is_reclaimed_after_reboot() {
         let mut locked = first.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
         assert!(matches!(locked.begin_change(), Ok(true)));
         for address in ["10.0.0.3", "10.0.0.4"] {
-            locked.create(&owner("killed"), address.parse().unwrap(), &mut Ok(())).unwrap();
+            locked.create(&owner("killed"), address.parse().unwrap()).unwrap();
         }
         // Dropped without an update of the index, as by SIGKILL. One of the two is then changed.
         drop(locked);
