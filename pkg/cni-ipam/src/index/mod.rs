@@ -120,12 +120,12 @@ pub(crate) fn peek_header(path: &Path) -> Option<Header> {
 }
 
 /// Queries an index without the lock, for STATUS. `folder_stamp` reads the folder's stamp, before
-/// and after the query. Returns `None` if the index is missing, damaged, dirty or stale, if the
-/// folder changed during the query, or if `query` failed or returned `None`.
+/// and after the query. Returns `None` if the index is missing, dirty or stale, if its header is
+/// damaged, if the folder changed during the query, or if `query` failed.
 pub(crate) fn peek<T>(
     path: &Path,
     folder_stamp: impl Fn() -> Option<Stamp>,
-    query: impl FnOnce(&Index) -> Result<Option<T>, TableError>,
+    query: impl FnOnce(&Index) -> io::Result<T>,
 ) -> Option<T> {
     let file = open_file(path, OpenOptions::new().read(true)).ok()?;
     let header = read_header(&file).filter(|header| header.clean)?;
@@ -136,7 +136,7 @@ pub(crate) fn peek<T>(
     }
     let table = Table::in_storage(Storage::File(file), header.slots, header.used);
     let index = Index { table, header, path: None, has_new_stamp: false };
-    let answer = query(&index).ok()??;
+    let answer = query(&index).ok()?;
     // A change makes the header dirty before it changes the table, and its clean header has a new
     // stamp. So the answer is right if the header is the same as before.
     let has_same_header = read_header(&header_file).as_ref() == Some(&index.header);

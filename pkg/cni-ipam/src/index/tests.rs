@@ -205,7 +205,7 @@ fn a_forged_header_neither_panics_nor_takes_memory() {
             forge(&path, &header, length);
             let believed = slots == 512 && length > PAGE_LENGTH;
             assert_eq!(open(&path, &Stamp::default(), &Host::default()).is_some(), believed, "{slots} {length}");
-            let peeked = peek(&path, || Some(Stamp::default()), |_| Ok(Some(())));
+            let peeked = peek(&path, || Some(Stamp::default()), |_| Ok(()));
             assert_eq!(peeked.is_some(), believed, "{slots} {length}");
             assert!(old_records(&path, &Host::default()).is_empty());
         }

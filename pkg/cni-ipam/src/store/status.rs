@@ -15,7 +15,7 @@ use nix::unistd::{AccessFlags, access};
 
 use super::Store;
 use crate::index::header::Stamp;
-use crate::index::{self, Record};
+use crate::index::{self, Index, Record};
 use crate::ranges::{RangeSet, RangeSets};
 
 /// The number of used addresses of a range set.
@@ -87,7 +87,7 @@ impl Store {
     /// Returns the usage of each set according to the records of the index. Returns `None` if the
     /// index does not describe the folder.
     fn usage_by_index(&self, sets: &RangeSets) -> Option<Vec<Usage>> {
-        let occupied = index::peek(&self.index_path(), || self.stamp(), |index| Ok(Some(index.occupied()?)))?;
+        let occupied = index::peek(&self.index_path(), || self.stamp(), Index::occupied)?;
         Some(usage_of(sets, &occupied))
     }
 
@@ -99,7 +99,7 @@ impl Store {
     /// Writes a note with the addresses whose files are not reservations according to the index.
     /// Takes no lock.
     pub fn report_foreign(&self) {
-        let foreign = index::peek(&self.index_path(), || self.stamp(), |index| Ok(Some(index.foreign()?)));
+        let foreign = index::peek(&self.index_path(), || self.stamp(), Index::foreign);
         self.note_foreign(&mut foreign.unwrap_or_default());
     }
 
