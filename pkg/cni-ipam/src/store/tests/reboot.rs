@@ -151,3 +151,21 @@ fn a_reservation_of_a_killed_add_is_reclaimed_after_reboot() {
         assert_eq!(held, ["c\r\neth0", "foreign\r\neth0"], "after {name}");
     }
 }
+
+#[test]
+fn records_of_a_damaged_index_survive_its_rebuild() {
+    let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
+    require!(on_disk(&net));
+    let (first, _) = store(&net, booted(root.path(), "one", "1000"));
+    add(&first, "a", &pool).unwrap();
+    let mut bytes = fs::read(net.index()).unwrap();
+    // A slot without a tag must be empty.
+    for slot in bytes[4096..].chunks_exact_mut(64).filter(|slot| slot[2] == 0) {
+        slot[63] = 1;
+    }
+    fs::write(net.index(), &bytes).unwrap();
+    add(&first, "b", &pool).unwrap();
+    let (second, lines) = store(&net, booted(root.path(), "two", "0"));
+    add(&second, "c", &pool).unwrap();
+    assert_eq!(net.names(), ["10.0.0.4", "last_reserved_ip.0", "lock"], "{:?}", lines.borrow());
+}
