@@ -374,7 +374,6 @@ fn owner_of_jump(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::masquerade::PreviousRules;
     use crate::testing::{in_new_netns, machine};
     use crate::{Backend, Masquerade, SpoofCheck};
     use cni_testkit::{probe, require};
@@ -386,9 +385,7 @@ mod tests {
             let machine = machine();
             let (mine, other) = (AttachmentId::new("net", "c1", "eth0"), AttachmentId::new("net", "c2", "eth0"));
             let masquerade = Masquerade::new(&machine, Notes::silent());
-            masquerade
-                .ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()], &PreviousRules::default())
-                .unwrap();
+            masquerade.ensure(&mine, Some(Backend::Nftables), &["10.1.0.2/24".parse().unwrap()]).unwrap();
             let mut spoof = SpoofCheck::open().unwrap();
             spoof.ensure(&mine, "veth0", "02:00:00:00:00:01".parse().unwrap()).unwrap();
             let rules = forward::ForwardRules {

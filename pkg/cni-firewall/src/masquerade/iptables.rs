@@ -19,8 +19,6 @@
 //!
 //! These functions only plan: they read [`Chains`] and return an [`Edit`].
 
-mod previous;
-
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -31,8 +29,6 @@ use crate::iptables::{Chain, Chains, Edit, Rule};
 use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
-
-pub(super) use previous::PreviousAddresses;
 
 pub(crate) const POSTROUTING: &str = "POSTROUTING";
 const CHAIN_PREFIX: &str = "CNI-";
@@ -167,17 +163,6 @@ impl Tag {
 /// Returns the edit after which exactly `addresses` are the attachment's masqueraded addresses, in
 /// the family of `nat`.
 pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
-    ensure_beside(nat, attachment, addresses, &[])
-}
-
-/// Does [`ensure`]. Jumps with a source in `untagged` stay, with the ACCEPT rules that they may
-/// need, even if the attachment has a tag with this source.
-fn ensure_beside(
-    nat: &mut Chains<'_>,
-    attachment: &AttachmentId,
-    addresses: &[Cidr],
-    untagged: &[Cidr],
-) -> Result<Edit> {
     let names = RuleNames::new(attachment);
     let mut networks: Vec<Cidr> = Vec::new();
     for network in addresses.iter().map(Cidr::network) {
@@ -212,9 +197,7 @@ fn ensure_beside(
         // Two simultaneous ADDs of the Go plugin can both append the same rule.
         let is_duplicate = source.is_some_and(|source| existing_sources.contains(&source));
         let is_requested = source.is_some_and(|source| requested_sources.contains(&source));
-        // At the undo of an ADD, that ADD has tagged a source that was untagged before.
-        let was_untagged = source.is_some_and(|source| untagged.contains(&source));
-        let has_own_tag = !was_untagged && own_tags.iter().any(|tag| tag.source == source);
+        let has_own_tag = own_tags.iter().any(|tag| tag.source == source);
         let has_other_tag = other_tags.iter().any(|tag| tag.source == source);
         let is_stale = has_own_tag && !has_other_tag && !is_requested;
         has_untagged |= !has_own_tag && !has_other_tag;
@@ -282,17 +265,27 @@ fn create(names: &RuleNames, family: Family, addresses: &[Cidr], networks: &[Cid
     edit
 }
 
-/// Returns the edit that removes the attachment's rules. An untagged jump counts as the
-/// attachment's if its source covers one of `addresses`. If `addresses` is empty, all untagged
-/// jumps count as the attachment's, unless the attachment has tags.
-pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<Edit> {
+/// Which untagged jumps of the container are removed with an attachment.
+#[derive(Clone, Copy)]
+pub(super) enum Untagged<'a> {
+    /// None.
+    Keep,
+    /// Those whose source covers one of these addresses of the attachment.
+    Covering(&'a [IpAddr]),
+    /// All, unless the attachment has tags: its addresses are unknown.
+    UnlessTagged,
+}
+
+/// Returns the edit that removes the attachment's rules, with these untagged jumps.
+pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, untagged: Untagged<'_>) -> Result<Edit> {
     let names = RuleNames::new(attachment);
     let is_own = |alias: &str| alias == names.alias;
-    let is_own_untagged = |source: Option<Cidr>, has_own_tags: bool| {
-        if addresses.is_empty() {
-            return !has_own_tags;
+    let is_own_untagged = |source: Option<Cidr>, has_own_tags: bool| match untagged {
+        Untagged::Keep => false,
+        Untagged::Covering(addresses) => {
+            source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
         }
-        source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
+        Untagged::UnlessTagged => !has_own_tags,
     };
     let Some(content) = nat.chain(&names.chain)?.cloned() else { return Ok(Edit::new()) };
     let jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;

@@ -17,12 +17,14 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Reading, Table, Variant};
-use super::nft::{Listed, Nft};
+use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Reading, Table};
+use super::nft::Nft;
 use crate::Backend;
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
+
+use iptables::Untagged;
 
 pub(super) mod iptables;
 pub(super) mod nftables;
@@ -38,17 +40,6 @@ pub struct Masquerade<'m> {
     notes: Notes,
     folders: Folders,
     open_connections: RefCell<OpenConnections<'m>>,
-}
-
-/// The rules that an attachment had before an ADD, in each backend and family that the ADD has
-/// read, so that a failed ADD undoes only its own changes ([`Masquerade::put_back`]). Filled in by
-/// [`Masquerade::ensure`] before each change.
-#[derive(Debug, Default)]
-pub struct PreviousRules {
-    /// `None` if the ADD has not read nf_tables.
-    nftables: RefCell<Option<Vec<Listed>>>,
-    /// One element for each family that the ADD has read.
-    iptables: RefCell<Vec<(Family, Variant, iptables::PreviousAddresses)>>,
 }
 
 /// The connections that have removed rules.
@@ -77,45 +68,44 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
-    /// The attachment's existing rules in the same backend are replaced and stored in `previous`;
-    /// in iptables, only the rules for the families of `addresses`. Without a `backend`, uses
-    /// iptables, or nftables if iptables is not installed or does not work.
+    /// The attachment's other rules in the same backend are removed; in iptables, only those for
+    /// the families of `addresses`. Without a `backend`, uses iptables, or nftables if iptables is
+    /// not installed or does not work. Returns the backend in which rules were changed; `None` if
+    /// all were in place.
     ///
     /// # Errors
-    /// The rules cannot be read or written. Some may be in force then:
-    /// [`put_back`](Masquerade::put_back) removes them.
+    /// The rules cannot be read or written. Some may be in force then: [`undo`](Masquerade::undo)
+    /// removes them.
     pub fn ensure(
         &self,
         attachment: &AttachmentId,
         backend: Option<Backend>,
         addresses: &[Cidr],
-        previous: &PreviousRules,
-    ) -> Result<()> {
+    ) -> Result<Option<Backend>> {
         match backend {
             Some(Backend::Iptables) => {
-                self.ensure_in_iptables(attachment, addresses, previous).map_err(|failure| failure.error)
+                let has_changed = self.ensure_in_iptables(attachment, addresses).map_err(|failure| failure.error)?;
+                Ok(has_changed.then_some(Backend::Iptables))
             }
-            Some(Backend::Nftables) => nftables::ensure(attachment, addresses, &previous.nftables),
-            None => self.ensure_in_working_backend(attachment, addresses, previous),
+            Some(Backend::Nftables) => Masquerade::ensure_in_nftables(attachment, addresses),
+            None => self.ensure_in_working_backend(attachment, addresses),
         }
     }
 
     /// Does [`ensure`](Masquerade::ensure) without a given backend: uses iptables. If iptables is
     /// not installed, or if it fails and [`Iptables::probe`] fails too, uses nftables.
-    fn ensure_in_working_backend(
-        &self,
-        attachment: &AttachmentId,
-        addresses: &[Cidr],
-        previous: &PreviousRules,
-    ) -> Result<()> {
+    fn ensure_in_working_backend(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         for family in families(addresses) {
             // `None` means that iptables is not installed.
             if iptables.chosen_variant(family)?.is_none() {
-                return nftables::ensure(attachment, addresses, &previous.nftables);
+                return Masquerade::ensure_in_nftables(attachment, addresses);
             }
         }
-        let Err(failure) = self.ensure_in_iptables(attachment, addresses, previous) else { return Ok(()) };
+        let failure = match self.ensure_in_iptables(attachment, addresses) {
+            Ok(has_changed) => return Ok(has_changed.then_some(Backend::Iptables)),
+            Err(failure) => failure,
+        };
         // Neither a timeout nor SIGTERM means that iptables does not work.
         if failure.error.is_deadline() || failure.error.is_terminated() {
             return Err(failure.error);
@@ -125,72 +115,61 @@ impl<'m> Masquerade<'m> {
             return Err(failure.error);
         }
         self.notes.note(format_args!("nftables is used, because iptables does not work: {}", failure.error));
-        // The addresses limit the removal: without them, Go's rules for another interface of the
-        // container could be removed as well.
-        self.purge_iptables(attachment, &addresses.iter().map(Cidr::address).collect::<Vec<_>>())?;
-        nftables::ensure(attachment, addresses, &previous.nftables)
+        // Only what this call may have written: Go's rules can be those of another interface.
+        self.purge_iptables(attachment, Untagged::Keep)?;
+        Masquerade::ensure_in_nftables(attachment, addresses)
+    }
+
+    /// Does [`ensure`](Masquerade::ensure) in nf_tables.
+    fn ensure_in_nftables(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
+        Ok(nftables::ensure(attachment, addresses)?.then_some(Backend::Nftables))
     }
 
     /// Does [`ensure`](Masquerade::ensure) in iptables, one family after the other, in the variant
     /// that the host uses for the family.
-    fn ensure_in_iptables(
-        &self,
-        attachment: &AttachmentId,
-        addresses: &[Cidr],
-        previous: &PreviousRules,
-    ) -> Result<(), Failure> {
+    fn ensure_in_iptables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bool, Failure> {
+        let mut has_changed = false;
         for family in families(addresses) {
             let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-            self.ensure_family_in_iptables(attachment, family, &addresses, previous)
+            has_changed |= self
+                .ensure_family_in_iptables(attachment, family, &addresses)
                 .map_err(|error| Failure { family, error })?;
         }
-        Ok(())
+        Ok(has_changed)
     }
 
-    /// Writes the rules for `addresses`, all of `family`, to iptables. The existing rules in this
-    /// family are replaced, and stored in `previous`.
-    fn ensure_family_in_iptables(
-        &self,
-        attachment: &AttachmentId,
-        family: Family,
-        addresses: &[Cidr],
-        previous: &PreviousRules,
-    ) -> Result<()> {
+    /// Writes the rules for `addresses`, all of `family`, to iptables. Returns whether rules were
+    /// changed.
+    fn ensure_family_in_iptables(&self, attachment: &AttachmentId, family: Family, addresses: &[Cidr]) -> Result<bool> {
         let mut iptables = self.iptables(OnSigterm::Kill)?;
         let Some(variant) = iptables.variant_for_new_rules(family)? else {
             // There is neither a program nor a usable kernel. The probe fails with the reason.
-            return iptables.probe(family);
+            return iptables.probe(family).map(|()| false);
         };
+        let mut has_changed = false;
         iptables.change(family, variant, |nat| {
-            let mut stored = previous.iptables.borrow_mut();
-            // After a conflict with another process this closure runs again: only its first run
-            // stores the addresses.
-            if !stored.iter().any(|(stored_family, ..)| *stored_family == family) {
-                stored.push((family, variant, iptables::PreviousAddresses::read(nat, attachment, addresses)?));
-            }
-            iptables::ensure(nat, attachment, addresses)
-        })
+            let edit = iptables::ensure(nat, attachment, addresses)?;
+            // `|=`: after a conflict with another process this closure runs again, possibly after
+            // a part of the first edit was made.
+            has_changed |= !edit.is_empty();
+            Ok(edit)
+        })?;
+        Ok(has_changed)
     }
 
-    /// Undoes an [`ensure`](Masquerade::ensure) of these addresses, even one that failed: removes
-    /// the rules that `ensure` wrote and restores those that it replaced. Does not change a backend
-    /// or family that `ensure` has not read.
+    /// Undoes an [`ensure`](Masquerade::ensure) that changed rules in `backend`, or that failed
+    /// there; in both backends if none is given. Removes the attachment's rules. In iptables, Go's
+    /// rules stay unless they are for an address that `ensure` has masqueraded. Rules that `ensure`
+    /// replaced stay lost.
     ///
     /// # Errors
-    /// A backend or family cannot be changed. The others are still changed, and all failures are
-    /// joined.
-    pub fn put_back(&self, attachment: &AttachmentId, addresses: &[Cidr], previous: &PreviousRules) -> Result<()> {
-        let mut results = Vec::new();
-        if let Some(rules) = previous.nftables.take() {
-            results.push(self.in_nftables(|nft| nftables::put_back(nft, attachment, &rules)));
+    /// As [`purge`](Masquerade::purge).
+    pub fn undo(&self, attachment: &AttachmentId, backend: Option<Backend>) -> Result<()> {
+        match backend {
+            Some(Backend::Iptables) => self.purge_iptables(attachment, Untagged::Keep),
+            Some(Backend::Nftables) => self.in_nftables(|nft| nftables::purge(nft, attachment)),
+            None => self.remove_attachment(attachment, Untagged::Keep),
         }
-        for (family, variant, previous_addresses) in previous.iptables.take() {
-            let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-            results.push(self.iptables(OnSigterm::Finish).and_then(|mut iptables| {
-                iptables.change(family, variant, |nat| previous_addresses.put_back(nat, attachment, &addresses))
-            }));
-        }
-        Error::join(results.into_iter().filter_map(Result::err))
     }
 
     /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
@@ -202,18 +181,24 @@ impl<'m> Masquerade<'m> {
     /// A backend, family or variant cannot be changed. The others are still changed, and all
     /// failures are joined. Missing programs of iptables-legacy are not an error but a note.
     pub fn purge(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+        let untagged = if addresses.is_empty() { Untagged::UnlessTagged } else { Untagged::Covering(addresses) };
+        self.remove_attachment(attachment, untagged)
+    }
+
+    /// Removes the attachment's rules from both backends.
+    fn remove_attachment(&self, attachment: &AttachmentId, untagged: Untagged<'_>) -> Result<()> {
         let results =
-            [self.in_nftables(|nft| nftables::purge(nft, attachment)), self.purge_iptables(attachment, addresses)];
+            [self.in_nftables(|nft| nftables::purge(nft, attachment)), self.purge_iptables(attachment, untagged)];
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
     /// Removes the attachment's rules from all families and variants of iptables.
-    fn purge_iptables(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+    fn purge_iptables(&self, attachment: &AttachmentId, untagged: Untagged<'_>) -> Result<()> {
         let chain = iptables::chain_name(&attachment.network, &attachment.container_id);
-        self.clean(&[&chain], Reading::UnderLock, |nat| iptables::purge(nat, attachment, addresses))
+        self.clean(&[&chain], Reading::UnderLock, |nat| iptables::purge(nat, attachment, untagged))
     }
 
-    /// Runs `change`, which removes or restores rules, on a connection to nf_tables that stays open
+    /// Runs `change`, which removes rules, on a connection to nf_tables that stays open
     /// until this value is dropped. Does nothing on a kernel without nf_tables, which has no rules.
     fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
         let result = Nft::open().and_then(|mut nft| {

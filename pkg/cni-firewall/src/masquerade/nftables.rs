@@ -16,7 +16,6 @@
 //! Go writes the rules of `postrouting` again at each ADD. This module does so only if they differ
 //! from the above, for the reason given at [`Nft::has_base_chain`].
 
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 use cni::Cidr;
@@ -106,12 +105,9 @@ fn base_rules() -> [Vec<Expr>; 3] {
     [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
 }
 
-/// Replaces the attachment's rules in one transaction, and stores the replaced ones in `previous`.
-pub(super) fn ensure(
-    attachment: &AttachmentId,
-    addresses: &[Cidr],
-    previous: &RefCell<Option<Vec<Listed>>>,
-) -> Result<()> {
+/// Makes the attachment's rules those of `addresses`, in one transaction. Returns whether anything
+/// had to change.
+pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bool> {
     let mut nft = Nft::open()?;
     let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
     let comment = comment(attachment);
@@ -122,17 +118,28 @@ pub(super) fn ensure(
         if !has_shared_chains(&mut nft)? {
             add_shared_chains(&mut batch);
         }
-        let existing = nft.rules_commented(TABLE, CHECKS, &key)?;
-        for listed in &existing {
-            batch.delete_rule(TABLE, CHECKS, listed.handle);
+        let mut missing = addresses.to_vec();
+        for listed in nft.rules_commented(TABLE, CHECKS, &key)? {
+            match missing.iter().position(|address| is_rule_of(&listed, *address)) {
+                Some(position) => drop(missing.remove(position)),
+                None => batch.delete_rule(TABLE, CHECKS, listed.handle),
+            }
         }
-        previous.replace(Some(existing));
-        for address in addresses {
-            let rule = Rule::new(masquerade_rule(*address)).with_comment(comment.as_str());
+        for address in missing {
+            let rule = Rule::new(masquerade_rule(address)).with_comment(comment.as_str());
             batch.append_rule(TABLE, CHECKS, &rule);
         }
-        nft.commit(batch)
+        let has_changes = !batch.is_empty();
+        nft.commit(batch)?;
+        Ok(has_changes)
     })
+}
+
+/// Whether the rule masquerades packets from `address`. Compared as text, as in
+/// [`has_shared_chains`].
+fn is_rule_of(listed: &Listed, address: Cidr) -> bool {
+    let family = Family::of(address.address());
+    words(family, &listed.rule.exprs) == words(family, &masquerade_rule(address))
 }
 
 /// Adds to `batch` the creation of the table and the two chains, unless they exist, and the
@@ -170,29 +177,6 @@ pub(super) fn purge(nft: &mut Nft, attachment: &AttachmentId) -> Result<()> {
     remove(nft, &key, |_| true)
 }
 
-/// Undoes an [`ensure`] of the attachment: restores the missing rules of `previous`, and removes
-/// all other rules of the attachment.
-pub(super) fn put_back(nft: &mut Nft, attachment: &AttachmentId, previous: &[Listed]) -> Result<()> {
-    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
-    retry(|| {
-        let mut batch = Batch::new();
-        batch.only_at(nft.wait_for_generation()?);
-        let existing = nft.rules_commented(TABLE, CHECKS, &key)?;
-        let contains = |rules: &[Listed], handle| rules.iter().any(|listed| listed.handle == handle);
-        for listed in &existing {
-            if !contains(previous, listed.handle) {
-                batch.delete_rule(TABLE, CHECKS, listed.handle);
-            }
-        }
-        for listed in previous {
-            if !contains(&existing, listed.handle) {
-                batch.put_back(TABLE, CHECKS, &listed.raw, None);
-            }
-        }
-        nft.commit(batch)
-    })
-}
-
 /// Removes the rules of the network that do not belong to an attachment in `valid` (container ID,
 /// interface name).
 pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result<()> {
@@ -227,10 +211,7 @@ pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec
     };
     let mut missing = Vec::new();
     for address in addresses {
-        let family = Family::of(address.address());
-        // Compared as text, as in `has_shared_chains`.
-        let expected = words(family, &masquerade_rule(*address));
-        if !rules.iter().any(|listed| words(family, &listed.rule.exprs) == expected) {
+        if !rules.iter().any(|listed| is_rule_of(listed, *address)) {
             missing.push(format!(
                 "nft chain {TABLE} {CHECKS} has no rule that masquerades packets from {} to addresses outside {}",
                 address.address(),

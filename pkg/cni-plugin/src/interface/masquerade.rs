@@ -4,12 +4,9 @@
 //! because the configuration may have changed since ADD. The rules match addresses, not interfaces,
 //! so ADD writes them before the interface is up: already the first packet is masqueraded.
 
-use std::rc::Rc;
-
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_firewall::masquerade::PreviousRules;
 use cni_firewall::{Backend, Masquerade};
 
 use super::AttachmentContext;
@@ -20,7 +17,8 @@ pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
     Masquerade::new(call.machine, call.notes.clone())
 }
 
-/// Writes the masquerade rules of `addresses`, unless `masquerading` is off.
+/// Writes the masquerade rules of `addresses`, unless `masquerading` is off. Adds the undo to
+/// `rollback`, unless all rules were in place.
 ///
 /// # Errors
 /// - Code 2 if this host does not have the backend.
@@ -33,17 +31,17 @@ pub(super) fn ensure<'a, C>(
 ) -> Result<()> {
     let Masquerading::On(backend) = masquerading else { return Ok(()) };
     let (call, attachment) = (context.call, &context.attachment);
-    // The undo is registered before the rules are written, because the rules of one address family
-    // may be in force when those of the other fail. An earlier ADD of the same attachment, into
-    // another namespace, may have written rules: `Masquerade::ensure` stores them in `previous`,
-    // and the undo restores them.
-    let previous = Rc::new(PreviousRules::default());
-    let undo = {
-        let (attachment, addresses, previous) = (attachment.clone(), addresses.to_vec(), Rc::clone(&previous));
-        move || open(call).put_back(&attachment, &addresses, &previous)
-    };
-    rollback.push(format!("restore the earlier masquerade rules of {}", attachment.ifname), undo);
-    open(call).ensure(attachment, backend, addresses, &previous).map_err(|error| {
+    let result = open(call).ensure(attachment, backend, addresses);
+    // After an error, the rules of one address family may be in force.
+    let is_in_place = matches!(result, Ok(None));
+    if !is_in_place {
+        let attachment = attachment.clone();
+        let changed = result.as_ref().ok().copied().flatten().or(backend);
+        rollback.push(format!("remove the masquerade rules of {}", attachment.ifname), move || {
+            open(call).undo(&attachment, changed)
+        });
+    }
+    result.map(drop).map_err(|error| {
         let error = Error::from(error).context(configured_keys(backend));
         // The backend is only probed after a failure, because the probe may start a process.
         if open(call).probe(backend).is_err() { error.with_code(Code::UNSUPPORTED_FIELD) } else { error }

@@ -103,7 +103,7 @@ impl Rig {
     #[track_caller]
     fn ensure(&self, attachment: &AttachmentId, addresses: &[&str]) {
         self.masquerade(|masquerade| {
-            masquerade.ensure(attachment, None, &cidrs(addresses), &PreviousRules::default()).unwrap()
+            masquerade.ensure(attachment, None, &cidrs(addresses)).unwrap();
         });
     }
 
@@ -237,15 +237,13 @@ fn a_broken_iptables_is_skipped_unless_it_was_requested() {
         rig.ensure(&attachment("c1", "eth0"), &[NET4]);
         assert_eq!(shell("nft list ruleset").matches("masquerade comment").count(), 1);
         let explicit = |masquerade: &Masquerade<'_>| {
-            masquerade
-                .ensure(&attachment("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4]), &PreviousRules::default())
-                .unwrap_err()
+            masquerade.ensure(&attachment("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET4])).unwrap_err()
         };
         let error = rig.masquerade(explicit).to_string();
         assert!(error.contains("iptables-restore --noflush") && error.contains("no such table"), "{error}");
         rig.masquerade(|masquerade| {
             masquerade
-                .ensure(&attachment("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]), &PreviousRules::default())
+                .ensure(&attachment("c2", "eth0"), Some(Backend::Iptables), &cidrs(&[NET6]))
                 .expect("without a program the rules are those of iptables-nft");
         });
     });
@@ -256,9 +254,7 @@ fn rules_of_the_other_backend_are_checked_and_removed_too() {
     with_each(|rig| {
         for backend in [Backend::Iptables, Backend::Nftables] {
             rig.masquerade(|masquerade| {
-                masquerade
-                    .ensure(&attachment("c1", "eth0"), Some(backend), &cidrs(&[NET4]), &PreviousRules::default())
-                    .unwrap()
+                masquerade.ensure(&attachment("c1", "eth0"), Some(backend), &cidrs(&[NET4])).unwrap();
             });
             assert_eq!(rig.missing(&attachment("c1", "eth0"), &[NET4]), Vec::<String>::new(), "{backend}");
             rig.purge(&attachment("c1", "eth0"), &[]);
