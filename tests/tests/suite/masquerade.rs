@@ -6,7 +6,7 @@ use std::net::{Ipv6Addr, SocketAddr, UdpSocket};
 use std::thread;
 use std::time::Duration;
 
-use cni_testkit::{Attachment, Container, Node, bin_dir, go_bin_dir, probe, require};
+use cni_testkit::{Attachment, Container, Node, go_bin_dir, probe, require};
 use conformance::{HOST, OUTSIDE, addresses, attach, bridge, choose_iptables, patched, uplink, without_iptables};
 use serde_json::{Value, json};
 

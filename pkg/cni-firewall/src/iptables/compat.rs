@@ -328,7 +328,7 @@ mod tests {
         let mut exprs = saddr("10.1.2.3".parse().unwrap());
         exprs.push(Expr::Verdict(Verdict::Jump("CNI-A".into())));
         let written = Raw::new(exprs).with_comment("name: \"n\"");
-        let listed = Listed { handle: 7, rule: written, raw: nft::Raw::default() };
+        let listed = Listed { handle: 7, rule: written };
         let rule = rule_in_words(Family::V4, listed);
         assert_eq!(
             (rule.comment(), rule.target(), rule.value("-s")),

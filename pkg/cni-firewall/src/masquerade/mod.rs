@@ -198,18 +198,13 @@ impl<'m> Masquerade<'m> {
         self.clean(&[&chain], Reading::UnderLock, |nat| iptables::purge(nat, attachment, untagged))
     }
 
-    /// Runs `change`, which removes rules, on a connection to nf_tables that stays open
-    /// until this value is dropped. Does nothing on a kernel without nf_tables, which has no rules.
+    /// Runs `change`, which removes rules, on a connection to nf_tables that stays open until this
+    /// value is dropped.
     fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
-        let result = Nft::open().and_then(|mut nft| {
-            let result = change(&mut nft);
-            self.open_connections.borrow_mut().nft.push(nft);
-            result
-        });
-        match result {
-            Err(error) if error.is_unsupported() => Ok(()),
-            result => result,
-        }
+        let mut nft = Nft::open()?;
+        let result = change(&mut nft);
+        self.open_connections.borrow_mut().nft.push(nft);
+        result
     }
 
     /// Removes the rules of `network` that do not belong to an attachment in `valid` (container ID,

@@ -201,14 +201,9 @@ fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Res
 /// a kernel without nf_tables, all rules are missing.
 pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
-    let read = || -> Result<(bool, Vec<Listed>)> {
-        let mut nft = Nft::open()?;
-        Ok((has_shared_chains(&mut nft)?, nft.rules_commented(TABLE, CHECKS, &key)?))
-    };
-    let (has_shared_chains, rules) = match read() {
-        Err(error) if error.is_unsupported() => (false, Vec::new()),
-        result => result?,
-    };
+    let mut nft = Nft::open()?;
+    let has_shared_chains = has_shared_chains(&mut nft)?;
+    let rules = nft.rules_commented(TABLE, CHECKS, &key)?;
     let mut missing = Vec::new();
     for address in addresses {
         if !rules.iter().any(|listed| is_rule_of(listed, *address)) {

@@ -16,7 +16,7 @@ use netlink_packet_netfilter::nftables::{
 use std::net::IpAddr;
 
 use super::userdata;
-use super::{Expr, Family, Generation, Raw, Rule, Table};
+use super::{Expr, Family, Generation, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::wire::Message;
 
@@ -343,33 +343,6 @@ impl Batch {
         let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
         let what = format!("failed to delete {address} from nft set {table} {set}");
         self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
-    }
-
-    /// Adds, at the chain's end, a rule that was read earlier and has been removed.
-    ///
-    /// `protocol` is `None`, except for a rule of iptables: then it is the protocol (`IPPROTO_*`)
-    /// that the rule matches, which the kernel needs to check xtables matches but does not list.
-    ///
-    /// The commit fails with ENOENT if the chain, a chain that the rule jumps to, or a set that it
-    /// uses does not exist. A rule with an anonymous set can therefore not be put back: the set was
-    /// removed with the rule.
-    pub fn put_back(&mut self, table: Table<'_>, chain: &str, raw: &Raw, protocol: Option<u8>) {
-        const NFTA_RULE_EXPRESSIONS: u16 = 4;
-        const NLA_F_NESTED: u16 = 1 << 15;
-        // The bytes as read, because `Expr` does not represent every expression.
-        let exprs = DefaultNla::new(NFTA_RULE_EXPRESSIONS | NLA_F_NESTED, raw.exprs.clone());
-        let mut attributes = vec![
-            RuleAttribute::Table(table.name.into()),
-            RuleAttribute::Chain(chain.into()),
-            RuleAttribute::Other(exprs),
-        ];
-        attributes.extend(protocol.map(protocol_attribute));
-        if !raw.userdata.is_empty() {
-            attributes.push(RuleAttribute::UserData(raw.userdata.clone()));
-        }
-        let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        let what = format!("failed to put back a rule of nft chain {table} {chain}");
-        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE | NLM_F_APPEND, message);
     }
 
     /// Removes one rule. The commit fails with ENOENT if the rule no longer exists.

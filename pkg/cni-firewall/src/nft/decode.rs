@@ -7,7 +7,7 @@
 
 use super::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
 use super::userdata;
-use super::{BaseChain, Chain, Hook, Kind, Listed, Raw, Rule};
+use super::{BaseChain, Chain, Hook, Kind, Listed, Rule};
 use cni_linux::netlink::wire::{attribute, attributes, number, text, u64_be};
 
 /// The length of `struct nfgenmsg`: family, version, resource id.
@@ -99,13 +99,10 @@ pub fn rule(payload: &[u8]) -> Option<Listed> {
     const NFTA_RULE_USERDATA: u16 = 7;
     let bytes = payload.get(NFGENMSG_LEN..)?;
     let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
-    let raw = Raw {
-        exprs: attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default().to_vec(),
-        userdata: attribute(bytes, NFTA_RULE_USERDATA).unwrap_or_default().to_vec(),
-    };
-    let exprs = attributes(&raw.exprs).map(|(_, element)| expr(element)).collect();
-    let (comment, tags) = userdata::decode(&raw.userdata);
-    Some(Listed { handle, rule: Rule { exprs, comment, tags }, raw })
+    let exprs = attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default();
+    let exprs = attributes(exprs).map(|(_, element)| expr(element)).collect();
+    let (comment, tags) = userdata::decode(attribute(bytes, NFTA_RULE_USERDATA).unwrap_or_default());
+    Some(Listed { handle, rule: Rule { exprs, comment, tags } })
 }
 
 /// Decodes one element of a rule's expression list. An expression, or a form of it, that [`Expr`]

@@ -142,15 +142,6 @@ pub struct Listed {
     pub handle: u64,
     /// The rule.
     pub rule: Rule,
-    /// The rule's bytes, with the parts that [`Expr`] does not represent.
-    pub raw: Raw,
-}
-
-/// A rule's bytes as the kernel sent them, with which [`Batch::put_back`] restores it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Raw {
-    pub(crate) exprs: Vec<u8>,
-    pub(crate) userdata: Vec<u8>,
 }
 
 /// A chain in the kernel.

@@ -274,11 +274,10 @@ pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::nft::Raw;
     use super::*;
 
     fn listed(handle: u64, rule: Rule) -> Listed {
-        Listed { handle, rule, raw: Raw::default() }
+        Listed { handle, rule }
     }
 
     fn signed(attachment: &AttachmentId) -> Rule {
