@@ -120,10 +120,10 @@ impl PluginOutcome {
     }
 }
 
-/// Runs `cnitool rules restore`: restores the rules of each attachment in the result cache, or of each attachment to the network
-/// in the arguments, and prints the outcomes. Returns [`Exit::Failed`] if an attachment or a plugin
-/// failed, if an attachment may be in use and was not examined, if a file of the cache cannot be
-/// read, or if rules are missing in a dry run.
+/// Runs `cnitool rules restore`: restores the rules of each attachment in the result cache, or of
+/// each attachment to the network in the arguments, and prints the outcomes. Returns
+/// [`Exit::Failed`] if an attachment or a plugin failed, if an attachment may be in use and was not
+/// examined, if a file of the cache cannot be read, or if rules are missing in a dry run.
 ///
 /// # Errors
 /// Code 5 if the result cache cannot be read or stdout cannot be written.

@@ -7,6 +7,8 @@
 //! plugin removes the addresses. A link without an end on the host disappears with the container's
 //! namespace.
 
+use std::collections::BTreeSet;
+
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni::delegate::Delegate;
@@ -50,9 +52,9 @@ pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let prefix = AttachmentId::network_prefix(network);
     // Aliases are compared as a whole, not parsed: an alias has the hash of a long container ID
     // instead of the ID.
-    let valid_aliases: Vec<String> =
+    let valid_aliases: BTreeSet<String> =
         valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname).alias()).collect();
-    let is_stale = |alias: &str| alias.starts_with(&prefix) && !valid_aliases.iter().any(|valid| valid == alias);
+    let is_stale = |alias: &str| alias.starts_with(&prefix) && !valid_aliases.contains(alias);
     let mut errors = Vec::new();
     let links = host.list_links()?;
     for link in &links {

@@ -86,7 +86,8 @@ struct Context<'a, 'm> {
     notes: Notes,
 }
 
-/// Runs `cnitool doctor`: runs all checks and prints their outcomes. Returns [`Exit::Failed`] if there are findings.
+/// Runs `cnitool doctor`: runs all checks and prints their outcomes. Returns
+/// [`Exit::Failed`] if there are findings.
 ///
 /// # Errors
 /// - As [`Snapshot::take`].

@@ -60,8 +60,8 @@ impl Fact {
     }
 }
 
-/// Runs `cnitool inspect`: prints the attachments and leftovers that the arguments select. Returns [`Exit::Failed`] if
-/// something differs or is left over.
+/// Runs `cnitool inspect`: prints the attachments and leftovers that the arguments select.
+/// Returns [`Exit::Failed`] if something differs or is left over.
 ///
 /// # Errors
 /// - As [`Snapshot::take`].

@@ -101,9 +101,9 @@ struct CheckedFile {
     problems: Vec<Problem>,
 }
 
-/// Runs `validate`: checks the files or networks in the arguments and writes their problems. Returns
-/// [`Exit::Failed`] if the arguments do not [accept](Validate::accepts) the problems of a file that
-/// runtimes may use.
+/// Runs `validate`: checks the files or networks in the arguments and writes their problems.
+/// Returns [`Exit::Failed`] if the arguments do not [accept](Validate::accepts) the problems of a
+/// file that runtimes may use.
 ///
 /// # Errors
 /// - Code 5 if a file or the networks' folder cannot be read, or stdout cannot be written.
