@@ -134,10 +134,9 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
         Some(network) => cache.list(network)?,
         None => cache.list_all()?,
     };
-    let mode = if args.dry_run { RestoreMode::Report } else { RestoreMode::Write };
     let mut outcomes: Vec<(Entry, AttachmentOutcome)> = Vec::new();
     for entry in entries {
-        let outcome = restore_attachment(&entry, &cache, mode, call, &streams.notes);
+        let outcome = restore_attachment(&entry, &cache, args.dry_run, call, &streams.notes);
         outcomes.push((entry, outcome.unwrap_or_else(AttachmentOutcome::Failed)));
     }
     let is_incomplete = |(_, outcome): &(Entry, AttachmentOutcome)| match outcome {
@@ -151,12 +150,12 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
     if shared.format() == Format::Text {
         problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
     }
-    let json = || as_json(&outcomes, &problems, mode);
+    let json = || as_json(&outcomes, &problems, args.dry_run);
     write_report(streams, shared.format(), json, |style| as_text(&outcomes, style))?;
     Ok(exit)
 }
 
-/// Restores the rules of one attachment or, with [`RestoreMode::Report`], only compares them. An
+/// Restores the rules of one attachment or, in a dry run, only compares them. An
 /// error of a plugin is part of the outcome. Written rules stay, even on an error, unless the
 /// attachment was detached during the call.
 ///
@@ -167,7 +166,7 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
 fn restore_attachment(
     entry: &Entry,
     cache: &Cache,
-    mode: RestoreMode,
+    dry_run: bool,
     call: &Call<'_>,
     notes: &Notes,
 ) -> Result<AttachmentOutcome> {
@@ -184,12 +183,13 @@ fn restore_attachment(
             outcomes.push((kind, PluginOutcome::NotExamined));
             continue;
         };
-        let outcome = match found.restore_rules(plugin_call, mode, &mut rollback) {
+        let mode = if dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
+        let outcome = match found.restore_rules(plugin_call, mode) {
             // The plugin has no rules.
             Ok(None) => continue,
             Ok(Some(missing)) if missing.is_empty() => PluginOutcome::Complete,
-            Ok(Some(missing)) if mode == RestoreMode::Write => PluginOutcome::Restored(missing),
-            Ok(Some(missing)) => PluginOutcome::Missing(missing),
+            Ok(Some(missing)) if dry_run => PluginOutcome::Missing(missing),
+            Ok(Some(missing)) => PluginOutcome::Restored(missing),
             Err(error) => PluginOutcome::Failed(error),
         };
         outcomes.push((kind, outcome));
@@ -197,18 +197,16 @@ fn restore_attachment(
     // If DEL ran during the call, it may have ended before the rules were written.
     let is_detached =
         || -> Result<bool> { Ok(cache.find(&entry.id())?.is_none() || outcome_if_unused(entry, call)?.is_some()) };
-    match if rollback.is_empty() { Ok(false) } else { is_detached() } {
-        Ok(true) => {
-            drop(rollback);
-            let why = "it was detached during the call; its rules have been removed again".to_owned();
-            Ok(AttachmentOutcome::Skipped(why))
-        }
-        detached => {
-            // The rules of an attachment that may be in use stay.
-            rollback.commit();
-            detached.map(|_| AttachmentOutcome::Plugins(outcomes))
-        }
+    let detached = if rollback.is_empty() { Ok(false) } else { is_detached() };
+    if let Ok(true) = detached {
+        drop(rollback);
+        let why = "it was detached during the call; its rules have been removed again".to_owned();
+        return Ok(AttachmentOutcome::Skipped(why));
     }
+    // The rules of an attachment that may be in use stay.
+    rollback.commit();
+    detached?;
+    Ok(AttachmentOutcome::Plugins(outcomes))
 }
 
 /// Returns a sentence for each rule of the plugins of the type `kind` that the attachment lacks, as
@@ -220,11 +218,11 @@ pub(crate) fn missing_rules(entry: &Entry, kind: &str, call: &Call<'_>) -> Resul
     let list = entry.list()?;
     let environment = environment(entry);
     let plugin_calls = plugin_calls(entry, &list, &environment, call, &Notes::silent())?;
-    let (mut missing, mut no_changes) = (Vec::new(), Rollback::new(Notes::silent()));
+    let mut missing = Vec::new();
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let found = plugins::find(plugin.kind()).filter(|found| found.name() == kind);
         if let Some(found) = found
-            && let Some(missing_here) = found.restore_rules(plugin_call, RestoreMode::Report, &mut no_changes)?
+            && let Some(missing_here) = found.restore_rules(plugin_call, RestoreMode::Report)?
         {
             missing.extend(missing_here);
         }
@@ -355,7 +353,7 @@ fn line(prefix: &str, word: &str, sentences: &[String], style: ColorMode) -> Str
 }
 
 /// Returns the report for `--json`.
-fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: RestoreMode) -> Value {
+fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], dry_run: bool) -> Value {
     // `why` has the missing or restored rules, or the error.
     let plugin_json = |(kind, outcome): &(String, PluginOutcome)| {
         let (word, why) = outcome.describe();
@@ -374,5 +372,5 @@ fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], mode: R
     };
     let attachments: Vec<Value> = outcomes.iter().map(attachment_json).collect();
     // `changed` is true without `--dry-run`, even if no rule was missing.
-    json!({"changed": mode == RestoreMode::Write, "attachments": attachments, "problems": problems})
+    json!({"changed": !dry_run, "attachments": attachments, "problems": problems})
 }

@@ -4,7 +4,6 @@
 //! the ports, which does not disturb any container.
 
 use cni::result::IpConfig;
-use cni::rollback::Rollback;
 use cni::skel::RestoreMode;
 use cni::{Cidr, Result};
 use cni_firewall::spoof::SpoofCheck;
@@ -57,23 +56,21 @@ fn host_end(check: &Check<'_>) -> Result<Link> {
 }
 
 /// Returns the missing rules of `ipMasq` and `macspoofchk` and, with [`RestoreMode::Write`], writes
-/// them again and pushes the undo onto `rollback`. Returns `None` if the configuration has neither
-/// key.
-pub(crate) fn restore_rules<'a>(
-    check: &Check<'a>,
-    mode: RestoreMode,
-    rollback: &mut Rollback<'a>,
-) -> Result<Option<Vec<String>>> {
+/// them again. Returns `None` if the configuration has neither key.
+pub(crate) fn restore_rules<'a>(check: &Check<'a>, mut mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
     let outer = host_end(check)?;
-    let masquerade = check.restore_masquerade(&own_addresses(check, &outer), mode, rollback)?;
+    let addresses = own_addresses(check, &outer);
     if !check.context.conf.spoof_check {
-        return Ok(masquerade);
+        return check.restore_masquerade(&addresses, mode);
     }
     let (mac, missing) = check_spoof_rules(check, &outer)?;
-    if mode == RestoreMode::Write && !missing.is_empty() {
+    if let RestoreMode::Write(rollback) = &mut mode
+        && !missing.is_empty()
+    {
         port::guard(&outer.name, mac, &check.context.attachment, rollback)?;
     }
-    Ok(Some([masquerade.unwrap_or_default(), missing].concat()))
+    let masquerade = check.restore_masquerade(&addresses, mode)?.unwrap_or_default();
+    Ok(Some([masquerade, missing].concat()))
 }
 
 /// Returns the only MAC that the container may send from, and a sentence for each difference in the

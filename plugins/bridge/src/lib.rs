@@ -180,12 +180,7 @@ impl Interface for Bridge {
         Ok(())
     }
 
-    fn restore_rules<'a>(
-        &self,
-        call: &'a Call<'_>,
-        mode: RestoreMode,
-        rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
-        check::restore_rules(&Check::open(self, call)?, mode, rollback)
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
+        check::restore_rules(&Check::open(self, call)?, mode)
     }
 }

@@ -125,14 +125,11 @@ impl Plugin for Firewall {
     }
 
     /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
-    fn restore_rules<'a>(
-        &self,
-        call: &'a Call<'_>,
-        mode: RestoreMode,
-        rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         let missing = missing_rules(self.check(call))?;
-        if mode == RestoreMode::Write && !missing.is_empty() {
+        if let RestoreMode::Write(rollback) = mode
+            && !missing.is_empty()
+        {
             accept(call, rollback)?;
         }
         Ok(Some(missing))

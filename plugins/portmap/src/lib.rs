@@ -19,7 +19,6 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
 use cni::result::AddResult;
-use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
 use cni::{Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
@@ -101,18 +100,15 @@ impl Plugin for Portmap {
 
     /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
     /// `None` if the configuration has no mappings.
-    fn restore_rules<'a>(
-        &self,
-        call: &'a Call<'_>,
-        mode: RestoreMode,
-        rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         let (conf, result) = read_request(call)?;
         if conf.mappings.is_empty() {
             return Ok(None);
         }
         let missing = missing_rules(self.check(call))?;
-        if mode == RestoreMode::Write && !missing.is_empty() {
+        if let RestoreMode::Write(rollback) = mode
+            && !missing.is_empty()
+        {
             forward::add(call, &conf, &result, rollback)?;
         }
         Ok(Some(missing))

@@ -155,14 +155,9 @@ impl Interface for Ptp {
         check.wait_for_dad(check.settle_deadline())
     }
 
-    fn restore_rules<'a>(
-        &self,
-        call: &'a Call<'_>,
-        mode: RestoreMode,
-        rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         let check = Check::open(self, call)?;
-        check.restore_masquerade(&check.layer3.ips, mode, rollback)
+        check.restore_masquerade(&check.layer3.ips, mode)
     }
 }
 

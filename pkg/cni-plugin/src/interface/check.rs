@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use cni::delegate::Delegate;
 use cni::result::{AddResult, IpConfig};
-use cni::rollback::Rollback;
 use cni::skel::{Call, RestoreMode};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
@@ -360,20 +359,17 @@ impl<'a, C> Check<'a, C> {
     }
 
     /// Writes the masquerade rules of these addresses again if some are missing and `mode` is
-    /// [`RestoreMode::Write`], and pushes the undo onto `rollback`. Returns descriptions of the
-    /// rules that were missing. Returns `None` without `ipMasq`.
+    /// [`RestoreMode::Write`]. Returns descriptions of the rules that were missing. Returns `None`
+    /// without `ipMasq`.
     ///
     /// # Errors
     /// The rules cannot be read or written.
-    pub fn restore_masquerade(
-        &self,
-        ips: &[IpConfig],
-        mode: RestoreMode,
-        rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
+    pub fn restore_masquerade(&self, ips: &[IpConfig], mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         let addresses = addresses(ips);
         let Some(missing) = self.missing_masquerade(&addresses)? else { return Ok(None) };
-        if mode == RestoreMode::Write && !missing.is_empty() {
+        if let RestoreMode::Write(rollback) = mode
+            && !missing.is_empty()
+        {
             masquerade::ensure(&self.context, self.masquerade, &addresses, rollback)?;
         }
         Ok(Some(missing))

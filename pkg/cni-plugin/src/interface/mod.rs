@@ -244,12 +244,7 @@ pub trait Interface {
     ///
     /// # Errors
     /// Those of [`Plugin::restore_rules`].
-    fn restore_rules<'a>(
-        &self,
-        _call: &'a Call<'_>,
-        _mode: RestoreMode,
-        _rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
+    fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         Ok(None)
     }
 }
@@ -462,13 +457,8 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         }
     }
 
-    fn restore_rules<'a>(
-        &self,
-        call: &'a Call<'_>,
-        mode: RestoreMode,
-        rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
-        self.0.restore_rules(call, mode, rollback)
+    fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
+        self.0.restore_rules(call, mode)
     }
 }
 

@@ -99,19 +99,14 @@ pub trait Plugin {
     fn status(&self, call: &Call<'_>) -> Result<()>;
 
     /// Finds the packet filter rules of the attachment that another program has removed and, with
-    /// [`RestoreMode::Write`], writes them again and pushes the undo onto `rollback`. This is not a
-    /// verb of the specification; only `cnitool rules restore` calls it. Returns a sentence for
-    /// each missing rule; `None` if the plugin, or this configuration, has no packet filter rules.
+    /// [`RestoreMode::Write`], writes them again. This is not a verb of the specification; only
+    /// `cnitool rules restore` calls it. Returns a sentence for each missing rule; `None` if the
+    /// plugin, or this configuration, has no packet filter rules.
     ///
     /// # Errors
     /// The rules cannot be read or written. Some may have been written then; the caller must not
     /// undo that, because the attachment is in use and its other rules would be removed too.
-    fn restore_rules<'a>(
-        &self,
-        _call: &'a Call<'_>,
-        _mode: RestoreMode,
-        _rollback: &mut Rollback<'a>,
-    ) -> Result<Option<Vec<String>>> {
+    fn restore_rules<'a>(&self, _call: &'a Call<'_>, _mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         Ok(None)
     }
 }

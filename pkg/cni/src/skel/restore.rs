@@ -1,15 +1,16 @@
 //! The parts of [`Plugin::restore_rules`](super::Plugin::restore_rules), which writes packet filter
 //! rules again after another program has removed them.
 
+use crate::rollback::Rollback;
 use crate::{Code, Result};
 
 /// Whether [`Plugin::restore_rules`](super::Plugin::restore_rules) writes missing rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RestoreMode {
+#[derive(Debug)]
+pub enum RestoreMode<'r, 'a> {
     /// Only reports the missing rules.
     Report,
-    /// Writes the missing rules.
-    Write,
+    /// Writes the missing rules, and pushes the undo onto this rollback.
+    Write(&'r mut Rollback<'a>),
 }
 
 /// Returns descriptions of the missing rules of a plugin whose CHECK compares only rules; empty if
