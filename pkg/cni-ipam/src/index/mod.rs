@@ -337,7 +337,7 @@ impl Index {
     }
 
     /// Updates the addresses of the attachments after the record of `address` has changed from
-    /// `before` to `after`. `None` means that there is no record.
+    /// `before` to `after`. `None` stands for a missing record.
     fn update_owned(
         &mut self,
         address: IpAddr,

@@ -87,7 +87,7 @@ pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
 /// Decodes the result in a cache entry.
 ///
 /// # Errors
-/// Why there is no result or it cannot be decoded.
+/// The result is missing or cannot be decoded.
 pub(crate) fn decode_result(entry: &Entry) -> Result<AddResult, String> {
     let Some(raw) = &entry.result else { return Err("the result cache has no result of this attachment".to_owned()) };
     let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;

@@ -165,7 +165,7 @@ fn select(files: Vec<ConfFile>, requested: &[PathBuf], folder: &Path) -> Result<
     for name in requested {
         if !files.iter().any(|file| has_name(file, name)) {
             let msg = format!("no net configuration with name {name:?} in {}", folder.display());
-            return Err(Error::config(msg).with_details("there is no file of this name either"));
+            return Err(Error::config(msg).with_details("no file has this name either"));
         }
     }
     let mut files = node::by_precedence(files);
@@ -372,7 +372,7 @@ mod tests {
         assert!(mixed.exit == Exit::Failed && mixed.stderr.contains("failed to read net: "), "{}", mixed.stderr);
         let absent = node.call("validate absent");
         assert!(absent.stderr.contains("no net configuration with name \"absent\" in "), "{}", absent.stderr);
-        assert!(absent.stderr.contains("there is no file of this name either"), "{}", absent.stderr);
+        assert!(absent.stderr.contains("no file has this name either"), "{}", absent.stderr);
         node.configure(r#"{"cniVersion":"1.1.0","name":"net","plugins":[{"type":"a"}],"pluginz":[]}"#);
         let (plain, strict) = (node.call("validate").exit, node.call("validate --strict").exit);
         assert_eq!((plain, strict), (Exit::Done, Exit::Failed));
