@@ -174,19 +174,16 @@ fn program_name(family: Family, variant: Variant) -> String {
     }
 }
 
-/// Returns the entry for an address whose packets the plugin firewall accepts. `comment` is that of
-/// the rule that records the address's owner; `None` if it is not an alias.
-fn forward_entry(
-    place: String,
-    comment: &str,
-    address: std::net::IpAddr,
-    ingress: &forward::Ingress,
-) -> Option<ContainerRule> {
-    let text = match ingress.bridge() {
-        Some(bridge) => format!("packets of {address} are accepted; {bridge} has ingressPolicy {}", ingress.name()),
-        None => format!("packets of {address} are accepted"),
-    };
-    let owner = RuleOwner::from_alias(comment, Evidence::Forward(comment.to_owned()))?;
+/// Returns the entry for an address whose packets the plugin firewall accepts; `None` if its owner
+/// is not an alias.
+fn forward_entry(place: String, owned: &forward::owner::OwnedAddress) -> Option<ContainerRule> {
+    let redirected = if owned.accepts_redirected { " and connections to its host ports" } else { "" };
+    let mut text = format!("packets of {}{redirected} are accepted", owned.address);
+    if let Some(bridge) = owned.ingress.bridge() {
+        text += &format!("; {bridge} has ingressPolicy {}", owned.ingress.name());
+    }
+    let comment = &owned.owner;
+    let owner = RuleOwner::from_alias(comment, Evidence::Forward(comment.clone()))?;
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
@@ -196,10 +193,10 @@ fn forward_entry(
 fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let program = program_name(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
-        let Some((owner, address, ingress)) = forward::iptables::read_owner(rule) else { continue };
+        let Some(owned) = forward::iptables::read_record(rule) else { continue };
         // The entry's place is the chain of the accepting rules, as the records have no effect.
         let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
-        rules.extend(forward_entry(place, owner, address, &ingress));
+        rules.extend(forward_entry(place, &owned));
     }
     Ok(())
 }
@@ -211,12 +208,12 @@ fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for owners in forward::nftables::list_owners(nft)? {
         for owned in owners.addresses() {
             let place = format!("nft {}", owners.table());
-            rules.extend(forward_entry(place, &owned.owner, owned.address, &owned.ingress));
+            rules.extend(forward_entry(place, &owned));
         }
     }
     // The addresses in zones of firewalld, whose owners the plugin firewall records in nf_tables.
     for owned in forward::sources::list(nft)? {
-        rules.extend(forward_entry("firewalld".to_owned(), &owned.owner, owned.address, &owned.ingress));
+        rules.extend(forward_entry("firewalld".to_owned(), &owned));
     }
     list_spoof(nft, rules)
 }
@@ -392,6 +389,7 @@ mod tests {
                 attachment: mine.clone(),
                 addresses: vec!["10.1.0.2".parse().unwrap()],
                 ingress: forward::Ingress::SameBridge("br0".into()),
+                accepts_redirected: false,
                 iptables_admin_chain: forward::ADMIN.into(),
                 nftables_admin_chain: None,
             };

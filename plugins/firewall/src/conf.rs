@@ -21,6 +21,8 @@ pub(crate) struct Conf {
     /// The configured backend; `None` leaves the choice to the host.
     pub(crate) backend: Option<BackendChoice>,
     pub(crate) policy: Policy,
+    /// Whether connections to host ports of the container are accepted.
+    pub(crate) accept_mapped_ports: bool,
     /// The chain for the administrator's rules in iptables.
     pub(crate) iptables_admin_chain: String,
     /// The administrator's chain in nftables that leads to the rules (`nftablesChain`). `None` if
@@ -69,6 +71,7 @@ impl Policy {
 struct RawConf {
     backend: String,
     ingress_policy: String,
+    accept_mapped_ports: bool,
     iptables_admin_chain_name: String,
     nftables_chain: String,
     firewalld_zone: String,
@@ -151,7 +154,14 @@ impl Conf {
             (None, Some(_)) => Some(nftables),
             (backend, _) => backend,
         };
-        Ok(Conf { backend, policy, iptables_admin_chain, nftables_admin_chain, zone })
+        Ok(Conf {
+            backend,
+            policy,
+            accept_mapped_ports: raw.accept_mapped_ports,
+            iptables_admin_chain,
+            nftables_admin_chain,
+            zone,
+        })
     }
 }
 

@@ -260,6 +260,7 @@ fn required_rules(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<Forw
         attachment: call.attachment(),
         addresses: addresses(prev),
         ingress: ingress(conf.policy, prev)?,
+        accepts_redirected: conf.accept_mapped_ports,
         iptables_admin_chain: conf.iptables_admin_chain.clone(),
         nftables_admin_chain: conf.nftables_admin_chain.clone(),
     })

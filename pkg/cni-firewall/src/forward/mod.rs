@@ -45,6 +45,8 @@ pub struct ForwardRules {
     pub addresses: Vec<IpAddr>,
     /// Which containers may open connections to this one.
     pub ingress: Ingress,
+    /// Whether new connections are accepted that were redirected to the container (DNAT).
+    pub accepts_redirected: bool,
     /// iptables: the chain for the administrator's rules.
     pub iptables_admin_chain: String,
     /// nftables: the administrator's chain that jumps to the rules, which are in the same table.
@@ -58,7 +60,12 @@ impl ForwardRules {
         let owner = owner::name(&self.attachment);
         let mut owned = Vec::new();
         for address in &self.addresses {
-            owned.push(OwnedAddress { owner: owner.clone(), address: *address, ingress: self.ingress.clone() });
+            owned.push(OwnedAddress {
+                owner: owner.clone(),
+                address: *address,
+                ingress: self.ingress.clone(),
+                accepts_redirected: self.accepts_redirected,
+            });
         }
         owned
     }

@@ -5,7 +5,8 @@
 //! table inet cni_firewall {                       # or the table of the administrator's chain
 //!     set cni_pods4 { type ipv4_addr; elements = { ADDRESS } }
 //!     set cni_pods6 { type ipv6_addr; elements = { ADDRESS } }
-//!     chain cni_owners { ip saddr ADDRESS [iifname BRIDGE oifname [!=] BRIDGE] comment "cni:NETWORK/CONTAINER/IFNAME" }
+//!     set cni_mapped4, cni_mapped6                 # those with acceptMappedPorts, once there is one
+//!     chain cni_owners { ip saddr ADDRESS [ip daddr ADDRESS] [iifname BRIDGE oifname [!=] BRIDGE] comment "cni:NETWORK/CONTAINER/IFNAME" }
 //!     chain cni_isolation_1 {
 //!         iifname BRIDGE oifname BRIDGE drop       # only for ingressPolicy isolated
 //!         iifname BRIDGE oifname != BRIDGE jump cni_isolation_2            }
@@ -14,6 +15,7 @@
 //!         jump cni_isolation_1
 //!         ip saddr @cni_pods4 accept
 //!         ip daddr @cni_pods4 ct state established,related accept
+//!         ip daddr @cni_mapped4 ct status dnat accept                         # if the set exists
 //!         (the same for ip6)                                               }
 //!     chain forward { type filter hook forward priority filter; jump cni_forward }}
 //! ```
@@ -31,10 +33,12 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::entry_chain::EntryChain;
-use super::iptables::read_owner;
+use super::iptables::read_record;
 use super::owner::{self, Ingress, OwnedAddress};
 use crate::iptables::rule_in_words;
-use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr};
+use crate::nft::expr::{
+    Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr,
+};
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
 use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
@@ -83,6 +87,23 @@ fn set_of(address: IpAddr) -> (&'static str, SetKind) {
     if address.is_ipv4() { ("cni_pods4", SetKind::Ipv4) } else { ("cni_pods6", SetKind::Ipv6) }
 }
 
+/// Returns the name and the type of the set for addresses of the same family as `address` whose
+/// redirected connections are accepted.
+fn redirected_set_of(address: IpAddr) -> (&'static str, SetKind) {
+    if address.is_ipv4() { ("cni_mapped4", SetKind::Ipv4) } else { ("cni_mapped6", SetKind::Ipv6) }
+}
+
+/// Returns the elements of sets that the address needs: the name of the set, and the address.
+fn elements(owned: &OwnedAddress) -> Vec<(&'static str, IpAddr)> {
+    let (set, _) = set_of(owned.address);
+    let mut elements = vec![(set, owned.address)];
+    if owned.accepts_redirected {
+        let (set, _) = redirected_set_of(owned.address);
+        elements.push((set, owned.address));
+    }
+    elements
+}
+
 /// Returns the expressions that match the address's family, as `nft` writes them before an address
 /// in a table that sees both families. Empty in a table of one family.
 fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
@@ -99,18 +120,39 @@ fn jump(chain: &str) -> Expr {
     Expr::Verdict(Verdict::Jump(chain.to_owned()))
 }
 
+/// What the rules of [`CNI_FORWARD`] accept.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Accepted {
+    /// Packets from containers, and the replies.
+    FromContainers,
+    /// Also redirected connections, to the addresses in the sets [`redirected_set_of`].
+    Redirected,
+}
+
+impl Accepted {
+    /// Returns what the rules must accept for these addresses.
+    fn required_by<'a>(addresses: impl IntoIterator<Item = &'a OwnedAddress>) -> Accepted {
+        let is_redirected = addresses.into_iter().any(|owned| owned.accepts_redirected);
+        if is_redirected { Accepted::Redirected } else { Accepted::FromContainers }
+    }
+}
+
 /// Returns the rules of [`CNI_FORWARD`] in the table of `entry_chain`.
-fn forward_rules(entry_chain: &EntryChain) -> Vec<Vec<Expr>> {
+fn forward_rules(entry_chain: &EntryChain, accepted: Accepted) -> Vec<Vec<Expr>> {
     let table = entry_chain.table();
-    let accept = Expr::Verdict(Verdict::Accept);
     let mut rules = vec![vec![jump(STAGE_1)]];
     for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
         let (set, _) = set_of(sample);
         // `in_set` turns the comparison with `sample` into a lookup in the set.
-        let from_container = in_set(saddr(sample), set);
-        let reply_to_container = [in_set(daddr(sample), set), ct_established_related()].concat();
-        rules.push([match_family(table, sample), from_container, vec![accept.clone()]].concat());
-        rules.push([match_family(table, sample), reply_to_container, vec![accept.clone()]].concat());
+        let mut matches =
+            vec![in_set(saddr(sample), set), [in_set(daddr(sample), set), ct_established_related()].concat()];
+        if accepted == Accepted::Redirected {
+            let (set, _) = redirected_set_of(sample);
+            matches.push([in_set(daddr(sample), set), ct_dnat()].concat());
+        }
+        for exprs in matches {
+            rules.push([match_family(table, sample), exprs, vec![Expr::Verdict(Verdict::Accept)]].concat());
+        }
     }
     rules
 }
@@ -139,9 +181,13 @@ fn isolation_rules(ingress: &Ingress) -> Result<Vec<(&'static str, Vec<Expr>)>> 
     Ok(rules)
 }
 
-/// Returns the rule without a verdict that records the owner and the policy of an address.
+/// Returns the rule without a verdict that records the owner and the policy of an address. The
+/// address as the destination too means that redirected connections are accepted.
 pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule> {
     let mut exprs = [match_family(table, owned.address), saddr(owned.address)].concat();
+    if owned.accepts_redirected {
+        exprs.extend(daddr(owned.address));
+    }
     if let Some(bridge) = owned.ingress.bridge() {
         let to_bridge = require_match(oifname(bridge), bridge)?;
         exprs.extend(require_match(iifname(bridge), bridge)?);
@@ -153,13 +199,8 @@ pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule>
 /// Reads a rule that [`owner_rule`] has written; `None` for other rules.
 pub(crate) fn read_owner_rule(listed: &Listed) -> Option<OwnedAddress> {
     // The rule does not name its family. Decoded for the wrong family, it has no address.
-    for family in [route::Family::V4, route::Family::V6] {
-        let rule = rule_in_words(family, listed.clone());
-        if let Some((owner, address, ingress)) = read_owner(&rule) {
-            return Some(OwnedAddress { owner: owner.to_owned(), address, ingress });
-        }
-    }
-    None
+    let families = [route::Family::V4, route::Family::V6];
+    families.into_iter().find_map(|family| read_record(&rule_in_words(family, listed.clone())))
 }
 
 /// The chain [`OWNERS`] of one table.
@@ -269,29 +310,46 @@ fn add_addresses(
         let (set, kind) = set_of(sample);
         batch.ensure_set(table, set, kind);
     }
-    if !has_forward_rules(nft, entry_chain)? {
+    let recorded: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
+    let required = Accepted::required_by(addresses.iter().copied());
+    if find_accepted(nft, entry_chain)?.is_none_or(|accepted| accepted < required) {
+        // Another program may have changed rules that other containers need.
+        let required = required.max(Accepted::required_by(&recorded));
+        if required == Accepted::Redirected {
+            for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
+                let (set, kind) = redirected_set_of(sample);
+                batch.ensure_set(table, set, kind);
+            }
+        }
         batch.flush_chain(table, CNI_FORWARD);
-        for exprs in forward_rules(entry_chain) {
+        for exprs in forward_rules(entry_chain, required) {
             batch.append_rule(table, CNI_FORWARD, &Rule::new(exprs));
         }
     }
     if !leads_to_forward(nft, entry_chain)? {
         batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(CNI_FORWARD)]).with_comment(JUMP_COMMENT));
     }
-    add_elements(nft, batch, table, addresses)
+    add_elements(nft, batch, table, addresses, &recorded)
 }
 
-/// Adds to `batch` the missing elements and rules for `addresses`. The chains and sets that all
-/// containers share must exist in `table`, or `batch` must create them.
-fn add_elements(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, addresses: &[&OwnedAddress]) -> Result<()> {
-    let recorded: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
+/// Adds to `batch` the missing elements and rules for `addresses`. `recorded` are the addresses in
+/// `table`. The chains and sets that all containers share must exist there, or `batch` must create
+/// them.
+fn add_elements(
+    nft: &mut Nft,
+    batch: &mut Batch,
+    table: Table<'_>,
+    addresses: &[&OwnedAddress],
+    recorded: &[OwnedAddress],
+) -> Result<()> {
     let mut isolation: Vec<(&str, Vec<Expr>)> = Vec::new();
     for owned in addresses {
         if !recorded.contains(owned) {
             batch.append_rule(table, OWNERS, &owner_rule(table, owned)?);
         }
-        let (set, _) = set_of(owned.address);
-        batch.ensure_element(table, set, owned.address);
+        for (set, address) in elements(owned) {
+            batch.ensure_element(table, set, address);
+        }
         for rule in isolation_rules(&owned.ingress)? {
             if !isolation.contains(&rule) {
                 isolation.push(rule);
@@ -306,10 +364,13 @@ fn add_elements(nft: &mut Nft, batch: &mut Batch, table: Table<'_>, addresses: &
     Ok(())
 }
 
-/// Whether [`CNI_FORWARD`] in the table of `entry_chain` has exactly the [`forward_rules`].
-fn has_forward_rules(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
+/// Returns what [`CNI_FORWARD`] in the table of `entry_chain` accepts; `None` if it has other rules
+/// than the [`forward_rules`].
+fn find_accepted(nft: &mut Nft, entry_chain: &EntryChain) -> Result<Option<Accepted>> {
     let rules = nft.rules(entry_chain.table(), CNI_FORWARD)?;
-    Ok(rules.iter().map(|listed| &listed.rule.exprs).eq(&forward_rules(entry_chain)))
+    let has_rules =
+        |accepted: &Accepted| rules.iter().map(|listed| &listed.rule.exprs).eq(&forward_rules(entry_chain, *accepted));
+    Ok([Accepted::FromContainers, Accepted::Redirected].into_iter().find(has_rules))
 }
 
 /// Whether a rule of `entry_chain` jumps or goes to [`CNI_FORWARD`], at whatever position the
@@ -362,13 +423,13 @@ fn remove_addresses(
     staying: &[OwnedAddress],
 ) -> Result<()> {
     let table = owners.table();
-    let mut removed: Vec<IpAddr> = Vec::new();
+    let mut removed = Vec::new();
     let mut remaining: Vec<OwnedAddress> = staying.to_vec();
     for listed in &owners.rules {
         let Some(owned) = read_owner_rule(listed) else { continue };
         if is_removed(&owned) {
             batch.delete_rule(table, OWNERS, listed.handle);
-            removed.push(owned.address);
+            removed.push(owned);
         } else {
             remaining.push(owned);
         }
@@ -376,12 +437,9 @@ fn remove_addresses(
     if removed.is_empty() {
         return Ok(());
     }
-    removed.sort();
-    removed.dedup();
-    let still_recorded: BTreeSet<IpAddr> = remaining.iter().map(|owned| owned.address).collect();
-    for address in removed {
-        let (set, _) = set_of(address);
-        if !still_recorded.contains(&address) && nft.has_element(table, set, address)? {
+    let required: BTreeSet<(&str, IpAddr)> = remaining.iter().flat_map(elements).collect();
+    for (set, address) in removed.iter().flat_map(elements).collect::<BTreeSet<_>>() {
+        if !required.contains(&(set, address)) && nft.has_element(table, set, address)? {
             batch.delete_element(table, set, address);
         }
     }

@@ -61,6 +61,9 @@ pub(crate) struct OwnedAddress {
     pub(crate) owner: String,
     pub(crate) address: IpAddr,
     pub(crate) ingress: Ingress,
+    /// Whether new connections are accepted that were redirected to the address (DNAT), as those to
+    /// the host ports of portmap.
+    pub(crate) accepts_redirected: bool,
 }
 
 /// Returns the hash that replaces a network or a container ID in a name that would be too long.

@@ -94,7 +94,12 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
     let owner = owner::name(attachment);
     let mut records = Vec::new();
     for address in addresses {
-        records.push(OwnedAddress { owner: owner.clone(), address: *address, ingress: Ingress::Open });
+        records.push(OwnedAddress {
+            owner: owner.clone(),
+            address: *address,
+            ingress: Ingress::Open,
+            accepts_redirected: false,
+        });
     }
     replace(AttachmentFilter::One(attachment), &records)
 }

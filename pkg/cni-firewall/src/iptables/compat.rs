@@ -300,6 +300,7 @@ mod tests {
             conntrack_states(&info)
         };
         assert_eq!(states(STATES, 6).as_deref(), Some("RELATED,ESTABLISHED"));
+        assert_eq!(states(STATES, 128).as_deref(), Some("DNAT"));
         for (at, value) in [(MATCHED, 3), (INVERTED, 1), (STATES, 64)] {
             assert_eq!(states(at, value), None, "{value} at {at}");
         }

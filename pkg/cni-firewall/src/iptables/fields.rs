@@ -17,7 +17,8 @@ pub(super) const SCTP_DESTINATION_PORTS: u32 = 2;
 /// The flag of a conntrack match that compares the state.
 pub(super) const CONNTRACK_STATE: u16 = 1;
 /// The bits and names of the known connection states, in the order in which iptables prints them.
-pub(super) const CONNTRACK_STATES: [(u16, &str); 4] = [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED")];
+pub(super) const CONNTRACK_STATES: [(u16, &str); 5] =
+    [(1, "INVALID"), (8, "NEW"), (4, "RELATED"), (2, "ESTABLISHED"), (128, "DNAT")];
 /// The flag of a NAT range that has addresses.
 pub(super) const MAP_IPS: u32 = 1;
 /// The flag of a NAT range that has ports.

@@ -277,6 +277,7 @@ mod tests {
         round_trip(&[Expr::Masquerade, Expr::Other("counter".into())]);
         round_trip(&expr::in_set(expr::saddr("10.0.0.2".parse().unwrap()), "pods"));
         round_trip(&expr::ct_established_related());
+        round_trip(&expr::ct_dnat());
         let verdicts = [Verdict::Accept, Verdict::Drop, Verdict::Return, Verdict::Jump("a".into())];
         round_trip(&verdicts.map(Expr::Verdict));
         round_trip(&[Expr::Verdict(Verdict::Goto("b".into())), Expr::Verdict(Verdict::Other(3))]);

@@ -115,15 +115,19 @@ impl BridgeNames {
             let words: Vec<&str> =
                 rule.split(|c: char| c.is_whitespace() || c == '"').filter(|word| !word.is_empty()).collect();
             let accepts = words.iter().any(|word| matches!(*word, "accept" | "ACCEPT"));
-            let is_to_container = words
+            let destination = words
                 .windows(2)
-                .any(|pair| matches!(pair[0], "oifname" | "oif" | "daddr" | "-o" | "-d") && names.contains(&pair[1]));
+                .find(|pair| matches!(pair[0], "oifname" | "oif" | "daddr" | "-o" | "-d"))
+                .map(|pair| pair[1]);
+            let is_to_container = destination.is_some_and(|name| names.contains(&name));
+            // A set is that of the plugin `firewall`, or of the administrator.
+            let may_be_to_container = destination.is_none_or(|name| name.starts_with('@') || is_to_container);
             let is_for_states = ["--ctstate", "ct"].into_iter().any(|word| words.contains(&word));
             let is_for_redirected = words.windows(2).any(|pair| {
                 matches!(pair, ["--ctstate", states] if states.split(',').any(|state| state == "DNAT"))
                     || pair == ["status", "dnat"]
             });
-            accepts && (is_for_redirected || (is_to_container && !is_for_states))
+            accepts && ((is_for_redirected && may_be_to_container) || (is_to_container && !is_for_states))
         })
     }
 }
@@ -402,6 +406,9 @@ mod tests {
             ("-A FORWARD -m conntrack --ctstate DNAT -j ACCEPT", true),
             ("-A FORWARD -m conntrack --ctstate ESTABLISHED,DNAT -j ACCEPT", true),
             ("ct status dnat accept", true),
+            ("-A CNI-FORWARD -d 10.1.0.2/32 -m conntrack --ctstate DNAT -j ACCEPT", true),
+            ("-A CNI-FORWARD -d 10.9.0.9/32 -m conntrack --ctstate DNAT -j ACCEPT", false),
+            ("ip daddr @cni_mapped4 ct status dnat accept", true),
             ("oifname \"br0\" counter packets 0 bytes 0 accept", true),
         ] {
             assert_eq!(names.has_host_ports_accepted_in(rule), accepts, "{rule}");

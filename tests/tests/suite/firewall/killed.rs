@@ -16,7 +16,7 @@ const SWEPT: [Backend; 2] = [Backend::Nftables, Backend::IptablesNft];
 /// next DEL leaves nothing.
 #[track_caller]
 fn swept(world: &World, verb: &str, act: Act) {
-    let config = config(world, json!({"ingressPolicy": "same-bridge"}));
+    let config = config(world, json!({"ingressPolicy": "same-bridge", "acceptMappedPorts": true}));
     let (pod, neighbour) = (world.dual(), world.dual());
     neighbour.add(&config).success();
     let kept = naming(world, &neighbour);

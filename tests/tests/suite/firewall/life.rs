@@ -69,7 +69,7 @@ fn gc_keeps_the_valid_and_other_networks() {
 #[test]
 fn check_is_green_after_add_and_red_after_any_sabotage() {
     each(&BACKENDS, |world| {
-        let config = config(world, json!({"ingressPolicy": "isolated"}));
+        let config = config(world, json!({"ingressPolicy": "isolated", "acceptMappedPorts": true}));
         let sabotage: &[&str] = match world.backend {
             Backend::Nftables => &[
                 "nft flush chain inet cni_firewall forward",
@@ -78,12 +78,14 @@ fn check_is_green_after_add_and_red_after_any_sabotage() {
                 "nft flush chain inet cni_firewall cni_isolation_2",
                 "nft flush set inet cni_firewall cni_pods4",
                 "nft flush set inet cni_firewall cni_pods6",
+                "nft flush set inet cni_firewall cni_mapped4",
                 "nft delete table inet cni_firewall",
             ],
             _ => &[
                 "iptables -w -F FORWARD",
                 "ip6tables -w -F FORWARD",
                 "iptables -w -F CNI-FORWARD",
+                "iptables -w -D CNI-FORWARD 4",
                 "ip6tables -w -D CNI-FORWARD 3",
                 "ip6tables -w -D CNI-FORWARD 2",
                 "iptables -w -D CNI-FORWARD 1",

@@ -4,6 +4,7 @@
 mod firewalld;
 mod killed;
 mod life;
+mod mapped_ports;
 mod operator;
 mod packets;
 mod shapes;

@@ -8,7 +8,7 @@ use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for, at, map};
 use conformance::{HOST, OUTSIDE};
 
 /// Makes the node drop every forwarded packet and returns the keys that name the dropping chain.
-fn dropping(world: &World) -> Value {
+pub(super) fn dropping(world: &World) -> Value {
     for (subnet, host) in ["10.0.0.0/8", "fd00::/16"].into_iter().zip(HOST) {
         world.client.exec(&["ip", "route", "add", subnet, "via", host]);
     }

@@ -8,13 +8,15 @@
 //! -A CNI-FORWARD --comment "CNI firewall plugin admin overrides" -j CNI-ADMIN
 //! -A CNI-FORWARD -d ADDRESS -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
 //! -A CNI-FORWARD -s ADDRESS -j ACCEPT
+//! -A CNI-FORWARD -d ADDRESS -m conntrack --ctstate DNAT -j ACCEPT                                 # only for acceptMappedPorts
 //! -A CNI-ISOLATION-STAGE-1 -i BRIDGE -o BRIDGE --comment "... (ingressPolicy: isolated)" -j DROP  # only for isolated
 //! -A CNI-ISOLATION-STAGE-1 -i BRIDGE ! -o BRIDGE --comment "... (ingressPolicy: POLICY)" -j CNI-ISOLATION-STAGE-2
 //! -A CNI-ISOLATION-STAGE-2 -o BRIDGE --comment "... (ingressPolicy: same-bridge|isolated)" -j DROP
-//! -A CNI-FW-OWNERS -s ADDRESS [-i BRIDGE [!] -o BRIDGE] --comment cni:NETWORK/CONTAINER/IFNAME
+//! -A CNI-FW-OWNERS -s ADDRESS [-d ADDRESS] [-i BRIDGE [!] -o BRIDGE] --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
-//! Both stages end with a RETURN. Go does not write CNI-FW-OWNERS, and no rule leads to that chain:
-//! its rules, the *records*, only name the attachment that has an address, and its isolated bridge.
+//! Both stages end with a RETURN. Go writes neither the third rule of an address nor CNI-FW-OWNERS.
+//! No rule leads to that chain: its rules, the *records*, only name the attachment that has an
+//! address, and its isolated bridge. A record of an address with the third rule has `-d ADDRESS`.
 //!
 //! CNI-FORWARD accepts all packets that come from a container, so the jump to the first stage must
 //! precede the jump to CNI-FORWARD. The Go plugin does not ensure that: it inserts each jump at the
@@ -40,9 +42,9 @@ use removal::Removal;
 pub use shape::ADMIN;
 use shape::{
     ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, commented_rule, end_of_stage,
-    record_rule, single_address, stage_1_rules, stage_2_rule,
+    record_rule, redirected_rule, single_address, stage_1_rules, stage_2_rule,
 };
-pub(crate) use shape::{CNI_FORWARD, OWNERS, STAGE_1, read_owner};
+pub(crate) use shape::{CNI_FORWARD, OWNERS, STAGE_1, read_record};
 
 /// A rule of [`OWNERS`] and what it records.
 struct Record {
@@ -53,8 +55,7 @@ struct Record {
 impl Record {
     /// Reads a rule of [`OWNERS`]; `None` if it is not a record.
     fn read(rule: &Rule) -> Option<Record> {
-        let (owner, address, ingress) = read_owner(rule)?;
-        Some(Record { rule: rule.clone(), owned: OwnedAddress { owner: owner.to_owned(), address, ingress } })
+        Some(Record { rule: rule.clone(), owned: read_record(rule)? })
     }
 }
 
@@ -139,6 +140,15 @@ fn rules_for(rules: &BTreeMap<IpAddr, Vec<Rule>>, address: IpAddr) -> &[Rule] {
     rules.get(&address).map_or(&[], Vec::as_slice)
 }
 
+/// Returns the rules that [`CNI_FORWARD`] must have for an address.
+fn required_rules(owned: &OwnedAddress) -> Vec<Vec<String>> {
+    let mut rules = accept_rules(owned.address).to_vec();
+    if owned.accepts_redirected {
+        rules.push(redirected_rule(owned.address));
+    }
+    rules
+}
+
 /// Returns the policy of these addresses and the bridge that it isolates; `None` for the policy
 /// `open`. All addresses of an attachment have the same policy.
 fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
@@ -193,7 +203,7 @@ pub(super) fn ensure(
         if !existing.is_empty() && !recorded_addresses.contains(&owned.address) {
             accepted_for_others.push(owned.address);
         }
-        for rule in accept_rules(owned.address) {
+        for rule in required_rules(owned) {
             delete_duplicates(&mut edit, CNI_FORWARD, existing, &rule);
             if !contains(existing, &rule) {
                 edit.append(CNI_FORWARD, rule);
@@ -330,9 +340,9 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
     let forward_rules = filter.rules(CNI_FORWARD)?;
     require(CNI_FORWARD, forward_rules, &commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain));
     let accepting = by_address(forward_rules);
-    for address in addresses.iter().map(|owned| owned.address) {
-        for words in accept_rules(address) {
-            require(CNI_FORWARD, rules_for(&accepting, address), &words);
+    for owned in addresses {
+        for words in required_rules(owned) {
+            require(CNI_FORWARD, rules_for(&accepting, owned.address), &words);
         }
     }
     let Some((ingress, bridge)) = isolation else { return Ok(missing) };

@@ -8,7 +8,7 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 use super::super::owner::{Ingress, OwnedAddress};
-use super::shape::{STAGE_2, accept_rules, single_address, stage_1_rules, stage_2_rule};
+use super::shape::{STAGE_2, accept_rules, read_record, redirected_rule, single_address, stage_1_rules, stage_2_rule};
 use super::{CNI_FORWARD, OWNERS, Record, STAGE_1, find_forward_rules, find_rules_of, matching, rules_for};
 use crate::iptables::{Chains, Edit, Rule};
 
@@ -29,7 +29,8 @@ pub(super) struct Removal<'r> {
 impl Removal<'_> {
     /// Returns the edit that removes the records, the accepting rules of their addresses and of the
     /// unrecorded ones, and the isolation rules that no attachment requires any more. An address
-    /// in another record, in `staying` or in `accepted_for_others` keeps its accepting rules.
+    /// in another record, in `staying` or in `accepted_for_others` keeps its accepting rules; the
+    /// rule for redirected connections stays if the record or `staying` says so.
     pub(super) fn plan(&self, filter: &mut Chains<'_>) -> Result<Edit> {
         let mut edit = Edit::new();
         let candidates = self.candidates(filter.family());
@@ -38,23 +39,35 @@ impl Removal<'_> {
         }
         let existing_rules = find_forward_rules(filter, &candidates)?;
         let removed: BTreeSet<&OwnedAddress> = self.records.iter().map(|record| &record.owned).collect();
-        let released = self.without_kept(filter, candidates, &removed)?;
-        for address in &released {
-            for words in accept_rules(*address) {
+        let remaining = self.remaining(filter, &candidates, &removed)?;
+        let mut kept: BTreeSet<IpAddr> = remaining.iter().map(|owned| owned.address).collect();
+        kept.extend(self.accepted_for_others);
+        let redirected: BTreeSet<IpAddr> =
+            remaining.iter().filter(|owned| owned.accepts_redirected).map(|owned| owned.address).collect();
+        for address in &candidates {
+            let mut unneeded = Vec::new();
+            if !kept.contains(address) {
+                unneeded.extend(accept_rules(*address));
+            }
+            if !redirected.contains(address) {
+                unneeded.push(redirected_rule(*address));
+            }
+            for words in unneeded {
                 for rule in matching(rules_for(&existing_rules, *address), &words) {
                     edit.delete(CNI_FORWARD, rule);
                 }
             }
         }
+        let released: Vec<IpAddr> = candidates.into_iter().filter(|address| !kept.contains(address)).collect();
         for record in self.records {
             edit.delete(OWNERS, &record.rule);
         }
         // Without this chain nothing is isolated, and the other records need not be read.
         if filter.has_chain(STAGE_1)? {
             let mut remaining: Vec<OwnedAddress> = self.staying.to_vec();
-            for record in filter.rules(OWNERS)?.iter().filter_map(Record::read) {
-                if !removed.contains(&record.owned) {
-                    remaining.push(record.owned);
+            for owned in filter.rules(OWNERS)?.iter().filter_map(read_record) {
+                if !removed.contains(&owned) {
+                    remaining.push(owned);
                 }
             }
             end_isolation(filter, &mut edit, &remaining, &released)?;
@@ -73,22 +86,21 @@ impl Removal<'_> {
         candidates
     }
 
-    /// Returns `candidates` without the addresses that keep their accepting rules.
-    fn without_kept(
+    /// Returns the addresses that have an owner after the removal: `staying`, and those of
+    /// `candidates` in other records.
+    fn remaining(
         &self,
         filter: &mut Chains<'_>,
-        mut candidates: Vec<IpAddr>,
+        candidates: &[IpAddr],
         removed: &BTreeSet<&OwnedAddress>,
-    ) -> Result<Vec<IpAddr>> {
-        let mut kept: BTreeSet<IpAddr> = self.accepted_for_others.iter().copied().collect();
-        kept.extend(self.staying.iter().map(|owned| owned.address));
-        for record in find_rules_of(filter, OWNERS, &candidates)?.iter().filter_map(Record::read) {
-            if !removed.contains(&record.owned) {
-                kept.insert(record.owned.address);
+    ) -> Result<Vec<OwnedAddress>> {
+        let mut remaining = self.staying.to_vec();
+        for owned in find_rules_of(filter, OWNERS, candidates)?.iter().filter_map(read_record) {
+            if !removed.contains(&owned) {
+                remaining.push(owned);
             }
         }
-        candidates.retain(|address| !kept.contains(address));
-        Ok(candidates)
+        Ok(remaining)
     }
 }
 

@@ -44,6 +44,13 @@ pub(super) fn accept_rules(address: IpAddr) -> [Vec<String>; 2] {
     ]
 }
 
+/// Returns the rule by which [`CNI_FORWARD`] accepts the connections that were redirected to an
+/// address. Go's plugin does not write it.
+pub(super) fn redirected_rule(address: IpAddr) -> Vec<String> {
+    let host = Cidr::host(address).to_string();
+    words(&["-d", &host, "-m", "conntrack", "--ctstate", "DNAT", "-j", "ACCEPT"])
+}
+
 /// Returns the rules of the policy's bridge in [`STAGE_1`], in order; none for the policy `open`.
 pub(super) fn stage_1_rules(ingress: &Ingress) -> Vec<Vec<String>> {
     let comment = format!("CNI firewall plugin rules (ingressPolicy: {})", ingress.name());
@@ -68,7 +75,8 @@ pub(super) fn end_of_stage() -> Vec<String> {
 }
 
 /// Returns the record of an address for [`OWNERS`]. The interface matches store the policy, as in
-/// [`STAGE_1`]: none for `open`, `-i B ! -o B` for `same-bridge`, `-i B -o B` for `isolated`.
+/// [`STAGE_1`]: none for `open`, `-i B ! -o B` for `same-bridge`, `-i B -o B` for `isolated`. The
+/// address as the destination too means that redirected connections are accepted.
 pub(super) fn record_rule(owned: &OwnedAddress) -> Vec<String> {
     let host = Cidr::host(owned.address).to_string();
     let interface_matches = match &owned.ingress {
@@ -76,7 +84,10 @@ pub(super) fn record_rule(owned: &OwnedAddress) -> Vec<String> {
         Ingress::SameBridge(bridge) => vec!["-i", bridge, "!", "-o", bridge],
         Ingress::Isolated(bridge) => vec!["-i", bridge, "-o", bridge],
     };
-    words(&[&["-s", &host][..], &interface_matches, &["-m", "comment", "--comment", &owned.owner]].concat())
+    let destination = if owned.accepts_redirected { vec!["-d", &host] } else { Vec::new() };
+    words(
+        &[&["-s", &host][..], &destination, &interface_matches, &["-m", "comment", "--comment", &owned.owner]].concat(),
+    )
 }
 
 /// Returns the value of the rule's `option`, which is `-s` or `-d`; `None` if the value is not a
@@ -86,9 +97,9 @@ pub(super) fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
     if cidr == Cidr::host(cidr.address()) { Some(cidr.address()) } else { None }
 }
 
-/// Returns the owner, the address and the policy in a rule that [`record_rule`] has written; `None`
-/// for other rules. Also reads a record of the nftables backend, decoded into words of iptables.
-pub(crate) fn read_owner(rule: &Rule) -> Option<(&str, IpAddr, Ingress)> {
+/// Reads a rule that [`record_rule`] has written; `None` for other rules. Also reads a record of
+/// the nftables backend, decoded into words of iptables.
+pub(crate) fn read_record(rule: &Rule) -> Option<OwnedAddress> {
     let owner = rule.comment()?;
     if rule.target().is_some() || !owner::is_name(owner) {
         return None;
@@ -99,5 +110,7 @@ pub(crate) fn read_owner(rule: &Rule) -> Option<(&str, IpAddr, Ingress)> {
         (Some(bridge), None) => Ingress::SameBridge(bridge.to_owned()),
         (Some(bridge), Some(_)) => Ingress::Isolated(bridge.to_owned()),
     };
-    Some((owner, single_address(rule, "-s")?, ingress))
+    let address = single_address(rule, "-s")?;
+    let accepts_redirected = single_address(rule, "-d") == Some(address);
+    Some(OwnedAddress { owner: owner.to_owned(), address, ingress, accepts_redirected })
 }

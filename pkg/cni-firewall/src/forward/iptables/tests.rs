@@ -23,6 +23,7 @@ fn addresses(count: usize, container: impl Fn(usize) -> String) -> Vec<OwnedAddr
         owner: format!("cni:net/{}/eth0", container(i)),
         address: IpAddr::from([10, 1, u8::try_from(i / 250).unwrap(), u8::try_from(i % 250).unwrap()]),
         ingress: Ingress::Open,
+        accepts_redirected: false,
     };
     (0..count).map(owned).collect()
 }

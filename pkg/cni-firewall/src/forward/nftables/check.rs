@@ -3,7 +3,7 @@
 use cni_linux::error::Result;
 
 use super::{
-    CNI_FORWARD, OWN_CHAIN_HOOK, by_entry_chain, has_forward_rules, isolation_rules, leads_to_forward, set_of,
+    Accepted, CNI_FORWARD, OWN_CHAIN_HOOK, by_entry_chain, elements, find_accepted, isolation_rules, leads_to_forward,
 };
 use crate::forward::entry_chain::EntryChain;
 use crate::forward::owner::OwnedAddress;
@@ -19,7 +19,8 @@ pub(in crate::forward) fn check(
     let mut missing = Vec::new();
     for (entry_chain, group) in by_entry_chain(addresses, admin_chain, &own_chain) {
         let table = entry_chain.table();
-        if !has_forward_rules(nft, entry_chain)? {
+        let required = Accepted::required_by(group.iter().copied());
+        if find_accepted(nft, entry_chain)?.is_none_or(|accepted| accepted < required) {
             missing.push(format!("nft chain {table} {CNI_FORWARD} is missing or has other rules than it should"));
             continue;
         }
@@ -32,9 +33,10 @@ pub(in crate::forward) fn check(
             missing.push(format!("nft chain {table} {} does not lead to {CNI_FORWARD}", entry_chain.chain));
         }
         for owned in group {
-            let (set, _) = set_of(owned.address);
-            if !nft.has_element(table, set, owned.address)? {
-                missing.push(format!("nft set {table} {set} lacks {}", owned.address));
+            for (set, address) in elements(owned) {
+                if !nft.has_element(table, set, address)? {
+                    missing.push(format!("nft set {table} {set} lacks {address}"));
+                }
             }
             for (chain, exprs) in isolation_rules(&owned.ingress)? {
                 if nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == exprs) {

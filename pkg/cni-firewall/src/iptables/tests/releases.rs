@@ -50,6 +50,7 @@ fn lines(family: Family, table: Table) -> Vec<String> {
             vec![
                 "-A FORWARD -m comment --comment \"CNI firewall plugin rules\" -j CNI-A".to_owned(),
                 format!("-A CNI-A -d {host} -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT"),
+                format!("-A CNI-A -d {host} -m conntrack --ctstate DNAT -j ACCEPT"),
                 format!("-A CNI-A -s {host} -j ACCEPT"),
                 "-A CNI-A -i cni0 ! -o cni0 -m comment --comment \"isolated\" -j CNI-B".to_owned(),
                 "-A CNI-B -o cni0 -j DROP".to_owned(),

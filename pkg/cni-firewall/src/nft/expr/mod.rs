@@ -405,10 +405,21 @@ pub fn ct_established_related() -> Vec<Expr> {
     const NFT_CT_STATE: u32 = 0;
     const ESTABLISHED: u32 = 1 << 1;
     const RELATED: u32 = 1 << 2;
-    let mask = (ESTABLISHED | RELATED).to_ne_bytes().to_vec();
+    ct_has_any(NFT_CT_STATE, ESTABLISHED | RELATED)
+}
+
+/// Returns the match `ct status dnat`: the connection's destination was changed.
+pub fn ct_dnat() -> Vec<Expr> {
+    const NFT_CT_STATUS: u32 = 2;
+    const IPS_DST_NAT: u32 = 1 << 5;
+    ct_has_any(NFT_CT_STATUS, IPS_DST_NAT)
+}
+
+/// Returns the match of a connection whose value `key` has one of `bits`.
+fn ct_has_any(key: u32, bits: u32) -> Vec<Expr> {
     vec![
-        Expr::Ct { key: NFT_CT_STATE, to: Reg::R1 },
-        Expr::Bitwise { reg: Reg::R1, mask, xor: vec![0; 4] },
+        Expr::Ct { key, to: Reg::R1 },
+        Expr::Bitwise { reg: Reg::R1, mask: bits.to_ne_bytes().to_vec(), xor: vec![0; 4] },
         Expr::Cmp { op: CmpOp::NE, reg: Reg::R1, data: vec![0; 4] },
     ]
 }
