@@ -98,7 +98,7 @@ impl RuleOwner {
         let AttachmentId { network, container_id, ifname } = attachment;
         match &self.evidence {
             Evidence::MasqueradeNft(comment) => {
-                comment.starts_with(&masquerade_nft::attachment_key(network, container_id, ifname))
+                masquerade_nft::key_of(comment) == (masquerade_nft::KEY.name)(attachment)
             }
             Evidence::MasqueradeIptables(comment) => *comment == masquerade_iptables::comment(network, container_id),
             Evidence::PortMapNft(rule) => Identity::new(attachment).ownership_of(rule) != Ownership::Other,

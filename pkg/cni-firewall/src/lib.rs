@@ -12,6 +12,7 @@
 //! process may be about to add a rule.
 
 pub mod container_rules;
+mod engine;
 pub mod forward;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -19,11 +20,13 @@ pub mod fuzzing;
 pub mod iptables;
 pub mod masquerade;
 pub mod nft;
+pub mod owner;
 pub mod portmap;
 pub mod spoof;
 
 pub use forward::Forward;
 pub use masquerade::Masquerade;
+pub use owner::AttachmentFilter;
 pub use spoof::SpoofCheck;
 
 use std::fmt;

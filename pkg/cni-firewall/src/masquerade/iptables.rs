@@ -26,6 +26,7 @@ use cni::Cidr;
 use cni::hash::sha512_hex;
 
 use crate::iptables::{Chain, Chains, Edit, Rule};
+use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -39,6 +40,11 @@ const COMMENT_MAX: usize = 255;
 /// Returns the name of the container's chain in this network.
 pub(super) fn chain_name(network: &str, container: &str) -> String {
     format!("{CHAIN_PREFIX}{}", sha512_hex(&[network.as_bytes(), container.as_bytes()], CHAIN_DIGITS))
+}
+
+/// Returns the name of the chain of the attachment's container.
+pub(super) fn chain_of(attachment: &AttachmentId) -> String {
+    chain_name(&attachment.network, &attachment.container_id)
 }
 
 /// Whether this is the name of a masquerading chain: `CNI-` and 24 hex digits. The names of other
@@ -90,7 +96,7 @@ impl RuleNames {
     /// Returns the names for the attachment's rules.
     fn new(attachment: &AttachmentId) -> RuleNames {
         RuleNames {
-            chain: chain_name(&attachment.network, &attachment.container_id),
+            chain: chain_of(attachment),
             comment: comment(&attachment.network, &attachment.container_id),
             alias: attachment.alias(),
         }
@@ -107,9 +113,17 @@ impl RuleNames {
         self.commented(&["-s", &Cidr::host(address.address()).to_string()], &self.chain)
     }
 
-    /// Returns the rule of the container's chain that lets packets to `network` keep their source.
-    fn accept(&self, network: Cidr) -> Vec<String> {
-        self.commented(&["-d", &network.to_string()], "ACCEPT")
+    /// Returns the rules of the container's chain that let packets to the networks of `addresses`
+    /// keep their source.
+    fn accepts(&self, addresses: &[Cidr]) -> Vec<Vec<String>> {
+        let mut rules = Vec::new();
+        for address in addresses {
+            let rule = self.commented(&["-d", &address.network().to_string()], "ACCEPT");
+            if !rules.contains(&rule) {
+                rules.push(rule);
+            }
+        }
+        rules
     }
 
     /// Returns the rule of the container's chain that masquerades all other unicast packets.
@@ -160,275 +174,192 @@ impl Tag {
     }
 }
 
+/// The rules of a container that are in place.
+#[derive(Default)]
+struct ContainerRules {
+    /// The container's chain; `None` if it does not exist.
+    chain: Option<Chain>,
+    /// The rules of POSTROUTING that send the container's packets to the chain.
+    jumps: Vec<Rule>,
+    /// Whether rules of another container jump to the chain ([`RuleNames::is_jump`]).
+    has_other_jumps: bool,
+}
+
+impl ContainerRules {
+    /// Reads the rules of a container.
+    fn read(nat: &mut Chains<'_>, names: &RuleNames) -> Result<ContainerRules> {
+        // Without the chain, POSTROUTING, which can be long, is not read: a rule cannot jump to a
+        // chain that does not exist.
+        let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(ContainerRules::default()) };
+        let all_jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;
+        let (jumps, other_jumps): (Vec<Rule>, Vec<Rule>) = all_jumps.into_iter().partition(|rule| names.is_jump(rule));
+        Ok(ContainerRules { chain: Some(chain), jumps, has_other_jumps: !other_jumps.is_empty() })
+    }
+
+    /// Reads the rules of all containers of a network. Returns them by the names of their chains.
+    fn read_all(nat: &mut Chains<'_>, network: &str) -> Result<Vec<(String, ContainerRules)>> {
+        let mut containers = Vec::new();
+        let names = nat.read_chains_where(is_chain_name)?;
+        // POSTROUTING, which can be long, is not read without need.
+        if names.is_empty() {
+            return Ok(containers);
+        }
+        let mut all_jumps = nat.rules_by_target(POSTROUTING)?;
+        let prefixes = [AttachmentId::network_prefix(network), format!("name: \"{network}\" id: ")];
+        let is_of_network = |comment: &str| prefixes.iter().any(|prefix| comment.starts_with(prefix));
+        for name in names {
+            let Some(chain) = nat.chain(&name)? else { continue };
+            let jumps = all_jumps.remove(&name).unwrap_or_default();
+            // The chain's name is only a hash: the comments decide which network it belongs to.
+            let mut comments = jumps.iter().chain(&chain.rules).filter_map(Rule::comment).peekable();
+            if comments.peek().is_some() && comments.all(is_of_network) {
+                let chain = Some(chain.clone());
+                containers.push((name, ContainerRules { chain, jumps, has_other_jumps: false }));
+            }
+        }
+        Ok(containers)
+    }
+
+    /// Adds to `edit` the rules for `addresses` that are missing.
+    fn add_missing(&self, edit: &mut Edit, names: &RuleNames, family: Family, addresses: &[Cidr]) {
+        if self.chain.is_none() {
+            edit.create_chain(&names.chain);
+        }
+        let existing = self.chain.as_ref().map_or(&[][..], |chain| &chain.rules);
+        let is_missing = |words: &Vec<String>| !existing.iter().any(|rule| rule.matches(words));
+        // Inserted, not appended, because ACCEPT must precede MASQUERADE.
+        for accept in names.accepts(addresses).into_iter().rev().filter(is_missing) {
+            edit.insert(&names.chain, accept);
+        }
+        let tags = addresses.iter().map(|address| names.tag(*address));
+        for words in std::iter::once(names.masquerade(family)).chain(tags).filter(is_missing) {
+            edit.append(&names.chain, words);
+        }
+        for address in addresses {
+            let host = Cidr::host(address.address());
+            if !self.jumps.iter().any(|jump| source(jump) == Some(host)) {
+                edit.append(POSTROUTING, names.jump(*address));
+            }
+        }
+    }
+
+    /// Adds to `edit` the removal of the tags for which `is_garbage` is true, of the rules that
+    /// only their attachments need, and of the `untagged` jumps. The attachments of the other tags
+    /// and `kept`, addresses of a further attachment, keep their rules. The chain, whose name is
+    /// `name`, is removed if no rule needs it.
+    fn remove(
+        &self,
+        edit: &mut Edit,
+        name: &str,
+        is_garbage: impl Fn(&Tag) -> bool,
+        untagged: Untagged<'_>,
+        kept: &[Cidr],
+    ) {
+        let Some(chain) = &self.chain else { return };
+        let (garbage, remaining): (Vec<Tag>, Vec<Tag>) =
+            chain.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(tag));
+        let is_kept = |source: Option<Cidr>| kept.iter().any(|address| Some(Cidr::host(address.address())) == source);
+        let mut remaining_sources: Vec<Option<Cidr>> = Vec::new();
+        let mut has_remaining_untagged = false;
+        for jump in &self.jumps {
+            let source = source(jump);
+            let is_removed = if is_kept(source) || remaining.iter().any(|tag| tag.source == source) {
+                // An address needs one jump. Two simultaneous ADDs of the Go plugin can both append
+                // the same rule.
+                source.is_some() && remaining_sources.contains(&source)
+            } else if garbage.iter().any(|tag| tag.source == source) {
+                true
+            } else {
+                let is_selected = match untagged {
+                    Untagged::Keep => false,
+                    Untagged::Covering(addresses) => {
+                        source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
+                    }
+                    Untagged::UnlessTagged => garbage.is_empty(),
+                    Untagged::All => true,
+                };
+                has_remaining_untagged |= !is_selected;
+                is_selected
+            };
+            if is_removed {
+                edit.delete(POSTROUTING, jump);
+            } else {
+                remaining_sources.push(source);
+            }
+        }
+        let has_remaining_jump = self.has_other_jumps || !remaining_sources.is_empty();
+        if !has_remaining_jump && remaining.is_empty() && kept.is_empty() {
+            edit.delete_chain(name, chain);
+            return;
+        }
+        for tag in &garbage {
+            edit.delete(name, &tag.rule);
+        }
+        // An untagged jump does not name its network, and may need any ACCEPT rule.
+        if has_remaining_untagged {
+            return;
+        }
+        let is_unused = |network: Cidr| {
+            let has_network = |tags: &[Tag]| tags.iter().any(|tag| tag.network == Some(network));
+            has_network(&garbage)
+                && !has_network(&remaining)
+                && !kept.iter().any(|address| address.network() == network)
+        };
+        for rule in chain.rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
+            if rule.value("-d").and_then(|network| network.parse().ok()).is_some_and(is_unused) {
+                edit.delete(name, rule);
+            }
+        }
+    }
+}
+
 /// Returns the edit after which exactly `addresses` are the attachment's masqueraded addresses, in
 /// the family of `nat`.
 pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
-    let names = RuleNames::new(attachment);
-    let mut networks: Vec<Cidr> = Vec::new();
-    for network in addresses.iter().map(Cidr::network) {
-        if !networks.contains(&network) {
-            networks.push(network);
-        }
-    }
-    let Some(chain) = nat.chain(&names.chain)?.cloned() else {
-        return Ok(create(&names, nat.family(), addresses, &networks));
-    };
-    let mut edit = Edit::new();
-    add_missing_rules(&mut edit, &names, &chain, nat.family(), addresses, &networks);
-
-    let (own_tags, other_tags): (Vec<Tag>, Vec<Tag>) =
-        chain.rules.iter().filter_map(Tag::read).partition(|tag| tag.alias == names.alias);
-    let requested_tags: Vec<Vec<String>> = addresses.iter().map(|address| names.tag(*address)).collect();
-    let mut unused_networks: Vec<Cidr> = Vec::new();
-    for tag in &own_tags {
-        if requested_tags.iter().any(|words| tag.rule.matches(words)) {
-            continue;
-        }
-        edit.delete(&names.chain, &tag.rule);
-        let is_network_of_other = other_tags.iter().any(|other| other.network == tag.network);
-        unused_networks.extend(tag.network.filter(|network| !networks.contains(network) && !is_network_of_other));
-    }
-
-    let requested_sources: Vec<Cidr> = addresses.iter().map(|address| Cidr::host(address.address())).collect();
-    let mut has_untagged = false;
-    let mut existing_sources: Vec<Cidr> = Vec::new();
-    for jump in nat.rules_leading_to(POSTROUTING, &names.chain)?.iter().filter(|rule| names.is_jump(rule)) {
-        let source = source(jump);
-        // Two simultaneous ADDs of the Go plugin can both append the same rule.
-        let is_duplicate = source.is_some_and(|source| existing_sources.contains(&source));
-        let is_requested = source.is_some_and(|source| requested_sources.contains(&source));
-        let has_own_tag = own_tags.iter().any(|tag| tag.source == source);
-        let has_other_tag = other_tags.iter().any(|tag| tag.source == source);
-        let is_stale = has_own_tag && !has_other_tag && !is_requested;
-        has_untagged |= !has_own_tag && !has_other_tag;
-        if is_duplicate || is_stale {
-            edit.delete(POSTROUTING, jump);
-        }
-        existing_sources.extend(source);
-    }
-    // An untagged jump may need any ACCEPT rule.
-    if !has_untagged {
-        delete_accepts(&mut edit, &names.chain, &chain.rules, &unused_networks);
-    }
-    for address in addresses {
-        if !existing_sources.contains(&Cidr::host(address.address())) {
-            edit.append(POSTROUTING, names.jump(*address));
-        }
-    }
+    let (mut edit, names) = (Edit::new(), RuleNames::new(attachment));
+    let rules = ContainerRules::read(nat, &names)?;
+    rules.add_missing(&mut edit, &names, nat.family(), addresses);
+    let tags: Vec<Vec<String>> = addresses.iter().map(|address| names.tag(*address)).collect();
+    let is_outdated = |tag: &Tag| tag.alias == names.alias && !tags.iter().any(|words| tag.rule.matches(words));
+    rules.remove(&mut edit, &names.chain, is_outdated, Untagged::Keep, addresses);
     Ok(edit)
 }
 
-/// Adds to `edit` the rules for `addresses`, which are in `networks`, that the container's existing
-/// `chain` lacks.
-fn add_missing_rules(
-    edit: &mut Edit,
-    names: &RuleNames,
-    chain: &Chain,
-    family: Family,
-    addresses: &[Cidr],
-    networks: &[Cidr],
-) {
-    let chain_has = |words: &[String]| chain.rules.iter().any(|rule| rule.matches(words));
-    // The ACCEPT rules are inserted, not appended, because they must precede MASQUERADE.
-    for network in networks.iter().rev() {
-        let accept = names.accept(*network);
-        if !chain_has(&accept) {
-            edit.insert(&names.chain, accept);
+/// Returns the edit that removes the rules of the selected attachments.
+pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Result<Edit> {
+    let (mut edit, selected) = (Edit::new(), filter.owners(ALIAS));
+    let is_garbage = |tag: &Tag| selected.contains(&tag.alias);
+    match filter {
+        AttachmentFilter::One { attachment, untagged } => {
+            let names = RuleNames::new(attachment);
+            ContainerRules::read(nat, &names)?.remove(&mut edit, &names.chain, is_garbage, untagged, &[]);
         }
-    }
-    let masquerade = names.masquerade(family);
-    if !chain_has(&masquerade) {
-        edit.append(&names.chain, masquerade);
-    }
-    for address in addresses {
-        let tag = names.tag(*address);
-        if !chain_has(&tag) {
-            edit.append(&names.chain, tag);
+        AttachmentFilter::Garbage { network, valid } => {
+            let valid_chains: BTreeSet<String> = valid.iter().map(|(id, _)| chain_name(network, id)).collect();
+            for (name, rules) in ContainerRules::read_all(nat, network)? {
+                let untagged = if valid_chains.contains(&name) { Untagged::Keep } else { Untagged::All };
+                rules.remove(&mut edit, &name, is_garbage, untagged, &[]);
+            }
         }
-    }
-}
-
-/// Returns the edit that creates a container's chain and all rules for `addresses`, which are in
-/// `networks`. POSTROUTING, which can be long, is not read: a rule cannot jump to a chain that does
-/// not exist.
-fn create(names: &RuleNames, family: Family, addresses: &[Cidr], networks: &[Cidr]) -> Edit {
-    let mut edit = Edit::new();
-    edit.create_chain(&names.chain);
-    for network in networks {
-        edit.append(&names.chain, names.accept(*network));
-    }
-    edit.append(&names.chain, names.masquerade(family));
-    for address in addresses {
-        edit.append(&names.chain, names.tag(*address));
-        edit.append(POSTROUTING, names.jump(*address));
-    }
-    edit
-}
-
-/// Which untagged jumps of the container are removed with an attachment.
-#[derive(Clone, Copy)]
-pub(super) enum Untagged<'a> {
-    /// None.
-    Keep,
-    /// Those whose source covers one of these addresses of the attachment.
-    Covering(&'a [IpAddr]),
-    /// All, unless the attachment has tags: its addresses are unknown.
-    UnlessTagged,
-}
-
-/// Returns the edit that removes the attachment's rules, with these untagged jumps.
-pub(super) fn purge(nat: &mut Chains<'_>, attachment: &AttachmentId, untagged: Untagged<'_>) -> Result<Edit> {
-    let names = RuleNames::new(attachment);
-    let is_own = |alias: &str| alias == names.alias;
-    let is_own_untagged = |source: Option<Cidr>, has_own_tags: bool| match untagged {
-        Untagged::Keep => false,
-        Untagged::Covering(addresses) => {
-            source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
-        }
-        Untagged::UnlessTagged => !has_own_tags,
-    };
-    let Some(content) = nat.chain(&names.chain)?.cloned() else { return Ok(Edit::new()) };
-    let jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;
-    let chain = ContainerChain { name: &names.chain, content: &content, jumps: &jumps };
-    Ok(remove(&chain, Some(&names), is_own, is_own_untagged))
-}
-
-/// Returns the edit that removes the rules of the attachments of `network` that are not in `valid`
-/// (container ID, interface name). Untagged jumps stay while any interface of their container is
-/// valid.
-pub(super) fn gc(nat: &mut Chains<'_>, network: &str, valid: &[(&str, &str)]) -> Result<Edit> {
-    let chains_of_valid: BTreeSet<String> = valid.iter().map(|(container, _)| chain_name(network, container)).collect();
-    let valid_aliases: BTreeSet<String> =
-        valid.iter().map(|(container, ifname)| AttachmentId::new(network, *container, *ifname).alias()).collect();
-    let alias_prefix = AttachmentId::network_prefix(network);
-    let comment_prefix = format!("name: \"{network}\" id: ");
-    let mut edit = Edit::new();
-    let chains = nat.read_chains_where(is_chain_name)?;
-    // POSTROUTING, which can be long, is not read without need.
-    if chains.is_empty() {
-        return Ok(edit);
-    }
-    let all_jumps = nat.rules_by_target(POSTROUTING)?;
-    for chain in chains {
-        let Some(content) = nat.chain(&chain)? else { continue };
-        let jumps = all_jumps.get(&chain).map_or(&[][..], Vec::as_slice);
-        let comments: Vec<&str> = jumps.iter().chain(&content.rules).filter_map(Rule::comment).collect();
-        let is_of_network = |comment: &&str| comment.starts_with(&comment_prefix) || comment.starts_with(&alias_prefix);
-        // The chain's name is only a hash: the comments decide which network it belongs to.
-        if comments.is_empty() || !comments.iter().all(is_of_network) {
-            continue;
-        }
-        let is_garbage = |alias: &str| !valid_aliases.contains(alias);
-        let container_is_valid = chains_of_valid.contains(&chain);
-        // All comments were checked above.
-        let names = None;
-        let chain = ContainerChain { name: &chain, content, jumps };
-        edit.extend(remove(&chain, names, is_garbage, |_, _| !container_is_valid));
     }
     Ok(edit)
-}
-
-/// A container's chain, with all rules of POSTROUTING that jump to it.
-struct ContainerChain<'c> {
-    name: &'c str,
-    content: &'c Chain,
-    jumps: &'c [Rule],
-}
-
-/// Returns the edit that removes rules from a container's `chain` and from POSTROUTING. The chain
-/// is removed if no jump and no tag remains.
-///
-/// - `is_garbage(alias)`: whether the rules of the attachment with this alias are removed.
-/// - `is_untagged_garbage(source, has_garbage_tags)`: whether an untagged jump with this source is
-///   removed. `has_garbage_tags` is whether a tag of the chain has an alias for which `is_garbage`
-///   is true.
-/// - `names`: if given, only jumps with the comment of this container are removed, because another
-///   container can have a chain of the same name ([`RuleNames::is_jump`]).
-fn remove(
-    chain: &ContainerChain<'_>,
-    names: Option<&RuleNames>,
-    is_garbage: impl Fn(&str) -> bool,
-    is_untagged_garbage: impl Fn(Option<Cidr>, bool) -> bool,
-) -> Edit {
-    let mut edit = Edit::new();
-    let ContainerChain { name, content, jumps } = *chain;
-    let (garbage_tags, remaining_tags): (Vec<Tag>, Vec<Tag>) =
-        content.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(&tag.alias));
-    let (mut has_remaining_jump, mut has_remaining_untagged) = (false, false);
-    let mut remaining_sources: Vec<Cidr> = Vec::new();
-    for jump in jumps {
-        let source = source(jump);
-        let is_of_other_container = names.is_some_and(|names| !names.is_jump(jump));
-        let has_remaining_tag = remaining_tags.iter().any(|tag| tag.source == source);
-        let has_garbage_tag = garbage_tags.iter().any(|tag| tag.source == source);
-        let is_jump_garbage = if is_of_other_container {
-            false
-        } else if has_remaining_tag {
-            // A remaining attachment needs one jump with this source: only duplicates are removed.
-            source.is_some_and(|source| remaining_sources.contains(&source))
-        } else if has_garbage_tag {
-            true
-        } else {
-            let is_untagged_garbage = is_untagged_garbage(source, !garbage_tags.is_empty());
-            has_remaining_untagged |= !is_untagged_garbage;
-            is_untagged_garbage
-        };
-        if is_jump_garbage {
-            edit.delete(POSTROUTING, jump);
-        } else {
-            remaining_sources.extend(source);
-            has_remaining_jump = true;
-        }
-    }
-    if !has_remaining_jump && remaining_tags.is_empty() {
-        edit.delete_chain(name, content);
-        return edit;
-    }
-    for tag in &garbage_tags {
-        edit.delete(name, &tag.rule);
-    }
-    // An untagged jump may need any ACCEPT rule.
-    if has_remaining_untagged {
-        return edit;
-    }
-    let unused_networks: Vec<Cidr> = garbage_tags
-        .iter()
-        .filter_map(|tag| tag.network)
-        .filter(|network| !remaining_tags.iter().any(|tag| tag.network == Some(*network)))
-        .collect();
-    delete_accepts(&mut edit, name, &content.rules, &unused_networks);
-    edit
-}
-
-/// Adds to `edit` the removal of the ACCEPT rules for `networks` from `chain`, which contains
-/// `rules`. Must not be called if an untagged jump remains: the jump does not name its network, and
-/// may need any of these rules.
-fn delete_accepts(edit: &mut Edit, chain: &str, rules: &[Rule], networks: &[Cidr]) {
-    for rule in rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
-        let destination: Option<Cidr> = rule.value("-d").and_then(|network| network.parse().ok());
-        if destination.is_some_and(|network| networks.contains(&network)) {
-            edit.delete(chain, rule);
-        }
-    }
 }
 
 /// Returns a sentence for each rule of the attachment that is missing in the family of `nat`; empty
 /// if none. Accepts rules of any program.
 pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
     let names = RuleNames::new(attachment);
-    let Some(chain) = nat.chain(&names.chain)?.cloned() else {
+    let ContainerRules { chain, jumps, .. } = ContainerRules::read(nat, &names)?;
+    let Some(chain) = chain else {
         return Ok(vec![format!("iptables chain {} is missing from table nat", names.chain)]);
     };
-    let mut required: Vec<Vec<String>> = addresses.iter().map(|address| names.accept(address.network())).collect();
-    required.push(names.masquerade(nat.family()));
     let mut missing = Vec::new();
-    for words in required {
+    for words in names.accepts(addresses).into_iter().chain([names.masquerade(nat.family())]) {
         if !chain.rules.iter().any(|rule| rule.matches(&words)) {
             missing.push(format!("iptables chain {} has no rule {}", names.chain, words.join(" ")));
         }
     }
-    let jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;
-    let sources: Vec<Cidr> = jumps.iter().filter(|rule| names.is_jump(rule)).filter_map(source).collect();
+    let sources: Vec<Cidr> = jumps.iter().filter_map(source).collect();
     for address in addresses {
         let host = address.address();
         // Older releases of Go wrote the network as the source.
@@ -443,6 +374,7 @@ pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: 
 mod tests {
     use super::*;
     use crate::iptables::Table;
+    use cni::config::ValidAttachments;
 
     /// Returns the chains with the rules of this many attachments of the network `net`.
     fn attached(count: usize) -> String {
@@ -465,11 +397,10 @@ mod tests {
     #[test]
     fn gc_takes_time_in_proportion_to_the_chains() {
         let plan = |count: usize, saved: &str, valid: usize| {
-            let ids: Vec<String> = (0..valid).map(|i| format!("c{i}")).collect();
-            let valid: Vec<(&str, &str)> = ids.iter().map(|id| (id.as_str(), "eth0")).collect();
+            let attachments: ValidAttachments = (0..valid).map(|i| (format!("c{i}"), "eth0")).collect();
             let mut nat = Chains::of_text(Table::Nat, Family::V4, saved);
-            let edit = gc(&mut nat, "net", &valid).unwrap();
-            assert_eq!(edit.deleted_chains.len(), count - valid.len());
+            let filter = AttachmentFilter::Garbage { network: "net", valid: &attachments };
+            assert_eq!(purge(&mut nat, filter).unwrap().deleted_chains.len(), count - valid);
         };
         let (few, many) = (attached(200), attached(800));
         cni_testkit::assert_cost_below(8, || plan(200, &few, 0), || plan(800, &many, 0));

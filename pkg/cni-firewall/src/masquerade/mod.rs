@@ -10,21 +10,19 @@
 //! those of iptables-legacy for rules there. An attachment without rules is not an error.
 
 use std::cell::RefCell;
-use std::fmt;
-use std::net::IpAddr;
 
 use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{Cleaned, FAMILIES, Folders, Iptables, Reading, Table};
+use super::engine::{self, Store};
+use super::iptables::{Chains, FAMILIES, Folders, Iptables, Reading, Table};
 use super::nft::Nft;
+use super::owner::AttachmentFilter;
 use crate::Backend;
 use cni::AttachmentId;
-use cni_linux::error::{Cause, Error, Result};
+use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
-
-use iptables::Untagged;
 
 pub(super) mod iptables;
 pub(super) mod nftables;
@@ -35,24 +33,17 @@ pub(super) mod nftables;
 /// connections stay open until this value is dropped. Deleting a link also waits for a grace
 /// period. If [`purge`](Masquerade::purge) is called before a link is deleted, and this value is
 /// dropped afterwards, the two waits overlap.
+#[derive(Debug)]
 pub struct Masquerade<'m> {
-    machine: &'m dyn Machine,
-    notes: Notes,
-    folders: Folders,
+    store: Store<'m>,
     open_connections: RefCell<OpenConnections<'m>>,
 }
 
 /// The connections that have removed rules.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct OpenConnections<'m> {
     nft: Vec<Nft>,
     iptables: Vec<Iptables<'m>>,
-}
-
-impl fmt::Debug for Masquerade<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Masquerade").field("folders", &self.folders).finish_non_exhaustive()
-    }
 }
 
 impl<'m> Masquerade<'m> {
@@ -64,7 +55,8 @@ impl<'m> Masquerade<'m> {
     /// Does the same as [`new`](Masquerade::new), but with iptables' programs and lock in these
     /// folders.
     pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
-        Masquerade { machine, notes, folders, open_connections: RefCell::default() }
+        let store = Store { machine, notes, folders, table: Table::Nat, rules: "masquerade rules" };
+        Masquerade { store, open_connections: RefCell::default() }
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
@@ -83,10 +75,7 @@ impl<'m> Masquerade<'m> {
         addresses: &[Cidr],
     ) -> Result<Option<Backend>> {
         match backend {
-            Some(Backend::Iptables) => {
-                let has_changed = self.ensure_in_iptables(attachment, addresses).map_err(|failure| failure.error)?;
-                Ok(has_changed.then_some(Backend::Iptables))
-            }
+            Some(Backend::Iptables) => self.ensure_in_iptables(attachment, addresses),
             Some(Backend::Nftables) => Masquerade::ensure_in_nftables(attachment, addresses),
             None => self.ensure_in_working_backend(attachment, addresses),
         }
@@ -95,28 +84,25 @@ impl<'m> Masquerade<'m> {
     /// Does [`ensure`](Masquerade::ensure) without a given backend: uses iptables. If iptables is
     /// not installed, or if it fails and [`Iptables::probe`] fails too, uses nftables.
     fn ensure_in_working_backend(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
-        let mut iptables = self.iptables(OnSigterm::Kill)?;
+        let mut iptables = self.store.open(OnSigterm::Kill)?;
         for family in families(addresses) {
             // `None` means that iptables is not installed.
             if iptables.chosen_variant(family)?.is_none() {
                 return Masquerade::ensure_in_nftables(attachment, addresses);
             }
         }
-        let failure = match self.ensure_in_iptables(attachment, addresses) {
-            Ok(has_changed) => return Ok(has_changed.then_some(Backend::Iptables)),
-            Err(failure) => failure,
+        let error = match self.ensure_in_iptables(attachment, addresses) {
+            // Neither a timeout nor SIGTERM means that iptables does not work.
+            Err(error) if !error.is_deadline() && !error.is_terminated() => error,
+            result => return result,
         };
-        // Neither a timeout nor SIGTERM means that iptables does not work.
-        if failure.error.is_deadline() || failure.error.is_terminated() {
-            return Err(failure.error);
-        }
         // iptables is probed only after a failure, because the probe starts a process.
-        if iptables.probe(failure.family).is_ok() {
-            return Err(failure.error);
+        if families(addresses).all(|family| iptables.probe(family).is_ok()) {
+            return Err(error);
         }
-        self.notes.note(format_args!("nftables is used, because iptables does not work: {}", failure.error));
+        self.store.notes.note(format_args!("nftables is used, because iptables does not work: {error}"));
         // Only what this call may have written: Go's rules can be those of another interface.
-        self.purge_iptables(attachment, Untagged::Keep)?;
+        self.undo(attachment, Some(Backend::Iptables))?;
         Masquerade::ensure_in_nftables(attachment, addresses)
     }
 
@@ -125,36 +111,13 @@ impl<'m> Masquerade<'m> {
         Ok(nftables::ensure(attachment, addresses)?.then_some(Backend::Nftables))
     }
 
-    /// Does [`ensure`](Masquerade::ensure) in iptables, one family after the other, in the variant
-    /// that the host uses for the family.
-    fn ensure_in_iptables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bool, Failure> {
+    /// Does [`ensure`](Masquerade::ensure) in iptables, in the variant that the host uses for each
+    /// family.
+    fn ensure_in_iptables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
         let mut has_changed = false;
-        for family in families(addresses) {
-            let addresses: Vec<Cidr> = of_family(addresses, family).collect();
-            has_changed |= self
-                .ensure_family_in_iptables(attachment, family, &addresses)
-                .map_err(|error| Failure { family, error })?;
-        }
-        Ok(has_changed)
-    }
-
-    /// Writes the rules for `addresses`, all of `family`, to iptables. Returns whether rules were
-    /// changed.
-    fn ensure_family_in_iptables(&self, attachment: &AttachmentId, family: Family, addresses: &[Cidr]) -> Result<bool> {
-        let mut iptables = self.iptables(OnSigterm::Kill)?;
-        let Some(variant) = iptables.variant_for_new_rules(family)? else {
-            // There is neither a program nor a usable kernel. The probe fails with the reason.
-            return iptables.probe(family).map(|()| false);
-        };
-        let mut has_changed = false;
-        iptables.change(family, variant, |nat| {
-            let edit = iptables::ensure(nat, attachment, addresses)?;
-            // `|=`: after a conflict with another process this closure runs again, possibly after
-            // a part of the first edit was made.
-            has_changed |= !edit.is_empty();
-            Ok(edit)
-        })?;
-        Ok(has_changed)
+        let plan = |nat: &mut Chains<'_>| iptables::ensure(nat, attachment, &of_family(addresses, nat.family()));
+        self.store.ensure(families(addresses), plan, &mut has_changed)?;
+        Ok(has_changed.then_some(Backend::Iptables))
     }
 
     /// Undoes an [`ensure`](Masquerade::ensure) that changed rules in `backend`, or that failed
@@ -165,81 +128,44 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// As [`purge`](Masquerade::purge).
     pub fn undo(&self, attachment: &AttachmentId, backend: Option<Backend>) -> Result<()> {
+        let filter = AttachmentFilter::one(attachment);
         match backend {
-            Some(Backend::Iptables) => self.purge_iptables(attachment, Untagged::Keep),
-            Some(Backend::Nftables) => self.in_nftables(|nft| nftables::purge(nft, attachment)),
-            None => self.remove_attachment(attachment, Untagged::Keep),
+            Some(Backend::Iptables) => self.purge_in_iptables(filter),
+            Some(Backend::Nftables) => self.purge_in_nftables(filter),
+            None => self.purge(filter),
         }
     }
 
-    /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
-    /// result, empty if unknown. In iptables, rules of a Go plugin do not name the interface, so
-    /// only those for `addresses` are removed. Without `addresses`, all Go rules of the container
-    /// are removed, unless the attachment has rules of these plugins.
+    /// Removes the rules of the selected attachments from both backends. In nftables all rules name
+    /// their attachment; in iptables those of the Go plugins are untagged.
     ///
     /// # Errors
     /// A backend, family or variant cannot be changed. The others are still changed, and all
     /// failures are joined. Missing programs of iptables-legacy are not an error but a note.
-    pub fn purge(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
-        let untagged = if addresses.is_empty() { Untagged::UnlessTagged } else { Untagged::Covering(addresses) };
-        self.remove_attachment(attachment, untagged)
-    }
-
-    /// Removes the attachment's rules from both backends.
-    fn remove_attachment(&self, attachment: &AttachmentId, untagged: Untagged<'_>) -> Result<()> {
-        let results =
-            [self.in_nftables(|nft| nftables::purge(nft, attachment)), self.purge_iptables(attachment, untagged)];
+    pub fn purge(&self, filter: AttachmentFilter<'_>) -> Result<()> {
+        let results = [self.purge_in_nftables(filter), self.purge_in_iptables(filter)];
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Removes the attachment's rules from all families and variants of iptables.
-    fn purge_iptables(&self, attachment: &AttachmentId, untagged: Untagged<'_>) -> Result<()> {
-        let chain = iptables::chain_name(&attachment.network, &attachment.container_id);
-        self.clean(&[&chain], Reading::UnderLock, |nat| iptables::purge(nat, attachment, untagged))
-    }
-
-    /// Runs `change`, which removes rules, on a connection to nf_tables that stays open until this
-    /// value is dropped.
-    fn in_nftables(&self, change: impl FnOnce(&mut Nft) -> Result<()>) -> Result<()> {
+    /// Does [`purge`](Masquerade::purge) in nf_tables.
+    fn purge_in_nftables(&self, filter: AttachmentFilter<'_>) -> Result<()> {
         let mut nft = Nft::open()?;
-        let result = change(&mut nft);
+        let result = nftables::purge(&mut nft, filter);
         self.open_connections.borrow_mut().nft.push(nft);
         result
     }
 
-    /// Removes the rules of `network` that do not belong to an attachment in `valid` (container ID,
-    /// interface name), from both backends.
-    ///
-    /// # Errors
-    /// As [`purge`](Masquerade::purge).
-    pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        let results = [
-            self.in_nftables(|nft| nftables::gc(nft, network, valid)),
+    /// Does [`purge`](Masquerade::purge) in all families and variants of iptables.
+    fn purge_in_iptables(&self, filter: AttachmentFilter<'_>) -> Result<()> {
+        let (chain, reading) = match filter {
+            AttachmentFilter::One { attachment, .. } => (iptables::chain_of(attachment), Reading::UnderLock),
             // All masquerading rules are reached from this chain.
-            self.clean(&[iptables::POSTROUTING], Reading::BeforeLock, |nat| iptables::gc(nat, network, valid)),
-        ];
-        Error::join(results.into_iter().filter_map(Result::err))
-    }
-
-    /// Calls `plan` for each family and variant of iptables that may have one of `chains`, and
-    /// makes the removals that it returns. A failure in one does not stop the others; all failures
-    /// are joined. A variant whose programs are missing is not an error but a note.
-    fn clean(
-        &self,
-        chains: &[&str],
-        reading: Reading,
-        plan: impl FnMut(&mut super::iptables::Chains<'_>) -> Result<super::iptables::Edit>,
-    ) -> Result<()> {
-        let mut iptables = self.iptables(OnSigterm::Finish)?;
-        let Cleaned { unreached, outcome } = iptables.clean(chains, reading, plan);
-        for (family, variant) in unreached {
-            self.notes.note(format_args!(
-                "masquerade rules may be left in table nat of iptables-{variant} for {family}: its programs, which \
-                 could read the table, are not installed"
-            ));
-        }
+            AttachmentFilter::Garbage { .. } => (iptables::POSTROUTING.to_owned(), Reading::BeforeLock),
+        };
+        let mut iptables = self.store.open(OnSigterm::Finish)?;
+        let result = self.store.clean(&mut iptables, &[&chain], reading, |nat| iptables::purge(nat, filter));
         self.open_connections.borrow_mut().iptables.push(iptables);
-        outcome
+        result
     }
 
     /// Returns a sentence for each missing rule of the attachment's addresses; empty if all are
@@ -250,13 +176,13 @@ impl<'m> Masquerade<'m> {
     pub fn check(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for family in families(addresses) {
-            let addresses: Vec<Cidr> = of_family(addresses, family).collect();
+            let addresses = of_family(addresses, family);
             let mut missing_in_family = nftables::check(attachment, &addresses)?;
             if missing_in_family.is_empty() {
                 continue;
             }
-            let mut iptables = self.iptables(OnSigterm::Kill)?;
-            let chain = iptables::chain_name(&attachment.network, &attachment.container_id);
+            let mut iptables = self.store.open(OnSigterm::Kill)?;
+            let chain = iptables::chain_of(attachment);
             for variant in iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
                 let missing_in_variant = iptables::check(&mut nat, attachment, &addresses)?;
@@ -281,7 +207,7 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// The reason why `ensure` cannot work.
     pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
-        let mut iptables = self.iptables(OnSigterm::Kill)?;
+        let mut iptables = self.store.open(OnSigterm::Kill)?;
         let mut is_installed = false;
         for family in FAMILIES {
             is_installed |= iptables.chosen_variant(family)?.is_some();
@@ -291,35 +217,19 @@ impl<'m> Masquerade<'m> {
             Some(Backend::Iptables) | None if is_installed => Ok(()),
             // Without iptables, `ensure` uses nftables.
             None => nftables::probe(),
-            // The rules can be written over netlink.
-            Some(Backend::Iptables) if iptables.variant_for_new_rules(Family::V4)?.is_some() => Ok(()),
-            Some(Backend::Iptables) => Err(Error::new(
-                "failed to find iptables-restore",
-                Cause::text("it is neither in PATH nor in /usr/sbin"),
-            )),
+            Some(Backend::Iptables) => engine::probe(&mut iptables),
         }
     }
-
-    /// Opens iptables' table nat.
-    fn iptables(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
-        Iptables::open_with(Table::Nat, self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
-    }
-}
-
-/// An error and the family that it occurred in.
-struct Failure {
-    family: Family,
-    error: Error,
 }
 
 /// Returns the families of `addresses`, each once, IPv4 first.
 fn families(addresses: &[Cidr]) -> impl Iterator<Item = Family> {
-    FAMILIES.into_iter().filter(|family| of_family(addresses, *family).next().is_some())
+    FAMILIES.into_iter().filter(|family| !of_family(addresses, *family).is_empty())
 }
 
 /// Returns the addresses of `family`.
-fn of_family(addresses: &[Cidr], family: Family) -> impl Iterator<Item = Cidr> {
-    addresses.iter().copied().filter(move |cidr| Family::of(cidr.address()) == family)
+fn of_family(addresses: &[Cidr], family: Family) -> Vec<Cidr> {
+    addresses.iter().copied().filter(|cidr| Family::of(cidr.address()) == family).collect()
 }
 
 #[cfg(test)]

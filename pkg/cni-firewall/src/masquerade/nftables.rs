@@ -16,14 +16,13 @@
 //! Go writes the rules of `postrouting` again at each ADD. This module does so only if they differ
 //! from the above, for the reason given at [`Nft::has_base_chain`].
 
-use std::collections::BTreeSet;
-
 use cni::Cidr;
 use cni::hash::sha512_hex;
 
 use crate::iptables::words;
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
 use crate::nft::{self, BaseChain, Batch, Hook, Kind, Listed, Nft, Rule, Table};
+use crate::owner::{AttachmentFilter, OwnerForm};
 use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::Result;
@@ -47,14 +46,18 @@ fn short_hash(text: &str) -> String {
     sha512_hex(&[text.as_bytes()], HASH_DIGITS)
 }
 
+/// The form of the owners of rules: the beginning of the comments.
+pub(crate) const KEY: OwnerForm = OwnerForm { name: attachment_key, prefixes: |network| vec![network_key(network)] };
+
 /// Returns the beginning of the comments of all rules of a network.
 fn network_key(network: &str) -> String {
     format!("{}-", short_hash(network))
 }
 
 /// Returns the beginning of the comments of an attachment's rules.
-pub(crate) fn attachment_key(network: &str, container: &str, ifname: &str) -> String {
-    format!("{}{}", network_key(network), short_hash(&format!("{ifname}:{container}")))
+fn attachment_key(attachment: &AttachmentId) -> String {
+    let AttachmentId { network, container_id, ifname } = attachment;
+    format!("{}{}", network_key(network), short_hash(&format!("{ifname}:{container_id}")))
 }
 
 /// Returns the comment of the attachment's rules, as Go writes it, cut to the length that `nft`
@@ -62,7 +65,7 @@ pub(crate) fn attachment_key(network: &str, container: &str, ifname: &str) -> St
 fn comment(attachment: &AttachmentId) -> String {
     let unquoted = |text: &str| text.replace('"', "");
     let AttachmentId { network, container_id: container, ifname } = attachment;
-    let key = attachment_key(network, container, ifname);
+    let key = attachment_key(attachment);
     let mut comment =
         format!("{key}, net: {}, if: {}, id: {}", unquoted(network), unquoted(ifname), unquoted(container));
     let mut end = COMMENT_MAX.min(comment.len());
@@ -73,10 +76,21 @@ fn comment(attachment: &AttachmentId) -> String {
     comment
 }
 
-/// Returns the [`attachment_key`] in the rule's comment; `None` if the comment is shorter.
-fn key_of(listed: &Listed) -> Option<&str> {
+/// Returns the [`attachment_key`] in a rule's comment.
+pub(crate) fn key_of(comment: &str) -> &str {
     // Two hashes, each of `HASH_DIGITS`, and the dash.
-    listed.rule.comment.as_deref()?.get(..2 * HASH_DIGITS + 1)
+    comment.get(..2 * HASH_DIGITS + 1).unwrap_or(comment)
+}
+
+/// Returns the rules of the selected attachments.
+fn find(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<Vec<Listed>> {
+    let (selected, beginning) = match filter {
+        AttachmentFilter::One { attachment, .. } => (filter.owners(KEY), attachment_key(attachment)),
+        AttachmentFilter::Garbage { network, .. } => (filter.owners(KEY), network_key(network)),
+    };
+    let mut rules = nft.rules_commented(TABLE, CHECKS, &beginning)?;
+    rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| selected.contains(key_of(comment))));
+    Ok(rules)
 }
 
 /// Returns the expressions that match packets of the address's family. `nft` puts them before the
@@ -109,7 +123,6 @@ fn base_rules() -> [Vec<Expr>; 3] {
 /// had to change.
 pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bool> {
     let mut nft = Nft::open()?;
-    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
     let comment = comment(attachment);
     retry(|| {
         let mut batch = Batch::new();
@@ -119,7 +132,7 @@ pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bo
             add_shared_chains(&mut batch);
         }
         let mut missing = addresses.to_vec();
-        for listed in nft.rules_commented(TABLE, CHECKS, &key)? {
+        for listed in find(&mut nft, AttachmentFilter::one(attachment))? {
             match missing.iter().position(|address| is_rule_of(&listed, *address)) {
                 Some(position) => drop(missing.remove(position)),
                 None => batch.delete_rule(TABLE, CHECKS, listed.handle),
@@ -171,26 +184,12 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
     Ok(existing.eq(wanted.iter().map(|exprs| as_text(exprs))))
 }
 
-/// Removes the attachment's rules. Table and chains stay, as with Go.
-pub(super) fn purge(nft: &mut Nft, attachment: &AttachmentId) -> Result<()> {
-    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
-    remove(nft, &key, |_| true)
-}
-
-/// Removes the rules of the network that do not belong to an attachment in `valid` (container ID,
-/// interface name).
-pub(super) fn gc(nft: &mut Nft, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-    let valid_keys: BTreeSet<String> =
-        valid.iter().map(|(container, ifname)| attachment_key(network, container, ifname)).collect();
-    remove(nft, &network_key(network), |listed| !key_of(listed).is_some_and(|key| valid_keys.contains(key)))
-}
-
-/// Removes the rules whose comments begin with `key` and for which `is_garbage` is true.
-fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Result<()> {
+/// Removes the rules of the selected attachments. Table and chains stay, as with Go.
+pub(super) fn purge(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<()> {
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
-        for listed in nft.rules_commented(TABLE, CHECKS, key)?.iter().filter(|listed| is_garbage(listed)) {
+        for listed in find(nft, filter)? {
             batch.delete_rule(TABLE, CHECKS, listed.handle);
         }
         nft.commit(batch)
@@ -200,10 +199,9 @@ fn remove(nft: &mut Nft, key: &str, is_garbage: impl Fn(&Listed) -> bool) -> Res
 /// Returns a sentence for each rule of the attachment that is missing or differs; empty if none. On
 /// a kernel without nf_tables, all rules are missing.
 pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
-    let key = attachment_key(&attachment.network, &attachment.container_id, &attachment.ifname);
     let mut nft = Nft::open()?;
     let has_shared_chains = has_shared_chains(&mut nft)?;
-    let rules = nft.rules_commented(TABLE, CHECKS, &key)?;
+    let rules = find(&mut nft, AttachmentFilter::one(attachment))?;
     let mut missing = Vec::new();
     for address in addresses {
         if !rules.iter().any(|listed| is_rule_of(listed, *address)) {
@@ -241,6 +239,6 @@ mod tests {
         assert_eq!(comment(&AttachmentId::new("unit-test", "one", "eth0")), expected);
         let long = comment(&AttachmentId::new("n".repeat(200), "c", "eth0"));
         assert_eq!(long.len(), COMMENT_MAX);
-        assert!(long.starts_with(&attachment_key(&"n".repeat(200), "c", "eth0")));
+        assert!(long.starts_with(&attachment_key(&AttachmentId::new("n".repeat(200), "c", "eth0"))));
     }
 }

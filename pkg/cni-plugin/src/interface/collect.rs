@@ -14,6 +14,7 @@ use cni::config::ValidAttachments;
 use cni::delegate::Delegate;
 use cni::skel::Call;
 use cni::{Error, Result};
+use cni_firewall::AttachmentFilter;
 use cni_linux::{Link, Netlink};
 
 use super::{HostEnd, Interface, PortMark, give_back, masquerade};
@@ -36,8 +37,8 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
     }
     errors.extend(plugin.collect(call, valid).err());
     if has_host_end {
-        let valid: Vec<(&str, &str)> = valid.iter().collect();
-        errors.extend(masquerade::open(call).gc(network, &valid).err().map(Error::from));
+        let filter = AttachmentFilter::Garbage { network, valid };
+        errors.extend(masquerade::open(call).purge(filter).err().map(Error::from));
     }
     Error::join(errors)
 }

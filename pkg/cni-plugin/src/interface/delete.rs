@@ -17,6 +17,7 @@ use cni::delegate::Delegate;
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Cidr, Error, Result};
+use cni_firewall::AttachmentFilter;
 use cni_linux::{Link, Netlink, Netns};
 
 use super::adopted::take_off;
@@ -37,7 +38,7 @@ pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     if I::HOST_END != HostEnd::None {
         // Done even without `ipMasq`, which may have been set at the time of the ADD.
         let addresses: Vec<IpAddr> = prev.iter().flat_map(|prev| &prev.ips).map(|ip| ip.address.address()).collect();
-        errors.extend(masquerade.purge(&attachment, &addresses).err().map(Error::from));
+        errors.extend(masquerade.purge(AttachmentFilter::for_del(&attachment, &addresses)).err().map(Error::from));
     }
     let order = Release::order::<I>(call);
     if order == Release::BeforeLink {

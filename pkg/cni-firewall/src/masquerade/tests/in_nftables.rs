@@ -12,7 +12,12 @@ fn ensure(attachment: &AttachmentId, addresses: &[&str]) {
 }
 
 fn purge(attachment: &AttachmentId) {
-    nftables::purge(&mut Nft::open().unwrap(), attachment).unwrap();
+    nftables::purge(&mut Nft::open().unwrap(), AttachmentFilter::one(attachment)).unwrap();
+}
+
+fn gc(valid: &[(&str, &str)]) {
+    let valid = valid.iter().copied().collect();
+    nftables::purge(&mut Nft::open().unwrap(), AttachmentFilter::Garbage { network: "net", valid: &valid }).unwrap();
 }
 
 fn rules() -> Vec<String> {
@@ -115,11 +120,11 @@ fn a_collection_takes_what_is_not_valid_in_this_network_alone() {
         nft(&format!(
             "add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.8 masquerade comment \"not {key}\""
         ));
-        nftables::gc(&mut Nft::open().unwrap(), "net", &[("c1", "eth1")]).unwrap();
+        gc(&[("c1", "eth1")]);
         let left = rules();
         assert_eq!(left.len(), 5, "{left:#?}");
         assert!(!left.iter().any(|rule| rule.contains(", net: net, if: eth0")));
-        nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
+        gc(&[]);
         assert_eq!(rules().len(), 3);
     });
 }
@@ -147,7 +152,7 @@ fn of_fifty_first_ensures_at_once_none_is_lost_and_none_doubled() {
 fn where_there_is_nothing_nothing_is_made() {
     on_a_host(|| {
         purge(&attachment("c1", "eth0"));
-        nftables::gc(&mut Nft::open().unwrap(), "net", &[]).unwrap();
+        gc(&[]);
         nftables::probe().unwrap();
         assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap().is_empty());
         assert_eq!(ruleset(), "");

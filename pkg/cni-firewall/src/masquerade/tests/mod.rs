@@ -1,6 +1,7 @@
 //! Tests masquerading on the real kernel, in new network namespaces, and with Go's bridge plugin.
 //! This file has the test host ([`Rig`]) and the tests of both backends.
 
+use std::net::IpAddr;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -110,7 +111,7 @@ impl Rig {
     #[track_caller]
     fn purge(&self, attachment: &AttachmentId, addresses: &[&str]) {
         let addresses: Vec<IpAddr> = addresses.iter().map(|address| address.parse().unwrap()).collect();
-        self.masquerade(|masquerade| masquerade.purge(attachment, &addresses).unwrap());
+        self.masquerade(|masquerade| masquerade.purge(AttachmentFilter::for_del(attachment, &addresses)).unwrap());
     }
 
     #[track_caller]
@@ -120,7 +121,9 @@ impl Rig {
 
     #[track_caller]
     fn gc(&self, valid: &[(&str, &str)]) {
-        self.masquerade(|masquerade| masquerade.gc("net", valid).unwrap());
+        let valid = valid.iter().copied().collect();
+        let filter = AttachmentFilter::Garbage { network: "net", valid: &valid };
+        self.masquerade(|masquerade| masquerade.purge(filter).unwrap());
     }
 
     /// Returns all rules and the CNI chains of table nat, in both families, as the variant's
@@ -273,7 +276,9 @@ fn a_missing_program_of_the_legacy_variant_fails_no_removal() {
         let (noted, bare) = (std::rc::Rc::new(RefCell::new(String::new())), Rig::bare());
         let sink = std::rc::Rc::clone(&noted);
         let notes = Notes::new(move |line| sink.borrow_mut().push_str(line));
-        Masquerade::with_folders(&machine(), notes, bare.folders()).purge(&attachment("c1", "eth0"), &[]).unwrap();
+        let (machine, c1) = (machine(), attachment("c1", "eth0"));
+        let masquerade = Masquerade::with_folders(&machine, notes, bare.folders());
+        masquerade.purge(AttachmentFilter::for_del(&c1, &[])).unwrap();
         assert!(noted.borrow().contains("iptables-legacy"), "{}", noted.borrow());
         rig.purge(&attachment("c1", "eth0"), &[]);
         assert_eq!(rig.saved(), Vec::<String>::new());

@@ -1,0 +1,129 @@
+//! Selects rules by the attachment that owns them.
+//!
+//! The rules of each feature name their owner in one form ([`OwnerForm`]), mostly in the comment.
+//! Rules of the Go plugins that name only the container are *untagged*.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use cni::AttachmentId;
+use cni::config::ValidAttachments;
+
+/// A selection of attachments.
+#[derive(Clone, Copy, Debug)]
+pub enum AttachmentFilter<'a> {
+    /// One attachment.
+    One {
+        /// The attachment.
+        attachment: &'a AttachmentId,
+        /// The untagged rules of its container that are also selected.
+        untagged: Untagged<'a>,
+    },
+    /// All attachments of a network except the valid ones. Untagged rules are also selected if
+    /// their container has no valid attachment.
+    Garbage {
+        /// The network's name.
+        network: &'a str,
+        /// The attachments that are still valid.
+        valid: &'a ValidAttachments,
+    },
+}
+
+/// A selection of the untagged rules of a container.
+#[derive(Clone, Copy, Debug)]
+pub enum Untagged<'a> {
+    /// None.
+    Keep,
+    /// Those for one of these addresses of the attachment.
+    Covering(&'a [IpAddr]),
+    /// All, unless the attachment has rules that name it: its addresses are unknown.
+    UnlessTagged,
+    /// All.
+    All,
+}
+
+impl<'a> AttachmentFilter<'a> {
+    /// Selects the attachment and no untagged rules.
+    pub fn one(attachment: &'a AttachmentId) -> AttachmentFilter<'a> {
+        AttachmentFilter::One { attachment, untagged: Untagged::Keep }
+    }
+
+    /// Selects what DEL removes: the attachment, and the untagged rules for `addresses`, which are
+    /// those of the ADD's result, empty if unknown.
+    pub fn for_del(attachment: &'a AttachmentId, addresses: &'a [IpAddr]) -> AttachmentFilter<'a> {
+        let untagged = if addresses.is_empty() { Untagged::UnlessTagged } else { Untagged::Covering(addresses) };
+        AttachmentFilter::One { attachment, untagged }
+    }
+
+    /// Prepares the selection for rules that name their owners in this form.
+    pub(crate) fn owners(&self, form: OwnerForm) -> SelectedOwners {
+        match *self {
+            AttachmentFilter::One { attachment, .. } => {
+                SelectedOwners { names: BTreeSet::from([(form.name)(attachment)]), garbage_prefixes: None }
+            }
+            AttachmentFilter::Garbage { network, valid } => {
+                let attachments = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname));
+                SelectedOwners {
+                    names: attachments.map(|attachment| (form.name)(&attachment)).collect(),
+                    garbage_prefixes: Some((form.prefixes)(network)),
+                }
+            }
+        }
+    }
+}
+
+/// A form in which rules name their owner.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OwnerForm {
+    /// Returns the name of an attachment.
+    pub(crate) name: fn(&AttachmentId) -> String,
+    /// Returns the possible beginnings of the names of a network's attachments. No name of another
+    /// network has one of them.
+    pub(crate) prefixes: fn(&str) -> Vec<String>,
+}
+
+/// The form [`AttachmentId::alias`].
+pub(crate) const ALIAS: OwnerForm =
+    OwnerForm { name: AttachmentId::alias, prefixes: |network| vec![AttachmentId::network_prefix(network)] };
+
+/// The owners that an [`AttachmentFilter`] selects, in one form.
+#[derive(Debug)]
+pub(crate) struct SelectedOwners {
+    /// The name of the one attachment, or the names of the valid ones.
+    names: BTreeSet<String>,
+    /// [`OwnerForm::prefixes`] of the network; `None` if one attachment is selected.
+    garbage_prefixes: Option<Vec<String>>,
+}
+
+impl SelectedOwners {
+    /// Whether the owner with this name is selected.
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        match &self.garbage_prefixes {
+            None => self.names.contains(name),
+            Some(prefixes) => prefixes.iter().any(|prefix| name.starts_with(prefix)) && !self.names.contains(name),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn garbage_is_of_the_network_and_not_valid() {
+        let valid = ValidAttachments::from_iter([("c1", "eth0")]);
+        let garbage = AttachmentFilter::Garbage { network: "net", valid: &valid }.owners(ALIAS);
+        let one = AttachmentId::new("net", "c1", "eth0");
+        let only = AttachmentFilter::one(&one).owners(ALIAS);
+        for (name, is_one, is_garbage) in [
+            ("cni:net/c1/eth0", true, false),
+            ("cni:net/c1/eth1", false, true),
+            ("cni:net/c2/eth0", false, true),
+            ("cni:net2/c1/eth0", false, false),
+            ("cni:net2/c2/eth0", false, false),
+            ("", false, false),
+        ] {
+            assert_eq!((only.contains(name), garbage.contains(name)), (is_one, is_garbage), "{name}");
+        }
+    }
+}
