@@ -59,14 +59,12 @@ impl<'a> AttachmentFilter<'a> {
     pub(crate) fn owners(&self, form: OwnerForm) -> SelectedOwners {
         match *self {
             AttachmentFilter::One { attachment, .. } => {
-                SelectedOwners { names: BTreeSet::from([(form.name)(attachment)]), garbage_prefixes: None }
+                SelectedOwners { beginnings: vec![(form.name)(attachment)], valid: None }
             }
             AttachmentFilter::Garbage { network, valid } => {
                 let attachments = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname));
-                SelectedOwners {
-                    names: attachments.map(|attachment| (form.name)(&attachment)).collect(),
-                    garbage_prefixes: Some((form.prefixes)(network)),
-                }
+                let valid = attachments.map(|attachment| (form.name)(&attachment)).collect();
+                SelectedOwners { beginnings: (form.prefixes)(network), valid: Some(valid) }
             }
         }
     }
@@ -89,18 +87,18 @@ pub(crate) const ALIAS: OwnerForm =
 /// The owners that an [`AttachmentFilter`] selects, in one form.
 #[derive(Debug)]
 pub(crate) struct SelectedOwners {
-    /// The name of the one attachment, or the names of the valid ones.
-    names: BTreeSet<String>,
-    /// [`OwnerForm::prefixes`] of the network; `None` if one attachment is selected.
-    garbage_prefixes: Option<Vec<String>>,
+    /// The name of the one attachment, or [`OwnerForm::prefixes`] of the network.
+    pub(crate) beginnings: Vec<String>,
+    /// The names of the valid attachments; `None` if one attachment is selected.
+    valid: Option<BTreeSet<String>>,
 }
 
 impl SelectedOwners {
     /// Whether the owner with this name is selected.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        match &self.garbage_prefixes {
-            None => self.names.contains(name),
-            Some(prefixes) => prefixes.iter().any(|prefix| name.starts_with(prefix)) && !self.names.contains(name),
+        match &self.valid {
+            None => self.beginnings.iter().any(|selected| selected == name),
+            Some(valid) => self.beginnings.iter().any(|prefix| name.starts_with(prefix)) && !valid.contains(name),
         }
     }
 }

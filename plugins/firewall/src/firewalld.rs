@@ -10,7 +10,8 @@ use std::net::IpAddr;
 use cni::AttachmentId;
 use cni::machine::{Machine, OnSigterm};
 use cni::{Cidr, Code, Error, Result};
-use cni_firewall::forward::sources::{self, AttachmentFilter};
+use cni_firewall::AttachmentFilter;
+use cni_firewall::forward::sources;
 
 /// The D-Bus methods of firewalld's zones that the plugin calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,7 +141,7 @@ impl<'m> Zone<'m> {
     /// Makes exactly `addresses` the attachment's sources: adds them to the zone, and removes the
     /// stale ones of an earlier ADD.
     pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], added: &mut AddedSources) -> Result<()> {
-        let recorded = sources::find(AttachmentFilter::One(attachment))?;
+        let recorded = sources::find(AttachmentFilter::one(attachment))?;
         let is_unrecorded = |address: &IpAddr| !recorded.own.contains(address);
         let stale: Vec<IpAddr> = recorded.own.iter().copied().filter(|address| !addresses.contains(address)).collect();
         let firewalld = self.connect(OnSigterm::Kill)?;
@@ -184,7 +185,7 @@ impl<'m> Zone<'m> {
     /// that another program had added before the ADD stay.
     pub(crate) fn undo(&self, attachment: &AttachmentId, addresses: &[IpAddr], added: &AddedSources) -> Result<()> {
         // On a kernel without nf_tables, the addresses are not recorded.
-        self.purge_except(AttachmentFilter::One(attachment), addresses, &added.foreign).map(drop)
+        self.purge_except(AttachmentFilter::one(attachment), addresses, &added.foreign).map(drop)
     }
 
     /// Does [`purge`](Zone::purge), but leaves the `kept` addresses in firewalld.

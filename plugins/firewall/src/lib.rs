@@ -23,9 +23,9 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
 use cni::{Code, Error, Result};
-use cni_firewall::forward::sources::{self, AttachmentFilter};
+use cni_firewall::forward::sources;
 use cni_firewall::forward::{self, Forward, ForwardRules, Ingress, Written};
-use cni_firewall::{Backend, nft_usable};
+use cni_firewall::{AttachmentFilter, Backend, nft_usable};
 use cni_linux::{Netlink, sysctl};
 
 use conf::{BackendChoice, CleanupConf, Conf, Policy};
@@ -87,24 +87,24 @@ impl Plugin for Firewall {
         let conf = CleanupConf::new(&call.conf);
         let attachment = call.attachment();
         let zone_addresses: &[IpAddr] = if conf.may_be_firewalld { &addresses } else { &[] };
-        let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::One(&attachment), zone_addresses);
+        let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::one(&attachment), zone_addresses);
         // For one address, the Go plugin writes either a source or rules. So if its source was just
         // removed, any rules for the address are another attachment's, and stay. If `purge` failed,
         // which is reported below, each address may have rules.
         let sources_of_go = from_zone.as_deref().unwrap_or_default();
         let other_addresses: Vec<IpAddr> =
             addresses.into_iter().filter(|address| !sources_of_go.contains(address)).collect();
-        let from_rules = forward(call).purge(&attachment, &other_addresses).map_err(Error::from);
+        let filter = AttachmentFilter::for_del(&attachment, &other_addresses);
+        let from_rules = forward(call).purge(filter).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
     /// Removes the rules and sources of the network's attachments that are not in `valid`.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let valid: Vec<(&str, &str)> = valid.iter().collect();
-        let network = call.conf.name();
+        let filter = AttachmentFilter::Garbage { network: call.conf.name(), valid };
         let zone = zone(call, &CleanupConf::new(&call.conf).zone);
-        let from_zone = zone.purge(AttachmentFilter::Garbage { network, valid: &valid }, &[]);
-        let from_rules = forward(call).gc(network, &valid).map_err(Error::from);
+        let from_zone = zone.purge(filter, &[]);
+        let from_rules = forward(call).purge(filter).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
@@ -185,7 +185,7 @@ fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Ve
         BackendChoice::Firewalld => zone(call, &conf.zone),
     };
     let mut missing = zone.check(&rules.addresses)?;
-    let is_recorded = !sources::find(AttachmentFilter::One(&rules.attachment))?.own.is_empty();
+    let is_recorded = !sources::find(AttachmentFilter::one(&rules.attachment))?.own.is_empty();
     // If sources are missing and there is no record, firewalld may have started after the ADD. Then
     // the ADD has written rules to the default backend.
     if !missing.is_empty() && !is_recorded && conf.backend.is_none() {

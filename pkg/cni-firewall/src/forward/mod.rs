@@ -11,18 +11,18 @@
 //! shared chains and the jumps to them stay when the last container is removed, as with Go: the
 //! administrator may have added rules.
 
-use std::collections::BTreeSet;
-use std::fmt;
 use std::net::IpAddr;
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::iptables::{Chains, Cleaned, Edit, FAMILIES, Folders, Iptables, Reading, Table, Variant};
+use super::engine::{self, Store};
+use super::iptables::{Chains, FAMILIES, Folders, Iptables, Reading, Table, Variant};
 use super::nft::Nft;
+use super::owner::AttachmentFilter;
 use crate::Backend;
 use cni::AttachmentId;
-use cni_linux::error::{Cause, Error, Result};
+use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
 mod entry_chain;
@@ -93,22 +93,17 @@ pub struct Written {
 }
 
 /// Forwarding in one network namespace.
+#[derive(Debug)]
 pub struct Forward<'m> {
-    machine: &'m dyn Machine,
-    notes: Notes,
-    folders: Folders,
-}
-
-impl fmt::Debug for Forward<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Forward").field("folders", &self.folders).finish_non_exhaustive()
-    }
+    store: Store<'m>,
 }
 
 impl<'m> Forward<'m> {
     /// Returns a value that has not opened anything yet. `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> Forward<'m> {
-        Forward { machine, notes, folders: Folders::new(std::env::var_os("PATH")) }
+        let folders = Folders::new(std::env::var_os("PATH"));
+        let store = Store { machine, notes, folders, table: Table::Filter, rules: "rules of containers" };
+        Forward { store }
     }
 
     /// Returns the backend for new rules if the configuration names none: iptables, or nftables if
@@ -117,7 +112,7 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// If the variant of the installed program cannot be found out.
     pub fn default_backend(&self) -> Result<Backend> {
-        let variant = self.iptables(OnSigterm::Kill)?.chosen_variant(Family::V4)?;
+        let variant = self.store.open(OnSigterm::Kill)?.chosen_variant(Family::V4)?;
         Ok(if variant.is_some() { Backend::Iptables } else { Backend::Nftables })
     }
 
@@ -141,32 +136,23 @@ impl<'m> Forward<'m> {
     /// Writes `rules` to iptables, in the variant that the host uses for each family. Existing
     /// rules are replaced.
     fn ensure_in_iptables(&self, rules: &ForwardRules, written: &mut Written) -> Result<()> {
-        let mut iptables = self.iptables(OnSigterm::Kill)?;
-        let mut families_with_variant = Vec::new();
-        for family in rules.families() {
-            let Some(variant) = iptables.variant_for_new_rules(family)? else {
-                // There is neither a program nor a usable kernel. The probe fails with the reason.
-                return iptables.probe(family);
-            };
-            families_with_variant.push((family, variant));
-        }
         let owner = owner::name(&rules.attachment);
         let Written { changed, accepted_for_others } = written;
         let plan = |filter: &mut Chains<'_>| {
             let addresses = rules.of_family(filter.family());
             let admin_chain = &rules.iptables_admin_chain;
-            iptables::ensure(filter, &owner, &addresses, admin_chain, accepted_for_others).map(Some)
+            iptables::ensure(filter, &owner, &addresses, admin_chain, accepted_for_others)
         };
-        iptables.change_all(&families_with_variant, plan, changed)
+        self.store.ensure(rules.families(), plan, changed)
     }
 
-    /// Removes the attachment's rules from both backends. `addresses` are those of the ADD's
-    /// result, empty if unknown; without them, rules of the Go plugin are not found.
+    /// Removes the rules of the selected attachments from both backends. Rules of the Go plugin are
+    /// only found by the addresses of [`for_del`](AttachmentFilter::for_del).
     ///
     /// # Errors
     /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
-    pub fn purge(&self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
-        self.remove(attachment, addresses, &[])
+    pub fn purge(&self, filter: AttachmentFilter<'_>) -> Result<()> {
+        self.remove(filter, &[])
     }
 
     /// Removes the attachment's rules from both backends for an ADD that fails. Rules that another
@@ -175,57 +161,25 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// As [`purge`](Forward::purge).
     pub fn undo(&self, attachment: &AttachmentId, written: &Written) -> Result<()> {
-        self.remove(attachment, &[], &written.accepted_for_others)
+        self.remove(AttachmentFilter::one(attachment), &written.accepted_for_others)
     }
 
-    /// Removes the attachment's rules from both backends and, in iptables, those for
-    /// `unrecorded_addresses`, except those for the addresses in `accepted_for_others`.
-    fn remove(
-        &self,
-        attachment: &AttachmentId,
-        unrecorded_addresses: &[IpAddr],
-        accepted_for_others: &[IpAddr],
-    ) -> Result<()> {
-        let owner = owner::name(attachment);
+    /// Does [`purge`](Forward::purge), but leaves the rules of iptables for the addresses in
+    /// `accepted_for_others`.
+    fn remove(&self, filter: AttachmentFilter<'_>, accepted_for_others: &[IpAddr]) -> Result<()> {
+        let reading = match filter {
+            AttachmentFilter::One { .. } => Reading::UnderLock,
+            AttachmentFilter::Garbage { .. } => Reading::BeforeLock,
+        };
+        let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
         let results = [
-            Nft::open().and_then(|mut nft| nftables::purge(&mut nft, &owner)),
-            self.clean(Reading::UnderLock, |filter| {
-                iptables::purge(filter, &owner, unrecorded_addresses, accepted_for_others)
+            Nft::open().and_then(|mut nft| nftables::purge(&mut nft, filter)),
+            self.store.open(OnSigterm::Finish).and_then(|mut iptables| {
+                let plan = |table: &mut Chains<'_>| iptables::purge(table, filter, accepted_for_others);
+                self.store.clean(&mut iptables, &chains, reading, plan)
             }),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
-    }
-
-    /// Removes the rules of `network` that do not belong to an attachment in `valid` (container ID,
-    /// interface name), from both backends.
-    ///
-    /// # Errors
-    /// As [`purge`](Forward::purge).
-    pub fn gc(&self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
-        let mut valid_owners = BTreeSet::new();
-        for (container, ifname) in valid {
-            valid_owners.insert(owner::name(&AttachmentId::new(network, *container, *ifname)));
-        }
-        let results = [
-            Nft::open().and_then(|mut nft| nftables::gc(&mut nft, network, &valid_owners)),
-            self.clean(Reading::BeforeLock, |filter| iptables::gc(filter, network, &valid_owners)),
-        ];
-        Error::join(results.into_iter().filter_map(Result::err))
-    }
-
-    /// Calls `plan` for each family and variant of iptables that may have rules of containers, and
-    /// makes the removals that it returns. A failure in one does not stop the others; all failures
-    /// are joined. A variant whose programs are missing is not an error but a note.
-    fn clean(&self, reading: Reading, plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>) -> Result<()> {
-        let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
-        let Cleaned { unreached, outcome } = self.iptables(OnSigterm::Finish)?.clean(&chains, reading, plan);
-        for (family, variant) in unreached {
-            self.notes.note(format_args!(
-                "rules of containers may be left in table filter of iptables-{variant} for {family}: its programs, \
-                 which could read the table, are not installed"
-            ));
-        }
-        outcome
     }
 
     /// Returns a sentence for each rule that is missing or in the wrong place; empty if none. Looks
@@ -238,7 +192,7 @@ impl<'m> Forward<'m> {
         let owner = owner::name(&rules.attachment);
         let mut nft = Nft::open()?;
         let is_in_nftables = nftables::has_addresses_of(&mut nft, &owner)?;
-        let mut iptables = self.iptables(OnSigterm::Kill)?;
+        let mut iptables = self.store.open(OnSigterm::Kill)?;
         let (mut missing_in_iptables, mut is_in_iptables) = (Vec::new(), false);
         for family in rules.families() {
             let checked = check_family_in_iptables(&mut iptables, rules, family)?;
@@ -265,19 +219,7 @@ impl<'m> Forward<'m> {
         if backend == Backend::Nftables {
             return nftables::probe(nftables_admin_chain);
         }
-        // Without the program, there is a variant if the kernel lets the rules be written over
-        // netlink.
-        if self.iptables(OnSigterm::Kill)?.variant_for_new_rules(Family::V4)?.is_some() {
-            return Ok(());
-        }
-        let cause = Cause::text("it is neither in PATH nor in /usr/sbin");
-        Err(Error::new("failed to find iptables-restore", cause))
-    }
-
-    /// Opens iptables' table filter.
-    fn iptables(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
-        let (notes, folders) = (self.notes.clone(), self.folders.clone());
-        Iptables::open_with(Table::Filter, self.machine, notes, on_sigterm, folders)
+        engine::probe(&mut self.store.open(OnSigterm::Kill)?)
     }
 }
 

@@ -40,6 +40,7 @@ use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr,
 };
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
+use crate::owner::AttachmentFilter;
 use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route;
@@ -388,25 +389,14 @@ fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
     Ok(false)
 }
 
-/// Removes the attachment's addresses from all tables.
-pub(super) fn purge(nft: &mut Nft, owner: &str) -> Result<()> {
-    remove(nft, &|owned| owned.owner == owner)
-}
-
-/// Removes the addresses of the network's attachments whose owner names are not in `valid`.
-pub(super) fn gc(nft: &mut Nft, network: &str, valid: &BTreeSet<String>) -> Result<()> {
-    let prefixes = owner::prefixes(network);
-    let is_of_network = |owner: &str| prefixes.iter().any(|prefix| owner.starts_with(prefix));
-    remove(nft, &|owned| is_of_network(&owned.owner) && !valid.contains(&owned.owner))
-}
-
-/// Removes the recorded addresses for which `is_removed` is true from all tables.
-fn remove(nft: &mut Nft, is_removed: &dyn Fn(&OwnedAddress) -> bool) -> Result<()> {
+/// Removes the addresses of the selected attachments from all tables.
+pub(super) fn purge(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<()> {
+    let selected = filter.owners(owner::NAME);
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
         for owners in list_owners(nft)? {
-            remove_addresses(nft, &mut batch, &owners, is_removed, &[])?;
+            remove_addresses(nft, &mut batch, &owners, &|owned| selected.contains(&owned.owner), &[])?;
         }
         nft.commit(batch)
     })

@@ -8,6 +8,7 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use crate::owner::OwnerForm;
 use cni::AttachmentId;
 use cni::attachment::Marked;
 use cni::hash::sha512_hex;
@@ -81,11 +82,12 @@ pub(crate) fn name(attachment: &AttachmentId) -> String {
     format!("cni:{}/{}/{}", hashed(&attachment.network), hashed(&attachment.container_id), attachment.ifname)
 }
 
-/// Returns the two possible prefixes of the names of a network's attachments: one with the
-/// network's name, one with its hash.
-pub(super) fn prefixes(network: &str) -> [String; 2] {
-    [AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))]
-}
+/// The form of the owners of records: their [`name`]s. Those of a network's attachments begin with
+/// the network's name or with its hash.
+pub(crate) const NAME: OwnerForm = OwnerForm {
+    name,
+    prefixes: |network| vec![AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))],
+};
 
 /// Returns those of `records` that attachments without a DEL have left for one of `addresses`,
 /// which the IPAM plugin has just given to the attachment `owner`: a network gives an address to
@@ -143,8 +145,8 @@ mod tests {
         for (network, container) in [("n".repeat(200), "c"), ("net".to_owned(), &*"c".repeat(128))] {
             let long = name(&AttachmentId::new(&network, container, "eth0"));
             assert!(long.len() <= NAME_MAX && is_name(&long), "{long}");
-            assert!(prefixes(&network).iter().any(|prefix| long.starts_with(prefix)), "{long}");
-            assert!(!prefixes("other").iter().any(|prefix| long.starts_with(prefix)), "{long}");
+            assert!((NAME.prefixes)(&network).iter().any(|prefix| long.starts_with(prefix)), "{long}");
+            assert!(!(NAME.prefixes)("other").iter().any(|prefix| long.starts_with(prefix)), "{long}");
         }
     }
 }

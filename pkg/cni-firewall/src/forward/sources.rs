@@ -10,6 +10,7 @@ use std::net::IpAddr;
 use super::nftables::{OWN_TABLE, OWN_TABLE_COMMENT, owner_rule, read_owner_rule};
 use super::owner::{self, Ingress, OwnedAddress};
 use crate::nft::{Batch, Family, Nft, Table};
+use crate::owner::AttachmentFilter;
 use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::Result;
@@ -17,43 +18,6 @@ use cni_linux::error::Result;
 /// The chain of the records.
 const RECORDS: &str = "cni_firewalld";
 const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
-
-/// A selection of attachments.
-#[derive(Clone, Copy, Debug)]
-pub enum AttachmentFilter<'a> {
-    /// One attachment.
-    One(&'a AttachmentId),
-    /// All attachments of a network except the valid ones.
-    Garbage {
-        /// The network's name.
-        network: &'a str,
-        /// The attachments that are still valid: container ID, interface name.
-        valid: &'a [(&'a str, &'a str)],
-    },
-}
-
-impl AttachmentFilter<'_> {
-    /// Returns a closure that decides whether the attachment that owns an address is selected.
-    fn predicate(&self) -> Box<dyn Fn(&OwnedAddress) -> bool> {
-        match self {
-            AttachmentFilter::One(attachment) => {
-                let name = owner::name(attachment);
-                Box::new(move |owned| owned.owner == name)
-            }
-            AttachmentFilter::Garbage { network, valid } => {
-                let prefixes = owner::prefixes(network);
-                let mut valid_names = Vec::new();
-                for (container, ifname) in *valid {
-                    valid_names.push(owner::name(&AttachmentId::new(*network, *container, *ifname)));
-                }
-                Box::new(move |owned| {
-                    let is_of_network = prefixes.iter().any(|prefix| owned.owner.starts_with(prefix));
-                    is_of_network && !valid_names.contains(&owned.owner)
-                })
-            }
-        }
-    }
-}
 
 /// The recorded addresses.
 #[derive(Clone, Debug, Default)]
@@ -69,10 +33,10 @@ pub struct Sources {
 /// # Errors
 /// If the records cannot be read.
 pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
-    let is_selected = selection.predicate();
+    let selected = selection.owners(owner::NAME);
     let mut sources = Sources::default();
     for owned in list(&mut Nft::open()?)? {
-        let addresses = if is_selected(&owned) { &mut sources.own } else { &mut sources.others };
+        let addresses = if selected.contains(&owned.owner) { &mut sources.own } else { &mut sources.others };
         addresses.push(owned.address);
     }
     Ok(sources)
@@ -101,7 +65,7 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
             accepts_redirected: false,
         });
     }
-    replace(AttachmentFilter::One(attachment), &records)
+    replace(AttachmentFilter::one(attachment), &records)
 }
 
 /// Removes the records of the selected attachments.
@@ -115,7 +79,7 @@ pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
 /// Replaces the records of the selected attachments with `records`, in one transaction.
 fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<()> {
     let mut nft = Nft::open()?;
-    let is_selected = selection.predicate();
+    let selected = selection.owners(owner::NAME);
     retry(|| {
         let mut batch = Batch::new();
         batch.only_at(nft.wait_for_generation()?);
@@ -129,7 +93,7 @@ fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<
             let Some(owned) = read_owner_rule(&listed) else { continue };
             if records.contains(&owned) {
                 existing.push(owned);
-            } else if is_selected(&owned) || outdated.contains(&owned) {
+            } else if selected.contains(&owned.owner) || outdated.contains(&owned) {
                 batch.delete_rule(TABLE, RECORDS, listed.handle);
             }
         }

@@ -84,11 +84,10 @@ pub(crate) fn key_of(comment: &str) -> &str {
 
 /// Returns the rules of the selected attachments.
 fn find(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<Vec<Listed>> {
-    let (selected, beginning) = match filter {
-        AttachmentFilter::One { attachment, .. } => (filter.owners(KEY), attachment_key(attachment)),
-        AttachmentFilter::Garbage { network, .. } => (filter.owners(KEY), network_key(network)),
-    };
-    let mut rules = nft.rules_commented(TABLE, CHECKS, &beginning)?;
+    let (mut rules, selected) = (Vec::new(), filter.owners(KEY));
+    for beginning in &selected.beginnings {
+        rules.append(&mut nft.rules_commented(TABLE, CHECKS, beginning)?);
+    }
     rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| selected.contains(key_of(comment))));
     Ok(rules)
 }

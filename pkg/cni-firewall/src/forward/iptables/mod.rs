@@ -32,6 +32,7 @@ use cni_linux::error::Result;
 
 use super::owner::{self, Ingress, OwnedAddress, octets};
 use crate::iptables::{Chains, Edit, Rule};
+use crate::owner::{AttachmentFilter, Untagged};
 
 mod removal;
 mod shape;
@@ -64,14 +65,6 @@ impl Record {
 fn find_records(filter: &mut Chains<'_>, needles: &[&[u8]]) -> Result<Vec<Record>> {
     let rules = filter.find_rules(OWNERS, needles, |rule| rule.target().is_none())?;
     Ok(rules.iter().filter_map(Record::read).collect())
-}
-
-/// Returns the records of the attachment `owner`.
-fn find_own_records(filter: &mut Chains<'_>, owner: &str) -> Result<Vec<Record>> {
-    let mut records = find_records(filter, &[owner.as_bytes()])?;
-    // The search also finds longer names that contain this one.
-    records.retain(|record| record.owned.owner == owner);
-    Ok(records)
 }
 
 /// Returns the records of the attachment `owner` and those of `addresses`. The result can contain
@@ -283,33 +276,30 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: 
     Ok(())
 }
 
-/// Returns the edit that removes the rules of the attachment `owner`, and those for
-/// `unrecorded_addresses` that no other attachment owns: the Go plugin writes rules without a
-/// record. The accepting rules for `accepted_for_others` stay.
+/// Returns the edit that removes the rules of the selected attachments. Those for untagged addresses
+/// are also removed unless another attachment owns the address: the Go plugin writes rules without a
+/// record. The accepting rules for `accepted_for_others` stay. GC also puts the jumps from
+/// [`FORWARD`] in order.
 pub(super) fn purge(
     filter: &mut Chains<'_>,
-    owner: &str,
-    unrecorded_addresses: &[IpAddr],
+    selection: AttachmentFilter<'_>,
     accepted_for_others: &[IpAddr],
 ) -> Result<Edit> {
-    let own_records = find_own_records(filter, owner)?;
-    let own_records: Vec<&Record> = own_records.iter().collect();
-    Removal { records: &own_records, unrecorded_addresses, accepted_for_others, ..Removal::default() }.plan(filter)
-}
-
-/// Returns the edit that removes the rules of the network's attachments whose owner names are not
-/// in `valid`, and puts the jumps from [`FORWARD`] in order.
-pub(super) fn gc(filter: &mut Chains<'_>, network: &str, valid: &BTreeSet<String>) -> Result<Edit> {
-    let prefixes = owner::prefixes(network);
-    let records = find_records(filter, &prefixes.each_ref().map(String::as_bytes))?;
-    let is_garbage = |record: &&Record| {
-        let owner = &record.owned.owner;
-        // The search also finds names that contain a prefix elsewhere than at their beginning.
-        prefixes.iter().any(|prefix| owner.starts_with(prefix)) && !valid.contains(owner)
+    let selected = selection.owners(owner::NAME);
+    let needles: Vec<&[u8]> = selected.beginnings.iter().map(String::as_bytes).collect();
+    let mut records = find_records(filter, &needles)?;
+    // The search also finds names that contain a needle.
+    records.retain(|record| selected.contains(&record.owned.owner));
+    let records: Vec<&Record> = records.iter().collect();
+    let unrecorded_addresses = match selection {
+        AttachmentFilter::One { untagged: Untagged::Covering(addresses), .. } => addresses,
+        _ => &[],
     };
-    let garbage: Vec<&Record> = records.iter().filter(is_garbage).collect();
-    let mut edit = Removal { records: &garbage, ..Removal::default() }.plan(filter)?;
-    order_jumps(filter, &mut edit, &[])?;
+    let removal = Removal { records: &records, unrecorded_addresses, accepted_for_others, ..Removal::default() };
+    let mut edit = removal.plan(filter)?;
+    if matches!(selection, AttachmentFilter::Garbage { .. }) {
+        order_jumps(filter, &mut edit, &[])?;
+    }
     Ok(edit)
 }
 

@@ -3,6 +3,8 @@
 
 use super::*;
 use crate::iptables::Table;
+use cni::AttachmentId;
+use cni::config::ValidAttachments;
 use cni_linux::route::Family;
 
 /// Returns the chains with the rules of this many addresses, each of a container of its own.
@@ -33,8 +35,9 @@ fn gc_takes_time_in_proportion_to_the_addresses() {
     let sizes = [200, 800].map(|count| addresses(count, |i| format!("c{i}")));
     let [few, many] = sizes.each_ref().map(|addresses| accepted(addresses));
     let plan = |saved: &str, count: usize, valid: &[OwnedAddress]| {
-        let valid: BTreeSet<String> = valid.iter().map(|owned| owned.owner.clone()).collect();
-        let edit = gc(&mut Chains::of_text(Table::Filter, Family::V4, saved), "net", &valid).unwrap();
+        let containers: ValidAttachments = (0..valid.len()).map(|i| (format!("c{i}"), "eth0")).collect();
+        let garbage = AttachmentFilter::Garbage { network: "net", valid: &containers };
+        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), garbage, &[]).unwrap();
         assert_eq!(edit.deleted.len(), 3 * (count - valid.len()));
     };
     cni_testkit::assert_cost_below(8, || plan(&few, 200, &[]), || plan(&many, 800, &[]));
@@ -45,10 +48,11 @@ fn gc_takes_time_in_proportion_to_the_addresses() {
 fn add_and_del_take_time_in_proportion_to_the_addresses() {
     let sizes = [200, 800].map(|count| addresses(count, |_| "c".to_owned()));
     let [few, many] = sizes.each_ref().map(|addresses| accepted(addresses));
-    let owner = "cni:net/c/eth0";
+    let (owner, attachment) = ("cni:net/c/eth0", AttachmentId::new("net", "c", "eth0"));
     let del = |saved: &str, addresses: &[OwnedAddress]| {
         let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), owner, &ips, &[]).unwrap();
+        let filter = AttachmentFilter::for_del(&attachment, &ips);
+        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), filter, &[]).unwrap();
         assert_eq!(edit.deleted.len(), 3 * addresses.len());
     };
     cni_testkit::assert_cost_below(8, || del(&few, &sizes[0]), || del(&many, &sizes[1]));
