@@ -29,10 +29,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::nft::expr::{ether_saddr, ether_saddr_of, iifname_of};
+use super::nft::expr::{ether_saddr, ether_saddr_of};
 use super::nft::userdata::{self, comment_len, tag_len};
 use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Table, Verdict};
 use cni::AttachmentId;
+use cni::config::ValidAttachments;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::mac::Mac;
 use cni_linux::netlink::Netlink;
@@ -149,25 +150,25 @@ impl SpoofCheck {
     /// - The kernel refuses the change for another reason.
     pub fn ensure(&mut self, attachment: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
-        let jump = jump_rule(&id, attachment, host_veth)?;
+        let (jump, ids) = (jump_rule(&id, attachment, host_veth)?, BTreeSet::from([id.clone()]));
         self.retry(|spoof| {
             // PREROUTING, which can be long, need not be read if the ID has no chains: a jump
             // exists only together with its target chain.
             let mut existing = Vec::new();
-            if !spoof.find_chains(&id)?.is_empty() {
+            if !spoof.find_chains(&ids)?.is_empty() {
                 let rules = spoof.nft.rules(TABLE, PREROUTING)?;
                 if let Some(owner) = find_owner_with_link(&id, &rules, Some(host_veth))? {
                     let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
                     return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::held(text)));
                 }
-                existing = spoof.find_objects(&id, &rules)?;
+                existing = spoof.find_objects(&ids, &rules)?;
             }
             match spoof.replace(&id, &jump, mac, &existing) {
                 // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump
                 // to it. So the rules are removed first.
                 Err(error) if error.errno() == Some(libc::EBUSY) => {
                     // The owner was checked above.
-                    spoof.purge_id(&id, |_| None)?;
+                    spoof.purge_ids(&ids, |_| None)?;
                     spoof.replace(&id, &jump, mac, &[])
                 }
                 result => result,
@@ -185,7 +186,7 @@ impl SpoofCheck {
     ) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         // A jump exists only together with its target chain.
-        if self.find_chains(&id)?.is_empty() {
+        if self.find_chains(&BTreeSet::from([id.clone()]))?.is_empty() {
             return Ok(None);
         }
         find_owner_with_link(&id, &self.nft.rules(TABLE, PREROUTING)?, Some(host_veth))
@@ -242,7 +243,7 @@ impl SpoofCheck {
     /// pass unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
     pub fn purge(&mut self, attachment: &AttachmentId) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
-        self.purge_id(&id, |rules| {
+        self.purge_ids(&BTreeSet::from([id.clone()]), |rules| {
             if let Some(other) = id.find_other_owner(rules, attachment) {
                 return Some(other);
             }
@@ -264,17 +265,16 @@ impl SpoofCheck {
         let find_other = |rules: &[Listed]| {
             id.find_other_owner(rules, attachment).or_else(|| id.owners(rules).find(guards_other_veth))
         };
-        self.purge_id(&id, find_other).map(drop)
+        self.purge_ids(&BTreeSet::from([id.clone()]), find_other).map(drop)
     }
 
-    /// Removes the rules of the network's attachments that are not in `valid` (container ID,
-    /// interface name). Rules of the Go plugin do not name their network: they are only removed if
-    /// their interface does not exist.
+    /// Removes the rules of the network's attachments that are not in `valid`. Rules of the Go
+    /// plugin do not name their network: they are only removed if their interface does not exist.
     ///
     /// # Errors
     /// The rules or the interfaces cannot be read, or a rule cannot be removed. The others are
     /// still removed.
-    pub fn gc(&mut self, network: &str, valid: &[(&str, &str)]) -> Result<()> {
+    pub fn gc(&mut self, network: &str, valid: &ValidAttachments) -> Result<()> {
         let owners = self.list()?;
         if owners.is_empty() {
             return Ok(());
@@ -282,30 +282,15 @@ impl SpoofCheck {
         let links: BTreeSet<String> = Netlink::open()?.list_links()?.into_iter().map(|link| link.name).collect();
         let valid: BTreeSet<Id> = valid.iter().map(|(container_id, ifname)| Id::new(container_id, ifname)).collect();
         let garbage = owners.into_iter().filter(|owner| owner.is_garbage(network, &valid, &links));
-        self.purge_ids(&garbage.map(|owner| Id(owner.id_ifname)).collect())
+        self.purge_ids(&garbage.map(|owner| owner.id).collect(), |_| None).map(drop)
     }
 
-    /// Removes all rules of the IDs, after reading the rules once.
-    fn purge_ids(&mut self, ids: &BTreeSet<Id>) -> Result<()> {
-        let chain_names: BTreeSet<String> = ids.iter().flat_map(|id| [id.chain(), id.mac_chain()]).collect();
-        self.retry(|spoof| {
-            let rules = spoof.nft.rules(TABLE, PREROUTING)?;
-            let jumps = rules.iter().filter(|listed| identity::ids_of(&listed.rule).any(|id| ids.contains(&id)));
-            let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();
-            let mut chains = spoof.nft.chains(TABLE)?;
-            chains.retain(|chain| chain_names.contains(&chain.name));
-            // A chain jumps only to the one with its name and a suffix, which must go later.
-            chains.sort_by_key(|chain| chain.name.len());
-            objects.extend(chains.into_iter().map(|chain| Object::Chain { name: chain.name, handle: chain.handle }));
-            spoof.remove(&objects)
-        })
-    }
-
-    /// Removes all rules of the ID and returns `Ok(None)`. If `find_other`, given the rules of
-    /// PREROUTING, returns another owner, removes nothing and returns that owner.
-    fn purge_id(
+    /// Removes all rules of the IDs, after reading the rules once, and returns `Ok(None)`. If
+    /// `find_other`, given the rules of PREROUTING, returns another owner, removes nothing and
+    /// returns that owner.
+    fn purge_ids(
         &mut self,
-        id: &Id,
+        ids: &BTreeSet<Id>,
         find_other: impl Fn(&[Listed]) -> Option<SpoofOwner>,
     ) -> Result<Option<SpoofOwner>> {
         self.retry(|spoof| {
@@ -313,7 +298,7 @@ impl SpoofCheck {
             if let Some(owner) = find_other(&rules) {
                 return Ok(Some(owner));
             }
-            let objects = spoof.find_objects(id, &rules)?;
+            let objects = spoof.find_objects(ids, &rules)?;
             spoof.remove(&objects)?;
             Ok(None)
         })
@@ -382,28 +367,24 @@ impl SpoofCheck {
     }
 
     /// Returns the owner of each ID that has spoof rules, including Go's and incomplete ones.
-    pub fn list(&mut self) -> Result<Vec<SpoofOwner>> {
+    fn list(&mut self) -> Result<Vec<SpoofOwner>> {
         let (rules, chains) = (self.nft.rules(TABLE, PREROUTING)?, self.nft.chains(TABLE)?);
-        let mut owners: BTreeMap<String, SpoofOwner> = BTreeMap::new();
+        let mut owners: BTreeMap<Id, SpoofOwner> = BTreeMap::new();
         for Listed { rule, .. } in &rules {
-            let Some(comment) = rule.comment.as_deref() else { continue };
-            let Some(id) = comment.strip_prefix(COMMENT_PREFIX) else { continue };
+            let Some(id) = identity::id_in_comment(rule) else { continue };
             // If an ID has several jumps, the first one with a tag names its owner.
-            if owners.get(id).is_some_and(|known| known.tag != JumpTag::Missing) {
-                continue;
+            if owners.get(&id).is_none_or(|known| known.tag == JumpTag::Missing) {
+                owners.insert(id.clone(), SpoofOwner::of_jump(id, rule));
             }
-            let (host_veth, tag) = (iifname_of(&rule.exprs), JumpTag::of(rule));
-            owners.insert(id.to_owned(), SpoofOwner { id_ifname: id.to_owned(), host_veth, tag });
         }
         // Chains without a jump.
         for chain in chains {
             let Some(name) = chain.name.strip_prefix(CHAIN_PREFIX) else { continue };
-            let id = name.strip_suffix(MAC_SUFFIX).unwrap_or(name);
+            let id = Id(name.strip_suffix(MAC_SUFFIX).unwrap_or(name).to_owned());
             // A name that ends in "-mac" is that of the second chain of an ID, or of the first
             // chain of an ID that itself ends in "-mac".
-            if !owners.contains_key(name) && !owners.contains_key(id) {
-                let leftover = SpoofOwner { id_ifname: id.to_owned(), host_veth: None, tag: JumpTag::Missing };
-                owners.insert(id.to_owned(), leftover);
+            if !owners.contains_key(&Id(name.to_owned())) && !owners.contains_key(&id) {
+                owners.insert(id.clone(), SpoofOwner { id, host_veth: None, tag: JumpTag::Missing });
             }
         }
         Ok(owners.into_values().collect())
@@ -415,25 +396,31 @@ impl SpoofCheck {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 
-    /// Returns the ID's jumps and chains in the order of their removal: a chain follows the jumps
-    /// to it, because the kernel refuses to remove the target of a jump. `rules` are the rules of
-    /// PREROUTING.
-    fn find_objects(&mut self, id: &Id, rules: &[Listed]) -> Result<Vec<Object>> {
-        let jumps = rules.iter().filter(|listed| id.owns(&listed.rule));
+    /// Returns the jumps and chains of the IDs in the order of their removal: a chain follows the
+    /// jumps to it, because the kernel refuses to remove the target of a jump. `rules` are the
+    /// rules of PREROUTING.
+    fn find_objects(&mut self, ids: &BTreeSet<Id>, rules: &[Listed]) -> Result<Vec<Object>> {
+        let jumps = rules.iter().filter(|listed| identity::ids_of(&listed.rule).any(|id| ids.contains(&id)));
         let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();
-        objects.append(&mut self.find_chains(id)?);
+        objects.append(&mut self.find_chains(ids)?);
         Ok(objects)
     }
 
-    /// Returns those of the ID's two chains that exist.
-    fn find_chains(&mut self, id: &Id) -> Result<Vec<Object>> {
-        let mut objects = Vec::new();
-        for name in [id.chain(), id.mac_chain()] {
-            if let Some(chain) = self.nft.find_chain(TABLE, &name)? {
-                objects.push(Object::Chain { name, handle: chain.handle });
+    /// Returns those of the IDs' chains that exist, two for each ID.
+    fn find_chains(&mut self, ids: &BTreeSet<Id>) -> Result<Vec<Object>> {
+        let names: BTreeSet<String> = ids.iter().flat_map(|id| [id.chain(), id.mac_chain()]).collect();
+        let mut chains = Vec::new();
+        if ids.len() > 1 {
+            chains = self.nft.chains(TABLE)?;
+            chains.retain(|chain| names.contains(&chain.name));
+        } else {
+            for name in &names {
+                chains.extend(self.nft.find_chain(TABLE, name)?);
             }
         }
-        Ok(objects)
+        // A chain jumps only to the one with its name and a suffix, which must be removed later.
+        chains.sort_by_key(|chain| chain.name.len());
+        Ok(chains.into_iter().map(|chain| Object::Chain { name: chain.name, handle: chain.handle }).collect())
     }
 }
 

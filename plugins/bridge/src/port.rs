@@ -64,7 +64,7 @@ pub(crate) fn check_not_guarded(host: &Netlink, attachment: &AttachmentId, port:
     let own_port = port.map(|port| port.name.as_str()).unwrap_or_default();
     match SpoofCheck::open()?.find_conflicting_interface(attachment, own_port)? {
         Some(owner) => {
-            let msg = format!("failed to create spoof rules {}: they belong to {owner}, which exists", owner.id_ifname);
+            let msg = format!("failed to create spoof rules {}: they belong to {owner}, which exists", owner.id());
             Err(Error::new(Code::CONFLICT, msg).with_details(RESOLVE_CONFLICT))
         }
         None => Ok(()),

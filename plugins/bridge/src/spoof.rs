@@ -20,6 +20,5 @@ pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
 
 /// Removes the rules of the network's attachments that are not in `valid`, for GC.
 pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
-    let valid: Vec<(&str, &str)> = valid.iter().collect();
-    Ok(SpoofCheck::open()?.gc(network, &valid)?)
+    Ok(SpoofCheck::open()?.gc(network, valid)?)
 }

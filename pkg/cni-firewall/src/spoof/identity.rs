@@ -62,11 +62,7 @@ impl Id {
     /// Returns the owners of this ID's jumps among the rules of PREROUTING, one for each jump.
     pub(super) fn owners(&self, rules: &[Listed]) -> impl Iterator<Item = SpoofOwner> {
         let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
-        owned.map(|rule| SpoofOwner {
-            id_ifname: self.0.clone(),
-            host_veth: iifname_of(&rule.exprs),
-            tag: JumpTag::of(rule),
-        })
+        owned.map(|rule| SpoofOwner::of_jump(self.clone(), rule))
     }
 
     /// Returns the owner of this ID's first jump whose tag names a different attachment or network.
@@ -96,15 +92,19 @@ impl Id {
     }
 }
 
+/// Returns the ID in the comment of a rule.
+pub(super) fn id_in_comment(rule: &Rule) -> Option<Id> {
+    Some(Id(rule.comment.as_deref()?.strip_prefix(COMMENT_PREFIX)?.to_owned()))
+}
+
 /// Returns the IDs that a rule of PREROUTING names: in its comment, and in the chain that it leads
 /// to.
 pub(super) fn ids_of(rule: &Rule) -> impl Iterator<Item = Id> {
-    let in_comment = rule.comment.as_deref().and_then(|comment| comment.strip_prefix(COMMENT_PREFIX));
     let target = match rule.exprs.last() {
         Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) => target.strip_prefix(CHAIN_PREFIX),
         _ => None,
     };
-    in_comment.into_iter().chain(target).map(|id| Id(id.to_owned()))
+    id_in_comment(rule).into_iter().chain(target.map(|id| Id(id.to_owned())))
 }
 
 /// Returns the network's hash as in a [`TAG_NETWORK`].
@@ -148,8 +148,7 @@ impl fmt::Display for JumpTag {
 /// An attachment that has spoof rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpoofOwner {
-    /// `<containerID>-<ifname>`, shortened if very long.
-    pub id_ifname: String,
+    pub(super) id: Id,
     /// The interface whose frames are checked; `None` if no jump names one.
     pub host_veth: Option<String>,
     pub(super) tag: JumpTag,
@@ -163,9 +162,19 @@ impl fmt::Display for SpoofOwner {
 }
 
 impl SpoofOwner {
+    /// Returns `<containerID>-<ifname>`, shortened if very long.
+    pub fn id(&self) -> &str {
+        &self.id.0
+    }
+
+    /// Returns the owner of a jump to the chain of this ID.
+    pub(super) fn of_jump(id: Id, jump: &Rule) -> SpoofOwner {
+        SpoofOwner { id, host_veth: iifname_of(&jump.exprs), tag: JumpTag::of(jump) }
+    }
+
     /// Whether the attachment belongs to `network`; `None` if no jump has a tag, because the Go
     /// plugin wrote the rules or because there are only chains.
-    pub fn belongs_to(&self, network: &str) -> Option<bool> {
+    pub(super) fn belongs_to(&self, network: &str) -> Option<bool> {
         match &self.tag {
             JumpTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
             JumpTag::NetworkHash(hash) => Some(*hash == network_hash(network)),
@@ -173,15 +182,10 @@ impl SpoofOwner {
         }
     }
 
-    /// Whether the rules have the ID of this attachment.
-    pub fn matches(&self, container_id: &str, ifname: &str) -> bool {
-        self.id_ifname == Id::new(container_id, ifname).0
-    }
-
     /// Whether GC of `network` removes the rules: their ID is not in `valid`, and either their tag
     /// names this network, or they have no tag and guard an interface that is not in `links`.
     pub(super) fn is_garbage(&self, network: &str, valid: &BTreeSet<Id>, links: &BTreeSet<String>) -> bool {
-        if valid.contains(&Id(self.id_ifname.clone())) {
+        if valid.contains(&self.id) {
             return false;
         }
         match (self.belongs_to(network), &self.host_veth) {

@@ -301,11 +301,16 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
             assert!(listed, "nft can list what it could not write");
             let owners = spoof.list().unwrap();
             assert_eq!(owners.len(), 1, "{owners:?}");
-            assert!(owners[0].matches(&container, "eth0") && !owners[0].matches(&format!("{container}c"), "eth0"));
+            assert_eq!(owners[0].id, Id::new(&container, "eth0"));
+            assert_ne!(owners[0].id, Id::new(&format!("{container}c"), "eth0"));
             assert_eq!(owners[0].belongs_to(&"n".repeat(200)), Some(true));
             assert_eq!(owners[0].belongs_to(&"n".repeat(199)), Some(false));
-            if id_len % 2 == 0 { spoof.purge(&long_network).map(drop) } else { spoof.gc(&long_network.network, &[]) }
-                .unwrap();
+            if id_len % 2 == 0 {
+                spoof.purge(&long_network).map(drop)
+            } else {
+                spoof.gc(&long_network.network, &ValidAttachments::default())
+            }
+            .unwrap();
             assert_eq!(ruleset(), SHARED);
         }
     });
@@ -326,7 +331,7 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
              add rule bridge nat PREROUTING iifname \"veth9\" accept comment \"foreign\"");
         let owners = spoof.list().unwrap();
         let seen: Vec<_> =
-            owners.iter().map(|o| (o.id_ifname.as_str(), o.host_veth.as_deref(), o.belongs_to("net"))).collect();
+            owners.iter().map(|o| (o.id.0.as_str(), o.host_veth.as_deref(), o.belongs_to("net"))).collect();
         assert_eq!(
             seen,
             [("go-eth0", Some("veth7"), None), ("half-eth0", None, None), ("ours-eth0", Some("veth0"), Some(true)),]
@@ -334,14 +339,14 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
         let garbage = |network: &str, valid: &[(&str, &str)], link: &str| -> Vec<String> {
             let valid = valid.iter().map(|(container, ifname)| Id::new(container, ifname)).collect();
             let gone = |owner: &&SpoofOwner| owner.is_garbage(network, &valid, &[link.to_owned()].into());
-            owners.iter().filter(gone).map(|owner| owner.id_ifname.clone()).collect()
+            owners.iter().filter(gone).map(|owner| owner.id.0.clone()).collect()
         };
         assert_eq!(garbage("net", &[], "veth7"), ["ours-eth0"]);
         assert_eq!(garbage("net", &[("ours", "eth0")], "veth7"), [""; 0]);
         assert_eq!(garbage("net", &[("ours", "eth1")], ""), ["go-eth0", "ours-eth0"]);
         assert_eq!(garbage("other", &[], ""), ["go-eth0"], "another network's stays, dead or not");
         assert_eq!(garbage("other", &[("go", "eth0")], ""), [""; 0]);
-        spoof.purge_ids(&owners.iter().map(|owner| Id(owner.id_ifname.clone())).collect()).unwrap();
+        spoof.purge_ids(&owners.iter().map(|owner| owner.id.clone()).collect(), |_| None).unwrap();
         assert_eq!(spoof.list().unwrap(), []);
         assert!(ruleset().contains("chain foreign") && ruleset().contains("comment \"foreign\""));
     });
