@@ -82,7 +82,7 @@ pub fn run(data: &[u8]) {
                 // the format without an interface.
                 let kept: [&[u8]; 2] = [b"c2\r\neth0", b"c2"];
                 let removable = reservations(&before, |text| !kept.contains(&text));
-                let collected = locked.collect(&[Owner::new("c2", "eth0")]).expect("GC failed");
+                let collected = locked.gc(&[Owner::new("c2", "eth0")]).expect("GC failed");
                 assert!(collected.error.is_none(), "GC failed: {:?}", collected.error);
                 let removed = collected.removed.iter().map(|reservation| reservation.address).collect();
                 check_removal(&folder, &before, removed, &removable);

@@ -21,7 +21,7 @@ use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 use cni_linux::{Filter, Link, Netlink, Netns, QdiscParent};
 use cni_plugin::interface::veth::{made_up_mac, undo_creation};
-use cni_plugin::interface::{collect_links, failed, host_interface};
+use cni_plugin::interface::{failed, gc_links, host_interface};
 
 use conf::{Conf, Limit};
 
@@ -120,7 +120,7 @@ impl Plugin for Bandwidth {
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        collect_links(call, valid)
+        gc_links(call, valid)
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {

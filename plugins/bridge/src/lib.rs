@@ -148,8 +148,8 @@ impl Interface for Bridge {
         spoof::purge(call, attachment)
     }
 
-    fn collect(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        spoof::collect(call.conf.name(), valid)
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        spoof::gc(call.conf.name(), valid)
     }
 
     /// Checks that the kernel and the bridge, if it exists, support what the configuration

@@ -19,6 +19,6 @@ pub(crate) fn purge(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
 }
 
 /// Removes the rules of the network's attachments that are not in `valid`, for GC.
-pub(crate) fn collect(network: &str, valid: &ValidAttachments) -> Result<()> {
+pub(crate) fn gc(network: &str, valid: &ValidAttachments) -> Result<()> {
     Ok(SpoofCheck::open()?.gc(network, valid)?)
 }

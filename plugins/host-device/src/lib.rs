@@ -167,7 +167,7 @@ impl Interface for HostDevice {
 
     /// Completes the return of interfaces whose attachments are not in `valid`. Leaves those that
     /// are still in a container.
-    fn collect(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let mut stale = Record::list()?;
         stale.retain(|record| {
             let attachment = record.attachment();

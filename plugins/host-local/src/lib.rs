@@ -193,7 +193,7 @@ impl Plugin for HostLocal {
             return Ok(());
         };
         let valid: Vec<Owner> = valid.iter().map(|(id, ifname)| Owner::new(id, ifname)).collect();
-        let collected = locked.collect(&valid)?;
+        let collected = locked.gc(&valid)?;
         for reservation in &collected.removed {
             call.notes.note(format_args!("gc: released, as its attachment is not valid any more: {reservation}"));
         }

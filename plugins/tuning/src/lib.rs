@@ -4,7 +4,7 @@
 //!
 //! - `conf`: the configuration; `key`: the names of sysctls; `allowlist`: the sysctls that the
 //!   node's administrator permits.
-//! - `apply`: ADD; `check`: CHECK; `restore`: DEL; `collect`: GC.
+//! - `apply`: ADD; `check`: CHECK; `restore`: DEL; `gc`: GC.
 //! - `backup`: the original values of an attachment, in a file; `sysctl`: the values in the
 //!   container; `value`: compares two values.
 //!
@@ -16,11 +16,11 @@ mod allowlist;
 mod apply;
 mod backup;
 mod check;
-mod collect;
 mod conf;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod gc;
 mod key;
 mod restore;
 mod sysctl;
@@ -120,7 +120,7 @@ impl Plugin for Tuning {
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        collect::gc(call, valid)
+        gc::gc(call, valid)
     }
 
     /// Checks that the sysctls are permitted and that a backup can be written. STATUS has no

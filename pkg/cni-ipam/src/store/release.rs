@@ -55,7 +55,7 @@ impl Locked {
     /// # Errors
     /// - Code 5 if the folder cannot be read. Errors of single files are part of the result.
     /// - Code 11 if the folder keeps changing.
-    pub fn collect(&mut self, valid: &[Owner]) -> Result<Collected> {
+    pub fn gc(&mut self, valid: &[Owner]) -> Result<Collected> {
         self.reclaim()?;
         let valid_hashes: HashSet<u64> = valid.iter().flat_map(Owner::hashes).collect();
         let occupied = self.attempt(|locked| {

@@ -2,8 +2,8 @@
 //!
 //! bridge, ptp, dummy and similar plugins differ only in how they create their link. Each of them
 //! implements [`Interface`] with the steps that are special to its link, and [`InterfacePlugin`]
-//! turns that into a complete [`Plugin`]. The modules `add`, `check`, `delete` (DEL) and `collect`
-//! (GC) implement the verbs and call the plugin's steps. `layer3` configures addresses and routes,
+//! turns that into a complete [`Plugin`]. The modules `add`, `check`, `delete` (DEL) and `gc`
+//! implement the verbs and call the plugin's steps. `layer3` configures addresses and routes,
 //! `masquerade` the rules for packets that leave the network. `veth` creates a pair with one end on
 //! the host, `stacked` an interface on top of another one. `adopted` marks an interface that an
 //! earlier plugin of the list created.
@@ -18,9 +18,9 @@
 mod add;
 mod adopted;
 mod check;
-mod collect;
 mod context;
 mod delete;
+mod gc;
 mod layer3;
 mod masquerade;
 pub mod stacked;
@@ -43,8 +43,8 @@ use crate::keys::Masquerading;
 
 pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use check::{Check, check_forwarding, disabled_forwarding, failed};
-pub use collect::collect_links;
 pub use context::{AttachmentContext, host_interface};
+pub use gc::gc_links;
 pub use layer3::{Layer3, forwarding_sysctl};
 
 /// The parts of an interface plugin that are special to its link.
@@ -228,7 +228,7 @@ pub trait Interface {
     ///
     /// # Errors
     /// Something could not be removed.
-    fn collect(&self, _call: &Call<'_>, _valid: &ValidAttachments) -> Result<()> {
+    fn gc(&self, _call: &Call<'_>, _valid: &ValidAttachments) -> Result<()> {
         Ok(())
     }
 
@@ -443,7 +443,7 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        collect::collect(&self.0, call, valid)
+        gc::gc(&self.0, call, valid)
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {

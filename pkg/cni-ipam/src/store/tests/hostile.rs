@@ -23,7 +23,7 @@ fn a_hostile_folder_does_no_harm_and_comes_to_none() {
     // An ID like an address equals the content of last_reserved_ip.0.
     assert_eq!(net.del("10.0.0.9"), [""; 0]);
     assert_eq!(net.del("a"), [""; 0]);
-    assert_eq!(net.lock().collect(&[]).unwrap().removed, []);
+    assert_eq!(net.lock().gc(&[]).unwrap().removed, []);
     assert_eq!(net.names(), before);
     fs::remove_file(net.path("last_reserved_ip.0")).unwrap();
     let three = sets(&["10.0.0.0/24", "10.1.0.0/24", "10.2.0.0/24"]);
@@ -95,7 +95,7 @@ fn fifos_in_the_folder_are_never_waited_for_and_get_nothing() {
     let outcome = at_once("the verbs", move || {
         let mut locked = Net::open(&data).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
         let lease = locked.reserve(&owner("a"), &sets(&["10.0.0.0/24"]), &Requested::none()).unwrap();
-        let removed = locked.collect(&[]).unwrap().removed.len();
+        let removed = locked.gc(&[]).unwrap().removed.len();
         (lease.addresses[0].1.to_string(), removed, locked.list().unwrap().reservations.len())
     });
     assert_eq!(outcome, ("10.0.0.3".to_owned(), 1, 0));

@@ -170,7 +170,7 @@ proptest! {
                 Step::KilledAdd(offset, number, stage) => killed(&net, &at(offset), Some(&content(number)), stage),
                 Step::KilledDel(offset, stage) => killed(&net, &at(offset), None, stage),
                 Step::Collect(number) => {
-                    let collected = net.lock().collect(&[owner(&id(number))]).unwrap();
+                    let collected = net.lock().gc(&[owner(&id(number))]).unwrap();
                     prop_assert_eq!(collected.removed.len(), before.len() - holds(&before, number).len());
                 }
                 Step::LoseIndex => drop(fs::remove_file(net.index())),

@@ -22,7 +22,7 @@ fn gc_judges_by_what_the_file_says() {
     net.write("10.0.0.2", "gone\r\neth0");
     net.lock().reserved_by(&owner("gone")).unwrap();
     net.write("10.0.0.2", "here\r\neth0"); // in place: the folder is as it was
-    assert_eq!(net.lock().collect(&[owner("here")]).unwrap().removed, []);
+    assert_eq!(net.lock().gc(&[owner("here")]).unwrap().removed, []);
     assert!(net.path("10.0.0.2").exists());
 }
 
@@ -40,7 +40,7 @@ fn gc_keeps_valid_and_old_form_reservations_and_foreign_files() {
     ] {
         net.write(name, content);
     }
-    let collected = net.lock().collect(&[owner("a")]).unwrap();
+    let collected = net.lock().gc(&[owner("a")]).unwrap();
     let removed: Vec<String> = collected.removed.iter().map(Reservation::to_string).collect();
     assert_eq!(removed, ["10.0.0.3 is held by a eth1", "10.0.0.5 is held by b", "fd00::2 is held by b eth0"]);
     assert_eq!((collected.kept, collected.error.is_none()), (2, true));
@@ -54,7 +54,7 @@ fn gc_of_very_many_leaves_a_true_index() {
     for n in 2..200 {
         net.write(&format!("10.0.0.{n}"), &format!("c{n}\r\neth0"));
     }
-    let collected = net.lock().collect(&[owner("c77")]).unwrap();
+    let collected = net.lock().gc(&[owner("c77")]).unwrap();
     assert_eq!((collected.removed.len(), collected.kept), (197, 1));
     assert_eq!(net.store.usage(&pool).unwrap()[0].used, 1);
     assert_eq!(net.add("x", &pool).unwrap(), ["10.0.0.2"]);

@@ -24,18 +24,18 @@ use super::{HostEnd, Interface, PortMark, give_back, masquerade};
 ///
 /// # Errors
 /// All errors, joined. Every step runs, even after an error.
-pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+pub(super) fn gc<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let network = call.conf.name();
     let has_host_end = I::HOST_END != HostEnd::None;
     let mut errors = Vec::new();
     if has_host_end {
-        errors.extend(collect_links(call, valid).err());
+        errors.extend(gc_links(call, valid).err());
     }
     if !call.conf.ipam_type().is_empty() {
         let ipam_gc = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.gc());
         errors.extend(ipam_gc.err());
     }
-    errors.extend(plugin.collect(call, valid).err());
+    errors.extend(plugin.gc(call, valid).err());
     if has_host_end {
         let filter = AttachmentFilter::Garbage { network, valid };
         errors.extend(masquerade::open(call).purge(filter).err().map(Error::from));
@@ -48,7 +48,7 @@ pub(super) fn collect<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAt
 ///
 /// # Errors
 /// The errors of the kernel, joined. Every link is tried, even after an error.
-pub fn collect_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+pub fn gc_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
     let (network, host) = (call.conf.name(), Netlink::open()?);
     let prefix = AttachmentId::network_prefix(network);
     // Aliases are compared as a whole, not parsed: an alias has the hash of a long container ID
