@@ -8,7 +8,7 @@
 //! An undo removes only objects that this attachment alone uses: never a bridge, never a shared
 //! chain.
 //!
-//! [`Notes`] receives remarks for the operator, from failing undos and from all parts of a plugin.
+//! [`Notes`] receives notes for the operator, from failing undos and from all parts of a plugin.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -81,7 +81,7 @@ impl fmt::Debug for Rollback<'_> {
     }
 }
 
-/// Receives remarks for the operator, each one line. In a plugin they go to stderr, never to
+/// Receives notes for the operator, each one line. In a plugin they go to stderr, never to
 /// stdout, which carries the result.
 #[derive(Clone)]
 pub struct Notes(Rc<dyn Fn(&str)>);

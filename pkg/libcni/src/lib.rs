@@ -57,7 +57,7 @@ pub struct Runtime<'m> {
     pub cache: Cache,
     /// How long one plugin may take.
     pub timeout: Duration,
-    /// Receives remarks, and what the plugins write to stderr.
+    /// Receives notes, and what the plugins write to stderr.
     pub notes: Notes,
 }
 

@@ -80,7 +80,7 @@ struct OpenBackends<'m> {
     iptables: Option<IptablesPortMap<'m>>,
 }
 
-/// Runs both removals, even if one of them fails, and prints their remarks as notes.
+/// Runs both removals, even if one of them fails, and prints their notes.
 fn remove_from_both<'m>(
     call: &Call<'m>,
     remove_from_nft: impl FnOnce(&mut NftPortMap) -> Removal,
@@ -94,8 +94,8 @@ fn remove_from_both<'m>(
     for removal in [from_nft, from_iptables] {
         let outcome = removal.and_then(|removal| {
             claims.extend(removal.claims);
-            for remark in removal.remarks {
-                call.notes.note(format_args!("portmap: {remark}"));
+            for note in removal.remarks {
+                call.notes.note(format_args!("portmap: {note}"));
             }
             removal.outcome
         });

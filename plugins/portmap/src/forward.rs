@@ -110,8 +110,8 @@ fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
         };
         match result {
             Ok(conflicts) => {
-                for remark in &conflicts.remarks {
-                    call.notes.note(format_args!("portmap: {remark}"));
+                for note in &conflicts.remarks {
+                    call.notes.note(format_args!("portmap: {note}"));
                 }
             }
             Err(error) => call
@@ -160,8 +160,8 @@ fn write_rules<'a>(
         EnsureOutcome::Done { remarks } => remarks,
         EnsureOutcome::Held(holder) => return Err(port_taken(&holder)),
     };
-    for remark in remarks.iter().chain(&in_other_tables.remarks) {
-        call.notes.note(format_args!("portmap: {remark}"));
+    for note in remarks.iter().chain(&in_other_tables.remarks) {
+        call.notes.note(format_args!("portmap: {note}"));
     }
     // Stale rules are removed last, when the ports already lead to this container.
     if in_other_tables.found_dead

@@ -90,7 +90,7 @@ struct NamespaceOutcome {
     /// The interface, which is not changed yet, with a netlink socket of the namespace. `None` if
     /// the configuration does not change the interface.
     link: Option<(Netlink, Link)>,
-    /// Remarks for the operator.
+    /// Notes for the operator.
     notes: Vec<String>,
 }
 

@@ -150,7 +150,7 @@ pub struct Call<'m> {
     pub environment: &'m Environment,
     /// The operating system: clock, processes, signals.
     pub machine: &'m dyn Machine,
-    /// Receives remarks for the operator, which go to stderr and the log.
+    /// Receives notes for the operator, which go to stderr and the log.
     pub notes: Notes,
 }
 

@@ -15,7 +15,7 @@ pub struct Streams<'a> {
     pub stdin: Option<&'a mut dyn Read>,
     /// The destination of the result or the error, and of nothing else.
     pub stdout: &'a mut dyn Write,
-    /// Receives remarks for the operator.
+    /// Receives notes for the operator.
     pub notes: Notes,
 }
 
