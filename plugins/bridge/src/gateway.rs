@@ -16,7 +16,7 @@ use cni_plugin::interface::{
     AttachmentContext, CreatedLink, Gateway, HostState, Layer3, forwarding_sysctl, host_interface,
 };
 
-use crate::attach::AttachedPort;
+use crate::add::AttachedPort;
 use crate::conf::{Conf, vlan_gateway_name};
 
 /// The alias of the port that connects a VLAN's gateway interface to the bridge.

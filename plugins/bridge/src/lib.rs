@@ -2,17 +2,16 @@
 //! configured, the bridge as its gateway.
 //!
 //! `conf` reads the configuration. `device` finds or creates the bridge, `port` sets flags, VLANs
-//! and spoof rules of the port, `gateway` adds the gateways' addresses to the bridge. `attach` uses
-//! them for ADD, `chained` for ADD after a plugin that created the interface (*chained use*).
-//! `record` reads which ports CNI plugins created. `check` implements CHECK, and `spoof` removes
-//! the rules of `macspoofchk`. [`cni_plugin::interface`] does the rest.
+//! and spoof rules of the port, `gateway` adds the gateways' addresses to the bridge. `add` uses
+//! them for ADD, `add::chained` for ADD after a plugin that created the interface (*chained use*).
+//! `record` reads which ports CNI plugins created. `check` implements CHECK.
+//! [`cni_plugin::interface`] does the rest.
 //!
 //! Other networks and programs may share the bridge, so ADD's rollback, DEL and GC never undo the
 //! bridge, its gateway addresses or the forwarding sysctls. They only remove what has this
 //! attachment's *mark*, which for a link is its alias.
 
-mod attach;
-mod chained;
+mod add;
 mod check;
 mod conf;
 mod device;
@@ -22,7 +21,6 @@ pub mod fuzzing;
 mod gateway;
 mod port;
 mod record;
-mod spoof;
 
 use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
@@ -39,7 +37,7 @@ use cni_plugin::interface::{
 
 pub use conf::DEFAULT_BRIDGE;
 
-use attach::AttachedPort;
+use add::{AttachedPort, chained};
 use conf::{Conf, Keys};
 
 /// The plugin.
@@ -86,7 +84,7 @@ impl Interface for Bridge {
     ) -> Result<CreatedLink<AttachedPort>> {
         match &context.adopted {
             Some(earlier) => chained::plug_in(context, earlier, rollback),
-            None => attach::create(context, rollback),
+            None => add::create(context, rollback),
         }
     }
 
@@ -112,7 +110,7 @@ impl Interface for Bridge {
         created: &CreatedLink<AttachedPort>,
         watch: &Watch,
     ) -> Result<()> {
-        attach::wait_for_frames(context, created, watch)
+        add::wait_for_frames(context, created, watch)
     }
 
     /// Updates the bridge's entry in the result, because the MAC is only final now. In chained use,
@@ -121,7 +119,7 @@ impl Interface for Bridge {
         let bridge = &created.link.bridge;
         let interfaces = &mut created.result.interfaces;
         if context.adopted.is_none() {
-            // `attach::create` has listed the bridge first.
+            // `add::create` has listed the bridge first.
             interfaces[0] = device::interface(&context.host, bridge)?;
         } else if !interfaces.iter().any(|interface| interface.name == bridge.name && interface.sandbox.is_empty()) {
             // At the end, because addresses refer to interfaces by their index.
@@ -144,12 +142,21 @@ impl Interface for Bridge {
         Ok(bridge.is_some_and(|bridge| bridge.index == master))
     }
 
+    /// Removes the attachment's spoof rules. If they belong to another attachment, leaves them and
+    /// prints a note.
+    ///
+    /// Done even without `macspoofchk`, because the configuration may have had the key at ADD. Done
+    /// after the link is deleted, so that the container's last frames are still checked.
     fn clean(&self, call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
-        spoof::purge(call, attachment)
+        if let Some(owner) = SpoofCheck::open()?.purge(attachment)? {
+            call.notes.note(format_args!("spoof rules were not removed: they belong to {owner}"));
+        }
+        Ok(())
     }
 
+    /// Removes the spoof rules of the network's attachments that are not in `valid`.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        spoof::gc(call.conf.name(), valid)
+        Ok(SpoofCheck::open()?.gc(call.conf.name(), valid)?)
     }
 
     /// Checks that the kernel and the bridge, if it exists, support what the configuration

@@ -4,7 +4,7 @@
 //!
 //! - `conf`: the configuration; `key`: the names of sysctls; `allowlist`: the sysctls that the
 //!   node's administrator permits.
-//! - `apply`: ADD; `check`: CHECK; `restore`: DEL; `gc`: GC.
+//! - `add`, `check`, `del`, `gc`: the verbs.
 //! - `backup`: the original values of an attachment, in a file; `sysctl`: the values in the
 //!   container; `value`: compares two values.
 //!
@@ -12,17 +12,17 @@
 //! original values stay in it until DEL restores them and removes the backup. GC only removes
 //! backups.
 
+mod add;
 mod allowlist;
-mod apply;
 mod backup;
 mod check;
 mod conf;
+mod del;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod gc;
 mod key;
-mod restore;
 mod sysctl;
 mod value;
 
@@ -106,7 +106,7 @@ impl Plugin for Tuning {
             list.filter(&mut conf.sysctls)?;
         }
         let prev = call.conf.prev_result()?.ok_or_else(no_prev_result)?;
-        apply::add(call, &conf, prev)
+        add::add(call, &conf, prev)
     }
 
     fn check(&self, call: &Call<'_>) -> Result<()> {
@@ -116,7 +116,7 @@ impl Plugin for Tuning {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        restore::del(call)
+        del::del(call)
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {

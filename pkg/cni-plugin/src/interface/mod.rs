@@ -2,7 +2,7 @@
 //!
 //! bridge, ptp, dummy and similar plugins differ only in how they create their link. Each of them
 //! implements [`Interface`] with the steps that are special to its link, and [`InterfacePlugin`]
-//! turns that into a complete [`Plugin`]. The modules `add`, `check`, `delete` (DEL) and `gc`
+//! turns that into a complete [`Plugin`]. The modules `add`, `check`, `del` and `gc`
 //! implement the verbs and call the plugin's steps. `layer3` configures addresses and routes,
 //! `masquerade` the rules for packets that leave the network. `veth` creates a pair with one end on
 //! the host, `stacked` an interface on top of another one. `adopted` marks an interface that an
@@ -19,7 +19,7 @@ mod add;
 mod adopted;
 mod check;
 mod context;
-mod delete;
+mod del;
 mod gc;
 mod layer3;
 mod masquerade;
@@ -439,7 +439,7 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        delete::delete(&self.0, call)
+        del::del(&self.0, call)
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {

@@ -18,7 +18,7 @@ use cni_plugin::interface::{
     AttachmentContext, CreatedLink, Layer3, PortMark, give_back, purge_addresses, restore_alias,
 };
 
-use crate::attach::AttachedPort;
+use crate::add::AttachedPort;
 use crate::conf::Conf;
 use crate::device;
 use crate::port;

@@ -9,7 +9,7 @@ use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::{Link, Netlink, Netns, sysctl};
 
-use crate::apply::on_or_off;
+use crate::add::on_or_off;
 use crate::backup::{Content, Folder, Interface, Namespace, Record};
 use crate::conf::data_dir;
 use crate::sysctl::write_original;

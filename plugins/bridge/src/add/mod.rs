@@ -1,8 +1,10 @@
-//! Implements ADD with a new veth pair. ADD in chained use (module `chained`) shares the wait until
-//! the port forwards.
+//! Implements ADD with a new veth pair. ADD in chained use (module [`chained`]) shares the wait
+//! until the port forwards.
 //!
 //! The port's flags, VLANs and spoof rules are set before the container's end comes up, so that no
 //! frame passes without them.
+
+pub(crate) mod chained;
 
 use std::time::Duration;
 
@@ -14,10 +16,10 @@ use cni_linux::{Link, Watch};
 use cni_plugin::interface::veth::{self, Choices};
 use cni_plugin::interface::{AttachmentContext, CreatedLink, host_interface};
 
-use crate::chained::AdoptedInterface;
 use crate::conf::Conf;
 use crate::device;
 use crate::port;
+use chained::AdoptedInterface;
 
 /// The time limit for the port to forward and the links to have their carriers. That usually takes
 /// milliseconds, but longer on a busy host.

@@ -29,7 +29,7 @@ use crate::identity::expected_mac;
 ///
 /// # Errors
 /// All errors, joined. Every step runs, even after an error.
-pub(super) fn delete<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
+pub(super) fn del<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let attachment = call.attachment();
     let prev = prev_result(call);
     let mut errors: Vec<Error> = Vec::new();
