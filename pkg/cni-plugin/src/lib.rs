@@ -5,6 +5,7 @@
 //! - [`keys`]: configuration keys that several plugins have.
 //! - [`interface`]: the code shared by all plugins that create an interface.
 //! - [`identity`]: whether CNI_IFNAME belongs to the attachment, for plugins that create none.
+//! - [`record`]: what a plugin stores about an attachment on the host.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +14,7 @@ pub mod interface;
 pub mod keys;
 pub mod logging;
 pub mod process;
+pub mod record;
 
 pub use interface::{Interface, InterfacePlugin};
 

@@ -8,6 +8,8 @@
 //! sets the alias. If ADD is killed between the two requests, GC finds the link by its
 //! [group](AttachmentId::group), which the first request sets.
 
+use serde::{Deserialize, Serialize};
+
 use crate::hash::{sha512, sha512_hex};
 
 /// The longest alias that the kernel accepts, in bytes (IFALIASZ without the terminating zero).
@@ -26,11 +28,12 @@ const IFB_PREFIX: &str = "bwp";
 const IFB_DIGITS: usize = 12;
 
 /// The identity of an attachment: one interface of one container in one network.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct AttachmentId {
     /// The network's name.
     pub network: String,
     /// CNI_CONTAINERID.
+    #[serde(rename = "containerID")]
     pub container_id: String,
     /// CNI_IFNAME.
     pub ifname: String,

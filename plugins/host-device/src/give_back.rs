@@ -3,6 +3,7 @@
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Netlink, Netns};
+use cni_plugin::record::AttachmentRecord as _;
 
 use crate::record::Record;
 

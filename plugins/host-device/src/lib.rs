@@ -33,6 +33,7 @@ use cni_linux::{Link, Mac, Netlink, Netns};
 use cni_plugin::interface::{
     AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy, Ownership, Release, host_interface, name_taken,
 };
+use cni_plugin::record::AttachmentRecord as _;
 
 pub use conf::{Conf, Keys};
 
@@ -168,11 +169,7 @@ impl Interface for HostDevice {
     /// Completes the return of interfaces whose attachments are not in `valid`. Leaves those that
     /// are still in a container.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let mut stale = Record::list()?;
-        stale.retain(|record| {
-            let attachment = record.attachment();
-            attachment.network == call.conf.name() && !valid.contains(&attachment.container_id, &attachment.ifname)
-        });
+        let stale = Record::list_stale(call, valid)?;
         if stale.is_empty() {
             return Ok(());
         }

@@ -4,26 +4,11 @@
 //! hardware address, and can put another interface in its place. DEL therefore identifies the
 //! interface by the record, which only has properties that such a process cannot write. The record
 //! is written before the move, and removed when the interface is on the host again.
-//!
-//! The folder is on a tmpfs: a reboot ends all namespaces, and with them all attachments.
 
-use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::{self, Read as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
-
-use cni::hash::sha512_hex;
-use cni::{AttachmentId, Code, Error, Result};
-use cni_linux::file::create;
+use cni::AttachmentId;
 use cni_linux::{Link, Netns};
-use nix::libc;
+use cni_plugin::record::AttachmentRecord;
 use serde::{Deserialize, Serialize};
-
-/// The folder of the records.
-const FOLDER: &str = "/run/cni/host-device";
-
-/// The length in bytes of the longest record that is read.
-const MAX_SIZE: u64 = 1 << 16;
 
 /// The interface of one attachment, as it was on the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,61 +62,6 @@ impl Record {
         }
     }
 
-    /// Returns the record of an attachment, or `None` if there is none. Removes an incomplete
-    /// record.
-    ///
-    /// # Errors
-    /// Code 5 if it cannot be read.
-    pub(crate) fn find(attachment: &AttachmentId) -> Result<Option<Record>> {
-        read(&path(attachment))
-    }
-
-    /// Returns the records of all attachments. Leaves out those that cannot be read.
-    ///
-    /// # Errors
-    /// Code 5 if the folder cannot be read.
-    pub(crate) fn list() -> Result<Vec<Record>> {
-        let entries = match fs::read_dir(FOLDER) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(|error| failed("list", Path::new(FOLDER), error))?,
-        };
-        let paths = entries.flatten().map(|entry| entry.path());
-        let paths = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
-        Ok(paths.filter_map(|path| read(&path).ok().flatten()).collect())
-    }
-
-    /// Creates or replaces the record.
-    ///
-    /// # Errors
-    /// Code 5 if it cannot be written.
-    pub(crate) fn write(&self) -> Result<()> {
-        let path = path(&self.attachment());
-        let write = || -> io::Result<()> {
-            let json = serde_json::to_vec(self).map_err(io::Error::other)?;
-            match create(&path, &json) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => ensure_folder()?,
-                // An earlier ADD of this attachment has left it.
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(&path)?,
-                outcome => return outcome,
-            }
-            create(&path, &json)
-        };
-        write().map_err(|error| failed("write", &path, error))
-    }
-
-    /// Removes the record, if it exists.
-    ///
-    /// # Errors
-    /// Code 5 if it cannot be removed.
-    pub(crate) fn purge(&self) -> Result<()> {
-        purge(&path(&self.attachment()))
-    }
-
-    /// Returns the attachment.
-    pub(crate) fn attachment(&self) -> AttachmentId {
-        AttachmentId::new(&self.network, &self.container_id, &self.ifname)
-    }
-
     /// Whether `netns` is the namespace that the attachment was made in.
     pub(crate) fn is_of(&self, netns: &Netns) -> bool {
         self.netns == netns.id()
@@ -183,53 +113,10 @@ impl Record {
     }
 }
 
-/// Returns the path of an attachment's record.
-fn path(attachment: &AttachmentId) -> PathBuf {
-    let key = format!("{}/{}/{}", attachment.network, attachment.container_id, attachment.ifname);
-    Path::new(FOLDER).join(format!("{}.json", sha512_hex(&[key.as_bytes()], 40)))
-}
+impl AttachmentRecord for Record {
+    const FOLDER: &'static str = "/run/cni/host-device";
 
-/// Creates the folder of the records. Its parent has mode 0755, because other plugins use it too.
-fn ensure_folder() -> io::Result<()> {
-    if let Some(parent) = Path::new(FOLDER).parent() {
-        DirBuilder::new().recursive(true).mode(0o755).create(parent)?;
+    fn attachment(&self) -> AttachmentId {
+        AttachmentId::new(&self.network, &self.container_id, &self.ifname)
     }
-    match DirBuilder::new().mode(0o700).create(FOLDER) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        _ => Ok(()),
-    }
-}
-
-/// Removes a record, if it exists.
-fn purge(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path, error)),
-        _ => Ok(()),
-    }
-}
-
-/// Reads and decodes a record, or returns `None` if the file does not exist. Removes an incomplete
-/// record: its ADD was killed before it moved the interface. Follows no link.
-fn read(path: &Path) -> Result<Option<Record>> {
-    let read = || -> io::Result<Vec<u8>> {
-        // Opening must not block if the file is a pipe.
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-        let mut bytes = Vec::with_capacity(1024);
-        file.take(MAX_SIZE).read_to_end(&mut bytes)?;
-        Ok(bytes)
-    };
-    match read() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(failed("read", path, error)),
-        Ok(bytes) => match serde_json::from_slice(&bytes) {
-            Ok(record) => Ok(Some(record)),
-            Err(_) => purge(path).map(|()| None),
-        },
-    }
-}
-
-/// Returns the error for a failed action: `list`, `read`, `write` or `remove`.
-fn failed(action: &str, path: &Path, error: io::Error) -> Error {
-    Error::caused(Code::IO, format_args!("failed to {action} {}", path.display()), error)
 }
