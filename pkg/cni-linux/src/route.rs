@@ -213,8 +213,7 @@ impl Netlink {
     /// Adds one route over the gateways of `paths`, with these `NLM_F_*` flags. Does nothing if
     /// `paths` is empty.
     fn add_paths(&self, paths: &[Route], flags: u16) -> Result<()> {
-        let Some(first) = paths.first() else { return Ok(()) };
-        let request = if paths.len() == 1 { route_request(first) } else { multipath_request(first, paths) };
+        let (Some(first), Some(request)) = (paths.first(), paths_request(paths)) else { return Ok(()) };
         self.request(Kind::NewRoute, &request, flags).map(drop).map_err(|cause| {
             let gateways: Vec<String> = paths.iter().filter_map(|path| path.gw).map(|gw| gw.to_string()).collect();
             let failure = if gateways.is_empty() {
@@ -357,6 +356,13 @@ fn route_request(route: &Route) -> RouteMessage {
         attributes.push(RouteAttribute::Metrics(metrics));
     }
     message
+}
+
+/// Returns the request that adds one route over the gateways of `paths`; everything else is taken
+/// from the first. Returns `None` if `paths` is empty.
+fn paths_request(paths: &[Route]) -> Option<RouteMessage> {
+    let first = paths.first()?;
+    Some(if paths.len() == 1 { route_request(first) } else { multipath_request(first, paths) })
 }
 
 /// Returns the request that adds one route over the gateways of `paths`; everything else is taken

@@ -125,10 +125,7 @@ impl Plan {
         // Undos run in reverse order. The hints must be deleted before the routes are restored,
         // because they conflict, so this undo is registered first.
         let (undo_netlink, removed) = (netlink.clone(), self.moved.clone());
-        rollback.push("put the routes of the main table back", move || {
-            // Tries all routes and returns the first error.
-            removed.iter().map(|route| undo_netlink.append_route(route)).fold(Ok(()), Result::and)
-        });
+        rollback.push("put the routes of the main table back", move || undo_netlink.append_routes(&removed));
         for hint in self.hints {
             let (undo_netlink, added) = (netlink.clone(), hint.clone());
             rollback.push("delete a route with a source hint", move || undo_netlink.purge_route(&added));

@@ -193,11 +193,7 @@ fn create_vrf(netlink: &Netlink, name: &str, table: u32) -> Result<Link> {
 /// ones are left unchanged.
 fn restore(netlink: &Netlink, addresses: &[SavedAddr], routes: &[SavedRoute]) -> cni_linux::Result<()> {
     addresses.iter().try_for_each(|address| netlink.restore_address(address))?;
-    // Routes through a gateway come last: the kernel accepts a gateway only if a route to it
-    // exists, and with ptp that route is one of `routes`.
-    let (through_gateway, direct): (Vec<_>, Vec<_>) =
-        routes.iter().partition(|route| route.routes().iter().any(|route| route.gw.is_some()));
-    direct.into_iter().chain(through_gateway).try_for_each(|route| netlink.append_route(route))
+    netlink.append_routes(routes)
 }
 
 /// Removes the VRF if no interface is in it.

@@ -6,12 +6,12 @@
 
 use std::net::IpAddr;
 
-use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE};
+use netlink_packet_core::{Emitable as _, NLM_F_APPEND, NLM_F_CREATE, Parseable as _};
 use netlink_packet_route::route::{
     RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteNextHopFlags, RouteType,
 };
 
-use super::{Family, Route, parse, route_request, to_ip, unicast_routes};
+use super::{Family, Route, parse, paths_request, route_request, to_ip, unicast_routes};
 use crate::error::{Error, Result};
 use crate::netlink::{Kind, Netlink};
 
@@ -26,6 +26,33 @@ impl From<&Route> for SavedRoute {
 }
 
 impl SavedRoute {
+    /// Returns the route over the gateways of `paths`, as
+    /// [`add_multipath_route`](Netlink::add_multipath_route) adds it; `None` if `paths` is empty.
+    pub fn over(paths: &[Route]) -> Option<SavedRoute> {
+        paths_request(paths).map(SavedRoute)
+    }
+
+    /// Returns the route as bytes in the kernel's format, for a record that
+    /// [`from_bytes`](SavedRoute::from_bytes) reads in the same namespace.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.0.buffer_len()];
+        self.0.emit(&mut bytes);
+        bytes
+    }
+
+    /// Reads the bytes of [`to_bytes`](SavedRoute::to_bytes). Returns `None` for others.
+    pub fn from_bytes(bytes: &[u8]) -> Option<SavedRoute> {
+        RouteMessage::parse(bytes).ok().map(SavedRoute)
+    }
+
+    /// Whether both are unicast routes that are [equal](Route::is_same) in each of their paths.
+    pub fn is_same(&self, other: &SavedRoute) -> bool {
+        let (paths, other_paths) = (self.routes(), other.routes());
+        !paths.is_empty()
+            && paths.len() == other_paths.len()
+            && paths.iter().zip(&other_paths).all(|(path, other)| path.is_same(other))
+    }
+
     /// Returns the same route in another table.
     #[must_use]
     pub fn in_table(&self, table: u32) -> SavedRoute {
@@ -123,6 +150,15 @@ impl Netlink {
         added.or_else(|error| if error.is_exists() { Ok(()) } else { Err(error) })
     }
 
+    /// Adds the routes as [`append_route`](Netlink::append_route) does, those through a gateway
+    /// last: the kernel accepts a gateway only if a route to it exists. Tries all routes and
+    /// returns the first error.
+    pub fn append_routes(&self, routes: &[SavedRoute]) -> Result<()> {
+        let (through_gateway, direct): (Vec<_>, Vec<_>) =
+            routes.iter().partition(|route| route.routes().iter().any(|route| route.gw.is_some()));
+        direct.into_iter().chain(through_gateway).map(|route| self.append_route(route)).fold(Ok(()), Result::and)
+    }
+
     /// Deletes a route if it exists.
     pub fn purge_route(&self, route: &SavedRoute) -> Result<()> {
         let deleted = self.request(Kind::DelRoute, &route.0, 0);
@@ -217,7 +253,9 @@ mod tests {
             }
             assert_eq!(shown("1000").replace(" table 1000", ""), before);
             assert_eq!(shown("main"), "");
-            main.iter().for_each(|route| netlink.append_route(route).unwrap());
+            let read_back: Vec<_> =
+                main.iter().map(|route| SavedRoute::from_bytes(&route.to_bytes()).unwrap()).collect();
+            netlink.append_routes(&read_back).unwrap();
             assert_eq!(shown("main"), before);
         });
     }
