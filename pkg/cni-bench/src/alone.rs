@@ -63,7 +63,7 @@ pub(crate) const HOST_LOCAL: Alone =
 pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained_plugin("portmap", |side, _| portmap(side, 1)) };
 
 /// All plugins except bridge, which is measured in chains.
-pub(crate) static ALL: [Alone; 21] = [
+pub(crate) static ALL: &[Alone] = &[
     first_plugin("loopback", |_, _| json!({"type": "loopback"})),
     HOST_LOCAL,
     first_plugin(
@@ -126,6 +126,10 @@ pub(crate) static ALL: [Alone; 21] = [
         json!({"type": "bandwidth", "ingressRate": 10_000_000, "ingressBurst": 1_000_000,
                "egressRate": 10_000_000, "egressBurst": 1_000_000})
     }),
+    chained_plugin(
+        "route-override",
+        |_, _| json!({"type": "route-override", "addroutes": [{"dst": "198.51.100.0/24"}]}),
+    ),
     chained_plugin("sbr", |_, _| json!({"type": "sbr"})),
     Alone {
         probe: Some("type vrf table 10"),

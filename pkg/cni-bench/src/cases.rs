@@ -111,7 +111,7 @@ pub(crate) const SIMPLE: ChainSpec = ChainSpec { masquerade: false, tuning: fals
 /// The plugins whose start-up is measured, and whose size has a target.
 pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
 /// The other plugins, whose sizes are listed too.
-pub(crate) const OTHERS: [&str; 13] = [
+pub(crate) const OTHERS: [&str; 14] = [
     "bandwidth",
     "dhcp",
     "dummy",
@@ -120,6 +120,7 @@ pub(crate) const OTHERS: [&str; 13] = [
     "ipvlan",
     "macvlan",
     "ptp",
+    "route-override",
     "sbr",
     "static",
     "tap",
@@ -165,7 +166,7 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
     for plugin in FIVE {
         cases.push(Case::new(START, format!("VERSION of {plugin}"), Plugins::Version(plugin), &PLAIN));
     }
-    for plugin in &alone::ALL {
+    for plugin in alone::ALL {
         cases.push(Case::new(ALONE, plugin.name, Plugins::Alone(plugin), plugin.sides));
     }
     for dual_stack in [false, true] {

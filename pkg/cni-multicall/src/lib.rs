@@ -17,6 +17,7 @@ pub const PLUGINS: &[&dyn Plugin] = &[
     &InterfacePlugin(plugin_macvlan::Macvlan),
     &plugin_portmap::Portmap,
     &InterfacePlugin(plugin_ptp::Ptp),
+    &plugin_route_override::RouteOverride,
     &plugin_sbr::Sbr,
     &plugin_static::Static,
     &InterfacePlugin(plugin_tap::TapPlugin),

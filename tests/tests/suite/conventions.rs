@@ -13,7 +13,7 @@ const PAGE: &str = include_str!("../../../docs/conventions.md");
 const INTERFACES: [&str; 8] = ["bridge", "dummy", "host-device", "ipvlan", "macvlan", "ptp", "tap", "vlan"];
 
 /// The plugins that need the result of another one.
-const CHAINED: [&str; 6] = ["bandwidth", "firewall", "portmap", "sbr", "tuning", "vrf"];
+const CHAINED: [&str; 7] = ["bandwidth", "firewall", "portmap", "route-override", "sbr", "tuning", "vrf"];
 
 /// The plugins that are neither.
 const OTHERS: [&str; 4] = ["dhcp", "host-local", "loopback", "static"];
@@ -285,6 +285,7 @@ for_each_plugin! {
     macvlan: "macvlan"
     portmap: "portmap"
     ptp: "ptp"
+    route_override: "route-override"
     sbr: "sbr"
     ipam_static: "static"
     tap: "tap"

@@ -38,6 +38,7 @@ mod protocol;
 mod ptp;
 mod reused_netns;
 mod rights;
+mod route_override;
 mod sbr;
 mod seccomp;
 mod second_default;

@@ -22,7 +22,7 @@ const USABLE_DEADLINE: Duration = Duration::from_secs(1);
 
 /// RT_SCOPE_LINK. With this scope or a larger number the destination is on the link itself, so that
 /// the route has no gateway.
-const SCOPE_LINK: u8 = 253;
+pub const SCOPE_LINK: u8 = 253;
 
 /// A container's addresses and routes. For ADD they come from IPAM or an earlier plugin's result
 /// and are checked; for CHECK they come unchecked from `prevResult`.
@@ -309,7 +309,7 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
 
 /// Groups the routes to add: conflicting routes (same destination, table and metric) become the
 /// paths of one multipath route, without duplicates. Any other route is a group of its own.
-fn merge_conflicting(routes: &[Route]) -> Vec<Vec<Route>> {
+pub fn merge_conflicting(routes: &[Route]) -> Vec<Vec<Route>> {
     let mut merged: Vec<Vec<Route>> = Vec::new();
     for route in routes {
         match merged.iter_mut().find(|paths| paths[0].conflicts_with(route)) {

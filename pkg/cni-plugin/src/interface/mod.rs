@@ -45,7 +45,7 @@ pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use check::{Check, check_forwarding, disabled_forwarding, failed};
 pub use context::{AttachmentContext, host_interface};
 pub use gc::gc_links;
-pub use layer3::{Layer3, forwarding_sysctl};
+pub use layer3::{Layer3, SCOPE_LINK, forwarding_sysctl, merge_conflicting};
 
 /// The parts of an interface plugin that are special to its link.
 pub trait Interface {
