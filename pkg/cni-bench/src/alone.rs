@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::cases::{FIREWALL, PLAIN, Side, ipam, portmap, tuning};
+use crate::cases::{FIREWALL, PLAIN, Side, backend, ipam, portmap, tuning};
 use crate::error::Result;
 use crate::floor::Link;
 use crate::world::{Process, World, feed, run};
@@ -254,9 +254,4 @@ fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
 /// Returns the configuration of a plugin whose link is on top of `eth0`.
 fn on_master(plugin: &str, data: &Path) -> Value {
     json!({"type": plugin, "master": "eth0", "ipam": ipam(data)})
-}
-
-/// Returns the value of a backend option. The Go plugins get iptables, which is also their default.
-fn backend(side: Side) -> Value {
-    if side == Side::OursNft { "nftables".into() } else { "iptables".into() }
 }

@@ -13,6 +13,7 @@ use crate::alone::{self, Alone};
 use crate::chain::{Attachment, Chain};
 use crate::error::{Doing as _, Result};
 use crate::floor::KernelAttacher;
+use crate::full::{FullNode, Maker};
 use crate::options::Extent;
 use crate::rules::{write_rules_of_other_containers, write_rules_of_other_programs};
 use crate::world::{Node, Process, World};
@@ -79,6 +80,8 @@ pub(crate) enum Before {
     /// The rules that the side's own plugins write for this number of mappings or masqueraded
     /// addresses of other containers.
     RulesOfOtherContainers(usize),
+    /// Attached containers.
+    Attached(FullNode),
     /// This number of rules of other programs: see [`write_rules_of_other_programs`].
     RulesOfOtherPrograms(usize),
 }
@@ -101,6 +104,7 @@ pub(crate) const AT_ONCE: &str = "at once";
 pub(crate) const RESERVATIONS: &str = "host-local and reservations";
 pub(crate) const MAPPINGS: &str = "portmap and rules";
 pub(crate) const MASQUERADE: &str = "ipMasq and rules";
+pub(crate) const FULL: &str = "full node";
 pub(crate) const START: &str = "start-up";
 
 /// bridge with host-local, ipMasq, tuning and one mapped port: the chain that most targets are
@@ -212,6 +216,15 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
             cases.push(rules_case(format!("{} foreign rules", grouped(count)), Before::RulesOfOtherPrograms(count)));
         }
     }
+    // The other plugins need half a second for a container.
+    let (many, few) = (extent.full_node(), extent.full_node() / 6);
+    for (made_by, containers, name, sides) in
+        [(Maker::Same, many, "the same plugins", &FIREWALL[..2]), (Maker::Theirs, few, "theirs", &FIREWALL[..])]
+    {
+        let full = FullNode { made_by, containers, ports: 5 };
+        let name = format!("portmap, {} containers made by {name}", grouped(containers));
+        cases.push(full.case(name, Plugins::Alone(&alone::PORTMAP), sides));
+    }
     cases
 }
 
@@ -296,6 +309,7 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
             // The search begins in the middle of the range.
             set_last_reserved(&data, 2050)?;
         }
+        Before::Attached(full) => full.attach(world, folders, side)?,
         Before::RulesOfOtherContainers(count) => write_rules_of_other_containers(world, &ready, count)?,
         Before::RulesOfOtherPrograms(count) => write_rules_of_other_programs(side, count)?,
     }
@@ -320,6 +334,11 @@ fn dual_stack_ipam(data: &Path) -> Value {
     conf["ranges"] = json!([[{"subnet": "10.1.0.0/16"}], [{"subnet": "fd00:1::/64"}]]);
     conf["routes"] = json!([{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]);
     conf
+}
+
+/// Returns the value of a backend option. The Go plugins get iptables, which is also their default.
+pub(crate) fn backend(side: Side) -> Value {
+    if side == Side::OursNft { "nftables".into() } else { "iptables".into() }
 }
 
 /// Returns a configuration of tuning: two sysctls and the MTU.

@@ -1,17 +1,20 @@
 //! The guard: counts what each operation of the plugins costs, and compares it with a table in the
 //! repository. An operation is one verb of a case, for one side.
 //!
-//! It counts the system calls of the plugins' own processes, and the programs and threads that they
-//! start. It does not count the system calls of iptables, which depend on its release.
+//! It counts the system calls of the plugins' own processes, the programs and threads that they
+//! start, and, on a node with many containers, their netlink requests and the received bytes. It
+//! does not count the system calls of iptables, which depend on its release.
 
 use std::fs;
 
 use crate::alone;
 use crate::cases::{self, ALONE, CHAINS, Case, ChainSpec, Folders, Plugins, SIMPLE, START, Side, WHOLE};
 use crate::error::{Doing as _, Error, Result};
+use crate::full::{FullNode, Maker};
 use crate::measure;
 use crate::options::{Guard, GuardMode};
 use crate::report::{progress, say};
+use crate::trace::Counts;
 use crate::world::World;
 
 /// How often each operation is counted. The lowest counts are used, because a wait may by chance
@@ -22,10 +25,27 @@ const ROUNDS: usize = 4;
 /// busy machine all rounds may have additional system calls.
 const MAX_RECOUNTS: usize = 5;
 
+/// The end of the name of a case on a full node.
+const ON_FULL_NODE: &str = ", full node";
+
+/// The node of the cases on a full node: as many containers as can be attached in a few seconds.
+const FULL_NODE: FullNode = FullNode { made_by: Maker::Same, containers: 100, ports: 5 };
+
+/// What an operation on a full node may receive over netlink at most, if it does not grow with the
+/// number of containers.
+const RECEIVED_MAX: usize = 64 << 10;
+
 const HEAD: &str = "\
 # What each operation of the plugins costs: system calls of its own processes, programs started, threads started.
+# On a node with 100 containers, also: netlink requests, and bytes received over netlink. `empty` means as many requests
+# as on the empty node, `64KiB` at most 64 KiB.
 # Compared by `scripts/test`, written by `scripts/bench --counts`. See docs/performance.md, \"The guard\".
 ";
+
+/// The word for as many requests as on the empty node.
+const EMPTY: &str = "empty";
+/// The word for at most [`RECEIVED_MAX`] bytes.
+const KIB_64: &str = "64KiB";
 
 /// One line of the table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,25 +54,80 @@ struct Line {
     syscalls: usize,
     programs: usize,
     threads: usize,
+    /// The netlink requests and the bytes received. Only in lines of a full node.
+    netlink: Option<Netlink>,
+}
+
+/// What an operation on a full node costs over netlink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Netlink {
+    requests: Count,
+    received: Count,
+}
+
+/// A count of a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Count {
+    Exactly(usize),
+    /// As many requests as on the empty node, or at most [`RECEIVED_MAX`] bytes.
+    Flat,
+}
+
+impl Count {
+    /// Formats the count for the table; `flat` is the word for [`Count::Flat`].
+    fn text(self, flat: &str) -> String {
+        match self {
+            Count::Exactly(number) => number.to_string(),
+            Count::Flat => flat.to_owned(),
+        }
+    }
+
+    /// Describes by how much `counted` exceeds this count of the table and the tolerance; `None` if
+    /// it does not. [`Count::Flat`] exceeds nothing.
+    fn excess(self, counted: Count, tolerance: usize, unit: &str) -> Option<String> {
+        match (self, counted) {
+            (_, Count::Flat) => None,
+            (Count::Exactly(allowed), Count::Exactly(number)) => {
+                (number > allowed + tolerance).then(|| format!("{number} {unit}, {allowed} in the table"))
+            }
+            (Count::Flat, Count::Exactly(number)) => {
+                Some(format!("{number} {unit}: grows with the number of containers"))
+            }
+        }
+    }
 }
 
 impl Line {
     /// Formats the line for the table.
     fn text(&self) -> String {
-        format!("{:<64} {:>5} {:>3} {:>3}\n", self.what, self.syscalls, self.programs, self.threads)
+        let mut text = format!("{:<64} {:>5} {:>3} {:>3}", self.what, self.syscalls, self.programs, self.threads);
+        if let Some(Netlink { requests, received }) = self.netlink {
+            text.push_str(&format!(" {:>6} {:>8}", requests.text(EMPTY), received.text(KIB_64)));
+        }
+        text + "\n"
     }
 
-    /// Parses a line of the table: the operation, then three numbers.
+    /// Parses a line of the table: the operation, then three numbers and, for a full node, two
+    /// counts.
     fn parse(line: &str) -> Result<Line> {
-        let invalid = || Error::new(format!("{line:?} is not an operation followed by three numbers"));
+        let invalid = || Error::new(format!("{line:?} is not an operation followed by its counts"));
         let number = |word: &str| word.parse::<usize>().map_err(|_| invalid());
+        let count =
+            |word: &str, flat: &str| if word == flat { Ok(Count::Flat) } else { number(word).map(Count::Exactly) };
         let words: Vec<&str> = line.split_whitespace().collect();
-        let [what @ .., syscalls, programs, threads] = words.as_slice() else { return Err(invalid()) };
+        let (words, netlink) = match words.as_slice() {
+            [words @ .., requests, received] if line.contains(ON_FULL_NODE) => {
+                (words, Some(Netlink { requests: count(requests, EMPTY)?, received: count(received, KIB_64)? }))
+            }
+            words => (words, None),
+        };
+        let [what @ .., syscalls, programs, threads] = words else { return Err(invalid()) };
         Ok(Line {
             what: what.join(" "),
             syscalls: number(syscalls)?,
             programs: number(programs)?,
             threads: number(threads)?,
+            netlink,
         })
     }
 
@@ -79,6 +154,11 @@ impl Line {
         if counted.threads > self.threads {
             wrong.push(format!("{} threads, {} in the table", counted.threads, self.threads));
         }
+        if let (Some(allowed), Some(counted)) = (self.netlink, counted.netlink) {
+            wrong.extend(allowed.requests.excess(counted.requests, 2, "netlink requests"));
+            // The sizes of some lists, such as that of the links, depend on the kernel.
+            wrong.extend(allowed.received.excess(counted.received, 4 << 10, "bytes received over netlink"));
+        }
         (!wrong.is_empty()).then(|| format!("{}: {}", self.what, wrong.join("; ")))
     }
 }
@@ -88,7 +168,7 @@ fn guarded_cases() -> Vec<Case> {
     let (only_iptables, both) = ([Side::Ours], [Side::Ours, Side::OursNft]);
     let dual_stack = ChainSpec { dual_stack: true, ..SIMPLE };
     let mut cases = vec![Case::new(START, "bridge", Plugins::Version("bridge"), &only_iptables)];
-    for plugin in &alone::ALL {
+    for plugin in alone::ALL {
         let ours: Vec<Side> = plugin.sides.iter().copied().filter(|side| both.contains(side)).collect();
         cases.push(Case::new(ALONE, plugin.name, Plugins::Alone(plugin), &ours));
     }
@@ -96,6 +176,11 @@ fn guarded_cases() -> Vec<Case> {
         Case::new(CHAINS, SIMPLE.name(), Plugins::Chain(SIMPLE), &only_iptables),
         Case::new(CHAINS, dual_stack.name(), Plugins::Chain(dual_stack), &only_iptables),
         Case::new(CHAINS, WHOLE.name(), Plugins::Chain(WHOLE), &both),
+    ]);
+    // After the cases on the empty node, which these are compared with.
+    cases.extend([
+        FULL_NODE.case(format!("{}{ON_FULL_NODE}", alone::PORTMAP.name), Plugins::Alone(&alone::PORTMAP), &both),
+        FULL_NODE.case(format!("{}{ON_FULL_NODE}", WHOLE.name()), Plugins::Chain(WHOLE), &both),
     ]);
     cases
 }
@@ -130,7 +215,8 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
     let is_compared = options.mode == GuardMode::Compare;
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
-    let mut counted = Vec::new();
+    // The lines of cases that this machine cannot run, and the operations with their counts.
+    let (mut skipped, mut counted) = (Vec::new(), Vec::new());
     for case in guarded_cases() {
         if let Plugins::Alone(plugin) = case.plugins
             && let Some(obstacle) = plugin.obstacle(&world)?
@@ -138,23 +224,49 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
             say(&format!("SKIP {}: {obstacle}", case.name));
             let is_of_case =
                 |line: &&Line| line.what.strip_prefix(plugin.name).is_some_and(|rest| rest.starts_with(' '));
-            counted.extend(table.iter().filter(is_of_case).cloned());
+            skipped.extend(table.iter().filter(is_of_case).cloned());
             continue;
         }
         for side in &case.sides {
-            let mut lines = Vec::new();
-            // A repetition lowers the counts in `lines`.
+            let mut counts = Vec::new();
+            // A repetition lowers the counts.
             for _ in 0..=MAX_RECOUNTS {
                 let doing = format_args!("{} ({})", case.name, side.label());
-                count(&world, &folders, &case, *side, &mut lines).doing(doing)?;
-                if !is_compared || !lines.iter().any(exceeds) {
+                count(&world, &folders, &case, *side, &mut counts).doing(doing)?;
+                let is_too_much =
+                    |(what, counts): &(String, Counts)| exceeds(&line(what, counts, on_empty_node(&counted, what)));
+                if !is_compared || !counts.iter().any(is_too_much) {
                     break;
                 }
             }
-            counted.extend(lines);
+            counted.extend(counts);
         }
     }
-    Ok(counted)
+    let lines = counted.iter().map(|(what, counts)| line(what, counts, on_empty_node(&counted, what)));
+    Ok(skipped.into_iter().chain(lines).collect())
+}
+
+/// Returns the counts of the same operation on the empty node; `None` if `what` is not an operation
+/// on a full node.
+fn on_empty_node<'c>(counted: &'c [(String, Counts)], what: &str) -> Option<&'c Counts> {
+    let (case, verb) = what.split_once(ON_FULL_NODE)?;
+    let on_empty = format!("{case}{verb}");
+    counted.iter().find(|(other, _)| *other == on_empty).map(|(_, counts)| counts)
+}
+
+/// Returns the line of an operation, with the counts of netlink if it is one on a full node.
+fn line(what: &str, counts: &Counts, on_empty_node: Option<&Counts>) -> Line {
+    let netlink = on_empty_node.map(|on_empty| Netlink {
+        requests: if counts.requests <= on_empty.requests { Count::Flat } else { Count::Exactly(counts.requests) },
+        received: if counts.received <= RECEIVED_MAX { Count::Flat } else { Count::Exactly(counts.received) },
+    });
+    Line {
+        what: what.to_owned(),
+        syscalls: counts.own_syscalls,
+        programs: counts.programs,
+        threads: counts.own_threads,
+        netlink,
+    }
 }
 
 /// Compares the counted operations with the table, and prints the differences. Returns whether both
@@ -199,9 +311,9 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
-/// Counts the operations of a case in several rounds. Adds a line for each operation to `lines`,
-/// with the lowest counts of all rounds, or lowers the counts of a line that exists.
-fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut Vec<Line>) -> Result<()> {
+/// Counts the operations of a case in several rounds. Adds the operations, with the lowest counts
+/// of all rounds, to `all`, or lowers the counts of those that are in it.
+fn count(world: &World, folders: &Folders, case: &Case, side: Side, all: &mut Vec<(String, Counts)>) -> Result<()> {
     let ready = cases::prepare(world, folders, case, side)?;
     // Round 0 is not counted: it creates what later rounds reuse, such as a bridge.
     for round in 0..=ROUNDS {
@@ -214,15 +326,9 @@ fn count(world: &World, folders: &Folders, case: &Case, side: Side, lines: &mut 
                 return Err(Error::new(format!("the tracer counted no system call of {verb}")));
             }
             let what = format!("{} {verb}, {}", case.name, side.label());
-            let line =
-                Line { what, syscalls: counts.own_syscalls, programs: counts.programs, threads: counts.own_threads };
-            match lines.iter_mut().find(|old| old.what == line.what) {
-                Some(old) => {
-                    old.syscalls = old.syscalls.min(line.syscalls);
-                    old.programs = old.programs.min(line.programs);
-                    old.threads = old.threads.min(line.threads);
-                }
-                None => lines.push(line),
+            match all.iter_mut().find(|(other, _)| *other == what) {
+                Some((_, lowest)) => lowest.lower_to(&counts),
+                None => all.push((what, counts)),
             }
         }
     }
@@ -234,7 +340,26 @@ mod tests {
     use super::*;
 
     fn line(syscalls: usize, programs: usize, threads: usize) -> Line {
-        Line { what: "bridge + host-local ADD, ours".to_owned(), syscalls, programs, threads }
+        Line { what: "bridge + host-local ADD, ours".to_owned(), syscalls, programs, threads, netlink: None }
+    }
+
+    #[test]
+    fn a_full_node_must_stay_as_cheap_as_the_empty_one() {
+        let counts = |requests, received| Counts { own_syscalls: 9, requests, received, ..Counts::default() };
+        let what = "portmap, full node ADD, ours";
+        let counted = [("portmap ADD, ours".to_owned(), counts(7, 900))];
+        let full_line = |full: Counts| super::line(what, &full, on_empty_node(&counted, what));
+        let flat = full_line(counts(7, 64 << 10));
+        assert!(flat.text().contains("empty") && flat.text().contains("64KiB"));
+        let grown = full_line(counts(8, (64 << 10) + 1));
+        for line in [&flat, &grown] {
+            assert_eq!(&Line::parse(line.text().trim_end()).unwrap(), line);
+            assert_eq!(line.excess(line), None);
+        }
+        assert!(flat.excess(&grown).unwrap().contains("8 netlink requests: grows"));
+        assert_eq!(grown.excess(&flat), None);
+        let more = full_line(counts(11, 70 << 10));
+        assert!(grown.excess(&more).unwrap().contains("11 netlink requests, 8 in the table"));
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod cases;
 mod chain;
 mod error;
 mod floor;
+mod full;
 mod guard;
 mod measure;
 mod options;

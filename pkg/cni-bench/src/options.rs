@@ -52,6 +52,14 @@ impl Extent {
         }
     }
 
+    /// Returns the number of attached containers of a full node.
+    pub(crate) fn full_node(self) -> usize {
+        match self {
+            Extent::Full => 600,
+            Extent::Quick => 100,
+        }
+    }
+
     /// Selects the sizes to measure, such as numbers of rules: all in a full run, the first two in
     /// a quick one.
     pub(crate) fn sizes(self, all: &[usize]) -> Vec<usize> {

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::cases::{ALONE, AT_ONCE, CHAINS, Folders, MAPPINGS, MASQUERADE, RESERVATIONS, START, Side};
+use crate::cases::{ALONE, AT_ONCE, CHAINS, FULL, Folders, MAPPINGS, MASQUERADE, RESERVATIONS, START, Side};
 use crate::error::{Doing as _, Result};
 use crate::measure::{CrowdRow, Results, Row};
 use crate::options::Extent;
@@ -20,7 +20,7 @@ use crate::world::run;
 const BEGIN: &str = "<!-- begin: written by scripts/bench -->";
 const END: &str = "<!-- end: written by scripts/bench -->";
 
-const GROUPS: [&str; 6] = [START, ALONE, CHAINS, RESERVATIONS, MAPPINGS, MASQUERADE];
+const GROUPS: [&str; 7] = [START, ALONE, CHAINS, RESERVATIONS, MAPPINGS, MASQUERADE, FULL];
 const SIDES: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
 
 /// Writes a progress line to standard error.
@@ -263,6 +263,7 @@ fn as_json(results: &Results) -> Value {
             "counts": row.counts.as_ref().map(|counts| json!({
                 "syscalls": counts.syscalls, "own_syscalls": counts.own_syscalls, "programs": counts.programs,
                 "threads": counts.threads, "peak_kib": counts.peak,
+                "netlink_requests": counts.requests, "netlink_bytes_received": counts.received,
             })),
         })
     });

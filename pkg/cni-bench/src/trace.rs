@@ -1,5 +1,5 @@
-//! Runs a plugin under ptrace and counts its system calls, programs and threads, and the memory of
-//! its largest process.
+//! Runs a plugin under ptrace and counts its system calls, programs, threads and netlink requests,
+//! the bytes that it receives over netlink, and the memory of its largest process.
 //!
 //! The counts do not depend on the load of the machine, so a test can compare them. The memory is
 //! read from each process as it ends (`VmHWM`), because the value of wait4 includes the parent's
@@ -11,6 +11,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
 
+use nix::libc;
 use nix::sys::ptrace;
 use nix::sys::signal::{Signal, raise};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -39,6 +40,11 @@ pub(crate) struct Counts {
     pub(crate) own_syscalls: usize,
     /// The part of `threads` that programs in the plugin's own folder start.
     pub(crate) own_threads: usize,
+    /// The datagrams that programs in the plugin's own folder send over netlink. A transaction of
+    /// nf_tables is one.
+    pub(crate) requests: usize,
+    /// The bytes that programs in the plugin's own folder receive over netlink.
+    pub(crate) received: usize,
 }
 
 impl Counts {
@@ -50,6 +56,20 @@ impl Counts {
         self.peak = self.peak.max(other.peak);
         self.own_syscalls += other.own_syscalls;
         self.own_threads += other.own_threads;
+        self.requests += other.requests;
+        self.received += other.received;
+    }
+
+    /// Lowers each count to that of another run of the same call.
+    pub(crate) fn lower_to(&mut self, other: &Counts) {
+        self.syscalls = self.syscalls.min(other.syscalls);
+        self.programs = self.programs.min(other.programs);
+        self.threads = self.threads.min(other.threads);
+        self.peak = self.peak.min(other.peak);
+        self.own_syscalls = self.own_syscalls.min(other.own_syscalls);
+        self.own_threads = self.own_threads.min(other.own_threads);
+        self.requests = self.requests.min(other.requests);
+        self.received = self.received.min(other.received);
     }
 }
 
@@ -101,6 +121,8 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         counts: Counts::default(),
         in_syscall: HashMap::new(),
         foreign: HashSet::new(),
+        begun_calls: HashMap::new(),
+        netlink_sockets: HashSet::new(),
         has_begun: false,
     };
     loop {
@@ -148,6 +170,10 @@ struct Tracer<'a> {
     in_syscall: HashMap<Pid, bool>,
     /// Threads of programs outside `folder`.
     foreign: HashSet<Pid>,
+    /// The system call that a thread is in, if it is a [`SocketCall`].
+    begun_calls: HashMap<Pid, SocketCall>,
+    /// The netlink sockets: thread and descriptor.
+    netlink_sockets: HashSet<(Pid, u64)>,
     /// Whether the root process has become the plugin. Nothing is counted before.
     has_begun: bool,
 }
@@ -158,9 +184,38 @@ impl Tracer<'_> {
         // The thread stops at the entry and at the exit of each call, alternately.
         let in_syscall = self.in_syscall.entry(pid).or_default();
         *in_syscall = !*in_syscall;
-        if *in_syscall && self.has_begun {
+        if !self.has_begun {
+            return;
+        }
+        if *in_syscall {
             self.counts.syscalls += 1;
-            self.counts.own_syscalls += usize::from(!self.foreign.contains(&pid));
+            if self.foreign.contains(&pid) {
+                return;
+            }
+            self.counts.own_syscalls += 1;
+            if let Some(call) = registers::arguments(pid).and_then(SocketCall::new) {
+                self.begun_calls.insert(pid, call);
+            }
+        } else if let Some(call) = self.begun_calls.remove(&pid)
+            && let Some(returned) = registers::returned(pid)
+        {
+            self.on_socket_call(pid, call, returned);
+        }
+    }
+
+    /// Counts a call that has ended and `returned` this value, if its socket is one of netlink.
+    fn on_socket_call(&mut self, pid: Pid, call: SocketCall, returned: u64) {
+        match call {
+            SocketCall::Open => {
+                self.netlink_sockets.insert((pid, returned));
+            }
+            SocketCall::Close { descriptor } => {
+                self.netlink_sockets.remove(&(pid, descriptor));
+            }
+            SocketCall::Send { descriptor } | SocketCall::Receive { descriptor }
+                if !self.netlink_sockets.contains(&(pid, descriptor)) => {}
+            SocketCall::Send { .. } => self.counts.requests += 1,
+            SocketCall::Receive { .. } => self.counts.received += usize::try_from(returned).unwrap_or(0),
         }
     }
 
@@ -203,6 +258,63 @@ impl Tracer<'_> {
             _ => {}
         }
         Ok(())
+    }
+}
+
+/// A system call on a socket, or one that may close a socket.
+#[derive(Clone, Copy, Debug)]
+enum SocketCall {
+    /// Opens a netlink socket.
+    Open,
+    Close {
+        descriptor: u64,
+    },
+    Send {
+        descriptor: u64,
+    },
+    Receive {
+        descriptor: u64,
+    },
+}
+
+impl SocketCall {
+    /// Returns what a system call does, by its number and its first argument; `None` for any other
+    /// call.
+    fn new((number, argument): (i64, u64)) -> Option<SocketCall> {
+        const NETLINK: u64 = libc::AF_NETLINK as u64;
+        match number {
+            libc::SYS_socket => (argument == NETLINK).then_some(SocketCall::Open),
+            libc::SYS_close => Some(SocketCall::Close { descriptor: argument }),
+            libc::SYS_sendto | libc::SYS_sendmsg => Some(SocketCall::Send { descriptor: argument }),
+            libc::SYS_recvfrom | libc::SYS_recvmsg => Some(SocketCall::Receive { descriptor: argument }),
+            _ => None,
+        }
+    }
+}
+
+/// Reads a stopped thread's registers.
+mod registers {
+    use nix::sys::ptrace;
+    use nix::unistd::Pid;
+
+    /// Returns the number of the system call that the thread enters, and its first argument.
+    pub(super) fn arguments(thread: Pid) -> Option<(i64, u64)> {
+        let registers = ptrace::getregs(thread).ok()?;
+        #[cfg(target_arch = "x86_64")]
+        let call = (registers.orig_rax.cast_signed(), registers.rdi);
+        #[cfg(target_arch = "aarch64")]
+        let call = (registers.regs[8].cast_signed(), registers.regs[0]);
+        Some(call)
+    }
+
+    /// Returns the result of the system call that the thread leaves; `None` for an error.
+    pub(super) fn returned(thread: Pid) -> Option<u64> {
+        let registers = ptrace::getregs(thread).ok()?;
+        #[cfg(target_arch = "x86_64")]
+        let value = registers.rax;
+        #[cfg(target_arch = "aarch64")]
+        let value = registers.regs[0];
+        (value.cast_signed() >= 0).then_some(value)
     }
 }
 
