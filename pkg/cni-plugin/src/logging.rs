@@ -8,10 +8,15 @@
 //! Runtimes pass their environment on, so a variable set for containerd's service reaches every
 //! plugin, and through it the delegates. Each line is one write, so that the lines of several
 //! processes do not mix. Logging never fails or delays a call: a line that cannot be written is
-//! lost. The trace ID of `TRACEPARENT` (W3C Trace Context) is part of each line.
+//! lost.
+//!
+//! `TRACEPARENT` (W3C Trace Context) makes a process that logs a span: each line has the trace ID,
+//! the ID of the span and that of its parent, and the processes that this one starts get a
+//! `TRACEPARENT` with this span as the parent. `TRACESTATE` and `BAGGAGE` reach them unchanged.
 //!
 //! Logging starts before the call is parsed, so this module reads its environment variables itself.
 
+use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -44,18 +49,32 @@ struct Logger {
     sink: Sink,
     /// The name that each line has, for example `cni-bridge`.
     identifier: String,
-    /// The trace ID of `TRACEPARENT`, if that is set and valid.
-    trace_id: Option<String>,
+    /// The span of this process, if `TRACEPARENT` is set and valid.
+    span: Option<Span>,
     level: LevelFilter,
 }
 
-/// Installs the logger that the environment variables ask for, if any.
-pub fn install(program: &str) {
-    let Some(value) = std::env::var_os("CNI_LOG") else { return };
+/// The span of this process in a trace of `TRACEPARENT`. All parts are hexadecimal digits.
+#[derive(Debug)]
+struct Span {
+    version: String,
+    trace_id: String,
+    parent_id: String,
+    id: String,
+    flags: String,
+}
+
+/// Installs the logger that the environment variables ask for, if any. Returns the `TRACEPARENT` of
+/// the processes that this one starts, if it differs from that of this process.
+pub fn install(program: &str) -> Option<(OsString, OsString)> {
+    let value = std::env::var_os("CNI_LOG")?;
     // As with a line of the log, a note that cannot be written is lost.
-    let note = |what: std::fmt::Arguments<'_>| drop(writeln!(io::stderr(), "{program}: {what}"));
+    let note = |what: std::fmt::Arguments<'_>| {
+        drop(writeln!(io::stderr(), "{program}: {what}"));
+        None
+    };
     let level = match parse_level(&value.to_string_lossy()) {
-        Some(LevelFilter::Off) => return,
+        Some(LevelFilter::Off) => return None,
         Some(level) => level,
         None => {
             return note(format_args!("CNI_LOG is {value:?}, not info, debug, trace or off: nothing is logged"));
@@ -71,12 +90,36 @@ pub fn install(program: &str) {
         },
         None => connect_to_journald().map_or(Sink::Stderr, Sink::Journal),
     };
-    // With an invalid TRACEPARENT, the lines have no trace ID.
-    let trace_id = std::env::var("TRACEPARENT").ok().and_then(|parent| parse_trace_id(&parent).map(str::to_owned));
-    let logger = Logger { sink, identifier: format!("cni-{program}"), trace_id, level };
+    // With an invalid TRACEPARENT, the lines have no span.
+    let span = std::env::var("TRACEPARENT").ok().and_then(|parent| Span::below(&parent));
+    let traceparent = span.as_ref().map(Span::traceparent);
+    let logger = Logger { sink, identifier: format!("cni-{program}"), span, level };
     // Fails only if this process already has a logger, which then stays in use.
-    if log::set_boxed_logger(Box::new(logger)).is_ok() {
-        log::set_max_level(level);
+    log::set_boxed_logger(Box::new(logger)).ok()?;
+    log::set_max_level(level);
+    Some(("TRACEPARENT".into(), traceparent?.into()))
+}
+
+impl Span {
+    /// Returns a new span below a `traceparent`, which is `version-traceid-parentid-flags` with 2,
+    /// 32, 16 and 2 hexadecimal digits. Returns `None` if it is malformed or the trace ID is zero.
+    fn below(traceparent: &str) -> Option<Span> {
+        let parts: Vec<&str> = traceparent.split('-').collect();
+        let [version, trace_id, parent_id, flags] = *parts else { return None };
+        let is_hex = |text: &str, len| text.len() == len && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let is_well_formed = is_hex(version, 2) && is_hex(trace_id, 32) && is_hex(parent_id, 16) && is_hex(flags, 2);
+        if !is_well_formed || trace_id.bytes().all(|byte| byte == b'0') {
+            return None;
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let parts = [traceparent.as_bytes(), &std::process::id().to_ne_bytes(), &now.as_nanos().to_ne_bytes()];
+        let [version, trace_id, parent_id, flags] = [version, trace_id, parent_id, flags].map(str::to_owned);
+        Some(Span { version, trace_id, parent_id, id: cni::hash::sha512_hex(&parts, 16), flags })
+    }
+
+    /// Returns the `TRACEPARENT` of a process whose parent is this span.
+    fn traceparent(&self) -> String {
+        format!("{}-{}-{}-{}", self.version, self.trace_id, self.id, self.flags)
     }
 }
 
@@ -128,18 +171,6 @@ fn connect_to_journald() -> Option<UnixDatagram> {
     Some(socket)
 }
 
-/// Returns the trace ID in a `traceparent`, which is `version-traceid-parentid-flags` with 2, 32,
-/// 16 and 2 hexadecimal digits. Returns `None` if one of the first three parts is malformed or the
-/// trace ID is zero.
-fn parse_trace_id(traceparent: &str) -> Option<&str> {
-    let mut parts = traceparent.split('-');
-    let (version, trace, parent_id) = (parts.next()?, parts.next()?, parts.next()?);
-    let is_hex = |text: &str, len| text.len() == len && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let is_well_formed = is_hex(version, 2) && is_hex(trace, 32) && is_hex(parent_id, 16);
-    let is_zero = trace.bytes().all(|byte| byte == b'0');
-    if is_well_formed && !is_zero { Some(trace) } else { None }
-}
-
 impl Log for Logger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         // The target is the path of the module that logs. Messages of other libraries are logged
@@ -154,8 +185,8 @@ impl Log for Logger {
         }
         // A line break would end the line, or begin another field of the journal's entry.
         let mut text = format!("pid={} {}", std::process::id(), record.args()).replace('\n', "\\n");
-        if let Some(trace_id) = &self.trace_id {
-            text = format!("trace={trace_id} {text}");
+        if let Some(Span { trace_id, id, parent_id, .. }) = &self.span {
+            text = format!("trace={trace_id} span={id} parent={parent_id} {text}");
         }
         text.truncate(cut(&text, MAX_TEXT).len());
         // Errors are ignored below: a line that cannot be written is lost.
@@ -196,17 +227,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_trace_has_an_id_only_if_it_is_well_formed() {
+    fn only_a_well_formed_traceparent_has_a_span() {
         let id = "4bf92f3577b34da6a3ce929d0e0e4736";
-        assert_eq!(parse_trace_id(&format!("00-{id}-00f067aa0ba902b7-01")), Some(id));
+        let span = Span::below(&format!("00-{id}-00f067aa0ba902b7-01")).unwrap();
+        assert_eq!((&*span.trace_id, &*span.parent_id), (id, "00f067aa0ba902b7"));
+        // The next process is a span below this one.
+        let next = Span::below(&span.traceparent()).unwrap();
+        assert_eq!((next.trace_id, next.parent_id, next.flags), (span.trace_id, span.id.clone(), span.flags));
+        assert_ne!(next.id, span.id);
         for bad in [
             "",
             id,
             "00-x-y-z",
+            &format!("00-{id}-00f067aa0ba902b7"),
             &format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32)),
             &format!("00-{id}\n-00f067aa0ba902b7-01"),
         ] {
-            assert_eq!(parse_trace_id(bad), None, "{bad}");
+            assert!(Span::below(bad).is_none(), "{bad}");
         }
     }
 

@@ -11,7 +11,7 @@ fn main() -> ExitCode {
     let notes = Notes::new(|line| {
         let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is ignored
     });
-    cni_plugin::logging::install("cnitool");
+    let traceparent = cni_plugin::logging::install("cnitool");
     let machine = match LinuxMachine::install() {
         Ok(machine) => machine,
         Err(error) => {
@@ -21,7 +21,7 @@ fn main() -> ExitCode {
     };
     let call = Call {
         args: std::env::args_os().skip(1).collect(),
-        environment: std::env::vars_os().collect(),
+        environment: std::env::vars_os().chain(traceparent).collect(),
         // If the working directory was deleted, relative paths are relative to `/`.
         folder: std::env::current_dir().unwrap_or_default(),
         machine: &machine,

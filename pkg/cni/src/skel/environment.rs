@@ -73,11 +73,6 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Returns the environment of this process.
-    pub fn from_process() -> Environment {
-        Environment::new(std::env::vars_os())
-    }
-
     /// Returns an environment of these variables. If a name occurs more than once, its last value
     /// is used.
     pub fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {

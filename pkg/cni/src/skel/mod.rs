@@ -194,14 +194,19 @@ impl Call<'_> {
     }
 }
 
-/// Runs a plugin with the environment of this process and returns its exit code. `stdin` and
-/// `stdout` are the process's streams, wrapped so that every wait has a deadline. Do not pass std's
-/// `Stdout`, which writes each line separately.
-pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, stdout: &mut dyn Write) -> ExitCode {
+/// Runs a plugin and returns its exit code. `stdin` and `stdout` are the process's streams, wrapped
+/// so that every wait has a deadline. Do not pass std's `Stdout`, which writes each line
+/// separately.
+pub fn run(
+    plugin: &dyn Plugin,
+    machine: &dyn Machine,
+    environment: &Environment,
+    stdin: &mut dyn Read,
+    stdout: &mut dyn Write,
+) -> ExitCode {
     // Writes a panic's message and place in the source to stderr, without std's hint about
     // backtraces. `catch_panic` puts the message into the error on stdout.
     std::panic::set_hook(Box::new(|info| eprint(&info.to_string())));
-    let environment = Environment::from_process();
     let is_terminal = std::io::stdin().is_terminal();
     let streams = Streams {
         stdin: if is_terminal { None } else { Some(stdin) },
@@ -211,7 +216,7 @@ pub fn run(plugin: &dyn Plugin, machine: &dyn Machine, stdin: &mut dyn Read, std
             eprint(line);
         }),
     };
-    match dispatch(plugin, machine, &environment, streams) {
+    match dispatch(plugin, machine, environment, streams) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failed) => ExitCode::FAILURE,
     }

@@ -6,9 +6,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, probe, require};
-use conformance::bridge;
+use conformance::{bridge, patched};
+use serde_json::json;
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const PARENT: &str = "00f067aa0ba902b7";
 
 struct Logged {
     node: Node,
@@ -38,6 +40,13 @@ impl Logged {
     }
 }
 
+/// Returns the value of a key of a log line.
+#[track_caller]
+fn field(line: &str, key: &str) -> String {
+    let value = line.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+    value.unwrap_or_else(|| panic!("no {key} in {line}")).to_owned()
+}
+
 #[track_caller]
 fn quiet(outcome: &Outcome) {
     outcome.success();
@@ -59,7 +68,7 @@ fn nothing_is_said_unless_asked_for() {
 fn each_call_is_a_line_and_the_delegates_have_theirs() {
     require!(probe::plugin("cnitool"));
     let logged = Logged::new();
-    let parent = format!("00-{TRACE}-00f067aa0ba902b7-01");
+    let parent = format!("00-{TRACE}-{PARENT}-01");
     let with_log = |verb: &str| {
         let call = logged.call(verb).env("CNI_LOG", "info").env("CNI_LOG_FILE", logged.file());
         call.env("TRACEPARENT", &parent).run()
@@ -67,9 +76,11 @@ fn each_call_is_a_line_and_the_delegates_have_theirs() {
     quiet(&with_log("ADD"));
     let lines = logged.lines();
     assert_eq!(lines.len(), 2, "{lines:#?}");
-    for (line, plugin) in lines.iter().zip(["host-local", "bridge"]) {
+    assert_ne!(field(&lines[0], "span"), field(&lines[1], "span"));
+    let bridge_span = field(&lines[1], "span");
+    for (line, plugin, parent) in [(&lines[0], "host-local", &*bridge_span), (&lines[1], "bridge", PARENT)] {
         for words in [
-            format!(" info cni-{plugin} trace={TRACE} pid="),
+            format!(" info cni-{plugin} trace={TRACE} span={} parent={parent} pid=", field(line, "span")),
             format!(" plugin={plugin} verb=ADD network=net1 container={} ifname=eth0 code=0 ms=", logged.container.id),
         ] {
             assert!(line.contains(&words), "it should say `{words}`: {line}");
@@ -82,6 +93,34 @@ fn each_call_is_a_line_and_the_delegates_have_theirs() {
     assert!(last.contains(" code=102 ms=") && last.contains(" error=\""), "{lines:#?}");
     quiet(&with_log("DEL"));
     assert_eq!(logged.lines().len(), 2);
+}
+
+/// An IPAM plugin that writes the variables of the trace to stderr and fails.
+const TRACER: &str = "#!/bin/sh\ncat >/dev/null\necho \"$TRACEPARENT|$TRACESTATE|$BAGGAGE\" >&2\nexit 1\n";
+
+#[test]
+fn a_delegate_gets_the_trace_with_or_without_a_log() {
+    require!(probe::plugin("cnitool"));
+    let node = Node::new();
+    let container = node.container();
+    let folder = crate::delegation::executable(&node, "tracer", TRACER);
+    let config = patched(bridge(&node, &[]), json!({"ipam": {"type": "tracer"}}));
+    let call = |parent: &str| {
+        let call = node.plugin("bridge").command("ADD").cni_path(&folder).container(&container).config(&config);
+        call.env("TRACEPARENT", parent).env("TRACESTATE", "a=1,b=2").env("BAGGAGE", "user=x%20y;p")
+    };
+    let parent = format!("00-{TRACE}-{PARENT}-01");
+    let passed_on = |outcome: &Outcome, parent: &str| {
+        let expected = format!("{parent}|a=1,b=2|user=x%20y;p");
+        assert!(outcome.failure().msg.contains(&expected), "{}", outcome.report());
+    };
+    passed_on(&call(&parent).run(), &parent);
+    let log = node.dir().join("log");
+    let logged = |parent: &str| call(parent).env("CNI_LOG", "info").env("CNI_LOG_FILE", &log).run();
+    let added = logged(&parent);
+    let line = fs::read_to_string(&log).unwrap();
+    passed_on(&added, &format!("00-{TRACE}-{}-01", field(&line, "span")));
+    passed_on(&logged("00-malformed"), "00-malformed");
 }
 
 #[test]
