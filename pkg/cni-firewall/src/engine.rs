@@ -1,4 +1,8 @@
-//! Writes and removes the rules that a feature plans in a table of iptables.
+//! Makes the changes that a feature plans: in nf_tables with [`change`], in a table of iptables with
+//! [`Store`].
+//!
+//! A feature reads rules and plans changes. It is called again if another process has changed the
+//! rules in between, so a plan must depend only on what it reads.
 
 use std::fmt;
 
@@ -8,6 +12,25 @@ use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
 use crate::iptables::{Chains, Cleaned, Edit, Folders, Iptables, Reading, Table};
+use crate::nft::{Batch, Nft};
+use crate::retry;
+
+/// Makes the changes that `plan` adds to a batch of nf_tables, in one transaction. Returns whether
+/// there were any.
+///
+/// # Errors
+/// `plan` fails, or the kernel refuses the changes.
+pub(crate) fn change(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>) -> Result<bool> {
+    retry(|| {
+        let mut batch = Batch::new();
+        // If another process changes the ruleset before the commit, `retry` plans again.
+        batch.only_at(nft.wait_for_generation()?);
+        plan(nft, &mut batch)?;
+        let has_changes = !batch.is_empty();
+        nft.commit(batch)?;
+        Ok(has_changes)
+    })
+}
 
 /// The table of iptables that holds the rules of one feature, in one network namespace.
 pub(crate) struct Store<'m> {

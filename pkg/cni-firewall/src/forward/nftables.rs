@@ -35,13 +35,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use super::entry_chain::EntryChain;
 use super::iptables::read_record;
 use super::owner::{self, Ingress, OwnedAddress};
+use crate::engine;
 use crate::iptables::rule_in_words;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr,
 };
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
 use crate::owner::AttachmentFilter;
-use crate::retry;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route;
 
@@ -263,9 +263,7 @@ pub(super) fn ensure(
     let own_chain = EntryChain::own();
     let groups = by_entry_chain(addresses, admin_chain, &own_chain);
     check_exists(nft, admin_chain)?;
-    retry(|| {
-        let mut batch = Batch::new();
-        batch.only_at(nft.wait_for_generation()?);
+    let plan = |nft: &mut Nft, batch: &mut Batch| {
         let mut recorded_count = 0;
         for owners in list_owners(nft)? {
             let table = owners.table();
@@ -279,14 +277,15 @@ pub(super) fn ensure(
             let is_removed = |owned: &OwnedAddress| {
                 (owned.owner == owner && !wanted_here.contains(owned)) || outdated.contains(owned)
             };
-            remove_addresses(nft, &mut batch, &owners, &is_removed, &wanted_here)?;
+            remove_addresses(nft, batch, &owners, &is_removed, &wanted_here)?;
         }
         for (entry_chain, group) in &groups {
-            add_addresses(nft, &mut batch, entry_chain, group)?;
+            add_addresses(nft, batch, entry_chain, group)?;
         }
         *changed |= recorded_count < addresses.len();
-        nft.commit(batch)
-    })
+        Ok(())
+    };
+    engine::change(nft, plan).map(drop)
 }
 
 /// Adds to `batch` all that is missing in the table of `entry_chain`: the chains, sets and rules
@@ -392,14 +391,13 @@ fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
 /// Removes the addresses of the selected attachments from all tables.
 pub(super) fn purge(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<()> {
     let selected = filter.owners(owner::NAME);
-    retry(|| {
-        let mut batch = Batch::new();
-        batch.only_at(nft.wait_for_generation()?);
+    let plan = |nft: &mut Nft, batch: &mut Batch| {
         for owners in list_owners(nft)? {
-            remove_addresses(nft, &mut batch, &owners, &|owned| selected.contains(&owned.owner), &[])?;
+            remove_addresses(nft, batch, &owners, &|owned| selected.contains(&owned.owner), &[])?;
         }
-        nft.commit(batch)
-    })
+        Ok(())
+    };
+    engine::change(nft, plan).map(drop)
 }
 
 /// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true, and of

@@ -9,9 +9,9 @@ use std::net::IpAddr;
 
 use super::nftables::{OWN_TABLE, OWN_TABLE_COMMENT, owner_rule, read_owner_rule};
 use super::owner::{self, Ingress, OwnedAddress};
+use crate::engine;
 use crate::nft::{Batch, Family, Nft, Table};
 use crate::owner::AttachmentFilter;
-use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::Result;
 
@@ -80,9 +80,7 @@ pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
 fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<()> {
     let mut nft = Nft::open()?;
     let selected = selection.owners(owner::NAME);
-    retry(|| {
-        let mut batch = Batch::new();
-        batch.only_at(nft.wait_for_generation()?);
+    let plan = |nft: &mut Nft, batch: &mut Batch| {
         let mut existing = Vec::new();
         let rules = nft.rules(TABLE, RECORDS)?;
         let outdated = match records.first() {
@@ -100,11 +98,12 @@ fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<
         let missing: Vec<&OwnedAddress> = records.iter().filter(|owned| !existing.contains(owned)).collect();
         if !missing.is_empty() {
             batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
-            nft.add_missing_chain(&mut batch, TABLE, RECORDS)?;
+            nft.add_missing_chain(batch, TABLE, RECORDS)?;
         }
         for owned in missing {
             batch.append_rule(TABLE, RECORDS, &owner_rule(TABLE, owned)?);
         }
-        nft.commit(batch)
-    })
+        Ok(())
+    };
+    engine::change(&mut nft, plan).map(drop)
 }

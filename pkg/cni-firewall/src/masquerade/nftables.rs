@@ -19,11 +19,11 @@
 use cni::Cidr;
 use cni::hash::sha512_hex;
 
+use crate::engine;
 use crate::iptables::words;
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
 use crate::nft::{self, BaseChain, Batch, Hook, Kind, Listed, Nft, Rule, Table};
 use crate::owner::{AttachmentFilter, OwnerForm};
-use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -123,15 +123,12 @@ fn base_rules() -> [Vec<Expr>; 3] {
 pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bool> {
     let mut nft = Nft::open()?;
     let comment = comment(attachment);
-    retry(|| {
-        let mut batch = Batch::new();
-        // If another program changes the ruleset before the commit, `retry` plans again.
-        batch.only_at(nft.wait_for_generation()?);
-        if !has_shared_chains(&mut nft)? {
-            add_shared_chains(&mut batch);
+    engine::change(&mut nft, |nft, batch| {
+        if !has_shared_chains(nft)? {
+            add_shared_chains(batch);
         }
         let mut missing = addresses.to_vec();
-        for listed in find(&mut nft, AttachmentFilter::one(attachment))? {
+        for listed in find(nft, AttachmentFilter::one(attachment))? {
             match missing.iter().position(|address| is_rule_of(&listed, *address)) {
                 Some(position) => drop(missing.remove(position)),
                 None => batch.delete_rule(TABLE, CHECKS, listed.handle),
@@ -141,9 +138,7 @@ pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bo
             let rule = Rule::new(masquerade_rule(address)).with_comment(comment.as_str());
             batch.append_rule(TABLE, CHECKS, &rule);
         }
-        let has_changes = !batch.is_empty();
-        nft.commit(batch)?;
-        Ok(has_changes)
+        Ok(())
     })
 }
 
@@ -185,14 +180,11 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
 
 /// Removes the rules of the selected attachments. Table and chains stay, as with Go.
 pub(super) fn purge(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<()> {
-    retry(|| {
-        let mut batch = Batch::new();
-        batch.only_at(nft.wait_for_generation()?);
-        for listed in find(nft, filter)? {
-            batch.delete_rule(TABLE, CHECKS, listed.handle);
-        }
-        nft.commit(batch)
-    })
+    let plan = |nft: &mut Nft, batch: &mut Batch| {
+        find(nft, filter)?.iter().for_each(|listed| batch.delete_rule(TABLE, CHECKS, listed.handle));
+        Ok(())
+    };
+    engine::change(nft, plan).map(drop)
 }
 
 /// Returns a sentence for each rule of the attachment that is missing or differs; empty if none. On
