@@ -77,34 +77,20 @@ pub struct RuleOwner {
 /// The part of a rule that decides which attachment it belongs to.
 #[derive(Clone, Debug)]
 enum Evidence {
-    /// The comment of a masquerading rule of nftables.
-    MasqueradeNft(String),
-    /// The comment of a masquerading rule of iptables.
-    MasqueradeIptables(String),
+    /// The name of the owner, and the function that returns the name of an attachment in the same
+    /// form.
+    Name(String, fn(&AttachmentId) -> String),
     /// A whole rule of nftables for a host port.
     PortMapNft(Box<nft::Rule>),
-    /// The comment of a rule of iptables for host ports.
-    PortMapIptables(String),
-    /// The comment of the rule that jumps to the spoof check.
-    Spoof(String),
-    /// The comment of the rule that records the owner of a forwarded address.
-    Forward(String),
 }
 
 impl RuleOwner {
     /// Whether the rule belongs to `attachment`, or may belong to it: some rules contain neither
     /// the network nor the interface.
     pub fn matches(&self, attachment: &AttachmentId) -> bool {
-        let AttachmentId { network, container_id, ifname } = attachment;
         match &self.evidence {
-            Evidence::MasqueradeNft(comment) => {
-                masquerade_nft::key_of(comment) == (masquerade_nft::KEY.name)(attachment)
-            }
-            Evidence::MasqueradeIptables(comment) => *comment == masquerade_iptables::comment(network, container_id),
+            Evidence::Name(name, name_of) => *name == name_of(attachment),
             Evidence::PortMapNft(rule) => Identity::new(attachment).ownership_of(rule) != Ownership::Other,
-            Evidence::PortMapIptables(comment) => *comment == portmap_iptables::comment(attachment),
-            Evidence::Forward(comment) => *comment == forward::owner::name(attachment),
-            Evidence::Spoof(comment) => *comment == spoof::Id::new(container_id, ifname).comment(),
         }
     }
 
@@ -183,7 +169,7 @@ fn forward_entry(place: String, owned: &forward::owner::OwnedAddress) -> Option<
         text += &format!("; {bridge} has ingressPolicy {}", owned.ingress.name());
     }
     let comment = &owned.owner;
-    let owner = RuleOwner::from_alias(comment, Evidence::Forward(comment.clone()))?;
+    let owner = RuleOwner::from_alias(comment, Evidence::Name(comment.clone(), forward::owner::name))?;
     Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
 }
 
@@ -250,7 +236,7 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
             network: value_of("net: "),
             container: value_of("id: "),
             ifname: value_of("if: "),
-            evidence: Evidence::MasqueradeNft(comment.clone()),
+            evidence: Evidence::Name(masquerade_nft::key_of(&comment).to_owned(), masquerade_nft::attachment_key),
         };
         // The rule does not name its family. The text for the wrong family lacks the addresses, so
         // the longer text is the right one.
@@ -293,7 +279,7 @@ fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for listed in nft.rules(table, chain)? {
         let Some(comment) = listed.rule.comment.clone() else { continue };
         let Some(container_ifname) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
-        let evidence = Evidence::Spoof(comment);
+        let evidence = Evidence::Name(comment, |owner| spoof::Id::new(&owner.container_id, &owner.ifname).comment());
         let alias = listed.rule.tag(spoof::TAG_ALIAS).map(String::from_utf8_lossy);
         let owner_in_tag = alias.and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
         // A guess: both parts can contain a dash, but names of interfaces seldom do.
@@ -328,8 +314,7 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
         let Some(comment) = rule.comment() else { continue };
         if rule.target().is_some_and(masquerade_iptables::is_chain_name) {
             let network_and_container = masquerade_iptables::read_comment(comment);
-            let evidence = Evidence::MasqueradeIptables(comment.to_owned());
-            let owner = owner_of_jump(nat, rule, network_and_container, evidence)?;
+            let owner = owner_of_jump(nat, rule, network_and_container, masquerade_iptables::comment)?;
             rules.push(entry(Purpose::Masquerade, chain, rule, owner));
         }
     }
@@ -338,22 +323,21 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
     for rule in &nat.rules(chain)?.to_vec() {
         let Some(comment) = rule.comment() else { continue };
         let network_and_container = portmap_iptables::read_comment(comment);
-        let evidence = Evidence::PortMapIptables(comment.to_owned());
-        let owner = owner_of_jump(nat, rule, network_and_container, evidence)?;
+        let owner = owner_of_jump(nat, rule, network_and_container, portmap_iptables::comment)?;
         rules.push(entry(Purpose::PortMap, chain, rule, owner));
     }
     Ok(())
 }
 
 /// Returns the owner of a rule that jumps to a container's chain. `network_and_container` are those
-/// in the rule's comment. The interface is read from the chain's first tag, a rule without a target
+/// in the rule's comment, which `comment_of` returns for the owner. The interface is read from the chain's first tag, a rule without a target
 /// and with the alias as its comment; if several interfaces of the container share the chain, it
 /// may be the wrong one.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,
     network_and_container: Option<(&str, &str)>,
-    evidence: Evidence,
+    comment_of: fn(&AttachmentId) -> String,
 ) -> Result<RuleOwner> {
     let mut ifname = None;
     if let Some(chain) = jump.target() {
@@ -364,7 +348,7 @@ fn owner_of_jump(
         network: network_and_container.map(|(network, _)| network.to_owned()),
         container: network_and_container.map(|(_, container)| container.to_owned()),
         ifname,
-        evidence,
+        evidence: Evidence::Name(jump.comment().unwrap_or_default().to_owned(), comment_of),
     })
 }
 

@@ -54,10 +54,10 @@ pub(crate) fn is_chain_name(name: &str) -> bool {
         .is_some_and(|hash| hash.len() == CHAIN_DIGITS && hash.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
-/// Returns the comment of the container's rules in this network, as Go writes it, cut to the length
-/// that iptables accepts. Valid names have no characters that would have to be escaped.
-pub(crate) fn comment(network: &str, container: &str) -> String {
-    let mut comment = format!("name: \"{network}\" id: \"{container}\"");
+/// Returns the comment of the rules of the attachment's container in this network, as Go writes it,
+/// cut to the length that iptables accepts. Valid names have no characters that would have to be escaped.
+pub(crate) fn comment(attachment: &AttachmentId) -> String {
+    let mut comment = format!("name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
     let mut end = COMMENT_MAX.min(comment.len());
     while !comment.is_char_boundary(end) {
         end -= 1;
@@ -95,11 +95,7 @@ struct RuleNames {
 impl RuleNames {
     /// Returns the names for the attachment's rules.
     fn new(attachment: &AttachmentId) -> RuleNames {
-        RuleNames {
-            chain: chain_of(attachment),
-            comment: comment(&attachment.network, &attachment.container_id),
-            alias: attachment.alias(),
-        }
+        RuleNames { chain: chain_of(attachment), comment: comment(attachment), alias: attachment.alias() }
     }
 
     /// Returns the words of a rule with these matches, the container's comment and this target.
@@ -411,8 +407,8 @@ mod tests {
     fn names_and_comments_are_gos() {
         // Computed with `sha512sum`.
         assert_eq!(chain_name("mynet", "ctr1"), "CNI-5145007e2a8415ce07579739");
-        assert_eq!(comment("mynet", "ctr1"), r#"name: "mynet" id: "ctr1""#);
-        assert_eq!(comment(&"n".repeat(200), &"c".repeat(200)).len(), COMMENT_MAX);
+        assert_eq!(comment(&AttachmentId::new("mynet", "ctr1", "eth0")), r#"name: "mynet" id: "ctr1""#);
+        assert_eq!(comment(&AttachmentId::new("n".repeat(200), "c".repeat(200), "eth0")).len(), COMMENT_MAX);
         assert!(is_chain_name("CNI-5145007e2a8415ce07579739"));
         for other in ["CNI-DN-45007e2a8415ce0757973", "CNI-HOSTPORT-MASQ", "CNI-", "CNI-5145007e2a8415ce0757973"] {
             assert!(!is_chain_name(other), "{other}");

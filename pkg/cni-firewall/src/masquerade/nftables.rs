@@ -47,7 +47,7 @@ fn short_hash(text: &str) -> String {
 }
 
 /// The form of the owners of rules: the beginning of the comments.
-pub(crate) const KEY: OwnerForm = OwnerForm { name: attachment_key, prefixes: |network| vec![network_key(network)] };
+const KEY: OwnerForm = OwnerForm { name: attachment_key, prefixes: |network| vec![network_key(network)] };
 
 /// Returns the beginning of the comments of all rules of a network.
 fn network_key(network: &str) -> String {
@@ -55,7 +55,7 @@ fn network_key(network: &str) -> String {
 }
 
 /// Returns the beginning of the comments of an attachment's rules.
-fn attachment_key(attachment: &AttachmentId) -> String {
+pub(crate) fn attachment_key(attachment: &AttachmentId) -> String {
     let AttachmentId { network, container_id, ifname } = attachment;
     format!("{}{}", network_key(network), short_hash(&format!("{ifname}:{container_id}")))
 }
