@@ -90,6 +90,7 @@ release_archive() (
     cmp bridge "$work/node/bridge"
     cmp cni-dhcp.service "$root/plugins/dhcp/systemd/cni-dhcp.service"
     cmp cni-dhcp.socket "$root/plugins/dhcp/systemd/cni-dhcp.socket"
+    tar -xzOf "$release_out"/cnitool-linux-amd64-v*.tgz ./cni-gc.service ./cni-gc.timer | cmp - <(cat "$root"/pkg/cnitool/systemd/cni-gc.service "$root"/pkg/cnitool/systemd/cni-gc.timer)
     ./cni-install status --dest "$work/node"
     ./cni-install rollback --dest "$work/node"
     diff -r "$CNI_GO_BIN_DIR" "$work/node"
@@ -153,6 +154,8 @@ release_package() {
             CNI_COMMAND=VERSION /usr/lib/cni/host-local </dev/null
             grep -qx "ExecStart=/usr/lib/cni/dhcp daemon" /usr/share/cni-plugins-rust/systemd/cni-dhcp.service
             [ -f /usr/share/cni-plugins-rust/systemd/cni-dhcp.socket ]
+            grep -qx "ExecStart=/usr/bin/cnitool gc" /usr/share/cni-plugins-rust/systemd/cni-gc.service
+            [ -f /usr/share/cni-plugins-rust/systemd/cni-gc.timer ]
             dpkg -i "$deb" # again, as an upgrade
             # What is needed is not removed. To go back is to install the package of Debian.
             if dpkg -r cni-plugins-rust; then exit 1; fi

@@ -87,6 +87,9 @@ pub(crate) const DEFAULT_CONF_DIR: &str = "/etc/cni/net.d";
 /// The default folder of the plugins.
 pub(crate) const DEFAULT_PLUGIN_DIR: &str = "/opt/cni/bin";
 
+/// The folder of Multus' result cache, which has the attachments of Multus' networks.
+const MULTUS_DIR: &str = "/var/lib/cni/multus";
+
 /// Why a call ended without the result of a verb.
 #[derive(Debug)]
 pub(crate) enum Failure {
@@ -111,9 +114,9 @@ pub(crate) struct Shared {
     /// The networks' folder [NETCONFPATH, else /etc/cni/net.d]
     #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     conf_dir: Option<PathBuf>,
-    /// The folder of the result cache [/var/lib/cni]
+    /// The folder of the result cache; some verbs take several [/var/lib/cni]
     #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-    cache_dir: Option<PathBuf>,
+    cache_dir: Vec<PathBuf>,
     /// How long one plugin may take [310]
     #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: Option<u64>,
@@ -147,14 +150,41 @@ impl Shared {
         }
     }
 
-    /// Returns the folder of the result cache: from the option, or the default.
+    /// Returns the folder of the result cache that the plugins' verbs use: the first of the option,
+    /// or the default.
     pub(crate) fn cache_dir(&self) -> &Path {
-        self.cache_dir.as_deref().unwrap_or(DEFAULT_DIR.as_ref())
+        self.cache_dir.first().map_or(DEFAULT_DIR.as_ref(), PathBuf::as_path)
     }
 
-    /// Returns the result cache.
+    /// Returns the result cache that the plugins' verbs use.
     pub(crate) fn cache(&self) -> Cache {
         Cache::new(self.cache_dir())
+    }
+
+    /// Returns all result caches: those of the option, or the default.
+    pub(crate) fn caches(&self) -> Vec<Cache> {
+        if self.cache_dir.is_empty() { vec![self.cache()] } else { self.cache_dir.iter().map(Cache::new).collect() }
+    }
+
+    /// Returns the options with Multus' result cache beside the default one, unless `--cache-dir`
+    /// is given. On a node without Multus that cache is empty.
+    pub(crate) fn with_multus(&self) -> Shared {
+        let mut shared = self.clone();
+        if shared.cache_dir.is_empty() {
+            shared.cache_dir = vec![DEFAULT_DIR.into(), MULTUS_DIR.into()];
+        }
+        shared
+    }
+
+    /// Refuses several caches for a verb that uses only one.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`].
+    pub(crate) fn require_one_cache(&self, verb: &str) -> Result<(), Failure> {
+        match self.cache_dir.len() {
+            0 | 1 => Ok(()),
+            _ => Err(Failure::Usage { verb: verb.to_owned(), msg: format!("{verb} takes one --cache-dir") }),
+        }
     }
 }
 

@@ -78,13 +78,22 @@ Examples:
 
 /// Before the options of `cnitool gc --help`.
 pub(crate) const GC: &str = "\
-Removes everything of the network that belongs to no valid attachment. An
+With a network: removes everything of it that belongs to no valid attachment. An
 attachment is valid if --keep names it, or if cnitool has stored it and its
-namespace exists. Stored attachments that are not valid get a full DEL. Then,
-for CNI version 1.1.0 and newer, every plugin removes its other addresses, rules
-and interfaces. If a container runtime uses the same network, name its
-attachments with --keep, or theirs are removed too. Do not run another add or
-del of the network at the same time.";
+namespace exists. Stored attachments that are not valid get a full DEL. Then
+every plugin removes its other addresses, rules and interfaces. If a container
+runtime uses the same network, name its attachments with --keep, or theirs are
+removed too. Do not run another add or del of the network at the same time.
+
+Without a network: looks for attachments to all networks of the configuration
+folder and of the result caches, also that of Multus. Each one whose namespace is
+gone gets a full DEL. A runtime may add and delete attachments meanwhile. The
+other things of a network are only removed with --plugins.
+
+With --valid-from, an attachment that the file does not name gets a full DEL even
+if its namespace exists, unless it is younger than --min-age: a runtime lists a
+pod only some time after its ADD. The file must name the attachments of every
+runtime of this node. If it cannot be read in full, nothing is changed.";
 
 /// After the options of `cnitool gc --help`.
 pub(crate) const AFTER_GC: &str = "\
@@ -93,6 +102,8 @@ Exit codes: 0 done, 1 failed or refused without --all,
             2 the arguments are invalid
 
 Examples:
+  cnitool gc --dry-run
+  crictl pods -o json | cnitool gc --valid-from -
   cnitool gc mynet --dry-run
   cnitool gc mynet --keep 0123456789ab/eth0
   cnitool gc mynet --all";

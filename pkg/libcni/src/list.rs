@@ -128,6 +128,11 @@ impl NetworkList {
         })
     }
 
+    /// Returns the list with another version.
+    pub(super) fn with_version(&self, version: Version) -> NetworkList {
+        NetworkList { cni_version: version.as_str().to_owned(), ..self.clone() }
+    }
+
     /// Whether the configuration disables CHECK, by `disableCheck` or by `args.cni.disable-check`
     /// of the list or of a plugin.
     pub fn disable_check(&self) -> bool {

@@ -1,4 +1,5 @@
-//! gc: decides which attachments are valid, and removes everything else of the network.
+//! gc of one network: decides which attachments are valid, and removes everything else of the
+//! network.
 //!
 //! An attachment is valid if `--keep` names it, or if it is in the result cache and its namespace
 //! exists or may exist.
@@ -7,7 +8,6 @@
 //! unless `--keep` names them. Therefore, removing everything of a network needs `--all`.
 
 use cni::config::ValidAttachments;
-use cni::version::Version;
 use cni::{AttachmentId, Error};
 use libcni::NetworkList;
 use libcni::cache::Entry;
@@ -18,51 +18,56 @@ use crate::call::{Format, Streams};
 use crate::node::attachments::Liveness;
 use crate::report::{REFUSED, write, write_json};
 
-/// The decisions of one gc.
-struct Plan<'a> {
-    network: &'a str,
-    /// The attachments in the result cache.
-    checked: Vec<CheckedAttachment>,
+/// The decisions of gc about one network.
+pub(super) struct Plan {
+    pub(super) network: String,
+    pub(super) decisions: Vec<Decision>,
     /// The errors of the cache entries that cannot be read. Their attachments may be in use, but
     /// are only valid if `--keep` names them.
-    unreadable: Vec<String>,
-    /// The valid attachments, which are passed to the plugins' GC.
-    valid: ValidAttachments,
-    /// Whether the plugins' GC is run, which exists since CNI version 1.1.0.
-    runs_plugins: bool,
+    pub(super) unreadable: Vec<String>,
+    /// Whether the plugins' GC is run, and otherwise why it is not.
+    pub(super) plugins_gc: Result<(), String>,
     /// Whether nothing is removed, because of `--dry-run` or `disableGC`.
-    only_reports: bool,
+    pub(super) only_reports: bool,
 }
 
-/// An attachment in the result cache, and whether gc keeps it.
-struct CheckedAttachment {
-    entry: Entry,
-    is_kept: bool,
-    why: String,
+/// An attachment, and whether gc keeps it.
+pub(super) struct Decision {
+    pub(super) id: AttachmentId,
+    /// The path of the namespace in the result cache; empty if it is not known.
+    pub(super) netns: String,
+    pub(super) is_kept: bool,
+    /// The word for the reason in `--json`.
+    pub(super) state: &'static str,
+    /// The reason for people.
+    pub(super) why: String,
 }
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool gc`: prints which attachments are kept and removed, and removes the latter
-    /// unless `--dry-run` is given or `disableGC` is set.
+    /// Runs `cnitool gc NETWORK`: prints which attachments are kept and removed, and removes the
+    /// latter unless `--dry-run` is given or `disableGC` is set.
     ///
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
     /// - Code 1 if the network's CNI version is not supported.
-    /// - Code 103 without `--all` if [`Plan::would_remove_everything`] or
-    ///   [`Plan::would_remove_unreadable`] is true, unless gc only reports.
+    /// - Code 103 without `--all` if no attachment is valid or a cache entry cannot be read, unless
+    ///   gc only reports.
     /// - Code 5 if the result cache cannot be read or stdout cannot be written.
     /// - The errors of the plugins' DEL and GC, as one error.
     pub(super) fn gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
+        list.version()?;
         let plan = self.plan(&list)?;
         let needs_consent = !plan.only_reports && !self.command.all;
-        if needs_consent && plan.would_remove_everything() {
+        if needs_consent && plan.keeps_nothing() {
             let msg =
                 "no attachment of this network is known to be in use, so everything of the network would be removed";
             let details = "name attachments in use with --keep CONTAINER-ID/IFNAME, list what would be removed with --dry-run, or confirm with --all";
             return Err(Error::new(REFUSED, msg).with_details(details));
         }
-        if needs_consent && plan.would_remove_unreadable() {
+        // The plugins' GC would remove the attachments of these entries. The name of a cache file
+        // does not always identify its attachment, so `--keep` alone does not suffice.
+        if needs_consent && !plan.unreadable.is_empty() {
             let msg = "these files of the result cache cannot be read, so their attachments would be removed unless --keep names them";
             let details = "name those in use with --keep CONTAINER-ID/IFNAME and confirm with --all; 'cnitool del' removes an attachment with its file";
             return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
@@ -76,7 +81,7 @@ impl VerbRun<'_, '_> {
             write(streams, &plan.text())?;
         }
         if !plan.only_reports {
-            self.runtime.gc(&list, &plan.valid)?;
+            self.runtime.gc(&list, &plan.valid())?;
         }
         match self.command.shared.format() {
             Format::Text => Ok(()),
@@ -87,75 +92,78 @@ impl VerbRun<'_, '_> {
     /// Decides which attachments gc keeps and removes.
     ///
     /// # Errors
-    /// - Code 1 if the network's CNI version is not supported.
-    /// - Code 5 if the result cache cannot be read.
-    fn plan(&self, list: &NetworkList) -> Result<Plan<'_>, Error> {
-        let runs_plugins = list.version()? >= Version::V1_1_0;
+    /// Code 5 if the result cache cannot be read.
+    fn plan(&self, list: &NetworkList) -> Result<Plan, Error> {
         // With no valid attachments, `stale` returns all entries of the network.
         let cached = self.runtime.stale(list, &ValidAttachments::default())?;
-        let unreadable = cached.problems;
-        let checked: Vec<CheckedAttachment> = cached.entries.into_iter().map(|entry| self.check_entry(entry)).collect();
-        let kept_ids = checked.iter().filter(|attachment| attachment.is_kept).map(|kept| kept.entry.id());
-        let kept_pairs = kept_ids.map(|id| (id.container_id, id.ifname));
-        // An attachment named with --keep need not be in the result cache.
-        let valid = kept_pairs.chain(self.command.keep.iter().cloned()).collect();
-        let only_reports = self.command.dry_run || list.disable_gc();
-        Ok(Plan { network: &self.command.network, checked, unreadable, valid, runs_plugins, only_reports })
+        let mut decisions: Vec<Decision> = cached.entries.iter().map(|entry| self.check_entry(entry)).collect();
+        for (id, ifname) in &self.command.keep {
+            let id = AttachmentId::new(list.name(), id, ifname);
+            if !decisions.iter().any(|decision| decision.id == id) {
+                let why = "named with --keep; not in the result cache".to_owned();
+                decisions.push(Decision { id, netns: String::new(), is_kept: true, state: "named", why });
+            }
+        }
+        Ok(Plan {
+            network: list.name().to_owned(),
+            decisions,
+            unreadable: cached.problems,
+            plugins_gc: Ok(()),
+            only_reports: self.command.dry_run || list.disable_gc(),
+        })
     }
 
     /// Decides whether gc keeps the attachment of a cache entry.
-    fn check_entry(&self, entry: Entry) -> CheckedAttachment {
-        let attachment = &entry.attachment;
-        let is_named = |(id, ifname): &(String, String)| *id == attachment.container_id && *ifname == attachment.ifname;
-        let (is_kept, why) = if self.command.keep.iter().any(is_named) {
-            (true, "named with --keep".to_owned())
-        } else {
-            let liveness = Liveness::of(&entry, self.call.machine);
-            (!matches!(liveness, Liveness::ContainerGone(_)), liveness.why().to_owned())
+    fn check_entry(&self, entry: &Entry) -> Decision {
+        let id = entry.id();
+        let (is_kept, state, why) = match self.is_named(&id) {
+            true => (true, "named", "named with --keep".to_owned()),
+            false => {
+                let liveness = Liveness::of(entry, self.call.machine);
+                (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned())
+            }
         };
-        CheckedAttachment { entry, is_kept, why }
+        Decision { id, netns: entry.attachment.netns.clone(), is_kept, state, why }
+    }
+
+    /// Whether `--keep` names an attachment.
+    pub(super) fn is_named(&self, id: &AttachmentId) -> bool {
+        self.command.keep.iter().any(|(container, ifname)| *container == id.container_id && *ifname == id.ifname)
     }
 }
 
-impl Plan<'_> {
-    /// Whether no attachment is valid, and there may be something to remove.
-    fn would_remove_everything(&self) -> bool {
-        self.valid.iter().next().is_none() && (self.runs_plugins || !self.checked.is_empty())
+impl Plan {
+    /// Returns the valid attachments, which are passed to the plugins' GC.
+    pub(super) fn valid(&self) -> ValidAttachments {
+        let kept = self.decisions.iter().filter(|decision| decision.is_kept);
+        kept.map(|decision| (decision.id.container_id.clone(), decision.id.ifname.clone())).collect()
     }
 
-    /// Whether the plugins' GC would remove attachments with an unreadable cache entry, which may
-    /// be in use, unless `--keep` names them. The name of a cache file does not always identify its
-    /// attachment, so `--keep` alone does not suffice.
-    fn would_remove_unreadable(&self) -> bool {
-        self.runs_plugins && !self.unreadable.is_empty()
+    /// Whether no attachment is valid.
+    pub(super) fn keeps_nothing(&self) -> bool {
+        !self.decisions.iter().any(|decision| decision.is_kept)
     }
 
     /// Returns the report for people.
-    fn text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         let mut text = String::new();
-        for CheckedAttachment { entry, is_kept, why } in &self.checked {
-            let AttachmentId { container_id, ifname, .. } = entry.id();
+        for Decision { id: AttachmentId { container_id, ifname, .. }, is_kept, why, .. } in &self.decisions {
             let verb = if *is_kept { "keep" } else { "remove" };
             text += &format!("{verb:<6}  {container_id}/{ifname}  ({why})\n");
-        }
-        for (id, ifname) in self.valid.iter() {
-            let is_same = |attachment: AttachmentId| attachment.container_id == id && attachment.ifname == ifname;
-            if !self.checked.iter().any(|checked| is_same(checked.entry.id())) {
-                text += &format!("keep    {id}/{ifname}  (named with --keep; not in the result cache)\n");
-            }
         }
         for problem in &self.unreadable {
             text += &format!("unknown {problem}\n");
         }
-        if self.runs_plugins {
-            let valid = match self.valid.iter().count() {
-                1 => "1 attachment".to_owned(),
-                count => format!("{count} attachments"),
-            };
-            text += &format!("The plugins of {} keep everything of {valid} and remove the rest.\n", self.network);
-        } else {
-            text += &format!("The plugins of {} are not called: its CNI version has no GC.\n", self.network);
-        }
+        text += &match &self.plugins_gc {
+            Ok(()) => {
+                let valid = match self.decisions.iter().filter(|decision| decision.is_kept).count() {
+                    1 => "1 attachment".to_owned(),
+                    count => format!("{count} attachments"),
+                };
+                format!("The plugins of {} keep everything of {valid} and remove the rest.\n", self.network)
+            }
+            Err(why) => format!("The GC of the plugins of {} is not run: {why}.\n", self.network),
+        };
         if self.only_reports {
             text += "Nothing was changed.\n";
         }
@@ -163,18 +171,21 @@ impl Plan<'_> {
     }
 
     /// Returns the report for `--json`.
-    fn json(&self) -> Value {
-        let removed = self.checked.iter().filter(|checked| !checked.is_kept);
-        let removed = removed.map(|CheckedAttachment { entry, why, .. }| {
-            let AttachmentId { container_id, ifname, .. } = entry.id();
-            json!({"containerID": container_id, "ifname": ifname, "netns": entry.attachment.netns, "reason": why})
+    pub(super) fn json(&self) -> Value {
+        let decision_json = |Decision { id, netns, state, why, .. }: &Decision| json!({"containerID": id.container_id, "ifname": id.ifname, "netns": netns, "state": state, "reason": why});
+        let [kept, removed] = [true, false].map(|is_kept| {
+            let chosen = self.decisions.iter().filter(|decision| decision.is_kept == is_kept);
+            chosen.map(decision_json).collect::<Vec<Value>>()
         });
-        let valid = self.valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
+        let valid = self.valid();
+        let valid = valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
         // `changed` is true unless gc only reports, even if there was nothing to remove.
         json!({
             "network": self.network,
             "changed": !self.only_reports,
-            "removed": removed.collect::<Vec<_>>(),
+            "pluginsGC": self.plugins_gc.is_ok(),
+            "removed": removed,
+            "kept": kept,
             "unreadable": self.unreadable,
             "valid": valid.collect::<Vec<_>>(),
         })

@@ -6,6 +6,8 @@
 
 mod gc;
 mod options;
+mod sweep;
+mod valid_list;
 mod versions;
 
 use cni::skel::Verb;
@@ -31,8 +33,12 @@ struct VerbRun<'a, 'm> {
 /// Runs the verb of `command`.
 ///
 /// # Errors
-/// [`Failure::Failed`] with the verb's error.
+/// - [`Failure::Usage`] for several result caches, unless the verb is a gc that uses all of them.
+/// - [`Failure::Failed`] with the verb's error.
 pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    if !(command.verb == Verb::Gc && command.sweeps()) {
+        command.shared.require_one_cache(&command.verb_name())?;
+    }
     let verb_run = VerbRun {
         command: &command,
         call,
@@ -44,6 +50,7 @@ pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) 
         Verb::Add => verb_run.add(streams),
         Verb::Check => verb_run.check(streams),
         Verb::Del => verb_run.del(streams),
+        Verb::Gc if command.sweeps() => verb_run.sweep(streams),
         Verb::Gc => verb_run.gc(streams),
         Verb::Status => verb_run.status(streams),
         Verb::Version => return verb_run.version(streams).map_err(to_failure),

@@ -1,6 +1,7 @@
 //! Defines the arguments of `add`, `check`, `del`, `gc`, `status` and `version`.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::Args;
 use cni::skel::Verb;
@@ -11,6 +12,7 @@ use crate::call::{Failure, Shared};
 #[derive(Debug)]
 pub(crate) struct Command {
     pub(super) verb: Verb,
+    /// The network's name; empty for a gc of all networks.
     pub(super) network: String,
     /// The path of the namespace as the user gave it, which may be relative.
     pub(super) netns: Option<OsString>,
@@ -25,6 +27,8 @@ pub(crate) struct Command {
     pub(super) all: bool,
     /// gc: whether it only prints what would be removed.
     pub(super) dry_run: bool,
+    /// gc: how it finds the attachments that it may remove.
+    pub(super) sweep: SweepOptions,
     pub(super) shared: Shared,
 }
 
@@ -69,8 +73,8 @@ pub(crate) struct Interface {
 /// The arguments of `gc`.
 #[derive(Debug, Args)]
 pub(crate) struct Collect {
-    /// The network's name
-    network: String,
+    /// The network's name [all configured and cached networks]
+    network: Option<String>,
     /// Ignored; Go's cnitool requires it for every verb
     #[arg(hide = true)]
     netns: Option<OsString>,
@@ -83,6 +87,25 @@ pub(crate) struct Collect {
     /// Print what would be removed, and change nothing
     #[arg(long)]
     dry_run: bool,
+    #[command(flatten)]
+    sweep: SweepOptions,
+}
+
+/// The arguments of `gc` without a network or with a list of valid attachments.
+#[derive(Debug, Default, Args)]
+pub(crate) struct SweepOptions {
+    /// The valid ones: ID/IFNAME lines or 'crictl pods -o json'; - is stdin
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pub(super) valid_from: Option<PathBuf>,
+    /// Keep younger attachments, except those whose namespace is gone [600]
+    #[arg(long, value_name = "SECONDS")]
+    pub(super) min_age: Option<u64>,
+    /// Also remove attachments that no result cache has, or of unknown age
+    #[arg(long)]
+    pub(super) unknown: bool,
+    /// Also run the plugins' GC; no add may run meanwhile
+    #[arg(long)]
+    pub(super) plugins: bool,
 }
 
 /// The arguments of `status` and `version`.
@@ -101,9 +124,16 @@ impl Command {
         self.verb.as_str().to_ascii_lowercase()
     }
 
-    /// Returns the verb and the network's name, for error messages.
+    /// Whether a gc finds attachments in all places and removes each by its own DEL, instead of
+    /// running the plugins' GC of one network.
+    pub(super) fn sweeps(&self) -> bool {
+        let SweepOptions { valid_from, min_age, unknown, plugins } = &self.sweep;
+        self.network.is_empty() || valid_from.is_some() || min_age.is_some() || *unknown || *plugins
+    }
+
+    /// Returns the verb and the network's name, if it has one, for error messages.
     pub(crate) fn subject(&self) -> String {
-        format!("{} {}", self.verb_name(), self.network)
+        format!("{} {}", self.verb_name(), self.network).trim_end().to_owned()
     }
 
     /// Returns a command with default options.
@@ -118,6 +148,7 @@ impl Command {
             keep: Vec::new(),
             all: false,
             dry_run: false,
+            sweep: SweepOptions::default(),
             shared,
         }
     }
@@ -157,8 +188,9 @@ impl Detach {
 impl Collect {
     /// Converts the arguments to the command `gc`.
     pub(crate) fn into_command(self, shared: Shared) -> Command {
-        let Collect { network, netns: _, keep, all, dry_run } = self;
-        Command { keep, all, dry_run, ..Command::new(Verb::Gc, network, shared) }
+        let Collect { network, netns: _, keep, all, dry_run, sweep } = self;
+        let shared = if network.is_none() { shared.with_multus() } else { shared };
+        Command { keep, all, dry_run, sweep, ..Command::new(Verb::Gc, network.unwrap_or_default(), shared) }
     }
 }
 

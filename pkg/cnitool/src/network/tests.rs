@@ -182,9 +182,9 @@ fn gc_removes_everything_only_if_requested() {
         assert_eq!(node.take_call_names(), "");
     };
     refused(&node); // The cache has no attachment, so the plugins would remove everything.
+    // The plugins of an older list are asked too.
     node.configure(r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"},{"type":"b"}]}"#);
-    assert!(node.call_ok("gc net").contains("are not called: its CNI version has no GC"));
-    node.configure(r#"{"cniVersion":"1.1.0","name":"net","plugins":[{"type":"a"},{"type":"b"}]}"#);
+    refused(&node);
     node.call_ok("add net x");
     node.remove_namespace("/run/netns/x");
     node.take_calls();
@@ -218,11 +218,6 @@ fn gc_removes_nothing_beside_an_unreadable_file_without_all() {
     assert_eq!(node.take_call_names(), "");
     node.call_ok("gc net --all --keep old/eth0");
     assert_eq!(node.take_call_names(), "a GC, b GC");
-    node.configure(r#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"}]}"#);
-    assert!(
-        node.call_ok("gc net").contains("are not called: its CNI version has no GC"),
-        "no plugin is called to remove attachments that are not in the cache"
-    );
 }
 
 #[test]

@@ -67,8 +67,10 @@ pub(crate) struct CheckedReservation {
 
 /// The attachments that the result cache and the links on the host show.
 pub(crate) struct Attachments {
-    /// The entries of the result cache.
+    /// The entries of all result caches.
     pub(crate) cached: Vec<Entry>,
+    /// A line for each file of a result cache without a usable entry.
+    pub(crate) unreadable: Vec<String>,
     /// The links in the namespace of this process, which is the host's.
     pub(crate) links: Vec<Link>,
     /// The attachment that a link's alias names, and the link. Without ifbs: all these links
@@ -83,14 +85,12 @@ impl Attachments {
     /// # Errors
     /// Code 5 if the result cache cannot be read; the kernel's error if the links cannot be listed.
     pub(crate) fn read(shared: &Shared, network: Option<&str>, notes: &Notes) -> Result<Attachments, Error> {
-        let cache = shared.cache();
-        let Listing { entries: cached, problems } =
-            network.map_or_else(|| cache.list_all(), |name| cache.list(name))?;
+        let Listing { entries: cached, problems } = read_caches(shared, network)?;
         problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
         let aliased = |link: &Link| Some((attachment_in_alias(link, &cached)?, link.clone()));
         let aliased_links = links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
-        Ok(Attachments { cached, links, aliased_links })
+        Ok(Attachments { cached, unreadable: problems, links, aliased_links })
     }
 
     /// Finds out whether each reservation of `network` is in use:
@@ -185,6 +185,20 @@ impl Attachments {
         };
         self.cached.iter().filter(has_port).collect()
     }
+}
+
+/// Returns the entries of all result caches, or those of `network`.
+///
+/// # Errors
+/// Code 5 if a cache cannot be read.
+pub(crate) fn read_caches(shared: &Shared, network: Option<&str>) -> Result<Listing, Error> {
+    let mut all = Listing::default();
+    for cache in shared.caches() {
+        let Listing { entries, problems } = network.map_or_else(|| cache.list_all(), |name| cache.list(name))?;
+        all.entries.extend(entries);
+        all.problems.extend(problems);
+    }
+    Ok(all)
 }
 
 /// Returns the attachment's end on the host: the link with its alias or, because the Go plugins set

@@ -12,7 +12,7 @@ use libcni::NetworkList;
 use plugin_dhcp::leases;
 use plugin_host_local::Pool;
 
-use super::attachments::{Attachments, CheckedReservation};
+use super::attachments::{Attachments, CheckedReservation, read_caches};
 use super::{networks, plugin_confs};
 use crate::call::{Call, Shared, Variables};
 
@@ -123,7 +123,7 @@ impl IpamContext<'_, '_> {
     fn find_configured_pool(&self, list: &NetworkList) -> Option<NetworkPool> {
         // If the runtime sets the ranges (`ipRanges`), they are only known from the capability
         // arguments of an attachment in the result cache.
-        let cached = self.shared.cache().list(list.name()).unwrap_or_default().entries;
+        let cached = read_caches(self.shared, Some(list.name())).unwrap_or_default().entries;
         let capability_args = cached.last().map(|entry| &entry.attachment.capability_args);
         for plugin in list.plugins() {
             // `cnitool validate` reports an invalid configuration.

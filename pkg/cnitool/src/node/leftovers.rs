@@ -252,7 +252,7 @@ fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
 
 /// Returns an attachment that a rule's owner may be, or `None` if the rule lacks the network or the
 /// container ID, or its comment is truncated. If the rule has no interface, `eth0` is assumed.
-fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
+pub(crate) fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
     let (network, container) = (owner.network.as_ref()?, owner.container.as_ref()?);
     let attachment = AttachmentId::new(network, container, owner.ifname.as_deref().unwrap_or("eth0"));
     // A truncated comment does not match.

@@ -16,6 +16,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use serde_json::value::{RawValue, to_raw_value};
 
@@ -216,6 +217,12 @@ impl Cache {
                 Err(Error::new(Code::DECODE, format!("failed to decode {}: {why}", path.display())))
             }
         }
+    }
+
+    /// Returns when the file of an attachment was written, which is the end of its ADD. Returns
+    /// `None` if there is no such file, or its time cannot be read.
+    pub fn written_at(&self, id: &AttachmentId) -> Option<SystemTime> {
+        fs::symlink_metadata(self.path(id).ok()?).ok()?.modified().ok()
     }
 
     /// Creates the folder, and checks that the cache does not have the attachment yet, so that an

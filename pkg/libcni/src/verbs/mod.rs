@@ -199,9 +199,9 @@ impl Runtime<'_> {
         Ok(listing)
     }
 
-    /// GC: runs DEL for each cached attachment that is not in `valid`, and then GC of each plugin
-    /// if the list's version is 1.1.0 or newer. Does nothing if the configuration disables GC.
-    /// Cache files without a usable entry are noted and not changed; temporary files that killed
+    /// GC: runs DEL for each cached attachment that is not in `valid`, and then
+    /// [`gc_plugins`](Runtime::gc_plugins). Does nothing if the configuration disables GC. Cache
+    /// files without a usable entry are noted and not changed; temporary files that killed
     /// processes have left in the cache are removed.
     ///
     /// # Errors
@@ -210,7 +210,7 @@ impl Runtime<'_> {
     /// - All other errors, joined. The remaining DELs and GCs run after an error.
     pub fn gc(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<()> {
         ident::check_network_name(list.name())?;
-        let version = list.version()?;
+        list.version()?;
         if list.disable_gc() {
             return Ok(());
         }
@@ -220,20 +220,48 @@ impl Runtime<'_> {
             Listing::default()
         });
         stale.problems.iter().for_each(|problem| self.notes.note(format_args!("ignored: {problem}")));
-        for Entry { attachment, .. } in stale.entries {
-            if let Err(error) = self.del(list, &attachment, OnError::GoOn) {
-                let Attachment { container_id, ifname, .. } = &attachment;
-                errors.push(error.context(format_args!("failed to delete stale attachment {container_id} {ifname}")));
-            }
-        }
+        errors.extend(stale.entries.iter().filter_map(|entry| self.del_stale(list, &entry.attachment).err()));
         errors.extend(self.cache.clean().err());
-        if version >= Version::V1_1_0 {
-            for plugin in list.plugins() {
-                let request = build_request(list, plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
-                let outcome = request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, Variables::default(), &bytes));
-                if let Err(error) = outcome {
-                    errors.push(error.context(format_args!("failed to GC plugin {}", plugin.kind())));
+        errors.extend(self.gc_plugins(list, valid).err());
+        Error::join(errors)
+    }
+
+    /// Runs DEL for an attachment that is not valid any more. All plugins run, even after an error.
+    ///
+    /// # Errors
+    /// As [`del`](Runtime::del), with the attachment in the message.
+    pub fn del_stale(&self, list: &NetworkList, attachment: &Attachment) -> Result<()> {
+        self.del(list, attachment, OnError::GoOn).map_err(|error| {
+            let Attachment { container_id, ifname, .. } = attachment;
+            error.context(format_args!("failed to delete stale attachment {container_id} {ifname}"))
+        })
+    }
+
+    /// Runs GC of each plugin, which removes everything of the network that belongs to no
+    /// attachment in `valid`. Does nothing if the configuration disables GC.
+    ///
+    /// GC exists since version 1.1.0. The plugins of an older list get their configuration with
+    /// version 1.1.0. A plugin that does not support this version is noted and skipped.
+    ///
+    /// # Errors
+    /// - Code 1 if the list's version is not supported.
+    /// - All other errors, joined. The remaining GCs run after an error.
+    pub fn gc_plugins(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<()> {
+        let is_older = list.version()? < Version::V1_1_0;
+        if list.disable_gc() {
+            return Ok(());
+        }
+        let list = if is_older { &list.with_version(Version::V1_1_0) } else { list };
+        let mut errors = Vec::new();
+        for plugin in list.plugins() {
+            let request = build_request(list, plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
+            match request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, Variables::default(), &bytes)) {
+                Ok(_) => {}
+                Err(error) if is_older && lacks_gc(&error) => {
+                    let (kind, network) = (plugin.kind(), list.name());
+                    self.notes.note(format_args!("plugin {kind} of {network} has no GC and was skipped: {error}"));
                 }
+                Err(error) => errors.push(error.context(format_args!("failed to GC plugin {}", plugin.kind()))),
             }
         }
         Error::join(errors)
@@ -292,6 +320,11 @@ fn with_errors_of_dels(add_error: Error, failed_dels: Vec<(&PluginConf, Error)>)
         }
     }
     add_error.with_details(lines.join("\n"))
+}
+
+/// Whether a plugin's error means that it does not support GC.
+fn lacks_gc(error: &Error) -> bool {
+    error.code() == Code::INCOMPATIBLE_VERSION || error.msg().contains("unknown CNI_COMMAND")
 }
 
 /// Whether a DEL passes `prevResult` to the plugins in this version of the specification.

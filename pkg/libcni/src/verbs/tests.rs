@@ -370,16 +370,32 @@ fn gc_deletes_stale_cached_attachments_then_calls_every_plugin() {
 }
 
 #[test]
-fn gc_asks_no_plugin_below_1_1_0_and_does_nothing_when_disabled() {
+fn gc_of_an_older_list_speaks_1_1_0_and_names_who_lacks_it() {
+    let node = Node::new();
+    node.answer("b GC", 1, r#"{"code":1,"msg":"incompatible CNI versions"}"#);
+    node.answer("c GC", 1, r#"{"code":4,"msg":"unknown CNI_COMMAND: GC"}"#);
+    node.runtime().gc(&list("0.3.1"), &ValidAttachments::default()).unwrap();
+    let calls = node.take_calls();
+    let versions: Vec<String> =
+        calls.iter().map(|call| format!("{} {}", call.plugin, call.stdin["cniVersion"])).collect();
+    assert_eq!(versions, [r#"a "1.1.0""#, r#"b "1.1.0""#, r#"c "1.1.0""#]);
+    let notes = node.notes.borrow().join("\n");
+    assert!(notes.contains("plugin b of net has no GC") && notes.contains("plugin c of net has no GC"), "{notes}");
+    node.answer("c GC", 1, r#"{"code":5,"msg":"disk"}"#);
+    assert_eq!(node.runtime().gc(&list("1.0.0"), &ValidAttachments::default()).unwrap_err().code(), Code::IO);
+    // A list of version 1.1.0 promises that its plugins know GC.
+    assert!(node.runtime().gc(&list("1.1.0"), &ValidAttachments::default()).unwrap_err().msg().contains("plugin b"));
+}
+
+#[test]
+fn gc_runs_nothing_if_the_configuration_disables_it() {
     let node = Node::new();
     node.runtime().add(&list("1.0.0"), &attachment("c1")).unwrap();
     node.take_calls();
     let none = ValidAttachments::default();
     node.runtime().gc(&list_with("1.1.0", r#""disableGC":true,"#), &none).unwrap();
     assert!(node.take_call_names().is_empty());
-    node.runtime().gc(&list("1.0.0"), &none).unwrap();
-    assert_eq!(node.take_call_names(), ["c DEL", "b DEL", "a DEL"]);
-    assert!(node.cached_files().is_empty());
+    assert_eq!(node.cached_files(), ["net-c1-eth0"]);
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod ipam;
 mod logs;
 mod rules;
 mod sound;
+mod sweep;
 mod validate;
 
 use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};

@@ -1,0 +1,289 @@
+//! gc of all networks, or with a list of the valid attachments: removes attachments whose container
+//! does not exist any more, each by its own DEL.
+//!
+//! It runs beside a runtime, whose ADDs go on meanwhile. So it never removes an attachment that
+//! appeared after it began, and runs the plugins' GC, which would remove that too, only on request.
+//! The attachments are read before the list of the valid ones: an attachment of the list that is
+//! missing among those read is kept anyway, and an attachment that is read and missing in the list
+//! is older than the list.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use cni::{AttachmentId, Error};
+use libcni::cache::Entry;
+use libcni::{Attachment, NetworkList, Runtime};
+use serde_json::{Value, json};
+
+use super::VerbRun;
+use super::gc::{Decision, Plan};
+use super::valid_list::ValidList;
+use crate::call::{Format, Streams};
+use crate::node::attachments::Liveness;
+use crate::node::leftovers::attachment_of_owner;
+use crate::node::snapshot::Snapshot;
+use crate::report::{REFUSED, write, write_json};
+
+/// The default of `--min-age`, in seconds. A runtime lists a pod only after its containers can be
+/// started, and kubelet waits for that for 240 seconds.
+const DEFAULT_MIN_AGE: u64 = 600;
+
+/// What exists of one attachment.
+#[derive(Default)]
+struct Traces<'a> {
+    entries: Vec<&'a Entry>,
+    /// The latest time at which a cache entry of the attachment was written or, without one, a
+    /// reservation.
+    since: Option<SystemTime>,
+    /// The link on the host that has its alias.
+    link: Option<&'a str>,
+}
+
+/// The attachments of one network, and its configurations: that of the folder, and each other one
+/// with which an attachment in a result cache was added.
+#[derive(Default)]
+struct Network<'a> {
+    lists: Vec<NetworkList>,
+    attachments: BTreeMap<(String, String), Traces<'a>>,
+}
+
+/// The evidence that decides about attachments.
+struct Evidence {
+    list: Option<ValidList>,
+    /// Attachments since this time are too young.
+    young_since: SystemTime,
+    /// The lines about unreadable cache files.
+    unreadable: Vec<String>,
+}
+
+impl VerbRun<'_, '_> {
+    /// Runs `cnitool gc` without a network or with `--valid-from`: prints which attachments are
+    /// kept and removed, and removes the latter unless `--dry-run` is given.
+    ///
+    /// # Errors
+    /// - As [`Snapshot::take`] and [`ValidList::read`].
+    /// - Code 103 if the list of valid attachments names none, without `--all` or `--dry-run`.
+    /// - Code 7 if the network in the arguments is neither configured nor in a result cache.
+    /// - Code 5 if stdout cannot be written.
+    /// - The errors of the plugins' DEL and GC, as one error.
+    pub(super) fn sweep(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let (options, notes) = (&self.command.sweep, &self.runtime.notes);
+        let began = SystemTime::now();
+        let snapshot = Snapshot::take(&self.command.shared, self.call, notes)?;
+        let path = options
+            .valid_from
+            .as_deref()
+            .map(|path| if path.as_os_str() == "-" { path.to_owned() } else { self.call.folder.join(path) });
+        let list = path.map(|path| ValidList::read(&path, began)).transpose()?;
+        if list.as_ref().is_some_and(ValidList::is_empty) && !self.command.all && !self.command.dry_run {
+            let msg = "the list of valid attachments names none, so everything would be removed";
+            return Err(Error::new(REFUSED, msg).with_details("confirm with --all if this node has no pods"));
+        }
+        let read_at = list.as_ref().map_or(began, |list| list.read_at);
+        let min_age = Duration::from_secs(options.min_age.unwrap_or(DEFAULT_MIN_AGE));
+        let young_since = read_at.checked_sub(min_age).unwrap_or(SystemTime::UNIX_EPOCH);
+        let unreadable = snapshot.attachments.unreadable.clone();
+        let evidence = Evidence { list, young_since, unreadable };
+        let networks = self.find_networks(&snapshot)?;
+        let plans: Vec<Plan> =
+            networks.iter().map(|(name, network)| self.plan_network(name, network, &evidence)).collect();
+        if self.command.shared.format() == Format::Text {
+            write(streams, &as_text(&plans))?;
+        }
+        let mut errors = Vec::new();
+        for (plan, network) in plans.iter().zip(networks.values()).filter(|(plan, _)| !plan.only_reports) {
+            for decision in plan.decisions.iter().filter(|decision| !decision.is_kept) {
+                errors.extend(self.remove(&decision.id, &network.lists, &evidence));
+            }
+            if plan.plugins_gc.is_ok() {
+                errors.extend(network.lists.iter().filter_map(|l| self.runtime.gc_plugins(l, &plan.valid()).err()));
+            }
+        }
+        if self.command.shared.format() == Format::Json {
+            write_json(streams, &json!({"networks": plans.iter().map(Plan::json).collect::<Vec<Value>>()}))?;
+        }
+        Error::join(errors)
+    }
+
+    /// Returns the network in the arguments, or all networks that are configured or in a result
+    /// cache, by name, with their attachments.
+    ///
+    /// # Errors
+    /// Code 7 if the network in the arguments does not exist.
+    fn find_networks<'a>(&self, snapshot: &'a Snapshot) -> Result<BTreeMap<String, Network<'a>>, Error> {
+        let mut networks: BTreeMap<String, Network<'a>> = BTreeMap::new();
+        let recorded = snapshot.attachments.cached.iter().filter_map(|entry| entry.list().ok());
+        for list in snapshot.networks.iter().cloned().chain(recorded) {
+            let network = networks.entry(list.name().to_owned()).or_default();
+            if !network.lists.iter().any(|known| known.raw() == list.raw()) {
+                network.lists.push(list);
+            }
+        }
+        if !self.command.network.is_empty() {
+            networks.retain(|name, _| *name == self.command.network);
+            if networks.is_empty() {
+                let msg = format!("network {:?} is neither configured nor in a result cache", self.command.network);
+                return Err(Error::config(msg));
+            }
+        }
+        let mut add = |id: &AttachmentId, change: &mut dyn FnMut(&mut Traces<'a>)| {
+            if let Some(network) = networks.get_mut(&id.network) {
+                change(network.attachments.entry((id.container_id.clone(), id.ifname.clone())).or_default());
+            }
+        };
+        let caches = self.command.shared.caches();
+        for entry in &snapshot.attachments.cached {
+            let id = entry.id();
+            let written = caches.iter().filter_map(|cache| cache.written_at(&id)).max();
+            add(&id, &mut |traces| {
+                traces.entries.push(entry);
+                traces.since = traces.since.max(written);
+            });
+        }
+        for (id, link) in &snapshot.attachments.aliased_links {
+            add(id, &mut |traces| traces.link = Some(&link.name));
+        }
+        for listed in &snapshot.pools {
+            for reservation in listed.reservations.iter().map(|checked| &checked.reservation) {
+                // Very old reservations name no interface.
+                let ifname = reservation.ifname.as_deref().unwrap_or("eth0");
+                // Their times are in whole seconds.
+                let since = reservation.since.and_then(|since| since.checked_add(Duration::from_secs(1)));
+                add(&AttachmentId::new(&listed.pool.network, &reservation.id, ifname), &mut |traces| {
+                    if traces.entries.is_empty() {
+                        traces.since = traces.since.max(since);
+                    }
+                });
+            }
+        }
+        let rules = snapshot.rules.iter().filter_map(|rule| attachment_of_owner(&rule.owner));
+        let backups = snapshot.backups.iter().filter_map(|backup| backup.owner.as_ref());
+        let backups = backups.map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
+        let leases = snapshot.leases.iter().map(|(_, lease)| lease);
+        let leases = leases.map(|lease| AttachmentId::new(&lease.network, &lease.container_id, &lease.ifname));
+        rules.chain(backups).chain(leases).for_each(|id| add(&id, &mut |_| {}));
+        Ok(networks)
+    }
+
+    /// Decides about the attachments of one network.
+    fn plan_network(&self, name: &str, network: &Network<'_>, evidence: &Evidence) -> Plan {
+        let decide = |((container, ifname), traces): (&(String, String), &Traces<'_>)| {
+            let id = AttachmentId::new(name, container, ifname);
+            let (is_kept, state, why) = self.decide(&id, traces, evidence);
+            let netns = traces.entries.first().map(|entry| entry.attachment.netns.clone()).unwrap_or_default();
+            Decision { id, netns, is_kept, state, why }
+        };
+        let disables_gc = network.lists.iter().any(NetworkList::disable_gc);
+        let mut plan = Plan {
+            network: name.to_owned(),
+            decisions: network.attachments.iter().map(decide).collect(),
+            // The files of another network can have this prefix too.
+            unreadable: evidence
+                .unreadable
+                .iter()
+                .filter(|line| line.contains(&format!("/{name}-")))
+                .cloned()
+                .collect(),
+            plugins_gc: Ok(()),
+            only_reports: self.command.dry_run || disables_gc,
+        };
+        plan.plugins_gc = match () {
+            () if disables_gc => Err("disableGC is set in its configuration".to_owned()),
+            () if !self.command.sweep.plugins => Err("it is only run with --plugins".to_owned()),
+            () if !self.command.all && (plan.keeps_nothing() || !plan.unreadable.is_empty()) => {
+                Err("no attachment is known to be in use, or a cache entry cannot be read; --all runs it".to_owned())
+            }
+            () => Ok(()),
+        };
+        plan
+    }
+
+    /// Decides whether an attachment is kept, with the word and the text of the reason.
+    fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence) -> (bool, &'static str, String) {
+        if self.is_named(id) {
+            return (true, "named", "named with --keep".to_owned());
+        }
+        if id.container_id.starts_with('#') {
+            return (true, "unknown", "only the hash of its container ID is known".to_owned());
+        }
+        let what = match &evidence.list {
+            Some(list) if list.names(&id.container_id, &id.ifname) => {
+                return (true, "listed", "the list of valid attachments names it".to_owned());
+            }
+            Some(_) => "the list of valid attachments does not name it",
+            None if !traces.entries.is_empty() => {
+                let liveness = traces.entries.iter().map(|entry| Liveness::of(entry, self.call.machine));
+                // `false` is less than `true`: the first one that is in use decides.
+                let Some(liveness) = liveness.min_by_key(|liveness| !matches!(liveness, Liveness::InUse(_))) else {
+                    return (true, "unknown", "it has no cache entry".to_owned());
+                };
+                return (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned());
+            }
+            None if traces.link.is_some() => {
+                let link = traces.link.unwrap_or_default();
+                return (true, "in use", format!("link {link} on the host has the alias of this attachment"));
+            }
+            None if evidence.unreadable.iter().any(|line| line.contains(&id.container_id)) => {
+                return (true, "unknown", "its file in a result cache cannot be read".to_owned());
+            }
+            None if !self.command.sweep.unknown => {
+                return (true, "unknown", "no result cache has it; --unknown removes it".to_owned());
+            }
+            None => "no result cache has it",
+        };
+        match traces.since {
+            Some(since) if evidence.is_young(since) => (true, "young", format!("{what}, but it is too young")),
+            Some(_) => (false, "over", what.to_owned()),
+            None if self.command.sweep.unknown => (false, "over", what.to_owned()),
+            None => (true, "unknown", format!("{what}, but its age is not known; --unknown removes it")),
+        }
+    }
+
+    /// Runs DEL for an attachment: in each result cache that has it, with the configuration of its
+    /// ADD, or otherwise with each configuration of its network. Returns the errors.
+    fn remove(&self, id: &AttachmentId, lists: &[NetworkList], evidence: &Evidence) -> Vec<Error> {
+        let mut outcomes: Vec<Result<(), Error>> = Vec::new();
+        for cache in self.command.shared.caches() {
+            let entry = match cache.find(id) {
+                Ok(Some(entry)) => entry,
+                Ok(None) => continue,
+                Err(error) => {
+                    outcomes.push(Err(error));
+                    continue;
+                }
+            };
+            // Another ADD may have created it again since the decision.
+            let is_over = evidence.list.is_some()
+                || matches!(Liveness::of(&entry, self.call.machine), Liveness::ContainerGone(_));
+            if !is_over || (evidence.list.is_some() && cache.written_at(id).is_none_or(|at| evidence.is_young(at))) {
+                outcomes.push(Ok(()));
+                continue;
+            }
+            let runtime = Runtime { cache, ..self.runtime.clone() };
+            let recorded = entry.list().ok().filter(|list| list.name() == id.network);
+            let Some(list) = recorded.as_ref().or(lists.first()) else { continue };
+            outcomes.push(runtime.del_stale(list, &entry.attachment));
+        }
+        if outcomes.is_empty() {
+            let (container_id, ifname) = (id.container_id.clone(), id.ifname.clone());
+            let attachment = Attachment { container_id, ifname, ..Attachment::default() };
+            outcomes.extend(lists.iter().map(|list| self.runtime.del_stale(list, &attachment)));
+        }
+        outcomes.into_iter().filter_map(Result::err).collect()
+    }
+}
+
+impl Evidence {
+    /// Whether something that was written at this time is too young to be removed.
+    fn is_young(&self, since: SystemTime) -> bool {
+        since >= self.young_since
+    }
+}
+
+/// Returns the report for people: a heading and the decisions for each network.
+fn as_text(plans: &[Plan]) -> String {
+    if plans.is_empty() {
+        return "No network is configured or in a result cache.\n".to_owned();
+    }
+    plans.iter().map(|plan| format!("{}:\n{}", plan.network, plan.text())).collect()
+}
