@@ -1,11 +1,12 @@
 //! Creates and replaces small files, such as records, so that a reader never sees a part of one.
 //!
-//! The files have the mode 0600, and a symbolic link at their path is never followed.
+//! The files have the mode 0600 unless the caller gives another, and a symbolic link at their path
+//! is never followed.
 
-use std::fs::{self, OpenOptions};
+use std::fs::{self, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
 use nix::fcntl::{AT_FDCWD, AtFlags};
@@ -37,13 +38,22 @@ pub fn create(path: &Path, content: &[u8]) -> io::Result<()> {
 /// # Errors
 /// `NotFound` without the folder, or another error of the file system. The file is unchanged.
 pub fn replace(path: &Path, temporary: &Path, content: &[u8]) -> io::Result<()> {
+    replace_with_mode(path, temporary, content, 0o600)
+}
+
+/// As [`replace`], but the file gets the mode `mode` before it gets its name.
+///
+/// # Errors
+/// As [`replace`].
+pub fn replace_with_mode(path: &Path, temporary: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let created = match create(temporary, content) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             fs::remove_file(temporary).and_then(|()| create(temporary, content))
         }
         created => created,
     };
-    created.and_then(|()| fs::rename(temporary, path)).inspect_err(|_| {
+    let permitted = created.and_then(|()| fs::set_permissions(temporary, Permissions::from_mode(mode)));
+    permitted.and_then(|()| fs::rename(temporary, path)).inspect_err(|_| {
         // Only the first error is returned.
         let _ = fs::remove_file(temporary);
     })
@@ -51,7 +61,7 @@ pub fn replace(path: &Path, temporary: &Path, content: &[u8]) -> io::Result<()> 
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::os::unix::fs::symlink;
 
     use super::*;
 

@@ -119,6 +119,14 @@ pub fn kea() -> Result<PathBuf, String> {
     found.ok_or_else(|| "no kea-dhcp4 (Debian's package kea-dhcp4-server)".to_owned())
 }
 
+/// Returns the path of a program of Prometheus that `scripts/test` has unpacked into the target
+/// folder: `promtool` or `prometheus-node-exporter`.
+pub fn prometheus(program: &str) -> Result<PathBuf, String> {
+    let found =
+        unpacked("prometheus/root/usr/bin")?.into_iter().map(|bin| bin.join(program)).find(|path| path.is_file());
+    found.ok_or_else(|| format!("no {program} in the target folder: scripts/test unpacks Debian's package there"))
+}
+
 /// Returns the folders with the programs of iptables, sorted: this machine's, and those of the
 /// other releases that `scripts/test` has unpacked into the target folder.
 pub fn iptables_releases() -> Result<Vec<PathBuf>, String> {

@@ -7,7 +7,7 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use cni::skel;
 
 use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
-use crate::{doctor, explain, generate, help, inspect, ipam, network, rules, validate};
+use crate::{doctor, explain, generate, help, inspect, ipam, metrics, network, rules, validate};
 
 /// Run, see and repair CNI networks by hand
 #[derive(Debug, Parser)]
@@ -46,6 +46,9 @@ enum Verb {
     /// Look for problems of the node; each is printed with the command that fixes it
     #[command(before_help = help::DOCTOR, after_help = help::AFTER_DOCTOR)]
     Doctor,
+    /// Print figures for Prometheus: addresses, attachments, leftovers, findings, leases
+    #[command(before_help = help::METRICS, after_help = help::AFTER_METRICS)]
+    Metrics(metrics::MetricsArgs),
     /// Show what exists of each attachment in the kernel, and leftovers
     #[command(before_help = help::INSPECT, after_help = help::AFTER_INSPECT)]
     Inspect(inspect::Inspect),
@@ -93,6 +96,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams).map_err(fail("validate", format)),
         Verb::Doctor => doctor::run(&shared, call, streams).map_err(fail("doctor", format)),
+        Verb::Metrics(args) => metrics::run(&args, &shared, call, streams).map_err(fail("metrics", format)),
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams).map_err(fail("inspect", format)),
         Verb::Explain(args) => explain::run(args, shared, call, streams),
         Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),

@@ -108,6 +108,22 @@ Examples:
   cnitool gc mynet --keep 0123456789ab/eth0
   cnitool gc mynet --all";
 
+/// Before the options of `cnitool metrics --help`.
+pub(crate) const METRICS: &str = "\
+Prints figures of this node in Prometheus' text format, or writes them into a file
+for node_exporter's textfile collector. Run it as root in the host's network
+namespace.";
+
+/// After the options of `cnitool metrics --help`.
+pub(crate) const AFTER_METRICS: &str = "\
+Environment: CNI_PATH, NETCONFPATH
+Exit codes: 0 printed; 1 failed, or a part could not be read;
+            2 the arguments are invalid
+
+Examples:
+  cnitool metrics
+  cnitool metrics --textfile /var/lib/prometheus/node-exporter/cni.prom";
+
 /// Before the options of `cnitool status --help`.
 pub(crate) const STATUS: &str = "\
 Runs STATUS of the network's plugins in order until one is not ready. A network

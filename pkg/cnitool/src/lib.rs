@@ -4,6 +4,7 @@
 //! - `inspect`: compares attachments with their results, and finds leftovers.
 //! - `validate`: reports all problems of network files, or of the files in the networks' folder.
 //! - `doctor`: finds problems of the node, with the commands that fix them.
+//! - `metrics`: figures of the node in Prometheus' text format.
 //! - `explain`: runs a verb of a network and prints the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
 //! - `rules`: writes packet filter rules again that another program has removed.
@@ -31,6 +32,7 @@ mod generate;
 mod help;
 mod inspect;
 mod ipam;
+mod metrics;
 mod network;
 mod node;
 mod plugins;

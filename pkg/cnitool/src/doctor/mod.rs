@@ -49,6 +49,20 @@ pub(crate) struct CheckOutcome {
 }
 
 impl CheckOutcome {
+    /// Returns the name of the check, and its number of findings.
+    pub(crate) fn count(&self) -> (&'static str, usize) {
+        (self.check, self.findings.len())
+    }
+
+    /// Returns the severity of the check's findings: a `warning` is about something that will keep
+    /// networks from working, or may; with an `error` some containers have no connection.
+    pub(crate) fn severity(&self) -> &'static str {
+        match self.check {
+            "folders" | "addresses" | "iptables" | "conntrack" | "left over" => "warning",
+            _ => "error",
+        }
+    }
+
     /// Returns the outcome of a check without findings.
     fn new(check: &'static str) -> CheckOutcome {
         CheckOutcome { check, findings: Vec::new(), summary: String::new() }
@@ -94,14 +108,25 @@ struct Context<'a, 'm> {
 /// - The kernel's error if a check cannot list links, routes or packet filter rules.
 /// - Code 5 if a folder cannot be read or stdout cannot be written.
 pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    let (outcomes, _) = examine(shared, call, &streams.notes)?;
+    let count = outcomes.iter().map(|outcome| outcome.findings.len()).sum::<usize>();
+    write_report(streams, shared.format(), || as_json(&outcomes), |style| as_text(&outcomes, count, style))?;
+    Ok(if count == 0 { Exit::Done } else { Exit::Failed })
+}
+
+/// Runs all checks. Also returns the state of the node that they examined.
+///
+/// # Errors
+/// As [`run`], except those about stdout.
+pub(crate) fn examine(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<(Vec<CheckOutcome>, Snapshot), Error> {
     let conf_folder = shared.conf_folder(&Variables(&call.environment));
     let context = Context {
-        snapshot: Snapshot::take(shared, call, &streams.notes)?,
-        runtime: shared.runtime(call, &streams.notes),
+        snapshot: Snapshot::take(shared, call, notes)?,
+        runtime: shared.runtime(call, notes),
         conf_dir: conf_folder.path().to_owned(),
         shared,
         call,
-        notes: streams.notes.clone(),
+        notes: notes.clone(),
     };
     let policy = firewall::policy(&context);
     let bridge_netfilter = firewall::bridge_netfilter(&policy);
@@ -121,9 +146,7 @@ pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -
         attachments(&context),
         left_over(&context),
     ];
-    let count = outcomes.iter().map(|outcome| outcome.findings.len()).sum::<usize>();
-    write_report(streams, shared.format(), || as_json(&outcomes), |style| as_text(&outcomes, count, style))?;
-    Ok(if count == 0 { Exit::Done } else { Exit::Failed })
+    Ok((outcomes, context.snapshot))
 }
 
 /// Returns the report for `--json`.

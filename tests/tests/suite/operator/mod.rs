@@ -7,6 +7,7 @@ mod explain;
 mod inspect;
 mod ipam;
 mod logs;
+mod metrics;
 mod rules;
 mod sound;
 mod sweep;
