@@ -8,22 +8,20 @@
 //!
 //! The kernel removes the filters together with the host's end. DEL removes the ifb.
 
+mod add;
+mod check;
 mod conf;
-
-use std::rc::Rc;
 
 use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
-use cni::rollback::Rollback;
 use cni::skel::{Added, Call, Plugin, Role};
-use cni::{Code, Error, Result};
-use cni_linux::{Filter, Link, Netlink, Netns, QdiscParent};
-use cni_plugin::interface::veth::{made_up_mac, undo_creation};
-use cni_plugin::interface::{failed, gc_links, host_interface};
+use cni::{Error, Result};
+use cni_linux::{Link, Netlink, Netns};
+use cni_plugin::interface::gc_links;
 
-use conf::{Conf, Limit};
+use conf::Conf;
 
 /// The plugin `bandwidth`.
 #[derive(Clone, Copy, Debug)]
@@ -57,37 +55,13 @@ impl Plugin for Bandwidth {
             }
         }
         if conf.ingress.is_some() || conf.egress.is_some() {
-            set_limits(call, conf, &mut result, &mut rollback)?;
+            add::set_limits(call, conf, &mut result, &mut rollback)?;
         }
         Ok(Added { result, rollback })
     }
 
-    /// Fails with code 101 if a configured limit is not as ADD sets it.
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        let conf = Conf::new(&call.conf)?;
-        let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("must be called as a chained plugin"))?;
-        if conf.ingress.is_none() && conf.egress.is_none() {
-            return Ok(());
-        }
-        let host = Netlink::open()?;
-        let host_end = find_host_end(call, &prev, &host)?;
-        if let Some(ingress) = conf.ingress {
-            check_limit(&host, &host_end, ingress)?;
-        }
-        let Some(egress) = conf.egress else { return Ok(()) };
-        let ifb =
-            find_ifb(&host, &call.attachment())?.ok_or_else(|| failed("get ifb device: Link not found".to_owned()))?;
-        if !ifb.up {
-            return Err(failed(format!("{} is down", ifb.name)));
-        }
-        check_limit(&host, &ifb, egress)?;
-        if !host.list_filters(host_end.index)?.contains(&Filter::Redirect(ifb.index)) {
-            return Err(failed(format!(
-                "the traffic that {} receives is not redirected to {}",
-                host_end.name, ifb.name
-            )));
-        }
-        Ok(())
+        check::check(call)
     }
 
     /// Removes the attachment's ifb. The limits are not read, so DEL works even if they are
@@ -128,48 +102,6 @@ impl Plugin for Bandwidth {
     }
 }
 
-/// Removes limits that an earlier ADD of the same attachment has set, and sets the configured ones.
-/// `result` is the result of the plugin before this one; a created ifb is added to it.
-///
-/// # Errors
-/// - Code 7 if the container's interface is not a veth whose other end is on this host.
-/// - Code 102 if another program has attached a queueing discipline to that end.
-/// - Code 100 if the kernel refuses a change.
-fn set_limits<'a>(call: &'a Call<'_>, conf: Conf, result: &mut AddResult, rollback: &mut Rollback<'a>) -> Result<()> {
-    let host = Rc::new(Netlink::open()?);
-    let host_end = find_host_end(call, result, &host)?;
-    let index = host_end.index;
-    let attachment = call.attachment();
-    let (ifb_name, earlier_ifbs) = name_and_earlier_ifbs(&host, &attachment, &host_end)?;
-    for ifb in earlier_ifbs {
-        host.purge_link(ifb.index)?;
-    }
-    remove_earlier_qdiscs(&host, &host_end)?;
-    if let Some(ingress) = conf.ingress {
-        let undo_host = Rc::clone(&host);
-        rollback.push(format!("remove the limit of {}", host_end.name), move || {
-            undo_host.purge_qdisc(index, QdiscParent::Root)
-        });
-        host.create_tbf(index, &ingress.tbf())?;
-    }
-    if let Some(egress) = conf.egress {
-        // The MAC is random, so the undo recognises the ifb by it.
-        let mac = made_up_mac()?;
-        let created_index = undo_creation(&host, &ifb_name, move |link| link.mac == Some(mac), rollback);
-        let ifb = host.create_ifb(&ifb_name, mac, host_end.mtu, &attachment)?;
-        created_index.set(Some(ifb.index));
-        let undo_host = Rc::clone(&host);
-        rollback.push(format!("stop the redirection of {}", host_end.name), move || {
-            undo_host.purge_qdisc(index, QdiscParent::Ingress)
-        });
-        host.create_ingress(index)?;
-        host.create_redirect(index, ifb.index)?;
-        host.create_tbf(ifb.index, &egress.tbf())?;
-        result.interfaces.push(host_interface(&ifb_name, Some(mac)));
-    }
-    Ok(())
-}
-
 /// Returns the host's end of the container's veth pair.
 ///
 /// # Errors
@@ -200,88 +132,4 @@ fn find_host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Li
 /// Whether `result` lists an interface of this name on the host.
 fn lists_host_interface(result: &AddResult, name: &str) -> bool {
     result.interfaces.iter().any(|interface| interface.sandbox.is_empty() && interface.name == name)
-}
-
-/// Returns the name for the attachment's new ifb, and the ifbs that earlier ADDs of this attachment
-/// have created.
-///
-/// The name is the one that Go's plugin uses, [`AttachmentId::ifb_name`], which is the same for all
-/// interfaces of a container. If another interface's ifb already has that name, the name is
-/// [`AttachmentId::own_ifb_name`].
-fn name_and_earlier_ifbs(host: &Netlink, attachment: &AttachmentId, host_end: &Link) -> Result<(String, Vec<Link>)> {
-    let (shared_name, own_name) = (attachment.ifb_name(), attachment.own_ifb_name());
-    let mut earlier: Vec<Link> = host.find_link(&own_name)?.into_iter().collect();
-    let Some(ifb) = host.find_link(&shared_name)? else { return Ok((shared_name, earlier)) };
-    let is_of_attachment = match &ifb.alias {
-        Some(alias) => attachment.is_on(Some(alias)),
-        // Go's plugin sets no alias: the ifb belongs to the interface that is redirected to it.
-        None => host.list_filters(host_end.index)?.contains(&Filter::Redirect(ifb.index)),
-    };
-    if !is_of_attachment {
-        return Ok((own_name, earlier));
-    }
-    earlier.push(ifb);
-    Ok((shared_name, earlier))
-}
-
-/// A redirection to an ifb that has been removed: the kernel reports 0 as the ifb's index.
-const REDIRECT_TO_REMOVED: Filter = Filter::Redirect(0);
-
-/// Removes the queueing disciplines that an earlier ADD has attached to the host's end. The caller
-/// has already removed that ADD's ifb, so the redirection to the ifb is [`REDIRECT_TO_REMOVED`].
-/// Any tbf is treated as one of an earlier ADD.
-///
-/// # Errors
-/// Code 102 if there is any other queueing discipline or filter.
-fn remove_earlier_qdiscs(host: &Netlink, host_end: &Link) -> Result<()> {
-    for (parent, kind) in [(QdiscParent::Root, "tbf"), (QdiscParent::Ingress, "ingress")] {
-        let Some(qdisc) = host.find_qdisc(host_end.index, parent)? else { continue };
-        let mut is_of_earlier_add = qdisc.kind == kind;
-        if is_of_earlier_add && parent == QdiscParent::Ingress {
-            let filters = host.list_filters(host_end.index)?;
-            is_of_earlier_add = filters.iter().all(|filter| *filter == REDIRECT_TO_REMOVED);
-        }
-        if !is_of_earlier_add {
-            let msg = format!("create qdisc: file exists: {} already has a qdisc {}", host_end.name, qdisc.kind);
-            return Err(
-                Error::new(Code::CONFLICT, msg).with_details("another program created it: it was left unchanged")
-            );
-        }
-        host.purge_qdisc(host_end.index, parent)?;
-    }
-    Ok(())
-}
-
-/// Returns the attachment's ifb: the ifb whose alias names the attachment or, if there is none, the
-/// ifb that Go's plugin has created for the container, which has no alias.
-fn find_ifb(host: &Netlink, attachment: &AttachmentId) -> Result<Option<Link>> {
-    let own = host.find_link(&attachment.own_ifb_name())?.filter(|ifb| attachment.is_on(ifb.alias.as_deref()));
-    if own.is_some() {
-        return Ok(own);
-    }
-    let ifb = host.find_link(&attachment.ifb_name())?;
-    Ok(ifb.filter(|ifb| ifb.alias.is_none() || attachment.is_on(ifb.alias.as_deref())))
-}
-
-/// Checks that `link` has a token bucket filter with the numbers of `limit`, as this plugin or
-/// Go's sets them.
-///
-/// # Errors
-/// Code 101 if `link` has no such filter, or if a number differs. Then the text names the first
-/// such number as that of Go's plugin does.
-fn check_limit(host: &Netlink, link: &Link, limit: Limit) -> Result<()> {
-    let found = host.find_qdisc(link.index, QdiscParent::Root)?.and_then(|qdisc| qdisc.tbf);
-    let Some(found) = found else { return Err(failed(format!("{} has no token bucket filter", link.name))) };
-    let expected = limit.tbf();
-    if found == expected || found == limit.tbf_of_go() {
-        return Ok(());
-    }
-    let (parameter, wanted, actual) = if found.rate != expected.rate {
-        ("Rate", expected.rate, found.rate)
-    } else if found.limit != expected.limit {
-        ("Limit", expected.limit.into(), found.limit.into())
-    } else {
-        ("Buffer", expected.buffer.into(), found.buffer.into())
-    };
-    Err(failed(format!("{parameter} doesn't match: {} has {actual}, not {wanted}", link.name)))
 }

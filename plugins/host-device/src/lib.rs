@@ -13,32 +13,32 @@
 //! it.
 //!
 //! `conf` reads the configuration, `device` finds the device that it selects, `record` stores the
-//! records, `give_back` returns a recorded interface to the host.
+//! records, `give_back` returns a recorded interface to the host. `add` moves the interface, `del`
+//! returns one without a record.
 //! [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK, GC.
 
+mod add;
 mod conf;
+mod del;
 mod device;
 mod give_back;
 mod record;
-
-use std::rc::Rc;
 
 use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::result::{AddResult, Interface as ResultInterface};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
-use cni::{Code, Error, Result, ident};
+use cni::{Error, Result, ident};
 use cni_linux::{Link, Mac, Netlink, Netns};
 use cni_plugin::interface::{
-    AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy, Ownership, Release, host_interface, name_taken,
+    AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy, Ownership, Release, host_interface,
 };
 use cni_plugin::record::AttachmentRecord as _;
 
 pub use conf::{Conf, Keys};
 
 use device::{Device, find, has_the_only_default_routes, list_interfaces};
-use give_back::ensure_free;
 use record::Record;
 
 /// The part of the plugin `host-device` that differs from the other interface plugins.
@@ -88,7 +88,7 @@ impl Interface for HostDevice {
                 if has_the_only_default_routes(&context.host, &device)? {
                     context.call.notes.note(format_args!("{}", default_route_warning(&device)));
                 }
-                (move_to_container(context, &device, rollback)?, device.mac)
+                (add::move_to_container(context, &device, rollback)?, device.mac)
             }
         };
         let sandbox = context.call.sandbox().to_owned();
@@ -113,57 +113,12 @@ impl Interface for HostDevice {
         Ok(true)
     }
 
-    /// Moves an interface without a record back to the host, where it gets its former name and is
-    /// down. The configured name comes before the alias, which the pod can write.
-    ///
-    /// # Errors
-    /// - Code 102 if the former name is unknown, or another interface of the host has it.
-    /// - The errors of the kernel.
     fn remove(&self, call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
-        let configured = keys_of(call).device;
-        let name = host_name(inner).map(|alias| if configured.is_empty() { alias } else { &configured });
-        let name = name.ok_or_else(|| {
-            let why = match inner.alias.as_deref() {
-                None | Some("") => "alias is not set".to_owned(),
-                Some(alias) => format!("its alias {alias:?} is not an interface name"),
-            };
-            let msg = format!("failed to find original ifname for {:?} ({why})", inner.name);
-            Error::new(Code::CONFLICT, msg).with_details("the interface was left in the container")
-        })?;
-        ensure_free(name)?;
-        Ok(container.move_link(inner.index, &Netns::current()?, name, "")?)
+        del::remove(call, container, inner)
     }
 
-    /// Renames the interface if the kernel has moved it to the host, because the container's
-    /// namespace ended: gives it the recorded name or else the one in its alias, and removes the
-    /// alias.
     fn clean(&self, call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
-        let (keys, host) = (keys_of(call), Netlink::open()?);
-        if let Some(record) = Record::find(attachment)? {
-            return give_back::complete(call, &record, &host);
-        }
-        // Usually the device is already on the host again, and the list of all links is not needed.
-        if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {
-            return Ok(());
-        }
-        // An unreadable `prevResult` was already noted when DEL began.
-        let prev = call.conf.prev_result().ok().flatten();
-        let prev_mac = prev_mac(call, prev.as_ref());
-        for link in host.list_links()? {
-            let Some(alias) = host_name(&link) else { continue };
-            let name = if keys.device.is_empty() { alias } else { &keys.device };
-            if !keys.identifies(&link, prev_mac) {
-                continue;
-            }
-            if link.name != name {
-                if link.up {
-                    host.set_down(link.index)?;
-                }
-                host.set_name(link.index, name)?;
-            }
-            host.set_alias(link.index, "")?;
-        }
-        Ok(())
+        del::clean(call, attachment)
     }
 
     /// Completes the return of interfaces whose attachments are not in `valid`. Leaves those that
@@ -176,55 +131,6 @@ impl Interface for HostDevice {
         let host = Netlink::open()?;
         Error::join(stale.iter().filter_map(|record| give_back::complete(call, record, &host).err()))
     }
-}
-
-/// Moves `device` from the host into the container, where it is named CNI_IFNAME. Returns its index
-/// in the container.
-///
-/// # Errors
-/// - Code 102 if the container has an interface of that name.
-/// - Code 100 if the kernel refuses the move.
-fn move_to_container<'a>(
-    context: &AttachmentContext<'a, Conf>,
-    device: &Link,
-    rollback: &mut Rollback<'a>,
-) -> Result<u32> {
-    let AttachmentContext { host, container, call, .. } = context;
-    let (undo_host, undo_container, before) = (Rc::clone(host), container.clone(), device.clone());
-    let record = Record::new(&context.attachment, &context.netns, device);
-    let undo_record = record.clone();
-    rollback.push(format!("move {} back to the host", device.name), move || {
-        undo_move(&undo_host, &undo_container, &undo_record, &before)
-    });
-    // The record and the alias are written before the move, so that DEL recognises the interface
-    // even if this process is killed.
-    record.write()?;
-    host.set_alias(device.index, &device.name)?;
-    let moved = host.move_link(device.index, &context.netns, &call.ifname, &device.name);
-    moved.map_err(|error| {
-        if error.is_exists() {
-            name_taken::<HostDevice>(&context.attachment)
-        } else {
-            Error::from(error).context("failed to move link")
-        }
-    })?;
-    Ok(container.link(&call.ifname)?.index)
-}
-
-/// Undoes [`move_to_container`], which may have failed at any point: moves the interface back if it
-/// is in the container, restores its name, alias and state, and removes the record. `before` is the
-/// device before ADD.
-fn undo_move(host: &Netlink, container: &Netlink, record: &Record, before: &Link) -> Result<()> {
-    let alias = before.alias.as_deref().unwrap_or_default();
-    if let Some(moved) = give_back::find_in(record, container)? {
-        container.move_link(moved.index, &Netns::current()?, &before.name, alias)?;
-    } else if let Some(unmoved) = host.find_link(&before.name)?.filter(|link| record.fits(link, None)) {
-        host.set_alias(unmoved.index, alias)?;
-    }
-    if before.up {
-        host.set_up(host.link(&before.name)?.index)?;
-    }
-    record.purge()
 }
 
 /// Returns the name that the interface had on the host, which is its alias, or `None` if its alias
