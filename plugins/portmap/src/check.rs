@@ -13,8 +13,8 @@ use cni_firewall::portmap::iptables::IptablesPortMap;
 use cni_firewall::portmap::nft::NftPortMap;
 use cni_linux::sysctl;
 
+use crate::add;
 use crate::conf::Conf;
-use crate::forward;
 
 /// The sysctl that maps 127.0.0.1 on all interfaces.
 const LOCALNET_OF_ALL: &str = "net/ipv4/conf/all/route_localnet";
@@ -27,17 +27,17 @@ const LOCALNET_OF_ALL: &str = "net/ipv4/conf/all/route_localnet";
 ///   `route_localnet` is off.
 /// - The error of a backend or sysctl that cannot be read.
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
-    let forwarding = forward::configured_forwarding(call, conf, forward::container_addresses(&call.ifname, prev));
+    let forwarding = add::configured_forwarding(call, conf, add::container_addresses(&call.ifname, prev));
     if forwarding.all_claims().is_empty() {
         return Ok(());
     }
     check_rules(call, conf, &forwarding)?;
-    let key = match forward::localnet_key(&forwarding) {
+    let key = match add::localnet_key(&forwarding) {
         Ok(Some(key)) => key,
         Ok(None) => return Ok(()),
         // As in ADD: without a route to the container, no interface's sysctl can be checked.
         Err(error) => {
-            forward::note_no_localnet(call, &error);
+            add::note_no_localnet(call, &error);
             return Ok(());
         }
     };
@@ -50,7 +50,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         }
         // The interface was deleted meanwhile, or has no IPv4.
         Err(error) if error.is_not_found() => {
-            forward::note_no_localnet(call, &error.into());
+            add::note_no_localnet(call, &error.into());
             Ok(())
         }
         Err(error) => Err(error.into()),
@@ -64,7 +64,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
 /// - Code 3 if neither backend has a rule of the attachment.
 /// - Code 101 if a rule is missing or differs.
 fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<()> {
-    let backend = forward::choose_backend(call, conf)?;
+    let backend = add::choose_backend(call, conf)?;
     let other = match backend {
         Backend::Iptables => Backend::Nftables,
         Backend::Nftables => Backend::Iptables,

@@ -1,20 +1,21 @@
 //! The plugin `portmap`: maps ports of the host to ports of a container. It is a chained plugin,
 //! and returns the result of the plugin before it unchanged.
 //!
-//! `conf` reads the configuration; `forward` implements ADD, `check` CHECK, and `clean` DEL and GC.
+//! `conf` reads the configuration; `add`, `check` and `del` implement the verbs.
 //! [`cni_firewall::portmap`] writes the rules.
 //!
 //! Many runtimes pass no `runtimeConfig` to DEL. So DEL finds the rules by the attachment that they
 //! name, in both backends, without the configuration.
 
+mod add;
 mod check;
-mod clean;
 mod conf;
-mod forward;
+mod del;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 
+use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
@@ -63,7 +64,7 @@ impl Plugin for Portmap {
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         let (conf, result) = read_request(call)?;
         let mut rollback = call.rollback();
-        forward::add(call, &conf, &result, &mut rollback)?;
+        add::add(call, &conf, &result, &mut rollback)?;
         Ok(Added { result, rollback })
     }
 
@@ -75,11 +76,21 @@ impl Plugin for Portmap {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        clean::del(call)
+        del::del(call)
     }
 
+    /// Removes the rules of the network's attachments that are not in `valid`, then the tracked
+    /// connections that were mapped to them.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        clean::gc(call, valid)
+        let network = call.conf.name();
+        let valid: Vec<AttachmentId> =
+            valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname)).collect();
+        del::remove_from_both(
+            call,
+            Vec::new(),
+            |nft| nft.collect_garbage(network, &valid),
+            |iptables| iptables.collect_garbage(network, &valid),
+        )
     }
 
     /// Fails with code 50 if the configured backend does not work on this host or, if none is
@@ -109,7 +120,7 @@ impl Plugin for Portmap {
         if let RestoreMode::Write(rollback) = mode
             && !missing.is_empty()
         {
-            forward::add(call, &conf, &result, rollback)?;
+            add::add(call, &conf, &result, rollback)?;
         }
         Ok(Some(missing))
     }
