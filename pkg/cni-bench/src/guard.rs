@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn a_few_calls_more_pass_and_a_request_more_does_not() {
+    fn a_few_more_calls_pass_and_one_more_request_fails() {
         let old = line(100, 1, 2);
         assert_eq!(old.excess(&line(107, 1, 2)), None);
         assert_eq!(old.excess(&line(50, 0, 0)), None);

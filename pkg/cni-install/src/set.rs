@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_is_the_one_of_sha256sum() {
+    fn the_checksum_equals_that_of_sha256sum() {
         assert_eq!(sum(b""), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
     }
 }

@@ -16,7 +16,7 @@ use cni_testkit::program;
 use common::{Place, Ran, answering, run};
 
 #[test]
-fn a_set_goes_in_and_comes_back_out_and_foreign_files_stay() {
+fn install_and_rollback_leave_foreign_files() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("another bridge"));
     program::script(place.dest().join("flannel"), &answering("foreign"));
@@ -97,7 +97,7 @@ fn hard_links_of_a_set_stay_hard_links_and_roll_back() {
 }
 
 #[test]
-fn a_set_that_is_not_what_its_list_says_changes_nothing() {
+fn a_set_that_differs_from_its_list_changes_nothing() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("old"));
     let set = place.set("v1", &["bridge", "tuning"]);
@@ -203,7 +203,7 @@ fn install_adopts_equal_programs_and_replaces_broken_ones() {
 }
 
 #[test]
-fn one_installer_at_a_time() {
+fn only_one_installer_runs_at_a_time() {
     let place = Place::new();
     let set = place.set("v1", &["bridge"]);
     let held = fs::File::open(place.dest()).unwrap();
@@ -245,7 +245,7 @@ fn a_caller_that_ignores_sigchld_can_install() {
 }
 
 #[test]
-fn without_hard_links_a_file_comes_back_with_its_time_and_mode() {
+fn without_hard_links_rollback_restores_time_and_mode() {
     let place = Place::new();
     let path = place.dest().join("bridge");
     program::script(&path, &answering("old"));
@@ -291,7 +291,7 @@ fn without_hard_links_what_cannot_be_copied_is_refused() {
 }
 
 #[test]
-fn a_program_that_cannot_be_replaced_puts_all_back() {
+fn a_failed_replacement_restores_all_programs() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("old bridge"));
     program::script(place.dest().join("tuning"), &answering("old tuning"));
@@ -318,7 +318,7 @@ fn a_program_that_cannot_be_replaced_puts_all_back() {
 }
 
 #[test]
-fn staying_it_waits_for_the_signal_also_as_process_one() {
+fn with_stay_it_waits_for_a_signal_even_as_process_one() {
     let place = Place::new();
     let set = place.set("v1", &["bridge"]);
     for wrapper in [&["env"][..], &["unshare", "-rpf", "--kill-child"][..]] {
@@ -398,7 +398,7 @@ fn a_link_instead_of_the_installers_folder_is_refused() {
 }
 
 #[test]
-fn in_the_installers_own_folder_only_what_it_made_is_garbage() {
+fn only_files_that_the_installer_created_are_garbage() {
     let place = Place::new();
     place.install(&place.set("v1", &["bridge"])).fine();
     for name in ["notes", "12", "1.old"] {
@@ -412,7 +412,7 @@ fn in_the_installers_own_folder_only_what_it_made_is_garbage() {
 }
 
 #[test]
-fn a_fifo_blocks_no_call() {
+fn a_fifo_does_not_block_a_command() {
     let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
     // Who waits at a FIFO is ended, with another status.
     let call = |place: &Place, verb: &str| -> Ran {

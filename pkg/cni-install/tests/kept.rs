@@ -65,7 +65,7 @@ fn an_empty_folder_is_empty_again_after_upgrade_and_rollback() {
 }
 
 #[test]
-fn forget_drops_both_sets_and_the_next_install_begins_again() {
+fn forget_removes_both_sets_and_the_next_install_starts_over() {
     let place = Place::new();
     program::script(place.dest().join("bridge"), &answering("old"));
     assert!(place.call("forget").fine().contains("nothing to forget"));
@@ -84,7 +84,7 @@ fn forget_drops_both_sets_and_the_next_install_begins_again() {
 }
 
 #[test]
-fn an_interrupted_forget_leaves_nothing_to_put_back() {
+fn an_interrupted_forget_leaves_nothing_to_restore() {
     let place = Place::new();
     for version in ["v1", "v2"] {
         place.install(&place.set(version, &["bridge"])).fine();
@@ -97,7 +97,7 @@ fn an_interrupted_forget_leaves_nothing_to_put_back() {
 }
 
 #[test]
-fn what_a_rollback_could_not_put_back_stays_kept() {
+fn files_that_rollback_could_not_restore_stay_kept() {
     for original in [false, true] {
         let place = Place::new();
         for name in ["bridge", "tuning"] {
@@ -123,7 +123,7 @@ fn what_a_rollback_could_not_put_back_stays_kept() {
 }
 
 #[test]
-fn a_kept_file_that_is_gone_holds_up_nothing_else() {
+fn a_missing_kept_file_does_not_stop_the_rollback() {
     let place = Place::new();
     for name in ["bridge", "tuning"] {
         program::script(place.dest().join(name), &answering("old"));
@@ -138,7 +138,7 @@ fn a_kept_file_that_is_gone_holds_up_nothing_else() {
 
 /// The older version, without `rollback --original`, wrote one generation and a state of one line.
 #[test]
-fn what_an_older_version_has_left_is_understood() {
+fn folders_of_older_versions_are_understood() {
     for (state, generations) in [("installed 7\n", &["7"][..]), ("installing 8\n", &["7", "8"])] {
         for (command, expected) in
             [("rollback", "v6 of bridge"), ("original", "v6 of bridge"), ("install", "v9 of bridge")]

@@ -157,14 +157,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_address_is_the_one_behind_the_gateway() {
+    fn the_first_address_follows_the_gateway() {
         let net = set(&[("10.0.0.0/29", "", "", "")]);
         assert_eq!(after(&net, None, &[]).as_deref(), Some("10.0.0.2"));
         assert_eq!(after(&net, Some("10.0.0.2"), &[]).as_deref(), Some("10.0.0.3"), "free again, but not its turn");
     }
 
     #[test]
-    fn the_round_robin_wraps_and_forgets_what_is_outside() {
+    fn round_robin_wraps_and_ignores_addresses_out_of_range() {
         let net = set(&[("10.0.0.0/29", "", "", "")]);
         assert_eq!(after(&net, Some("10.0.0.6"), &[]).as_deref(), Some("10.0.0.2"));
         assert_eq!(after(&net, Some("10.9.0.6"), &[]).as_deref(), Some("10.0.0.2"));
@@ -184,14 +184,14 @@ mod tests {
     }
 
     #[test]
-    fn ranges_of_a_set_follow_each_other() {
+    fn ranges_of_a_set_are_used_in_order() {
         let pool = set(&[("10.0.0.0/30", "", "", ""), ("10.1.0.0/30", "", "", "")]);
         assert_eq!(after(&pool, Some("10.0.0.2"), &["10.0.0.2"]).as_deref(), Some("10.1.0.2"));
         assert_eq!(after(&pool, Some("10.1.0.2"), &["10.1.0.2"]).as_deref(), Some("10.0.0.2"));
     }
 
     #[test]
-    fn the_ends_of_the_families_are_given_out_and_not_passed() {
+    fn allocation_stops_at_the_last_address_of_a_family() {
         let v4 = set(&[("255.255.255.0/24", "255.255.255.254", "255.255.255.255", "")]);
         assert_eq!(after(&v4, Some("255.255.255.254"), &[]).as_deref(), Some("255.255.255.255"));
         assert_eq!(after(&v4, Some("255.255.255.255"), &[]).as_deref(), Some("255.255.255.254"));
@@ -210,7 +210,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_address_but_the_gateways_is_given_out_once(
+        fn every_address_except_gateways_is_allocated_once(
             first in 0u8..10, size in 1u8..20, gap in 1u8..5, second in 1u8..20, gateway in 0u8..40, start in 0u8..60,
         ) {
             let at = |offset: u8| format!("10.0.0.{offset}");
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_set_gives_fails_in_the_words_of_go() {
+    fn an_address_outside_all_sets_fails_with_gos_text() {
         for (sources, msg) in [
             (&[("ips", &["1.1.1.1", "10.0.0.5"][..])][..], "failed to allocate all requested IPs: 1.1.1.1"),
             (&[("ips", &["10.0.0.5", "10.0.0.6"])], "failed to allocate all requested IPs: 10.0.0.6"),

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boot_began_the_uptime_ago() {
+    fn the_boot_time_is_now_minus_the_uptime() {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir(root.path().join("proc")).unwrap();
         let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();

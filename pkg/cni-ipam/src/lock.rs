@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_folder_is_made_only_when_asked() {
+    fn a_missing_folder_is_created_only_on_request() {
         let base = tempfile::tempdir().unwrap();
         let (path, machine) = (base.path().join("a/b"), TestMachine::default());
         assert!(acquire(&path, MissingFolder::Leave, OnSigterm::Kill, DEFAULT_LIMIT, &machine).unwrap().is_none());
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn below_a_plain_file_there_is_no_folder_and_none_can_be_made() {
+    fn a_folder_below_a_plain_file_cannot_be_created() {
         let base = tempfile::tempdir().unwrap();
         let (file, machine) = (base.path().join("file"), TestMachine::default());
         std::fs::write(&file, "").unwrap();

@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_neighbour_that_knew_another_address_is_corrected() {
+    fn a_neighbours_outdated_entry_is_corrected() {
         in_new_netns(|| {
             let (host_mac, mac, stale) = (Mac([2, 0, 0, 0, 0, 1]), Mac([2, 0, 0, 0, 0, 5]), Mac([2, 0, 0, 0, 0, 9]));
             let host = Netlink::open().unwrap();

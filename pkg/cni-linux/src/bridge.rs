@@ -163,7 +163,7 @@ mod tests {
     use crate::{LinkKind, VethSpec};
 
     #[test]
-    fn a_bridge_is_made_with_everything_at_once() {
+    fn a_bridge_is_created_with_all_settings_at_once() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let mac = "02:00:00:00:00:09".parse().unwrap();
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_given_address_is_kept_whatever_the_ports_have() {
+    fn a_configured_mac_stays_when_ports_are_added() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let mac = "0e:00:00:00:00:09".parse().unwrap();
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_vlan_filtering_says_so_and_makes_nothing() {
+    fn missing_vlan_filtering_is_reported_and_nothing_created() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let spec = BridgeSpec { vlan_filtering: true, ..BridgeSpec::named("br0") };

@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_says_what_to_what_and_why() {
+    fn an_error_names_the_operation_the_object_and_the_cause() {
         let error = exists();
         assert_eq!(error.to_string(), "failed to add 10.1.2.3/24 to eth0: File exists (os error 17): because");
         assert!(error.is_exists() && !error.is_not_found() && !error.is_unsupported());
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_follow_the_meaning() {
+    fn error_codes_follow_the_meaning_of_the_errno() {
         let code = |reason: Reason| cni::Error::from(Error::new("x", reason)).code();
         assert_eq!(code(Reason::Terminated), cni::Code::TRY_AGAIN);
         assert_eq!(code(Reason::Deadline(Duration::from_secs(2))), cni::Code::TRY_AGAIN);

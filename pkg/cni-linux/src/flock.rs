@@ -205,7 +205,7 @@ mod tests {
     use crate::testing::{machine, new_netns};
 
     #[test]
-    fn a_namespace_is_locked_by_whatever_path() {
+    fn a_namespace_lock_does_not_depend_on_the_path() {
         let (netns, machine) = (new_netns(), machine());
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&netns.as_fd()));
         let other = Netns::open(std::path::Path::new(&path)).unwrap();

@@ -119,14 +119,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_three_spellings_of_go_are_one_address() {
+    fn the_three_spellings_of_go_are_the_same_address() {
         for text in ["02:00:5e:10:AB:ff", "02-00-5E-10-ab-ff", "0200.5e10.abff"] {
             assert_eq!(text.parse::<Mac>().unwrap().to_string(), "02:00:5e:10:ab:ff", "{text}");
         }
     }
 
     #[test]
-    fn everything_else_is_refused() {
+    fn other_spellings_are_refused() {
         for text in [
             "",
             "zz",

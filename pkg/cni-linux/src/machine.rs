@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn its_own_namespace_is_recognised() {
+    fn the_namespace_of_the_process_is_recognised() {
         in_new_netns(|| {
             let machine = machine();
             let thread = format!("/proc/self/task/{}/ns/net", nix::unistd::gettid());

@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn another_kind_of_qdisc_is_seen_and_stays() {
+    fn a_foreign_qdisc_is_listed_and_stays() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let index = pair(&netlink);
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_received_is_redirected_until_the_target_goes() {
+    fn received_frames_are_redirected_until_the_target_is_gone() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let index = pair(&netlink);

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn much_goes_through_a_small_pipe_and_its_end_is_seen() {
+    fn large_input_passes_a_small_pipe_to_its_end() {
         let (reader, writer) = io::pipe().unwrap();
         let sent: Vec<u8> = (0..300_000_u32).map(|n| n.to_le_bytes()[0]).collect();
         let mut received = Vec::new();

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn no_name_leads_out_of_the_tree() {
+    fn no_sysctl_name_leaves_the_tree() {
         for name in [
             "",
             "/etc/passwd",

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_so_already_needs_no_event() {
+    fn a_condition_that_already_holds_needs_no_event() {
         in_new_netns(|| {
             let found = Watch::open().unwrap().wait("it", Instant::now(), &machine(), || Ok(Some(7))).unwrap();
             assert_eq!(found, 7);

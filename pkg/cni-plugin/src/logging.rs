@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_others_or_with_a_second_name_is_not_written_to() {
+    fn a_log_of_another_user_or_hard_linked_is_not_written() {
         use std::os::unix::fs::PermissionsExt as _;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn only_known_values_ask_for_a_log() {
+    fn only_known_values_enable_the_log() {
         for off in ["", "off", "OFF", "none", "false", "0"] {
             assert_eq!(parse_level(off), Some(LevelFilter::Off), "{off}");
         }

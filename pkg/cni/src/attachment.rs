@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_ours_is_not_read() {
+    fn foreign_aliases_are_not_parsed() {
         for alias in ["", "cni", "cni:", "cni:net", "cni:net/c", "cni:net/c/eth0/x", "cni://", "my uplink", "CNI:a/b/c"]
         {
             assert_eq!(AttachmentId::parse(alias), None, "{alias:?}");
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ifb_has_the_name_that_go_gives_it() {
+    fn an_ifb_has_gos_name() {
         let mark = AttachmentId::new("cni-plugin-bandwidth-test", "dummy", "eth0");
         assert_eq!(mark.ifb_name(), "bwpa8eda89404b7");
         assert_eq!(AttachmentId { ifname: "eth1".to_owned(), ..mark.clone() }.ifb_name(), mark.ifb_name());

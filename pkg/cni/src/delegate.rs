@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delegate_that_dies_or_babbles_is_named() {
+    fn a_delegate_that_dies_or_prints_garbage_is_named() {
         for (status, stdout, stderr, expected) in [
             (Exit::Signal(11), "", "", "netplugin failed with no error message: /bin/ipam: ADD: killed by signal 11"),
             (Exit::Status(2), "", "oops\n", "netplugin failed: \"oops\": /bin/ipam: ADD: exit status 2"),

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_passes_without_a_repair_is_a_shortage() {
+    fn only_errors_that_pass_without_repair_are_shortages() {
         let of = |errno| Error::caused(Code::IO, "x", std::io::Error::from_raw_os_error(errno)).is_shortage();
         // EAGAIN, ENOMEM, ENFILE, EMFILE, ENOSPC, ENOBUFS, EDQUOT.
         assert!([11, 12, 23, 24, 28, 105, 122].into_iter().all(of));

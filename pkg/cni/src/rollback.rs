@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_undoes_in_reverse_and_goes_on_after_failures() {
+    fn dropping_undoes_in_reverse_and_continues_after_failures() {
         let (lines, notes) = recorder();
         let order = RefCell::new(Vec::new());
         {

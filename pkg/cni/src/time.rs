@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_written_as_date_writes_them() {
+    fn times_have_the_format_of_date() {
         // date -u -d @SECONDS +%FT%TZ
         for (seconds, expected) in [
             (0, "1970-01-01T00:00:00.007Z"),

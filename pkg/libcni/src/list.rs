@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn the_highest_version_that_we_speak_is_chosen() {
+    fn the_highest_supported_version_is_chosen() {
         let chosen = |head: &str| list(head).map(|list| list.cni_version().to_owned());
         for (head, expected) in [
             ("", ""),

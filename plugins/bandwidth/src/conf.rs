@@ -179,7 +179,7 @@ mod tests {
 
     /// The figures were read from the kernel after Go's ADD.
     #[test]
-    fn the_numbers_are_those_of_go() {
+    fn numbers_equal_those_of_go() {
         for (rate, burst, tbf) in [
             (8, 8, Tbf { rate: 1, limit: 1, buffer: 15_625_000 }),
             (16, 8, Tbf { rate: 2, limit: 1, buffer: 7_812_500 }),
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_cannot_hold_becomes_the_largest() {
+    fn values_too_large_for_the_kernel_become_the_largest() {
         // As containerd asks for 10 Mbit/s, and CRI-O.
         let limit = ingress(10_000_000, u32::MAX.into());
         assert_eq!((limit.tbf().buffer, limit.tbf_of_go().buffer), (u32::MAX, 2_415_919_079));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn one_own_key_outweighs_the_runtime() {
+    fn one_key_of_the_list_overrides_all_of_the_runtime() {
         let runtime = r#","RuntimeConfig":{"bandWidth":{"ingressRate":800,"ingressBurst":800,"egressRate":1600,"egressBurst":8}}"#;
         let conf = parse(runtime).unwrap();
         assert_eq!(conf.egress.unwrap().tbf().rate, 200);
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn impossible_limits_are_refused() {
         for (keys, code, begin) in [
             (r#","ingressRate":8"#, 7, "if rate is set, burst must also be set"),
             (r#","egressBurst":8"#, 7, "if burst is set, rate must also be set"),

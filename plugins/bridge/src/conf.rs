@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_but_the_name_is_needed() {
+    fn only_the_name_is_required() {
         let conf = parse("", "").unwrap();
         assert_eq!((conf.bridge.as_str(), conf.gateway, conf.mtu, conf.vlans), ("cni0", Gateway::None, None, None));
         assert!(conf.ipam.is_none() && conf.dns.is_none() && conf.mac.is_none());
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trunk_is_a_sorted_set_and_even_empty_enables_vlans() {
+    fn trunks_are_sorted_sets_and_an_empty_one_enables_vlans() {
         let trunk = |keys: &str| parse(keys, "").unwrap().vlans.unwrap();
         let vlans = trunk(r#","vlanTrunk":[{"minID":5,"maxID":7,"id":3},{"id":6}],"vlan":9"#);
         assert_eq!((vlans.access, vlans.trunk), (Some(9), vec![3, 5, 6, 7]));

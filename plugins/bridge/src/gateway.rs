@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_other_ipv4_but_only_an_overlapping_ipv6_conflicts() {
+    fn any_other_ipv4_and_overlapping_ipv6_address_conflicts() {
         let cidr = |text: &str| text.parse::<Cidr>().unwrap();
         assert!(conflicts(cidr("10.0.0.1/24"), cidr("10.1.0.1/24")));
         assert!(!conflicts(cidr("fd00::1/64"), cidr("fd01::1/64")));

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn both_layouts_of_the_cache_are_read_and_garbage_says_nothing() {
+    fn both_layouts_of_the_cache_are_read_and_garbage_ignored() {
         let result = r#"{"interfaces":[{"name":"cni0"},{"name":"veth1","sandbox":""},{"name":"eth0","sandbox":"/x"}]}"#;
         assert_eq!(host_interfaces(result.as_bytes()), ["cni0", "veth1"]);
         let cached = format!(r#"{{"kind":"cniCacheV1","result":{result}}}"#);

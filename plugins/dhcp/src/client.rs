@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_limits_of_daemon_plugin_and_caller_nest() {
+    fn the_timeouts_of_daemon_plugin_and_caller_nest() {
         for (key, seconds) in [
             ("", 55),
             (r#","delegateTimeout":1"#, 1),
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_behind_the_text_of_go_becomes_the_details() {
+    fn the_cause_behind_gos_text_becomes_the_details() {
         let error = daemon_error("doing", "no more tries: eth0: why");
         assert_eq!((error.msg(), error.details()), ("doing: no more tries", "eth0: why"));
         let error = daemon_error("doing", "no more tries");

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_add_up_or_replace_as_in_go() {
+    fn repeated_keys_add_or_replace_as_in_go() {
         let dns = parse(
             "# comment\n; comment\n\n  nameserver 192.0.2.1 ignored\nnameserver 192.0.2.2\nnameserver\n\
              domain a.example\ndomain b.example c.example\nsearch one two\nsearch three\n\

@@ -138,7 +138,7 @@ fn an_add_answers_with_addresses_routes_and_dns() {
 }
 
 #[test]
-fn nothing_is_read_as_dns_unless_asked_for() {
+fn resolv_conf_is_read_only_if_configured() {
     let host = Host::new();
     let result = host.ok("ADD", "a", &host.conf("1.0.0", subnet("10.0.0.0/24")));
     assert!(result.get("dns").is_none_or(|dns| dns == &json!({})), "{result}");
@@ -148,7 +148,7 @@ fn nothing_is_read_as_dns_unless_asked_for() {
 }
 
 #[test]
-fn an_invalid_configuration_is_code_7_with_the_text_of_go() {
+fn an_invalid_configuration_is_code_7_with_gos_text() {
     let host = Host::new();
     for (version, ipam, msg) in [
         ("1.0.0", json!({}), "no IP ranges specified"),
@@ -228,7 +228,7 @@ fn requests_come_from_three_places_and_the_strongest_wins() {
 }
 
 #[test]
-fn adding_twice_is_refused_and_deleting_twice_is_fine() {
+fn a_second_add_is_refused_and_a_second_del_succeeds() {
     let host = Host::new();
     let conf = host.conf("1.0.0", subnet("10.0.0.0/24"));
     host.ok("ADD", "a", &conf);
@@ -285,7 +285,7 @@ fn only_add_creates_a_folder_and_only_add_and_check_read_ranges() {
 }
 
 #[test]
-fn del_and_gc_clean_up_whatever_the_configuration_says_now() {
+fn del_and_gc_work_with_a_changed_configuration() {
     let host = Host::new();
     for id in ["a", "b", "c"] {
         host.ok("ADD", id, &host.conf("1.1.0", subnet("10.0.0.0/24")));
@@ -317,7 +317,7 @@ fn check_compares_the_previous_result_within_its_ranges() {
 }
 
 #[test]
-fn status_reports_a_used_up_range_with_figures() {
+fn status_reports_a_full_range_with_figures() {
     let host = Host::new();
     let conf = host.conf("1.1.0", subnet("10.0.0.0/29"));
     for id in ["a", "b", "c", "d", "e"] {

@@ -116,7 +116,7 @@ fn simultaneous_processes_get_distinct_addresses() {
 }
 
 #[test]
-fn ours_and_gos_share_a_folder_at_the_same_time() {
+fn this_plugin_and_gos_share_a_folder_concurrently() {
     let Some(go) = go() else { return };
     let net = Net::new();
     let conf = net.conf(json!({"ranges": [[{"subnet": "10.0.0.0/25"}], [{"subnet": "fd00::/120"}]]}));
@@ -142,7 +142,7 @@ fn ours_and_gos_share_a_folder_at_the_same_time() {
 }
 
 #[test]
-fn the_round_robin_goes_on_where_gos_left_it_and_the_reverse() {
+fn round_robin_continues_after_go_and_the_reverse() {
     let Some(go) = go() else { return };
     let net = Net::new();
     let conf = net.conf(json!({"subnet": "10.0.0.0/29"}));

@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mac_s_sources_have_an_order() {
+    fn the_mac_comes_from_the_first_source_that_has_one() {
         let own = r#","mac":"02:00:00:00:00:01""#;
         let runtime = r#","runtimeConfig":{"mac":"02:00:00:00:00:02"}"#;
         let args = r#","args":{"cni":{"mac":"02:00:00:00:00:03"}}"#;

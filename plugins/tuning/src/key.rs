@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interface_s_name_keeps_its_dots() {
+    fn the_interface_name_keeps_its_dots() {
         for written in ["net.ipv4.conf.IFNAME.arp_filter", "net/ipv4/conf/IFNAME/arp_filter"] {
             assert_eq!(paths(written, "eth0.100"), ["net/ipv4/conf/eth0.100/arp_filter"], "{written}");
         }
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn no_key_leaves_the_tree_below_net() {
+    fn no_key_names_a_file_outside_net() {
         let long = "net/".repeat(16 << 10);
         let hostile = [
             "",

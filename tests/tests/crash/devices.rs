@@ -124,7 +124,7 @@ fn a_killed_add_of_tap_leaves_nothing() {
 }
 
 #[test]
-fn a_failing_add_of_tap_takes_all_back() {
+fn a_failing_add_of_tap_undoes_everything() {
     adding("tap", FAIL);
 }
 

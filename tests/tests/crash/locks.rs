@@ -85,7 +85,7 @@ fn lives(pid: u32) -> bool {
 }
 
 #[test]
-fn a_file_of_the_same_inode_on_another_device_is_not_meant() {
+fn a_lock_on_the_same_inode_of_another_device_is_ignored() {
     // No process can have this number.
     let locks = "1: FLOCK  ADVISORY  WRITE 4294967295 fe:0a:77 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 1 fe:0a:77 0 EOF\n";
     let found = |device, inode| dead_holders(locks, &BTreeSet::from([Lock { device, inode }])).len();

@@ -385,17 +385,17 @@ fn ptp_passes_check_all_week() {
 }
 
 #[test]
-fn check_of_a_bridge_list_fails_with_the_packets() {
+fn check_of_a_bridge_list_fails_when_packets_are_lost() {
     check_fails_with_the_packets(tuned, &BRIDGE_HARM);
 }
 
 #[test]
-fn check_of_ptp_fails_with_the_packets() {
+fn check_of_ptp_fails_when_packets_are_lost() {
     check_fails_with_the_packets(ptp, &[]);
 }
 
 #[test]
-fn what_nomad_sends_is_handed_over_both_ways() {
+fn nomads_attachments_are_handed_over_both_ways() {
     require!(probe::iptables());
     require!(probe::go_plugins());
     for (first, second) in [(bin_dir(), go_bin_dir()), (go_bin_dir(), bin_dir())] {

@@ -103,7 +103,7 @@ fn a_delegate_that_prints_hello() {
 }
 
 #[test]
-fn a_delegate_that_speaks_on_standard_error_only() {
+fn a_delegate_that_writes_only_to_standard_error() {
     misbehaves("#!/bin/sh\necho no luck today >&2\nexit 3\n", 0o755, &["no luck today"]);
 }
 
@@ -113,7 +113,7 @@ fn a_delegate_that_never_ends() {
 }
 
 #[test]
-fn a_delegate_that_succeeds_with_nothing_to_say_fails_the_add() {
+fn a_delegate_that_succeeds_without_an_answer_fails_the_add() {
     for script in ["#!/bin/sh\necho hello\n", "#!/bin/sh\n", "#!/bin/sh\necho '[]'\n"] {
         let node = Node::new();
         let container = node.container();
@@ -125,7 +125,7 @@ fn a_delegate_that_succeeds_with_nothing_to_say_fails_the_add() {
 }
 
 #[test]
-fn the_error_of_a_delegate_keeps_its_code_and_its_words() {
+fn the_error_of_a_delegate_keeps_its_code_and_its_text() {
     let node = Node::new();
     let container = node.container();
     let script = "#!/bin/sh\necho '{\"cniVersion\":\"1.0.0\",\"code\":123,\"msg\":\"no more\",\"details\":\"at all\"}'\nexit 1\n";
@@ -136,7 +136,7 @@ fn the_error_of_a_delegate_keeps_its_code_and_its_words() {
 }
 
 #[test]
-fn what_a_delegate_says_on_standard_error_is_passed_on() {
+fn standard_error_of_a_delegate_is_passed_on() {
     let node = Node::new();
     let container = node.container();
     let script =

@@ -22,7 +22,7 @@ fn without_ipam_it_is_refused_before_anything_is_opened() {
 }
 
 #[test]
-fn the_interface_is_up_with_its_addresses_and_goes_again() {
+fn the_interface_is_up_with_its_addresses_until_del() {
     require!(probe::dummy());
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &network(&node), 1).remove(0);

@@ -21,7 +21,7 @@ fn gc_with(node: &Node, config: &Value, valid: Option<Value>) -> cni_testkit::Ou
 }
 
 #[test]
-fn reservations_of_attachments_that_are_not_valid_go() {
+fn reservations_of_invalid_attachments_are_released() {
     let node = Node::new();
     let all = attach(&node, &newest(host_local(&node, &["10.1.0.0/24", "fd00:1::/64"])), 3);
     let keep = &all[1].1;
@@ -56,7 +56,7 @@ fn an_id_only_reservation_is_kept_for_any_interface() {
 }
 
 #[test]
-fn without_a_list_nothing_is_touched() {
+fn gc_without_a_list_changes_nothing() {
     let node = Node::new();
     let config = newest(host_local(&node, &["10.1.0.0/24"]));
     let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
@@ -127,7 +127,7 @@ fn foreign_files_survive_a_gc() {
 }
 
 #[test]
-fn bridge_takes_links_and_addresses_of_what_is_not_valid() {
+fn bridge_removes_links_and_addresses_of_invalid_attachments() {
     let node = Node::new();
     let config = newest(bridge(&node, &["10.1.0.0/24"]));
     let all = attach(&node, &config, 3);
@@ -156,7 +156,7 @@ fn bridge_leaves_links_without_the_mark_of_this_network() {
 }
 
 #[test]
-fn bridge_takes_the_spoof_rules_of_what_is_not_valid() {
+fn bridge_removes_spoof_rules_of_invalid_attachments() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let config = newest(patched(bridge(&node, &["10.1.0.0/24"]), json!({"macspoofchk": true})));
@@ -180,7 +180,7 @@ fn a_gc_that_finds_nothing_succeeds() {
 }
 
 #[test]
-fn loopback_touches_nothing() {
+fn gc_of_loopback_changes_nothing() {
     let node = Node::new();
     let container: Container = node.container();
     let attachment = Attachment::new(&node, &container, newest(loopback()));

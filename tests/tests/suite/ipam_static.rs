@@ -200,7 +200,7 @@ fn status_refuses_a_configuration_that_add_refuses() {
 }
 
 #[test]
-fn a_bridge_gets_its_address_from_it() {
+fn a_container_on_a_bridge_gets_a_static_address() {
     let node = Node::new();
     node.expect_left("br0");
     let container = node.container();

@@ -127,7 +127,7 @@ fn bridge_del_removes_the_other_familys_legacy_masquerade_rules() {
 }
 
 #[test]
-fn tuning_puts_the_sysctls_back_where_it_cannot_the_interface() {
+fn tuning_restores_sysctls_if_it_cannot_restore_the_link() {
     require!(trace::supported());
     let node = Node::new();
     let container = pod(&node);
@@ -165,7 +165,7 @@ fn tuning_puts_the_sysctls_back_where_it_cannot_the_interface() {
 /// Without `runtimeConfig` and `prevResult` only the rules show which connections were mapped, so
 /// both are removed together.
 #[test]
-fn portmap_forgets_the_connections_of_the_rules_it_has_removed() {
+fn portmap_deletes_the_connections_of_removed_rules() {
     require!(trace::supported());
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);

@@ -45,7 +45,7 @@ fn the_second_add_succeeds_and_so_does_the_second_del() {
 }
 
 #[test]
-fn check_is_red_when_lo_is_down() {
+fn check_fails_when_lo_is_down() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, loopback());
@@ -157,36 +157,36 @@ fn the_third_shape(version: &str) {
 }
 
 #[test]
-fn life_and_shape_in_0_1_0() {
+fn verbs_and_result_in_0_1_0() {
     the_first_shape("0.1.0");
 }
 
 #[test]
-fn life_and_shape_in_0_2_0() {
+fn verbs_and_result_in_0_2_0() {
     the_first_shape("0.2.0");
 }
 
 #[test]
-fn life_and_shape_in_0_3_0() {
+fn verbs_and_result_in_0_3_0() {
     the_second_shape("0.3.0");
 }
 
 #[test]
-fn life_and_shape_in_0_3_1() {
+fn verbs_and_result_in_0_3_1() {
     the_second_shape("0.3.1");
 }
 
 #[test]
-fn life_and_shape_in_0_4_0() {
+fn verbs_and_result_in_0_4_0() {
     the_second_shape("0.4.0");
 }
 
 #[test]
-fn life_and_shape_in_1_0_0() {
+fn verbs_and_result_in_1_0_0() {
     the_third_shape("1.0.0");
 }
 
 #[test]
-fn life_and_shape_in_1_1_0() {
+fn verbs_and_result_in_1_1_0() {
     the_third_shape("1.1.0");
 }

@@ -135,7 +135,7 @@ macro_rules! require_both {
 }
 
 #[test]
-fn what_goes_outside_has_the_host_s_address() {
+fn packets_to_the_outside_have_the_hosts_address() {
     require_both!();
     each(|keeper, node| {
         let server = server(node);
@@ -150,7 +150,7 @@ fn what_goes_outside_has_the_host_s_address() {
 }
 
 #[test]
-fn what_stays_in_the_network_keeps_its_own() {
+fn packets_within_the_network_keep_their_source() {
     require_both!();
     each(|keeper, node| {
         let server = server(node);
@@ -249,7 +249,7 @@ fn del_needs_no_result_no_namespace_and_no_old_configuration() {
 }
 
 #[test]
-fn two_interfaces_on_one_network_are_taken_one_after_the_other() {
+fn rules_of_two_interfaces_are_removed_one_by_one() {
     require_both!();
     each(|keeper, node| {
         let server = server(node);
@@ -275,7 +275,7 @@ fn two_interfaces_on_one_network_are_taken_one_after_the_other() {
 }
 
 #[test]
-fn check_is_green_after_add_and_red_when_a_rule_is_missing() {
+fn check_passes_after_add_and_fails_without_a_rule() {
     require_both!();
     each(|keeper, node| {
         let config = keeper.config(node);
@@ -296,7 +296,7 @@ fn check_is_green_after_add_and_red_when_a_rule_is_missing() {
 }
 
 #[test]
-fn gc_takes_the_rules_of_what_is_not_valid() {
+fn gc_removes_the_rules_of_invalid_attachments() {
     require_both!();
     each(|keeper, node| {
         let config = patched(keeper.config(node), json!({"cniVersion": "1.1.0"}));
@@ -360,7 +360,7 @@ fn sorted(rules: &str) -> Vec<&str> {
 }
 
 #[test]
-fn many_first_adds_at_once_lose_no_rule_and_double_none() {
+fn concurrent_first_adds_create_each_rule_once() {
     require_both!();
     each(|keeper, node| {
         let config = keeper.config(node);
@@ -439,7 +439,7 @@ fn we_add_and_go_deletes() {
 }
 
 #[test]
-fn a_host_without_iptables_just_works() {
+fn a_host_without_iptables_masquerades_with_nftables() {
     require_both!();
     let node = Node::new();
     without_iptables(&node);

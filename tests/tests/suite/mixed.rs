@@ -158,7 +158,7 @@ fn both_allocate_from_one_store_without_collision() {
 }
 
 #[test]
-fn our_round_goes_on_where_go_s_stopped() {
+fn allocation_continues_where_go_stopped() {
     require!(probe::go_plugins());
     let node = Node::new();
     let config = host_local(&node, &["10.1.0.0/24"]);
@@ -174,7 +174,7 @@ fn our_round_goes_on_where_go_s_stopped() {
 }
 
 #[test]
-fn a_change_that_go_makes_behind_our_back_is_seen_at_once() {
+fn a_concurrent_change_by_go_is_noticed_at_once() {
     require!(probe::go_plugins());
     let node = Node::new();
     // With three addresses, every wrongly free or used address is noticed.
@@ -194,7 +194,7 @@ fn a_change_that_go_makes_behind_our_back_is_seen_at_once() {
 }
 
 #[test]
-fn our_bridge_runs_go_s_host_local_and_the_reverse() {
+fn each_bridge_runs_the_other_host_local() {
     require!(probe::go_plugins());
     for (bridge_of, ipam_of) in [(bin_dir(), go_bin_dir()), (go_bin_dir(), bin_dir())] {
         let node = Node::new();

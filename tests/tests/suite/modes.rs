@@ -42,7 +42,7 @@ fn are_root_s_to_write(node: &Node, folders: &[&Path]) {
 /// tuning runs before other users of /run/cni: the lock of iptables does not trust a folder that
 /// others can write.
 #[test]
-fn what_a_list_makes_is_root_s_alone_to_write_without_a_umask() {
+fn files_are_writable_by_root_only_without_a_umask() {
     require!(probe::iptables());
     let node = Node::new();
     let container = node.container();

@@ -72,7 +72,7 @@ fn no_verb_runs_a_type_that_is_not_a_plain_name() {
 /// When Go joins paths, an empty folder is the current one, which a plugin inherits from the
 /// runtime.
 #[test]
-fn an_empty_folder_of_the_path_is_none() {
+fn an_empty_folder_in_cni_path_is_not_searched() {
     let node = Node::new();
     decoy(&node, "here/good", 0o755);
     let container = node.container();
@@ -132,7 +132,7 @@ fn users(node: &Node, prev: &Value) -> [Value; 3] {
 }
 
 #[test]
-fn no_relative_folder_of_path_has_programs() {
+fn relative_folders_in_path_are_not_searched() {
     require!(probe::iptables());
     require!(probe::nft());
     require!(probe::plugin("portmap"));

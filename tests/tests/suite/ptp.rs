@@ -57,7 +57,7 @@ fn the_host_s_end_can_ask_for_neighbours_at_once() {
 }
 
 #[test]
-fn result_and_kernel_state_are_as_go_has_them() {
+fn result_and_kernel_state_equal_those_of_go() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &dual(&node), 1).remove(0);
     let interfaces = result["interfaces"].as_array().unwrap();
@@ -173,7 +173,7 @@ fn an_add_that_fails_leaves_nothing_and_the_next_works() {
 
 /// The host end of an earlier pair with the address still exists, but its container does not.
 #[test]
-fn a_stale_route_to_the_address_does_not_keep_it_from_working() {
+fn a_stale_route_to_the_address_does_no_harm() {
     let node = Node::new();
     node.ip(&[
         "link add old0 type veth peer name old1",
@@ -227,7 +227,7 @@ fn check_passes_when_a_virtual_machine_has_the_addresses() {
 }
 
 #[test]
-fn gc_removes_what_is_not_valid_and_status_is_fine() {
+fn gc_removes_invalid_attachments_and_status_succeeds() {
     let node = Node::new();
     let config = patched(network(&node, &["10.1.0.0/24"]), json!({"cniVersion": "1.1.0"}));
     let all = attach(&node, &config, 2);

@@ -20,7 +20,7 @@ fn called_after<'n>(node: &'n Node, statement: &str) -> Invocation<'n> {
 }
 
 #[test]
-fn what_the_caller_ignores_or_blocks_changes_no_verb() {
+fn signals_that_the_caller_ignores_or_blocks_change_no_verb() {
     require!(probe::tool("python3"));
     for statement in [
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
@@ -79,7 +79,7 @@ fn signalling(signal: &str) -> String {
 }
 
 #[test]
-fn a_signal_that_asks_for_nothing_ends_no_add() {
+fn signals_that_do_not_terminate_end_no_add() {
     for signal in ["ALRM", "VTALRM", "PROF", "USR1", "USR2", "IO", "PWR", "STKFLT", "XCPU", "XFSZ", "CHLD"] {
         let node = Node::new();
         let container = node.container();

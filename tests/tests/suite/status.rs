@@ -20,7 +20,7 @@ fn status(node: &Node, config: &Value) -> cni_testkit::Outcome {
 }
 
 #[test]
-fn what_is_ready_says_nothing_and_makes_nothing() {
+fn status_of_ready_plugins_prints_and_creates_nothing() {
     let node = Node::new();
     for config in [host_local(&node, &["10.1.0.0/24"]), bridge(&node, &["10.1.0.0/24"]), layer2(), loopback()] {
         status(&node, &newest(config)).success();
@@ -43,7 +43,7 @@ fn notes(node: &Node, config: &Value) -> String {
 }
 
 #[test]
-fn a_used_up_range_is_reported_and_is_code_50_on_demand() {
+fn a_full_range_is_reported_and_is_code_50_if_configured() {
     let node = Node::new();
     let config = newest(host_local(&node, &["10.1.0.0/29"]));
     let all = attach(&node, &config, 5);
@@ -61,7 +61,7 @@ fn a_used_up_range_is_reported_and_is_code_50_on_demand() {
 }
 
 #[test]
-fn one_used_up_set_of_two_is_enough() {
+fn one_full_set_of_two_is_reported() {
     let node = Node::new();
     let config = newest(host_local(&node, &["fd00:1::/64", "10.1.0.0/30"]));
     let (_c, attachment, _) = attach(&node, &config, 1).remove(0);
@@ -73,7 +73,7 @@ fn one_used_up_set_of_two_is_enough() {
 
 /// A killed runtime leaves reservations, and CRI-O runs GC only after a STATUS that succeeds.
 #[test]
-fn leftovers_of_a_full_range_go_by_the_gc_after_status() {
+fn gc_releases_the_leftovers_of_a_full_range() {
     let node = Node::new();
     let config = newest(bridge(&node, &["10.1.0.0/29"]));
     let mut all = attach(&node, &config, 5);
@@ -120,14 +120,14 @@ fn blank_files_are_free_addresses() {
 }
 
 #[test]
-fn without_ranges_there_is_nothing_to_exhaust() {
+fn without_ranges_status_succeeds() {
     let node = Node::new();
     let config = newest(patched(host_local(&node, &[]), json!({"ipam": {"ranges": null}})));
     status(&node, &config).success();
 }
 
 #[test]
-fn ranges_that_only_the_runtime_knows_are_not_judged() {
+fn ranges_of_the_runtime_are_not_checked() {
     let node = Node::new();
     let bare = strict(&newest(patched(host_local(&node, &[]), json!({"ipam": {"ranges": null}}))));
     let of = |subnet: &str| patched(bare.clone(), json!({"runtimeConfig": {"ipRanges": [[{"subnet": subnet}]]}}));
@@ -139,7 +139,7 @@ fn ranges_that_only_the_runtime_knows_are_not_judged() {
 }
 
 #[test]
-fn a_full_disk_is_reported_and_is_code_50_on_demand() {
+fn a_full_disk_is_reported_and_is_code_50_if_configured() {
     let node = Node::new();
     let (blocks, inodes) = (node.dir().join("blocks"), node.dir().join("inodes"));
     for (folder, options) in [(&blocks, "size=64k"), (&inodes, "nr_inodes=12")] {
@@ -165,7 +165,7 @@ fn a_full_disk_is_reported_and_is_code_50_on_demand() {
 
 /// tuning tests the file system by creating a file without a name.
 #[test]
-fn a_full_disk_makes_no_node_unready_by_tuning() {
+fn a_full_disk_does_not_fail_the_status_of_tuning() {
     let node = Node::new();
     let folder = node.dir().join("inodes");
     std::fs::create_dir(&folder).unwrap();
@@ -177,7 +177,7 @@ fn a_full_disk_makes_no_node_unready_by_tuning() {
 }
 
 #[test]
-fn what_only_an_operator_can_repair_is_not_available() {
+fn errors_that_only_an_operator_can_repair_are_code_50() {
     let node = Node::new();
     let wrong = [
         (json!({"lockTimeout": 0}), "ipam.lockTimeout"),
@@ -202,7 +202,7 @@ fn what_only_an_operator_can_repair_is_not_available() {
 }
 
 #[test]
-fn bridge_passes_on_what_its_ipam_says() {
+fn bridge_passes_on_the_error_of_its_ipam_plugin() {
     let node = Node::new();
     let config = newest(bridge(&node, &["10.1.0.0/30"]));
     let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -251,7 +251,7 @@ fn vlans_that_the_kernel_cannot_filter_are_not_available() {
 }
 
 #[test]
-fn a_held_lock_is_not_waited_for() {
+fn status_does_not_wait_for_a_held_lock() {
     require!(probe::tool("flock"));
     let node = Node::new();
     let config = newest(host_local(&node, &["10.1.0.0/24"]));

@@ -56,7 +56,7 @@ fn two_hundred_adds_and_two_hundred_dels_leave_nothing() {
 /// Concurrent first ADDs of a bridge: all find no bridge, one creates it, and the others find it
 /// incomplete. Many small groups instead of a large one, because there is one race per bridge.
 #[test]
-fn the_first_adds_of_a_bridge_all_at_once_make_it_together() {
+fn concurrent_first_adds_share_one_bridge() {
     for round in 0..8 {
         let node = Node::new();
         let config = bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]);

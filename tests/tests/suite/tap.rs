@@ -119,7 +119,7 @@ fn the_runtimes_mac_wins_over_the_variable_and_the_key() {
 }
 
 #[test]
-fn a_bridge_of_the_container_gets_it_as_a_port() {
+fn the_tap_becomes_a_port_of_a_bridge_in_the_container() {
     let node = Node::new();
     let container = node.container();
     container.ip(&["link add br7 type bridge"]);
@@ -306,7 +306,7 @@ fn what_one_side_added_the_other_checks_and_deletes() {
 }
 
 #[test]
-fn result_and_kernel_state_are_as_go_has_them() {
+fn result_and_kernel_state_equal_those_of_go() {
     require!(probe::go_plugins());
     let node = Node::new();
     let config =

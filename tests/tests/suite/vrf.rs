@@ -77,7 +77,7 @@ fn a_kernel_without_vrfs_is_named() {
 }
 
 #[test]
-fn what_is_in_the_way_is_named_and_stays() {
+fn a_conflicting_interface_is_named_and_stays() {
     let node = Node::new();
     let (pod, _networks) = pod(&node);
     let prev = prev(&pod, &[V4]);
@@ -193,7 +193,7 @@ fn a_route_moves_behind_the_one_to_its_gateway() {
 }
 
 #[test]
-fn a_vrf_goes_with_its_last_interface() {
+fn a_vrf_is_removed_with_its_last_interface() {
     require!(probe::vrf());
     let node = Node::new();
     let (pod, _networks) = pod(&node);

@@ -74,7 +74,7 @@ fn messages_are_repeated_until_the_time_is_up() {
 }
 
 #[test]
-fn the_server_is_asked_for_more_time_from_the_leased_address() {
+fn a_renewal_is_requested_from_the_leased_address() {
     let mut session = bound();
     assert_eq!(sent(&mut session, s(500)), (3, FROM, Path::Unicast { from: FROM, to: SERVER }));
     assert_eq!(session.receive(&answer(&session, 5, 1, ADDRESS), s(501)), Some(Change::Extended));
@@ -92,7 +92,7 @@ fn nothing_listens_between_two_attempts_to_renew() {
 }
 
 #[test]
-fn a_silent_server_leads_to_any_server_and_then_to_the_end() {
+fn with_a_silent_server_the_lease_is_rebound_then_expires() {
     let mut session = bound();
     sent(&mut session, s(500));
     assert_eq!(sent(&mut session, s(875)), (3, FROM, Path::BroadcastFrom(FROM)));
@@ -105,7 +105,7 @@ fn a_silent_server_leads_to_any_server_and_then_to_the_end() {
 }
 
 #[test]
-fn times_hold_however_late_the_caller_comes() {
+fn deadlines_do_not_move_when_the_caller_is_late() {
     let mut session = bound();
     assert_eq!(sent(&mut session, s(900)).2, Path::BroadcastFrom(FROM));
     assert!(matches!(bound().elapse(s(5000)), Some(Change::Lost(_))));
@@ -161,7 +161,7 @@ fn a_refused_request_is_not_repeated_at_once() {
 }
 
 #[test]
-fn a_server_that_offers_and_then_is_silent_is_given_up() {
+fn a_server_that_offers_but_never_acknowledges_is_dropped() {
     let mut session = new();
     sent(&mut session, s(0));
     session.receive(&answer(&session, 2, 1, ADDRESS), s(0));
@@ -170,7 +170,7 @@ fn a_server_that_offers_and_then_is_silent_is_given_up() {
 }
 
 #[test]
-fn a_recorded_lease_goes_on_and_an_infinite_one_stays() {
+fn a_recorded_lease_continues_and_an_infinite_one_stays() {
     let lease = bound().lease().unwrap().clone();
     let mut session = Session::resume(client(), Limits::default(), 1, lease.clone());
     assert_eq!(session.step(s(10)), Step::Sleep(s(500)));
@@ -181,7 +181,7 @@ fn a_recorded_lease_goes_on_and_an_infinite_one_stays() {
 }
 
 #[test]
-fn a_release_goes_from_the_address_to_the_server() {
+fn a_release_is_sent_from_the_address_to_the_server() {
     let mut session = bound();
     let terms = session.lease().unwrap().terms.clone();
     let (bytes, path) = session.release(&terms).unwrap();
@@ -190,7 +190,7 @@ fn a_release_goes_from_the_address_to_the_server() {
 }
 
 #[test]
-fn an_adopted_address_is_asked_for_until_it_is_confirmed() {
+fn an_adopted_address_is_requested_until_it_is_confirmed() {
     let cidr: Cidr = "10.0.0.9/24".parse().unwrap();
     let mut session = Session::adopt(client(), Limits::default(), 42, cidr, s(0));
     let Step::Send(bytes, Path::Broadcast) = session.step(s(0)) else { panic!() };

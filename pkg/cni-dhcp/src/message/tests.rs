@@ -60,7 +60,7 @@ fn a_provided_identifier_is_in_the_release_too() {
 }
 
 #[test]
-fn the_broadcast_flag_is_set_only_if_asked_for() {
+fn the_broadcast_flag_is_set_only_if_requested() {
     let flag = |answers| Client { answers, ..client() }.write(Ask::Discover, 1).unwrap()[10];
     assert_eq!((flag(ReplyMode::Unicast), flag(ReplyMode::Broadcast)), (0, 0x80));
 }

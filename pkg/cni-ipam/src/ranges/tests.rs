@@ -22,7 +22,7 @@ fn check(text: &[&[&str]]) -> Result<RangeSets> {
 }
 
 #[test]
-fn a_range_is_refused_in_the_words_of_go() {
+fn a_bad_range_is_refused_with_gos_text() {
     for (subnet, start, end, text) in [
         ("", "", "", "IP <nil> not v4 nor v6"),
         ("10.0.0.0", "", "", "invalid CIDR address: 10.0.0.0"),
@@ -57,7 +57,7 @@ fn defaults_exclude_the_network_and_ipv4_broadcast_address() {
 }
 
 #[test]
-fn sets_are_refused_in_the_words_of_go() {
+fn bad_sets_are_refused_with_gos_text() {
     for (text, msg) in [
         (&[&[][..]][..], "invalid range set 0: empty range set"),
         (&[&["10.0.0.0/24", "fd00::/64"]], "invalid range set 0: mixed address families"),
@@ -76,7 +76,7 @@ fn sets_are_refused_in_the_words_of_go() {
 proptest! {
     /// The search in sorted ranges names the pair that comparing each range with each finds first.
     #[test]
-    fn the_pair_that_is_named_is_the_first(all in vec(vec((any::<bool>(), 0u8..40, 0u8..5), 1..4), 1..6)) {
+    fn the_first_overlapping_pair_is_named(all in vec(vec((any::<bool>(), 0u8..40, 0u8..5), 1..4), 1..6)) {
         let conf = |(v4, first, more): &(bool, u8, u8)| {
             let base = if *v4 { "10.0.0." } else { "fd00::" };
             let [first, last] = [*first, *first + *more].map(|host| match v4 {
@@ -110,7 +110,7 @@ proptest! {
 }
 
 #[test]
-fn many_ranges_are_not_compared_each_with_each() {
+fn the_cost_of_many_ranges_is_not_quadratic() {
     let range = |n: usize| conf(&format!("10.{}.{}.{}/30", n >> 14, n >> 6 & 255, n << 2 & 255), "", "", "");
     let confs: Vec<RangeConf> = (0..6000).map(range).collect();
     let check = |confs: &[RangeConf]| {
@@ -133,7 +133,7 @@ fn two_ranges_of_one_subnet_may_share_it_if_they_do_not_overlap() {
 }
 
 #[test]
-fn the_order_is_runtime_then_single_then_ranges() {
+fn runtime_ranges_come_first_then_the_single_one() {
     let (runtime, ranges) = (sets(&[&["10.3.0.0/24"]]), sets(&[&["10.5.0.0/24"]]));
     let all = RangeSets::check(&runtime, &conf("10.4.0.0/24", "", "", ""), &ranges).unwrap();
     let order: Vec<String> = all.sets().iter().map(|set| set.ranges()[0].subnet().to_string()).collect();
@@ -142,7 +142,7 @@ fn the_order_is_runtime_then_single_then_ranges() {
 }
 
 #[test]
-fn old_versions_know_one_address_per_family() {
+fn old_versions_have_one_address_per_family() {
     let both = check(&[&["10.0.0.0/24"], &["fd00::/64"]]).unwrap();
     assert!(both.require_one_per_family("0.2.0").is_ok());
     let two = check(&[&["10.0.0.0/24"], &["10.1.0.0/24"]]).unwrap();
@@ -151,7 +151,7 @@ fn old_versions_know_one_address_per_family() {
 }
 
 #[test]
-fn the_whole_internet_can_be_counted() {
+fn the_capacity_of_the_whole_internet_does_not_overflow() {
     let all = RangeSet::check(&[conf("::/0", "::", "", "")]).unwrap();
     assert_eq!(all.capacity(), u128::MAX - 1);
     assert_eq!(RangeSet::check(&[conf("0.0.0.0/0", "", "", "")]).unwrap().capacity(), (1 << 32) - 3);

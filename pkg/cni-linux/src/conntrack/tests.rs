@@ -85,7 +85,7 @@ fn own_connections_that_the_container_answers_are_deleted() {
 }
 
 #[test]
-fn text_and_list_agree() {
+fn the_conntrack_text_and_the_netlink_list_agree() {
     in_new_netns(|| {
         track();
         let dnat =
@@ -213,7 +213,7 @@ fn read(payload: &[u8]) -> Option<Entry> {
 }
 
 #[test]
-fn an_entry_is_read() {
+fn a_conntrack_entry_is_parsed() {
     let found = read(&a_message()).unwrap();
     assert_eq!((found.protocol, found.destination), (Protocol::Udp, "192.0.2.1:53".parse().unwrap()));
     assert_eq!(found.answered_by, "10.0.0.2".parse::<IpAddr>().unwrap());
@@ -227,12 +227,12 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_text_makes_it_panic(text in "(ipv[46] |udp 17 |[a-z]+=[0-9.:]+ |\\PC{0,4}|\n){0,40}") {
+    fn no_text_makes_the_parser_panic(text in "(ipv[46] |udp 17 |[a-z]+=[0-9.:]+ |\\PC{0,4}|\n){0,40}") {
         let _ = text::parse(&text, &Selection { ports: [(Protocol::Udp, 53)].into_iter().collect(), family: 0 });
     }
 
     #[test]
-    fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), cut in 0_usize..200) {
+    fn no_bytes_make_the_parser_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), cut in 0_usize..200) {
         let _ = read(&bytes);
         let mut message = a_message();
         for (at, byte) in bytes.iter().take(4).enumerate() {

@@ -120,7 +120,7 @@ mod tests {
     use cni_testkit::{probe, require};
 
     #[test]
-    fn a_vrf_is_made_with_its_table_and_takes_ports() {
+    fn a_vrf_is_created_with_its_table_and_accepts_ports() {
         require!(probe::vrf());
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ifb_is_made_up_and_marked() {
+    fn an_ifb_is_created_up_and_with_its_alias() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let (mac, mark) = (Mac([2, 0, 0, 0, 0, 7]), AttachmentId::new("net", "c1", "eth0"));
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dummy_is_made_with_its_address() {
+    fn a_dummy_is_created_with_its_address() {
         require!(probe::dummy());
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn every_part_of_a_request_is_in_its_words() {
+    fn the_text_of_a_request_has_all_its_parts() {
         let new = LinkRequest::without_index().kind("bridge", &[]).name("br0").mtu(1400).mac(Mac([2, 0, 0, 0, 0, 7]));
         assert_eq!(words(&new), "br0 type bridge mtu 1400 address 02:00:00:00:00:07");
         let set = LinkRequest::new(7).flag(libc::IFF_UP, LinkFlag::Off).master(3).alias("a b").group(4).txqlen(5);

@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_taken_leaves_the_first_one() {
+    fn a_taken_name_leaves_the_existing_link() {
         with_master(|host, master, netns| {
             let container = host.open_in(netns).unwrap();
             let spec = spec(master, Stacked::Macvlan(MacvlanMode::Bridge), netns);

@@ -211,7 +211,7 @@ mod tests {
     use crate::testing::{in_new_netns, new_netns};
 
     #[test]
-    fn an_answer_given_up_does_not_reach_the_next_question() {
+    fn an_abandoned_answer_does_not_reach_the_next_request() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
             let payload = &LinkRequest::without_index().name("lo").bytes();

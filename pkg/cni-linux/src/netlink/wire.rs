@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn an_explanation_is_read_out_of_its_attributes() {
+    fn the_kernels_explanation_is_read_from_attributes() {
         // NLMSGERR_ATTR_OFFS (2), four bytes; then NLMSGERR_ATTR_MSG (1), padded.
         let bytes = [attribute(8, 2, &[9, 0, 0, 0]), attribute(9, 1, b"nope\0\0\0\0")].concat();
         let explanation = |bytes: &[u8]| refused(-17, bytes).unwrap().1;
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_datagram_is_taken_apart_and_no_length_leads_out_of_it() {
+    fn no_length_in_a_datagram_reads_beyond_its_end() {
         let message = |length: u32, size: usize| {
             let mut bytes = length.to_ne_bytes().to_vec();
             bytes.resize(size, 7);

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn routes_are_moved_with_all_they_have_and_put_back() {
+    fn routes_are_moved_with_all_attributes_and_restored() {
         in_new_netns(|| {
             let (netlink, index) = create_routes();
             let before = shown("main");

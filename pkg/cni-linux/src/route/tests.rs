@@ -124,7 +124,7 @@ fn several_gateways_make_one_route_over_several_paths() {
 }
 
 #[test]
-fn a_failure_says_which_route() {
+fn an_error_names_the_route() {
     with_bridge(|netlink, oif| {
         let far = Route { priority: Some(5), table: Some(99), ..route("10.7.0.0/24", Some("192.0.2.1"), oif) };
         let text = netlink.add_route(&far).unwrap_err().to_string();
@@ -134,7 +134,7 @@ fn a_failure_says_which_route() {
 }
 
 #[test]
-fn an_address_is_own_once_it_takes_packets_in() {
+fn an_address_is_local_once_the_kernel_accepts_packets() {
     with_bridge(|netlink, oif| {
         let own = |ip: &str| netlink.is_local_address(ip.parse().unwrap()).unwrap();
         // No route at all, a route to others, and a default route that leads away.

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_one_goes_back_and_what_comes_zeroed_is() {
+    fn freed_memory_is_reused_and_zeroed_memory_is_zero() {
         static ARENA: Arena = Arena::new();
         let arena = &ARENA;
         let small = layout(100, 8);

@@ -53,7 +53,7 @@ fn the_oldest_versions_keep_one_address_per_family() {
 }
 
 #[test]
-fn the_oldest_versions_cannot_say_that_there_is_no_address() {
+fn the_oldest_versions_cannot_express_a_missing_address() {
     let error = AddResult::default().encode(Version::V0_2_0).unwrap_err();
     assert_eq!(error.to_string(), "cannot convert: no valid IP addresses");
 }
@@ -87,7 +87,7 @@ fn new_shapes_are_sorted_and_old_ones_in_declared_order() {
 }
 
 #[test]
-fn unknown_members_are_written_again_where_they_were() {
+fn unknown_members_keep_their_place() {
     for version in [Version::V0_3_0, Version::V0_4_0, Version::V1_0_0, Version::V1_1_0] {
         let text = format!(
             r#"{{"cniVersion":"{version}","x":{{"a":[1,null]}},"n":null,"interfaces":[{{"name":"br0"}},{{"Name":"eth0",
@@ -116,7 +116,7 @@ fn unknown_members_are_written_again_where_they_were() {
 }
 
 #[test]
-fn what_a_version_cannot_say_is_not_unknown() {
+fn fields_that_a_version_lacks_are_not_unknown() {
     let json = br#"{"cniVersion":"1.0.0","interfaces":[{"name":"eth0","MTU":1400,"mac":null,"socketPath":"/s"}]}"#;
     let result = AddResult::decode_as(&Json::parse(json).unwrap(), Version::V1_0_0).unwrap();
     assert!(!text(&result, Version::V1_0_0).to_lowercase().contains("mtu"));

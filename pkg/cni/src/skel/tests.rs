@@ -231,7 +231,7 @@ fn without_a_command_plugin_and_versions_are_printed() {
 }
 
 #[test]
-fn version_echoes_a_version_we_speak_and_never_fails() {
+fn version_echoes_a_supported_version_and_never_fails() {
     let list = r#""supportedVersions":["0.1.0","0.2.0","0.3.0","0.3.1","0.4.0","1.0.0","1.1.0"]"#;
     for (stdin, version) in [
         (r#"{"cniVersion":"0.4.0"}"#, "0.4.0"),
@@ -245,7 +245,7 @@ fn version_echoes_a_version_we_speak_and_never_fails() {
 }
 
 #[test]
-fn versions_are_judged_in_gos_order() {
+fn versions_are_checked_in_gos_order() {
     for (command, version, code, msg) in [
         ("ADD", "0.5.0", 1, "incompatible CNI versions"),
         ("ADD", "x", 1, "incompatible CNI versions"),

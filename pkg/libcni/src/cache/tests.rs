@@ -50,7 +50,7 @@ fn gos_file_is_read_and_written_byte_for_byte() {
 }
 
 #[test]
-fn what_is_empty_is_left_out_as_go_does_and_all_is_one_line() {
+fn empty_members_are_omitted_and_all_is_one_line_as_in_go() {
     let (_guard, cache) = cache();
     let mut entry = entry(id());
     entry.result = Some(RawValue::from_string("{\n  \"cniVersion\": \"1.0.0\"\n}".to_owned()).unwrap());
@@ -83,7 +83,7 @@ fn a_bare_result_of_old_releases_is_understood() {
 }
 
 #[test]
-fn a_shared_file_name_belongs_to_whom_its_content_says() {
+fn a_shared_file_name_belongs_to_the_recorded_attachment() {
     let mine = AttachmentId::new("a", "b-c", "eth0");
     let other = AttachmentId::new("a-b", "c", "eth0");
     let (_guard, cache) = cache();

@@ -235,7 +235,7 @@ fn an_answer_that_is_not_a_result_fails_the_add() {
 }
 
 #[test]
-fn what_can_be_refused_is_refused_before_any_plugin_runs() {
+fn invalid_requests_are_refused_before_any_plugin_runs() {
     let node = Node::new();
     let missing = NetworkList::parse(
         br#"{"cniVersion":"1.0.0","name":"net","plugins":[{"type":"a"},{"type":"absent","name":"z"}]}"#,

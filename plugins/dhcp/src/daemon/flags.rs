@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_have_one_dash_or_two_and_their_value_beside_or_behind() {
+    fn flags_accept_one_or_two_dashes_and_both_value_forms() {
         let one = parse(&["-hostprefix", "/host", "-timeout=2s", "--broadcast", "-pidfile", "/p"]).unwrap();
         let two = parse(&["--hostprefix=/host", "--timeout", "2000ms", "-broadcast=true", "--pidfile=/p"]).unwrap();
         assert_eq!(one, two);

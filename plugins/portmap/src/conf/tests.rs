@@ -19,7 +19,7 @@ fn mapped(mapping: &str) -> String {
 }
 
 #[test]
-fn defaults_are_go_s() {
+fn defaults_are_those_of_go() {
     let conf = parse("").unwrap();
     assert_eq!((conf.backend, conf.snat, conf.policy), (None, Snat::Hairpin, Policy::RefuseIfAlive));
     assert_eq!(conf.set_mark, SetMark::Bit(13));
@@ -42,7 +42,7 @@ fn a_mapping_has_defaults_and_a_canonical_address() {
 }
 
 #[test]
-fn a_bad_port_is_refused_in_go_s_words_alone() {
+fn a_bad_port_is_refused_with_only_gos_text() {
     let good = r#"{"hostPort":1,"containerPort":1},"#;
     for (mapping, text) in [
         (r#"{"hostPort":0,"containerPort":80}"#, "Invalid host port number: 0"),
@@ -60,7 +60,7 @@ fn a_bad_port_is_refused_in_go_s_words_alone() {
 }
 
 #[test]
-fn a_bad_mark_bit_is_refused_in_go_s_words_alone() {
+fn a_bad_mark_bit_is_refused_with_only_gos_text() {
     let error = parse(r#","markMasqBit":32"#).unwrap_err();
     assert_eq!(error.to_string(), "MasqMarkBit must be between 0 and 31", "no details either");
     let conf = NetConf::parse(r#"{"cniVersion":"1.0.0","name":"net","markMasqBit":32}"#).unwrap();
@@ -104,7 +104,7 @@ fn a_conflicting_mapping_names_the_first_in_either_family() {
 }
 
 #[test]
-fn many_mappings_are_not_compared_each_with_each() {
+fn the_cost_of_many_mappings_is_not_quadratic() {
     let mapping = |port| format!(r#"{{"hostPort":{port},"containerPort":80}}"#);
     let keys = |count| mapped(&(1..=count).map(mapping).collect::<Vec<_>>().join(","));
     let (few, many) = (keys(4000), keys(16_000));

@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn gos_keys_look_as_go_writes_them() {
+    fn gos_keys_are_written_as_go_writes_them() {
         let text = String::from_utf8(record().encode()).unwrap();
         let go = "{\n \"mac\": \"02:00:00:00:00:01\",\n \"promisc\": false,\n \"mtu\": 1500,\n \"allmulti\": true,\n \"txQLen\": 0,\n";
         assert!(text.starts_with(go), "{text}");

@@ -37,7 +37,7 @@ fn both_directions_pass_through_their_filters() {
 }
 
 #[test]
-fn numbers_names_and_result_are_as_go_has_them() {
+fn numbers_names_and_result_equal_those_of_go() {
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");
     let config = patched(config(both()), json!({"name": "cni-plugin-bandwidth-test"}));
@@ -67,7 +67,7 @@ fn numbers_names_and_result_are_as_go_has_them() {
 }
 
 #[test]
-fn one_direction_alone_makes_what_it_needs() {
+fn one_direction_creates_only_what_it_needs() {
     let node = Node::new();
     for (number, direction) in ["ingress", "egress"].into_iter().enumerate() {
         let host = format!("host{number}");
@@ -138,7 +138,7 @@ fn every_version_with_interfaces_is_spoken() {
 }
 
 #[test]
-fn limits_of_the_runtime_count_unless_the_list_has_any() {
+fn limits_of_the_runtime_apply_unless_the_list_has_any() {
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");
     let runtime = json!({"RuntimeConfig": {"bandWidth": {"ingressRate": 8000, "ingressBurst": 80}}});
@@ -154,7 +154,7 @@ fn limits_of_the_runtime_count_unless_the_list_has_any() {
 }
 
 #[test]
-fn what_cannot_be_limited_is_refused_in_gos_words() {
+fn other_kinds_of_interfaces_are_refused_with_gos_text() {
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");
     container.exec(&["ip", "link", "add", "a0", "type", "veth", "peer", "name", "a1"]);
@@ -187,7 +187,7 @@ fn what_cannot_be_limited_is_refused_in_gos_words() {
 }
 
 #[test]
-fn numbers_that_the_kernel_refuses_are_refused_before_it() {
+fn invalid_numbers_are_refused_before_any_change() {
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");
     for (rate, burst, key) in
@@ -222,7 +222,7 @@ fn a_burst_too_large_for_the_kernel_becomes_the_largest() {
 }
 
 #[test]
-fn a_repeated_add_replaces_what_was_there() {
+fn a_repeated_add_replaces_the_earlier_limits() {
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");
     let attachment = Attachment::new(&node, &container, config(both()));
@@ -303,7 +303,7 @@ fn check_reports_what_has_changed() {
 }
 
 #[test]
-fn del_needs_nothing_and_leaves_what_is_not_its_own() {
+fn del_works_without_valid_limits_and_leaves_foreign_ifbs() {
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");
     let attachment = Attachment::new(&node, &container, config(both()));
@@ -327,7 +327,7 @@ fn del_needs_nothing_and_leaves_what_is_not_its_own() {
 }
 
 #[test]
-fn gc_removes_what_is_not_valid_and_status_is_fine() {
+fn gc_removes_invalid_attachments_and_status_succeeds() {
     let node = Node::new();
     let (keep, prev) = pod(&node, "host0");
     let (gone, prev_gone) = pod(&node, "host1");
@@ -427,7 +427,7 @@ fn an_add_that_fails_at_any_call_leaves_nothing() {
 /// rate, as the filter counts them.
 #[test]
 #[ignore = "a measurement for an idle machine: a loaded one changes the rates (run with --ignored)"]
-fn rates_asked_and_measured() {
+fn measured_rates_are_the_configured_ones() {
     for rate in [1_000_000_u64, 10_000_000, 100_000_000, 1_000_000_000] {
         for (ingress, egress) in [(true, false), (false, true), (true, true)] {
             let node = Node::new();

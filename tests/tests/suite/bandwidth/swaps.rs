@@ -33,7 +33,7 @@ fn what_one_side_added_the_other_checks_and_deletes() {
 }
 
 #[test]
-fn what_go_added_is_replaced_and_its_overflow_accepted() {
+fn limits_of_go_are_replaced_and_their_overflow_accepted() {
     require!(probe::go_plugins());
     let node = Node::new();
     let (container, prev) = pod(&node, "host0");

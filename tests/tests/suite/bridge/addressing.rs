@@ -5,7 +5,7 @@ use conformance::{addresses, attach, bridge, host_end, ipam, layer2, patched, sa
 use serde_json::{Value, json};
 
 #[test]
-fn the_result_is_what_the_kernel_has() {
+fn the_result_equals_the_state_of_the_kernel() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     let host = host_end(&result, "br0");
@@ -106,7 +106,7 @@ fn two_interfaces_of_one_container_work() {
 }
 
 #[test]
-fn the_interface_is_up_and_so_is_what_it_is_plugged_into() {
+fn the_interface_the_host_end_and_the_bridge_are_up() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     for link in [container.link("eth0"), node.link(host_end(&result, "br0")), node.link("br0")] {
@@ -129,7 +129,7 @@ fn addresses_are_usable_when_the_add_returns() {
 }
 
 #[test]
-fn without_enabledad_an_address_is_there_at_once() {
+fn without_enabledad_an_address_is_usable_at_once() {
     let node = Node::new();
     let container = node.container();
     // Duplicate address detection would take a minute.
@@ -169,7 +169,7 @@ fn dns_of_the_configuration_replaces_that_of_ipam() {
 }
 
 #[test]
-fn dns_of_the_runtime_replaces_all_other_as_a_whole() {
+fn dns_of_the_runtime_replaces_all_other_dns() {
     let node = Node::new();
     let path = node.file("resolv.conf", "nameserver 192.0.2.1\nsearch a.example\n");
     let conf = json!({"dns": {"nameservers": ["192.0.2.9"], "options": ["rotate"]}});

@@ -65,7 +65,7 @@ fn chained_result_has_the_final_mac_of_an_existing_bridge() {
 }
 
 #[test]
-fn the_second_del_of_a_chained_use_deletes_no_interface_either() {
+fn a_second_chained_del_deletes_no_interface() {
     let node = Node::new();
     let container = node.container();
     let prev = made_before(&node, &container);
@@ -79,7 +79,7 @@ fn the_second_del_of_a_chained_use_deletes_no_interface_either() {
 }
 
 #[test]
-fn the_second_add_of_a_chained_use_fails_and_harms_nothing() {
+fn a_second_chained_add_fails_and_changes_nothing() {
     let node = Node::new();
     let container = node.container();
     let prev = made_before(&node, &container);
@@ -95,7 +95,7 @@ fn the_second_add_of_a_chained_use_fails_and_harms_nothing() {
 }
 
 #[test]
-fn ipam_is_asked_only_if_it_is_named() {
+fn ipam_runs_only_if_it_is_configured() {
     let node = Node::new();
     let container = node.container();
     let prev = made_before(&node, &container);
@@ -164,7 +164,7 @@ fn a_route_may_lead_through_the_earlier_plugins_network() {
 }
 
 #[test]
-fn without_a_host_end_to_plug_in_the_add_is_refused() {
+fn an_add_without_a_host_end_is_refused() {
     let node = Node::new();
     let container = node.container();
     let prev = json!({"cniVersion": "1.0.0", "interfaces": [

@@ -16,7 +16,7 @@ fn network(node: &Node) -> Value {
 /// Asserts that CHECK succeeds before and fails after `sabotage(node, container, host end)`, with a
 /// meaningful message.
 #[track_caller]
-fn red_after(sabotage: impl FnOnce(&Node, &Container, &str)) {
+fn fails_after(sabotage: impl FnOnce(&Node, &Container, &str)) {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &network(&node), 1).remove(0);
     attachment.check(&result).success();
@@ -28,7 +28,7 @@ fn red_after(sabotage: impl FnOnce(&Node, &Container, &str)) {
 
 /// Asserts that CHECK still succeeds.
 #[track_caller]
-fn green_after(change: impl FnOnce(&Node, &Container, &str)) {
+fn passes_after(change: impl FnOnce(&Node, &Container, &str)) {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &network(&node), 1).remove(0);
     change(&node, &container, host_end(&result, "br0"));
@@ -37,54 +37,54 @@ fn green_after(change: impl FnOnce(&Node, &Container, &str)) {
 }
 
 #[test]
-fn red_when_the_address_is_gone() {
-    red_after(|_, container, _| drop(container.exec(&["ip", "addr", "del", "10.1.0.2/24", "dev", "eth0"])));
+fn fails_when_the_address_is_gone() {
+    fails_after(|_, container, _| drop(container.exec(&["ip", "addr", "del", "10.1.0.2/24", "dev", "eth0"])));
 }
 
 #[test]
-fn red_when_the_ipv6_address_is_gone() {
-    red_after(|_, container, _| drop(container.exec(&["ip", "addr", "del", "fd00:1::2/64", "dev", "eth0"])));
+fn fails_when_the_ipv6_address_is_gone() {
+    fails_after(|_, container, _| drop(container.exec(&["ip", "addr", "del", "fd00:1::2/64", "dev", "eth0"])));
 }
 
 #[test]
-fn red_when_the_address_has_another_prefix() {
-    red_after(|_, container, _| {
+fn fails_when_the_address_has_another_prefix() {
+    fails_after(|_, container, _| {
         container.exec(&["ip", "addr", "add", "10.1.0.2/25", "dev", "eth0"]);
         container.exec(&["ip", "addr", "del", "10.1.0.2/24", "dev", "eth0"]);
     });
 }
 
 #[test]
-fn red_when_a_route_is_gone() {
-    red_after(|_, container, _| drop(container.exec(&["ip", "route", "del", "192.0.2.0/24"])));
+fn fails_when_a_route_is_gone() {
+    fails_after(|_, container, _| drop(container.exec(&["ip", "route", "del", "192.0.2.0/24"])));
 }
 
 #[test]
-fn red_when_the_default_route_is_gone() {
-    red_after(|_, container, _| drop(container.exec(&["ip", "route", "del", "default"])));
+fn fails_when_the_default_route_is_gone() {
+    fails_after(|_, container, _| drop(container.exec(&["ip", "route", "del", "default"])));
 }
 
 #[test]
-fn red_when_the_default_route_goes_elsewhere() {
-    red_after(|_, container, _| drop(container.exec(&["ip", "route", "replace", "default", "via", "10.1.0.99"])));
+fn fails_when_the_default_route_goes_elsewhere() {
+    fails_after(|_, container, _| drop(container.exec(&["ip", "route", "replace", "default", "via", "10.1.0.99"])));
 }
 
 #[test]
-fn red_when_the_interface_is_down() {
-    red_after(|_, container, _| {
+fn fails_when_the_interface_is_down() {
+    fails_after(|_, container, _| {
         container.exec(&["sysctl", "-qw", "net.ipv6.conf.eth0.keep_addr_on_down=1"]);
         container.exec(&["ip", "link", "set", "eth0", "down"]);
     });
 }
 
 #[test]
-fn red_when_the_interface_is_gone() {
-    red_after(|_, container, _| drop(container.exec(&["ip", "link", "del", "eth0"])));
+fn fails_when_the_interface_is_gone() {
+    fails_after(|_, container, _| drop(container.exec(&["ip", "link", "del", "eth0"])));
 }
 
 #[test]
-fn red_when_the_interface_is_another_one() {
-    red_after(|_, container, _| {
+fn fails_when_the_interface_is_another_one() {
+    fails_after(|_, container, _| {
         container.exec(&["ip", "link", "del", "eth0"]);
         container.exec(&["ip", "link", "add", "eth0", "type", "bridge"]);
         container.exec(&["ip", "link", "set", "eth0", "up"]);
@@ -93,66 +93,66 @@ fn red_when_the_interface_is_another_one() {
 }
 
 #[test]
-fn red_when_the_mac_is_another_one() {
-    red_after(|_, container, _| drop(container.exec(&["ip", "link", "set", "eth0", "address", "02:00:00:00:00:99"])));
+fn fails_when_the_mac_is_another_one() {
+    fails_after(|_, container, _| drop(container.exec(&["ip", "link", "set", "eth0", "address", "02:00:00:00:00:99"])));
 }
 
 #[test]
-fn red_when_the_bridge_is_down() {
-    red_after(|node, _, _| drop(node.exec(&["ip", "link", "set", "br0", "down"])));
+fn fails_when_the_bridge_is_down() {
+    fails_after(|node, _, _| drop(node.exec(&["ip", "link", "set", "br0", "down"])));
 }
 
 #[test]
-fn red_when_the_bridge_is_gone() {
-    red_after(|node, _, _| drop(node.exec(&["ip", "link", "del", "br0"])));
+fn fails_when_the_bridge_is_gone() {
+    fails_after(|node, _, _| drop(node.exec(&["ip", "link", "del", "br0"])));
 }
 
 #[test]
-fn red_when_the_bridge_has_lost_the_gateway_s_address() {
-    red_after(|node, _, _| drop(node.exec(&["ip", "addr", "del", "10.1.0.1/24", "dev", "br0"])));
+fn fails_when_the_bridge_has_lost_the_gateways_address() {
+    fails_after(|node, _, _| drop(node.exec(&["ip", "addr", "del", "10.1.0.1/24", "dev", "br0"])));
 }
 
 #[test]
-fn red_when_the_host_end_is_down() {
-    red_after(|node, _, host| drop(node.exec(&["ip", "link", "set", host, "down"])));
+fn fails_when_the_host_end_is_down() {
+    fails_after(|node, _, host| drop(node.exec(&["ip", "link", "set", host, "down"])));
 }
 
 #[test]
-fn red_when_the_host_end_is_not_attached_to_the_bridge() {
-    red_after(|node, _, host| drop(node.exec(&["ip", "link", "set", host, "nomaster"])));
+fn fails_when_the_host_end_is_not_attached_to_the_bridge() {
+    fails_after(|node, _, host| drop(node.exec(&["ip", "link", "set", host, "nomaster"])));
 }
 
 #[test]
-fn red_when_the_host_end_is_a_port_of_another_bridge() {
-    red_after(|node, _, host| {
+fn fails_when_the_host_end_is_a_port_of_another_bridge() {
+    fails_after(|node, _, host| {
         node.exec(&["ip", "link", "add", "br1", "type", "bridge"]);
         node.exec(&["ip", "link", "set", host, "master", "br1"]);
     });
 }
 
 #[test]
-fn red_when_hairpin_is_off() {
-    red_after(|node, _, host| drop(node.exec(&["bridge", "link", "set", "dev", host, "hairpin", "off"])));
+fn fails_when_hairpin_is_off() {
+    fails_after(|node, _, host| drop(node.exec(&["bridge", "link", "set", "dev", host, "hairpin", "off"])));
 }
 
 #[test]
-fn red_when_isolation_is_off() {
-    red_after(|node, _, host| drop(node.exec(&["bridge", "link", "set", "dev", host, "isolated", "off"])));
+fn fails_when_isolation_is_off() {
+    fails_after(|node, _, host| drop(node.exec(&["bridge", "link", "set", "dev", host, "isolated", "off"])));
 }
 
 #[test]
-fn red_when_forwarding_is_off() {
-    red_after(|node, _, _| drop(node.exec(&["sysctl", "-qw", "net.ipv4.ip_forward=0"])));
+fn fails_when_forwarding_is_off() {
+    fails_after(|node, _, _| drop(node.exec(&["sysctl", "-qw", "net.ipv4.ip_forward=0"])));
 }
 
 #[test]
-fn red_when_ipv6_forwarding_is_off() {
-    red_after(|node, _, _| drop(node.exec(&["sysctl", "-qw", "net.ipv6.conf.all.forwarding=0"])));
+fn fails_when_ipv6_forwarding_is_off() {
+    fails_after(|node, _, _| drop(node.exec(&["sysctl", "-qw", "net.ipv6.conf.all.forwarding=0"])));
 }
 
 #[test]
-fn red_when_the_reservation_is_gone() {
-    red_after(|node, _, _| {
+fn fails_when_the_reservation_is_gone() {
+    fails_after(|node, _, _| {
         for (address, _) in node.reservations("net1") {
             std::fs::remove_file(node.data_dir().join("net1").join(address)).unwrap();
         }
@@ -160,7 +160,7 @@ fn red_when_the_reservation_is_gone() {
 }
 
 #[test]
-fn red_when_the_bridge_is_not_promiscuous_any_more() {
+fn fails_when_the_bridge_is_not_promiscuous_any_more() {
     let node = Node::new();
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"promiscMode": true}));
     let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -171,7 +171,7 @@ fn red_when_the_bridge_is_not_promiscuous_any_more() {
 }
 
 #[test]
-fn red_for_another_namespace() {
+fn fails_for_another_namespace() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &network(&node), 1).remove(0);
     let other = node.container();
@@ -180,7 +180,7 @@ fn red_for_another_namespace() {
 }
 
 #[test]
-fn red_without_a_prev_result() {
+fn fails_without_a_prev_result() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &network(&node), 1).remove(0);
     let failure = attachment.invocation("CHECK", None).run().failure();
@@ -189,25 +189,25 @@ fn red_without_a_prev_result() {
 }
 
 #[test]
-fn green_when_the_bridge_is_more_promiscuous_than_asked() {
-    green_after(|node, _, _| drop(node.exec(&["ip", "link", "set", "br0", "promisc", "on"])));
+fn passes_when_the_bridge_is_more_promiscuous_than_asked() {
+    passes_after(|node, _, _| drop(node.exec(&["ip", "link", "set", "br0", "promisc", "on"])));
 }
 
 #[test]
-fn green_when_a_later_plugin_has_changed_the_mtu() {
-    green_after(|_, container, _| drop(container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"])));
+fn passes_when_a_later_plugin_has_changed_the_mtu() {
+    passes_after(|_, container, _| drop(container.exec(&["ip", "link", "set", "eth0", "mtu", "1400"])));
 }
 
 #[test]
-fn green_when_others_have_added_addresses_and_routes() {
-    green_after(|_, container, _| {
+fn passes_when_others_have_added_addresses_and_routes() {
+    passes_after(|_, container, _| {
         container.exec(&["ip", "addr", "add", "172.16.0.5/24", "dev", "eth0"]);
         container.exec(&["ip", "route", "add", "198.51.100.0/24", "via", "10.1.0.1"]);
     });
 }
 
 #[test]
-fn green_after_tuning_has_changed_the_mac_and_said_so() {
+fn passes_after_tuning_has_reported_a_changed_mac() {
     let node = Node::new();
     let (container, attachment, mut result) = attach(&node, &network(&node), 1).remove(0);
     container.exec(&["ip", "link", "set", "eth0", "address", "02:00:00:00:00:99"]);
@@ -218,7 +218,7 @@ fn green_after_tuning_has_changed_the_mac_and_said_so() {
 }
 
 #[test]
-fn green_for_everyone_while_containers_come_and_go() {
+fn passes_for_each_container_while_others_come_and_go() {
     let node = Node::new();
     let mut all = attach(&node, &network(&node), 3);
     for _ in 0..2 {
@@ -233,7 +233,7 @@ fn green_for_everyone_while_containers_come_and_go() {
 }
 
 #[test]
-fn red_when_the_mtu_is_larger_than_that_of_prev_result() {
+fn fails_when_the_mtu_is_larger_than_that_of_prev_result() {
     let node = Node::new();
     let (container, attachment, mut result) =
         attach(&node, &patched(network(&node), json!({"cniVersion": "1.1.0"})), 1).remove(0);

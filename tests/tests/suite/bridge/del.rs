@@ -9,7 +9,7 @@ fn nothing_left(node: &Node) -> bool {
 }
 
 #[test]
-fn del_takes_both_ends_and_the_address() {
+fn del_removes_both_ends_and_the_address() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]), 1).remove(0);
     attachment.del_with(&result).success();
@@ -27,7 +27,7 @@ fn the_second_del_succeeds() {
 }
 
 #[test]
-fn del_of_what_never_was_succeeds() {
+fn del_without_an_earlier_add_succeeds() {
     let node = Node::new();
     let container = node.container();
     for config in [bridge(&node, &["10.1.0.0/24"]), layer2()] {
@@ -37,7 +37,7 @@ fn del_of_what_never_was_succeeds() {
 }
 
 #[test]
-fn del_without_prev_result_cleans() {
+fn del_without_prev_result_cleans_up() {
     let node = Node::new();
     let (container, attachment, _) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     attachment.del().success();
@@ -78,18 +78,18 @@ fn cleans_from_the_host_side(netns: Option<&str>, prev: bool) {
 }
 
 #[test]
-fn del_with_an_empty_namespace_takes_the_link_too() {
+fn del_with_an_empty_namespace_removes_the_link() {
     cleans_from_the_host_side(Some(""), true);
     cleans_from_the_host_side(Some(""), false);
 }
 
 #[test]
-fn del_with_a_path_that_is_gone_takes_the_link_too() {
+fn del_with_a_missing_namespace_file_removes_the_link() {
     cleans_from_the_host_side(None, true);
 }
 
 #[test]
-fn del_with_a_path_that_can_never_be_takes_the_link_too() {
+fn del_with_an_impossible_namespace_path_removes_the_link() {
     let ring = tempfile::tempdir().unwrap();
     let ring = ring.path().join("ring");
     std::os::unix::fs::symlink(&ring, &ring).unwrap();
@@ -103,7 +103,7 @@ fn del_with_a_path_that_can_never_be_takes_the_link_too() {
 }
 
 #[test]
-fn del_with_a_path_that_is_a_plain_file_takes_the_link_too() {
+fn del_with_a_plain_file_as_namespace_removes_the_link() {
     cleans_from_the_host_side(Some("/etc/hostname"), true);
 }
 
@@ -135,7 +135,7 @@ fn del_without_a_namespace_finds_a_host_end_that_was_renamed() {
 }
 
 #[test]
-fn del_finds_it_if_the_containers_end_was_renamed_too() {
+fn del_finds_the_link_if_both_ends_were_renamed() {
     cleans_what_was_renamed(|container, attachment, result| {
         container.exec(&["ip", "link", "set", "eth0", "down"]);
         container.exec(&["ip", "link", "set", "eth0", "name", "inner0"]);
@@ -161,7 +161,7 @@ fn del_with_a_path_that_was_unmounted_releases_the_address() {
 }
 
 #[test]
-fn del_without_the_variable_cleans() {
+fn del_without_cni_netns_cleans_up() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     attachment.invocation("DEL", Some(&result)).without("CNI_NETNS").run().success();
@@ -169,7 +169,7 @@ fn del_without_the_variable_cleans() {
 }
 
 #[test]
-fn del_of_half_an_attachment_takes_the_other_half() {
+fn del_of_a_partial_attachment_removes_the_rest() {
     let node = Node::new();
     let config = bridge(&node, &["10.1.0.0/24"]);
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -190,7 +190,7 @@ fn del_of_half_an_attachment_takes_the_other_half() {
 }
 
 #[test]
-fn a_failing_ipam_does_not_keep_the_link() {
+fn a_failing_ipam_plugin_does_not_keep_del_from_the_link() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     let broken = patched(attachment.config.clone(), json!({"ipam": {"type": "not-there"}}));
@@ -236,7 +236,7 @@ fn del_leaves_the_other_interfaces_of_the_container() {
 }
 
 #[test]
-fn del_needs_only_what_names_the_attachment() {
+fn del_needs_only_the_names_of_the_attachment() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     let changed = json!({"mtu": -5, "hairpinMode": true, "promiscMode": true, "bridge": "other0",

@@ -50,7 +50,7 @@ fn a_gateway_keeps_the_address_of_its_uplink() {
 }
 
 #[test]
-fn filtering_is_not_switched_on_under_an_uplink() {
+fn vlan_filtering_is_not_enabled_with_an_uplink() {
     require!(probe::dummy());
     require!(probe::vlan_filtering());
     let node = with_uplink();
@@ -66,7 +66,7 @@ fn filtering_is_not_switched_on_under_an_uplink() {
 }
 
 #[test]
-fn an_interface_of_the_container_s_own_stays_whatever_is_called() {
+fn the_containers_own_interface_stays_in_every_verb() {
     require!(probe::dummy());
     let node = Node::new();
     let container = node.container();

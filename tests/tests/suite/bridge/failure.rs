@@ -209,7 +209,7 @@ fn an_existing_interface_stays_untouched() {
 
 /// After a failed ADD a runtime calls DEL, without a result.
 #[test]
-fn the_del_after_it_leaves_an_existing_interface_untouched_too() {
+fn del_after_a_failed_add_leaves_an_existing_interface() {
     let node = Node::new();
     let container = node.container();
     container.exec(&["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "other"]);

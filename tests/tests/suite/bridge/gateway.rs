@@ -35,7 +35,7 @@ fn the_bridge_can_ask_for_ipv6_neighbours_at_once() {
 }
 
 #[test]
-fn without_is_gateway_the_bridge_gets_none() {
+fn without_is_gateway_the_bridge_gets_no_address() {
     let node = Node::new();
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": false}));
     let (_c, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -87,7 +87,7 @@ fn is_default_gateway_adds_default_routes() {
 }
 
 #[test]
-fn is_default_gateway_and_a_default_route_of_ipam_go_together() {
+fn is_default_gateway_works_with_a_default_route_of_ipam() {
     let node = Node::new();
     for route in [json!({"dst": "0.0.0.0/0"}), json!({"dst": "0.0.0.0/0", "gw": "10.1.0.1"})] {
         let patch = json!({"isDefaultGateway": true, "ipam": {"routes": [route]}});
@@ -257,7 +257,7 @@ fn an_ipv6_address_that_overlaps_is_a_conflict() {
 }
 
 #[test]
-fn the_bridge_s_mac_never_drifts() {
+fn the_bridges_mac_never_changes() {
     for is_gateway in [true, false] {
         let node = Node::new();
         let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": is_gateway}));
@@ -346,7 +346,7 @@ fn a_bridge_with_an_uplink_keeps_its_mac() {
 }
 
 #[test]
-fn a_bridge_of_the_owner_s_without_ports_keeps_its_mac() {
+fn an_administrators_bridge_without_ports_keeps_its_mac() {
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "up", "type", "bridge"]);
     keeps_its_mac(&node, json!({}));
@@ -404,7 +404,7 @@ fn a_bridge_that_has_the_address_keeps_its_mac() {
 }
 
 #[test]
-fn without_a_gateway_the_mac_is_the_owner_s_business() {
+fn without_a_gateway_the_bridges_mac_is_not_pinned() {
     let node = Node::new();
     with_uplink(&node);
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"isGateway": false}));

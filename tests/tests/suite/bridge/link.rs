@@ -79,7 +79,7 @@ fn the_default_bridge_is_cni0() {
 }
 
 #[test]
-fn the_host_end_is_called_veth_something() {
+fn the_name_of_the_host_end_begins_with_veth() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &layer2(), 1).remove(0);
     assert!(host_end(&result, "br0").starts_with("veth"), "administrators' rules match on it: {result:#}");
@@ -140,7 +140,7 @@ fn hairpin_and_promisc_exclude_each_other() {
 }
 
 #[test]
-fn the_mtu_is_that_of_all_three() {
+fn the_bridge_and_both_ends_have_the_configured_mtu() {
     let node = Node::new();
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"mtu": 1400}));
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -162,7 +162,7 @@ fn the_result_of_1_1_0_names_the_mtu() {
 }
 
 #[test]
-fn an_mtu_that_is_none_is_refused() {
+fn an_invalid_mtu_is_refused() {
     let node = Node::new();
     let container = node.container();
     for mtu in [-1, 1_i64 << 40] {
@@ -173,7 +173,7 @@ fn an_mtu_that_is_none_is_refused() {
 }
 
 #[test]
-fn a_disabled_container_interface_is_made_and_stays_down() {
+fn a_disabled_container_interface_is_created_and_stays_down() {
     let node = Node::new();
     let config = patched(layer2(), json!({"disableContainerInterface": true}));
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);

@@ -22,14 +22,14 @@ fn mac(patch: Value, args: Option<&str>) -> String {
 }
 
 #[test]
-fn each_source_is_heard() {
+fn each_source_of_the_mac_is_used() {
     assert_eq!(mac(json!({}), Some(&format!("MAC={A}"))), A);
     assert_eq!(mac(json!({"args": {"cni": {"mac": B}}}), None), B);
     assert_eq!(mac(json!({"runtimeConfig": {"mac": C}}), None), C);
 }
 
 #[test]
-fn the_runtime_wins_over_args_and_args_over_the_environment() {
+fn the_runtimes_mac_precedes_args_which_precede_cni_args() {
     let environment = format!("MAC={A}");
     let all = json!({"args": {"cni": {"mac": B}}, "runtimeConfig": {"mac": C}});
     assert_eq!(mac(all, Some(&environment)), C);
@@ -37,7 +37,7 @@ fn the_runtime_wins_over_args_and_args_over_the_environment() {
 }
 
 #[test]
-fn upper_case_is_the_same_address() {
+fn a_mac_in_upper_case_is_the_same_address() {
     assert_eq!(mac(json!({"runtimeConfig": {"mac": "02:AA:BB:CC:DD:EE"}}), None), "02:aa:bb:cc:dd:ee");
 }
 

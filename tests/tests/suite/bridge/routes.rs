@@ -16,7 +16,7 @@ fn with_routes(node: &Node, subnets: &[&str], routes: Value) -> Value {
 }
 
 #[test]
-fn routes_are_installed_and_go_by_the_gateway() {
+fn routes_are_installed_through_the_gateway() {
     let node = Node::new();
     let routes = json!([{"dst": "0.0.0.0/0"}, {"dst": "192.0.2.0/24", "gw": "10.1.0.77"}, {"dst": "::/0"}]);
     let config = with_routes(&node, &["10.1.0.0/24", "fd00:1::/64"], routes);
@@ -105,7 +105,7 @@ fn an_ipv6_route_with_a_scope_goes_through_the_gateway() {
 
 /// An on-link route as written for releases without `scope`.
 #[test]
-fn a_gateway_of_zeros_is_none() {
+fn a_route_with_a_gateway_of_zeros_has_no_gateway() {
     let node = Node::new();
     let config = with_routes(&node, &["10.1.0.0/24"], json!([{"dst": "192.0.2.0/24", "gw": "0.0.0.0"}]));
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -167,7 +167,7 @@ fn a_route_to_the_own_subnet_precedes_the_kernels() {
 }
 
 #[test]
-fn check_is_red_when_the_route_to_the_own_subnet_is_gone() {
+fn check_fails_when_the_route_to_the_own_subnet_is_gone() {
     let node = Node::new();
     let config = with_routes(&node, &["10.1.0.0/24"], json!([{"dst": "10.1.0.0/24"}]));
     let (container, attachment, result) = attach(&node, &config, 1).remove(0);
@@ -262,7 +262,7 @@ fn a_blackhole_route_is_a_conflict_and_stays() {
 }
 
 #[test]
-fn a_route_that_makes_no_sense_is_refused_before_any_work() {
+fn an_invalid_route_is_refused_before_any_change() {
     let node = Node::new();
     let container = node.container();
     for bad in [

@@ -45,7 +45,7 @@ fn the_rules_are_where_go_looks_for_them() {
 }
 
 #[test]
-fn del_without_a_namespace_takes_the_rules_too() {
+fn del_without_a_namespace_removes_the_rules() {
     require!(probe::nft_bridge());
     for gone in ["", "/nowhere/ns"] {
         let node = Node::new();
@@ -128,7 +128,7 @@ fn a_second_attachment_with_the_same_chain_names_is_refused() {
 }
 
 #[test]
-fn check_is_red_when_a_rule_is_missing() {
+fn check_fails_when_a_rule_is_missing() {
     require!(probe::nft_bridge());
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &config(&node), 1).remove(0);

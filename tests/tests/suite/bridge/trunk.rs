@@ -34,7 +34,7 @@ fn in_vlan(vlan: impl Into<Value>) -> Value {
 }
 
 #[test]
-fn a_trunk_talks_in_each_of_its_vlans_and_in_no_other() {
+fn a_trunk_passes_frames_of_its_vlans_and_no_others() {
     require!(probe::vlan_filtering());
     require!(probe::vlan_links());
     let node = Node::new();
@@ -76,7 +76,7 @@ fn a_trunk_talks_in_each_of_its_vlans_and_in_no_other() {
 }
 
 #[test]
-fn a_vlan_goes_on_beyond_the_bridge_s_uplink_with_its_tag() {
+fn frames_leave_the_uplink_with_the_tag_of_their_vlan() {
     require!(probe::vlan_filtering());
     require!(probe::vlan_links());
     let node = Node::new();

@@ -39,7 +39,7 @@ fn ids_outside_the_standard_are_refused() {
 }
 
 #[test]
-fn trunks_that_make_no_sense_are_refused() {
+fn invalid_trunks_are_refused() {
     let node = Node::new();
     let container = node.container();
     for (trunk, text) in [
@@ -59,7 +59,7 @@ fn trunks_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn del_cleans_whatever_the_vlan_is_now() {
+fn del_works_after_the_configured_vlan_has_changed() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
     let bad = patched(attachment.config.clone(), json!({"vlan": 5000}));
@@ -87,14 +87,14 @@ fn missing_vlan_filtering_fails_before_any_change() {
 }
 
 #[test]
-fn vlan_0_asks_for_nothing() {
+fn vlan_0_means_no_vlan() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &patched(layer2(), json!({"vlan": 0})), 1).remove(0);
     attachment.del_with(&result).success();
 }
 
 #[test]
-fn a_port_is_in_its_vlan_and_in_no_other() {
+fn a_port_is_only_in_its_vlan() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &patched(layer2(), json!({"vlan": 100})), 1).remove(0);
@@ -203,7 +203,7 @@ fn concurrent_first_adds_of_a_vlan_create_one_gateway() {
 }
 
 #[test]
-fn filtering_is_not_switched_on_under_foreign_ports() {
+fn vlan_filtering_is_not_enabled_with_foreign_ports() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     node.exec(&["ip", "link", "add", "br0", "type", "bridge"]);
@@ -250,7 +250,7 @@ fn is_cut_off_from(container: &Container, address: &str) -> bool {
 }
 
 #[test]
-fn check_is_red_when_a_vlan_is_gone() {
+fn check_fails_when_a_vlan_is_gone() {
     require!(probe::vlan_filtering());
     for (patch, gone) in [
         (json!({"vlan": 100}), "100"),
@@ -268,7 +268,7 @@ fn check_is_red_when_a_vlan_is_gone() {
 }
 
 #[test]
-fn check_is_red_when_the_vlan_s_gateway_is_gone() {
+fn check_fails_when_the_vlans_gateway_is_gone() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100}));
@@ -280,7 +280,7 @@ fn check_is_red_when_the_vlan_s_gateway_is_gone() {
 }
 
 #[test]
-fn a_gateway_serves_its_own_vlan_alone() {
+fn a_vlan_gateway_is_reachable_only_from_its_vlan() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     let red = patched(bridge(&node, &["10.1.0.0/24"]), json!({"vlan": 100}));
@@ -311,7 +311,7 @@ fn a_gateway_serves_its_own_vlan_alone() {
 }
 
 #[test]
-fn containers_that_were_there_before_filtering_go_on_talking() {
+fn earlier_containers_keep_their_traffic_with_filtering() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     let plain = bridge(&node, &["10.1.0.0/24"]);
@@ -330,7 +330,7 @@ fn containers_that_were_there_before_filtering_go_on_talking() {
 }
 
 #[test]
-fn del_without_a_namespace_and_gc_know_ports_with_vlans() {
+fn del_without_a_namespace_and_gc_find_ports_with_vlans() {
     require!(probe::vlan_filtering());
     let node = Node::new();
     let config = patched(layer2(), json!({"cniVersion": "1.1.0", "vlan": 100, "vlanTrunk": [{"id": 7}]}));

@@ -126,7 +126,7 @@ fn an_adopted_address_that_is_refused_is_replaced() {
 }
 
 #[test]
-fn what_another_daemon_keeps_is_not_adopted() {
+fn a_lease_that_another_daemon_keeps_is_not_adopted() {
     require!(probe::dnsmasq().map(drop));
     require!(probe::go_plugins());
     let lan = Lan::new(10, &[]);

@@ -78,7 +78,7 @@ fn del_without_a_daemon_still_removes_the_link() {
 }
 
 #[test]
-fn cnitool_shows_leases_and_what_went_wrong_last() {
+fn cnitool_shows_leases_and_their_last_errors() {
     require!(probe::dnsmasq().map(drop));
     require!(probe::plugin("cnitool"));
     let lan = Lan::new(10, &[]);

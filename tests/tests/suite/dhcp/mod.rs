@@ -137,7 +137,7 @@ fn a_lease_is_renewed_after_t1_and_after_t2() {
 }
 
 #[test]
-fn at_its_end_a_lease_is_replaced_by_another() {
+fn an_expired_lease_is_replaced_by_another() {
     require!(probe::dnsmasq().map(drop));
     let lan = Lan::new(10, &[]);
     let daemon = lan.daemon();
@@ -157,7 +157,7 @@ fn at_its_end_a_lease_is_replaced_by_another() {
 }
 
 #[test]
-fn a_killed_daemon_goes_on_with_its_leases_after_its_start() {
+fn a_killed_daemon_continues_its_leases_after_a_restart() {
     require!(probe::dnsmasq().map(drop));
     let lan = Lan::new(10, &[]);
     let daemon = lan.daemon();
@@ -208,7 +208,7 @@ fn a_second_daemon_is_refused_and_the_first_is_named() {
 }
 
 #[test]
-fn a_daemon_keeps_no_namespace_and_forgets_what_has_gone() {
+fn a_daemon_keeps_no_namespace_open_and_forgets_gone_ones() {
     require!(probe::dnsmasq().map(drop));
     let lan = Lan::new(10, &[]);
     let _daemon = lan.daemon();
@@ -224,7 +224,7 @@ fn a_daemon_keeps_no_namespace_and_forgets_what_has_gone() {
 }
 
 #[test]
-fn gc_releases_what_is_no_longer_attached() {
+fn gc_releases_the_leases_of_invalid_attachments() {
     require!(probe::dnsmasq().map(drop));
     let lan = Lan::new(10, &[]);
     let _daemon = lan.daemon();

@@ -33,13 +33,13 @@ fn a_lease_from_its_add_to_its_del(kind: Server) {
 }
 
 #[test]
-fn dnsmasq_leases_renews_after_its_restart_and_takes_back() {
+fn dnsmasq_renews_after_its_restart_and_accepts_a_release() {
     require!(Server::Dnsmasq.probe());
     a_lease_from_its_add_to_its_del(Server::Dnsmasq);
 }
 
 #[test]
-fn kea_leases_renews_after_its_restart_and_takes_back() {
+fn kea_renews_after_its_restart_and_accepts_a_release() {
     require!(Server::Kea.probe());
     a_lease_from_its_add_to_its_del(Server::Kea);
 }
@@ -64,13 +64,13 @@ fn a_refused_renewal(kind: Server) {
 }
 
 #[test]
-fn dnsmasq_refuses_an_old_address_and_another_takes_its_place() {
+fn an_address_that_dnsmasq_refuses_is_replaced() {
     require!(Server::Dnsmasq.probe());
     a_refused_renewal(Server::Dnsmasq);
 }
 
 #[test]
-fn kea_refuses_an_old_address_and_another_takes_its_place() {
+fn an_address_that_kea_refuses_is_replaced() {
     require!(Server::Kea.probe());
     a_refused_renewal(Server::Kea);
 }

@@ -160,7 +160,7 @@ fn a_renewal_comes_from_the_leased_address_to_its_server() {
 const IMPATIENT: [&str; 6] = ["-timeout", "1s", "-resendmax", "1s", "-resendtimeout", "2s"];
 
 #[test]
-fn a_server_that_answers_by_broadcast_alone_is_asked_for_it() {
+fn a_server_that_only_broadcasts_is_asked_to_broadcast() {
     let lan = Lan::silent();
     let wire = Wire::new(&lan.node);
     let container = lan.container(&["eth0"]);
@@ -245,7 +245,7 @@ const CONTRADICTIONS: [&[u8]; 10] = [
 ];
 
 #[test]
-fn of_a_hostile_servers_answers_only_the_sound_one_is_used() {
+fn only_valid_answers_of_a_hostile_server_are_used() {
     let lan = Lan::silent();
     let wire = Wire::new(&lan.node);
     let mut daemon = lan.daemon();

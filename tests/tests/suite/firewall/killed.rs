@@ -68,7 +68,7 @@ fn an_add_whose_calls_fail_undoes_itself() {
 }
 
 #[test]
-fn a_del_whose_calls_fail_says_so_and_the_next_cleans() {
+fn a_del_with_failing_calls_reports_it_and_the_next_cleans() {
     require!(trace::supported());
     each(&SWEPT, |world| swept(world, "DEL", Act::Fail(Errno::EIO)));
 }

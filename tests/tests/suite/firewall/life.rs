@@ -67,7 +67,7 @@ fn gc_keeps_the_valid_and_other_networks() {
 }
 
 #[test]
-fn check_is_green_after_add_and_red_after_any_sabotage() {
+fn check_passes_after_add_and_fails_after_any_sabotage() {
     each(&BACKENDS, |world| {
         let config = config(world, json!({"ingressPolicy": "isolated", "acceptMappedPorts": true}));
         let sabotage: &[&str] = match world.backend {
@@ -289,7 +289,7 @@ fn status_asks_the_backend_and_the_chain() {
 }
 
 #[test]
-fn a_chain_of_the_administrators_gets_the_way_to_the_rules() {
+fn an_administrators_chain_gets_a_jump_to_the_rules() {
     each(&[Backend::Nftables], |world| {
         shell(
             world,

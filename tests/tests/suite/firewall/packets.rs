@@ -46,12 +46,12 @@ fn serve(world: &World) {
 }
 
 #[test]
-fn through_a_dropping_filter_the_container_talks() {
+fn packets_of_the_container_pass_a_dropping_filter() {
     each(&IPTABLES, talks);
 }
 
 #[test]
-fn nftables_through_a_dropping_filter_the_container_talks() {
+fn nftables_packets_of_the_container_pass_a_dropping_filter() {
     each(&[Backend::Nftables], talks);
 }
 
@@ -206,7 +206,7 @@ fn isolates(world: &World) {
 }
 
 #[test]
-fn without_br_netfilter_isolated_says_what_it_cannot_do() {
+fn without_br_netfilter_isolated_prints_a_note() {
     each(&BACKENDS, |world| {
         let keys = ["net/bridge/bridge-nf-call-iptables", "net/bridge/bridge-nf-call-ip6tables"];
         if std::path::Path::new("/proc/sys").join(keys[0]).exists() {

@@ -139,7 +139,7 @@ fn only_the_families_of_the_result_get_rules() {
 }
 
 #[test]
-fn what_is_wrong_is_refused_with_gos_words_before_any_change() {
+fn errors_have_gos_text_and_precede_any_change() {
     each(&IPTABLES, |world| {
         let pod = world.dual();
         let before = rules(world);

@@ -62,7 +62,7 @@ fn complete(world: &World, count: usize) {
 }
 
 #[test]
-fn fifty_adds_beside_a_foreign_writer_are_all_there() {
+fn fifty_adds_beside_a_foreign_writer_lose_no_rule() {
     each(&BACKENDS, |world| {
         let count = cni_testkit::crowd(50);
         let crowd = crowd(world, count);
@@ -163,7 +163,7 @@ fn kube_proxy(world: &World, done: &AtomicBool) -> usize {
 }
 
 #[test]
-fn fifty_chains_live_beside_kube_proxy() {
+fn fifty_lists_of_plugins_work_beside_kube_proxy() {
     each(&[Backend::IptablesNft], |world| {
         let path = world.backend.path(&world.node);
         let network = world.network("net1", &["10.1.0.0/16", "fd00:1::/64"]);

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::world::{BACKENDS, Backend, IPTABLES, chain, config, each, end_isolation, go, naming, rules};
 
 #[test]
-fn what_go_added_is_checked_and_removed() {
+fn rules_of_go_are_checked_and_removed() {
     require!(probe::go_plugins());
     each(&IPTABLES, |world| {
         for policy in ["open", "same-bridge", "isolated"] {
@@ -33,7 +33,7 @@ fn what_go_added_is_checked_and_removed() {
 }
 
 #[test]
-fn what_was_added_here_is_checked_and_removed_by_go() {
+fn rules_of_this_plugin_are_checked_and_removed_by_go() {
     require!(probe::go_plugins());
     each(&IPTABLES, |world| {
         for policy in ["open", "same-bridge", "isolated"] {

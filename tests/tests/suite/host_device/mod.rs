@@ -300,7 +300,7 @@ fn del_without_a_namespace_releases_the_address() {
 }
 
 #[test]
-fn a_device_that_fell_back_gets_its_name_back() {
+fn a_device_that_the_kernel_moved_back_gets_its_name() {
     let mac = json!({"hwaddr": MAC});
     let by_pci = json!({"pciBusID": "0000:00:01.0"});
     let by_name = json!({"device": "dev0"});

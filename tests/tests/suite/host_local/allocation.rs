@@ -12,7 +12,7 @@ fn next<'n>(node: &'n Node, config: &Value) -> (Container, Attachment<'n>, Strin
 }
 
 #[test]
-fn the_first_address_is_the_one_behind_the_gateway() {
+fn the_first_address_follows_the_gateway() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &host_local(&node, &["10.1.0.0/24"]), 1).remove(0);
     assert_eq!(result["ips"], json!([{"address": "10.1.0.2/24", "gateway": "10.1.0.1"}]));
@@ -47,7 +47,7 @@ fn a_slash_30_has_room_for_one() {
 }
 
 #[test]
-fn allocation_goes_round() {
+fn allocation_wraps_around_at_the_end_of_the_range() {
     let node = Node::new();
     let config = host_local(&node, &["10.1.0.0/29"]);
     let mut all = attach(&node, &config, 5);
@@ -207,7 +207,7 @@ fn a_large_ipv6_subnet_costs_no_more_than_a_small_one() {
 }
 
 #[test]
-fn twenty_at_once_get_twenty_addresses() {
+fn twenty_concurrent_adds_get_twenty_addresses() {
     let node = Node::new();
     let config = host_local(&node, &["10.1.0.0/24", "fd00:1::/64"]);
     let containers: Vec<Container> = (0..20).map(|_| node.container()).collect();

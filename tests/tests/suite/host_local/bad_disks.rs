@@ -62,7 +62,7 @@ fn no_folder_where_one_should_be() {
 
 /// The signal of the file size limit (`ulimit -f`) does not end an ADD half-way, nor every DEL.
 #[test]
-fn a_limit_on_the_size_of_files_is_an_error_and_keeps_no_del() {
+fn a_file_size_limit_fails_add_but_not_del() {
     let node = Node::new();
     let limited = |verb: &str, container: &Container, blocks: &str| {
         let call =
@@ -150,7 +150,7 @@ fn other_life(node: &Node, staying: &Attachment<'_>) {
 }
 
 #[test]
-fn a_read_only_disk_loses_nothing_and_says_so() {
+fn a_read_only_disk_loses_nothing_and_is_reported() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
     let before = node.reservations("net1");
@@ -171,7 +171,7 @@ fn a_read_only_disk_loses_nothing_and_says_so() {
 }
 
 #[test]
-fn what_cannot_be_removed_is_named_and_the_rest_goes() {
+fn files_that_cannot_be_removed_are_named_and_others_removed() {
     let node = Node::new();
     let (container, attachment, _) = attach(&node, &config(&node), 1).remove(0);
     let stubborn = node.data_dir().join("net1/10.1.0.2");

@@ -7,7 +7,7 @@ use conformance::{attach, host_local, patched};
 use serde_json::{Value, json};
 
 #[test]
-fn the_error_says_how_full_who_and_what_to_do() {
+fn the_error_has_the_usage_the_holders_and_advice() {
     let node = Node::new();
     let mut all = attach(&node, &host_local(&node, &["10.1.0.0/29"]), 5);
     // The newest reservation is among the oldest, where the round robin continues.

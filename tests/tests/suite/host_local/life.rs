@@ -64,7 +64,7 @@ fn the_second_del_succeeds() {
 }
 
 #[test]
-fn del_of_what_never_was_succeeds() {
+fn del_without_an_earlier_add_succeeds() {
     let node = Node::new();
     let container = node.container();
     Attachment::new(&node, &container, host_local(&node, &["10.1.0.0/24"])).del().success();
@@ -105,7 +105,7 @@ fn del_takes_no_other_container_s_address() {
 }
 
 #[test]
-fn check_is_green_while_the_address_is_held_and_red_after() {
+fn check_passes_only_while_the_address_is_reserved() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &host_local(&node, &["10.1.0.0/24"]), 1).remove(0);
     attachment.check(&result).success();
@@ -124,7 +124,7 @@ fn check_accepts_an_id_only_reservation() {
 }
 
 #[test]
-fn check_is_red_for_another_interface() {
+fn check_fails_for_another_interface() {
     let node = Node::new();
     let (_c, attachment, result) = attach(&node, &host_local(&node, &["10.1.0.0/24"]), 1).remove(0);
     attachment.clone().ifname("eth1").check(&result).failure();
@@ -191,36 +191,36 @@ fn the_third_shape(version: &str) {
 }
 
 #[test]
-fn life_and_shape_in_0_1_0() {
+fn verbs_and_result_in_0_1_0() {
     the_first_shape("0.1.0");
 }
 
 #[test]
-fn life_and_shape_in_0_2_0() {
+fn verbs_and_result_in_0_2_0() {
     the_first_shape("0.2.0");
 }
 
 #[test]
-fn life_and_shape_in_0_3_0() {
+fn verbs_and_result_in_0_3_0() {
     the_second_shape("0.3.0");
 }
 
 #[test]
-fn life_and_shape_in_0_3_1() {
+fn verbs_and_result_in_0_3_1() {
     the_second_shape("0.3.1");
 }
 
 #[test]
-fn life_and_shape_in_0_4_0() {
+fn verbs_and_result_in_0_4_0() {
     the_second_shape("0.4.0");
 }
 
 #[test]
-fn life_and_shape_in_1_0_0() {
+fn verbs_and_result_in_1_0_0() {
     the_third_shape("1.0.0");
 }
 
 #[test]
-fn life_and_shape_in_1_1_0() {
+fn verbs_and_result_in_1_1_0() {
     the_third_shape("1.1.0");
 }

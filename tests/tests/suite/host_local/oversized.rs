@@ -20,7 +20,7 @@ fn oversized(node: &Node, host: u8, beginning: &str) -> PathBuf {
 }
 
 #[test]
-fn its_address_is_not_handed_out_and_its_owners_del_releases_it() {
+fn an_oversized_file_holds_its_address_until_its_owners_del() {
     let node = Node::new();
     let container = node.container();
     let path = oversized(&node, 2, &format!("{}\r\neth0", container.id));
@@ -41,7 +41,7 @@ fn its_address_is_not_handed_out_and_its_owners_del_releases_it() {
 }
 
 #[test]
-fn gc_releases_what_no_valid_attachment_owns() {
+fn gc_releases_oversized_files_of_invalid_attachments() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, config(&node));
@@ -58,7 +58,7 @@ fn gc_releases_what_no_valid_attachment_owns() {
 /// A blank beginning and a directory name no owner: they stay, and each verb and command reports
 /// them.
 #[test]
-fn what_names_no_owner_stays_and_is_reported() {
+fn a_file_without_an_owner_stays_and_is_reported() {
     require!(probe::plugin("cnitool"));
     let node = Node::new();
     let container = node.container();

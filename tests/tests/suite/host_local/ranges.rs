@@ -22,12 +22,12 @@ fn refused_config(patch: Value, text: &str) {
 }
 
 #[test]
-fn there_must_be_a_range() {
+fn a_range_is_required() {
     refused(json!([]), "no IP ranges specified");
 }
 
 #[test]
-fn there_must_be_an_ipam_key() {
+fn an_ipam_key_is_required() {
     let node = Node::new();
     let container = node.container();
     let config = json!({"cniVersion": "1.0.0", "name": "net1", "type": "host-local"});
@@ -60,7 +60,7 @@ fn a_subnet_must_not_have_host_bits() {
 }
 
 #[test]
-fn a_subnet_must_be_one() {
+fn a_subnet_must_be_a_valid_prefix() {
     for subnet in ["10.1.0.0", "10.1.0.0/33", "10.1.0/24", "010.1.0.0/24", "fd00::/129", "x/24", ""] {
         let node = Node::new();
         let container = node.container();
@@ -110,7 +110,7 @@ fn ranges_of_one_subnet_that_do_not_overlap_are_fine() {
 }
 
 #[test]
-fn a_requested_address_must_be_one() {
+fn a_requested_address_must_be_valid() {
     refused_config(json!({"runtimeConfig": {"ips": ["nonsense"]}}), "nonsense");
     refused_config(json!({"args": {"cni": {"ips": ["10.1.0.300"]}}}), "10.1.0.300");
 }

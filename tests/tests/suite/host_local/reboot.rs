@@ -135,7 +135,7 @@ fn ten_reboots_of_a_full_node_leak_nothing() {
 /// Wherever host-local was killed, the next boot reclaims its reservation: a file without a record
 /// would stay forever.
 #[test]
-fn what_a_killed_add_has_reserved_is_reclaimed_too() {
+fn reservations_of_a_killed_add_are_reclaimed() {
     require!(possible());
     require!(trace::supported());
     let machine = Machine::new();
@@ -212,7 +212,7 @@ fn the_same_container_gets_an_address_again() {
 }
 
 #[test]
-fn a_late_del_takes_nothing_of_the_new_holder() {
+fn a_late_del_keeps_the_address_of_the_new_holder() {
     require!(possible());
     let machine = Machine::new();
     let config = machine.network("10.1.0.0/30");
@@ -354,7 +354,7 @@ fn a_data_dir_copied_with_all_its_times_is_kept() {
 }
 
 #[test]
-fn a_disk_that_wakes_up_in_another_machine_is_kept() {
+fn reservations_on_a_disk_of_another_machine_are_kept() {
     require!(possible());
     kept(|machine, _| machine.identify("ffffffffffffffffffffffffffffffff\n"));
 }
@@ -368,7 +368,7 @@ fn a_machine_without_an_id_reclaims_nothing() {
 }
 
 #[test]
-fn what_a_machine_without_an_id_reserved_is_kept() {
+fn reservations_of_a_machine_without_an_id_are_kept() {
     require!(possible());
     let machine = Machine::new();
     machine.identify("");
@@ -394,7 +394,7 @@ fn another_boot_id_without_a_boot_reclaims_nothing() {
 }
 
 #[test]
-fn without_our_records_all_is_kept() {
+fn without_records_of_this_plugin_all_is_kept() {
     require!(possible());
     // Times of recently changed files are not used, so without the wait nothing would be tested.
     let age = || std::thread::sleep(Duration::from_millis(2500));
@@ -409,7 +409,7 @@ fn without_our_records_all_is_kept() {
 }
 
 #[test]
-fn a_network_may_say_that_nothing_is_reclaimed() {
+fn reclaiming_can_be_disabled_for_a_network() {
     require!(possible());
     let machine = Machine::new();
     let config = machine.network("10.1.0.0/29");
@@ -428,7 +428,7 @@ fn a_network_may_say_that_nothing_is_reclaimed() {
 }
 
 #[test]
-fn a_shared_or_passing_file_system_is_left_alone() {
+fn on_a_shared_or_temporary_file_system_all_is_kept() {
     require!(possible());
     let machine = Machine::new();
     let tmpfs = machine.dir("tmpfs");
@@ -450,7 +450,7 @@ fn a_shared_or_passing_file_system_is_left_alone() {
 /// for NFS). Its reservations stay valid when this one is booted, and inode and times are the same
 /// on both.
 #[test]
-fn what_a_machine_of_the_same_id_reserved_from_afar_is_kept() {
+fn reservations_of_a_remote_machine_of_the_same_id_are_kept() {
     require!(possible());
     let machine = Machine::new();
     let (afar, here) = machine.overlay();
@@ -468,7 +468,7 @@ fn what_a_machine_of_the_same_id_reserved_from_afar_is_kept() {
 }
 
 #[test]
-fn what_go_reserved_is_kept() {
+fn reservations_of_go_are_kept() {
     require!(possible());
     require!(probe::go_plugins());
     let machine = Machine::new();

@@ -17,7 +17,7 @@ fn given(patch: Value, args: Option<&str>) -> Vec<String> {
 }
 
 #[test]
-fn each_source_is_heard() {
+fn each_source_of_a_request_is_used() {
     for address in ["10.1.0.9", "10.1.0.9/24"] {
         let expected = ["10.1.0.9/24", "fd00:1::2/64"];
         assert_eq!(given(json!({"runtimeConfig": {"ips": [address]}}), None), expected);
@@ -27,7 +27,7 @@ fn each_source_is_heard() {
 }
 
 #[test]
-fn both_families_may_be_asked_for() {
+fn both_families_can_be_requested() {
     let ips = json!({"runtimeConfig": {"ips": ["fd00:1::9", "10.1.0.9"]}});
     assert_eq!(given(ips, None), ["10.1.0.9/24", "fd00:1::9/64"]);
     let both = json!({"args": {"cni": {"ips": ["fd00:1::9/64"]}}});
@@ -60,7 +60,7 @@ fn refused(ips: Value, code: u64, text: &str) {
 }
 
 #[test]
-fn the_gateway_is_not_for_containers() {
+fn the_gateway_cannot_be_requested() {
     refused(json!(["10.1.0.1"]), 7, "requested ip 10.1.0.1 is subnet's gateway");
 }
 
@@ -99,7 +99,7 @@ fn a_taken_address_fails_the_add_and_names_its_holder() {
 }
 
 #[test]
-fn a_requested_address_moves_the_round() {
+fn allocation_continues_after_a_requested_address() {
     let node = Node::new();
     let config = host_local(&node, &["10.1.0.0/24"]);
     let asked = patched(config.clone(), json!({"runtimeConfig": {"ips": ["10.1.0.99"]}}));

@@ -63,7 +63,7 @@ fn the_default_data_dir_is_where_go_s_is() {
 }
 
 #[test]
-fn a_reservation_with_the_id_alone_is_one() {
+fn a_file_with_only_the_id_is_a_reservation() {
     let node = Node::new();
     let container = node.container();
     for content in [container.id.clone(), format!("{}\n", container.id), format!("  {} \r\n", container.id)] {
@@ -119,7 +119,7 @@ fn a_container_id_that_looks_like_an_address_does_no_harm() {
 }
 
 #[test]
-fn foreign_files_and_folders_do_no_harm_and_come_to_none() {
+fn foreign_files_and_folders_do_no_harm_and_stay() {
     let node = Node::new();
     let container = node.container();
     let content = format!("{}\r\neth0", container.id);
@@ -172,7 +172,7 @@ fn a_lock_that_is_held_is_waited_for() {
 }
 
 #[test]
-fn a_lock_that_is_never_released_is_an_error_in_time() {
+fn a_lock_that_is_never_released_fails_at_the_deadline() {
     require!(probe::tool("flock"));
     let node = Node::new();
     let lock = node.file("networks/net1/lock", "");

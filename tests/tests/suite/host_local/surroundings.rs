@@ -29,7 +29,7 @@ fn resolv_conf_becomes_dns() {
 }
 
 #[test]
-fn of_domains_the_last_wins_and_lists_grow() {
+fn the_last_domain_wins_and_lists_are_joined() {
     let dns = dns_of("domain a\ndomain b\nsearch a\nsearch b c\noptions x\noptions y\nnameserver\n\n");
     assert_eq!(dns, json!({"domain": "b", "search": ["a", "b", "c"], "options": ["x", "y"]}));
 }
@@ -44,7 +44,7 @@ fn a_missing_resolv_conf_fails_add_and_reserves_nothing() {
 }
 
 #[test]
-fn routes_are_handed_on() {
+fn configured_routes_are_in_the_result() {
     let node = Node::new();
     let routes = json!([
         {"dst": "0.0.0.0/0"},

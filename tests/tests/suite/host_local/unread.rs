@@ -29,7 +29,7 @@ fn failing(
 }
 
 #[test]
-fn a_del_that_fails_to_read_says_so_or_has_left_nothing() {
+fn a_del_that_fails_to_read_reports_it_or_leaves_nothing() {
     require!(trace::supported());
     let node = Node::new();
     let (_staying, staying, _) = attach(&node, &config(&node), 1).remove(0);

@@ -90,7 +90,7 @@ fn a_del_by_go_removes_only_attachments_with_the_same_key() {
 }
 
 #[test]
-fn what_go_made_is_checked_and_removed() {
+fn rules_of_go_are_checked_and_removed() {
     require!(probe::go_plugins());
     each(shared(), |world| {
         let config = world.config(json!([map(8080, 80, "tcp"), map(8081, 81, "udp")]));
@@ -109,7 +109,7 @@ fn what_go_made_is_checked_and_removed() {
 }
 
 #[test]
-fn go_s_rules_for_two_interfaces_go_one_after_the_other() {
+fn gos_rules_for_two_interfaces_are_removed_one_by_one() {
     require!(probe::go_plugins());
     each(shared(), |world| {
         // Go asks `ip6tables-legacy -C`, which finds rules that are not there.
@@ -188,7 +188,7 @@ fn go_rules_for_an_earlier_address_are_reported() {
 }
 
 #[test]
-fn what_we_made_go_removes() {
+fn go_removes_the_rules_of_this_plugin() {
     require!(probe::go_plugins());
     each(shared(), |world| {
         let pod = world.dual();
@@ -235,7 +235,7 @@ fn go_checks_and_removes_ports_of_one_family() {
 }
 
 #[test]
-fn ports_of_one_family_go_by_del_and_by_gc() {
+fn ports_of_one_family_are_removed_by_del_and_by_gc() {
     require!(probe::go_plugins());
     each(shared(), |world| {
         for by in [go(), bin_dir()] {
@@ -261,7 +261,7 @@ fn ports_of_one_family_go_by_del_and_by_gc() {
 }
 
 #[test]
-fn an_add_after_go_s_adds_nothing_twice() {
+fn an_add_after_gos_adds_no_rule_twice() {
     require!(probe::go_plugins());
     each(shared(), |world| {
         let pod = world.dual();
@@ -316,7 +316,7 @@ fn rules_of_go_s_nftables_backend_are_checked_and_removed() {
 }
 
 #[test]
-fn the_oldest_chains_of_go_go_too() {
+fn the_chains_of_old_go_releases_are_removed() {
     each(&IPTABLES, |world| {
         let pod = world.mapped(json!([map(8080, 80, "tcp")]));
         let rules = world.rules();
@@ -347,7 +347,7 @@ fn del_finds_what_another_backend_holds() {
 }
 
 #[test]
-fn gc_takes_what_is_not_valid_and_nothing_else() {
+fn gc_removes_only_the_rules_of_invalid_attachments() {
     each(&BACKENDS, |world| {
         let config = |name: &str, port: u16| {
             let patch = json!({"name": name, "cniVersion": "1.1.0"});
@@ -373,7 +373,7 @@ fn gc_takes_what_is_not_valid_and_nothing_else() {
 }
 
 #[test]
-fn gc_takes_go_s_chains_by_the_network_they_name() {
+fn gc_removes_gos_chains_that_name_the_network() {
     require!(probe::go_plugins());
     each(&IPTABLES, |world| {
         let pods = [world.dual(), world.dual()];

@@ -81,7 +81,7 @@ fn a_second_add_changes_nothing_and_a_second_del_finds_nothing() {
 }
 
 #[test]
-fn check_is_green_after_add_and_red_after_any_sabotage() {
+fn check_passes_after_add_and_fails_after_any_sabotage() {
     each(&BACKENDS, |world| {
         let config = world.config(one());
         let nft = world.backend == Backend::Nftables;
@@ -129,7 +129,7 @@ fn check_is_green_after_add_and_red_after_any_sabotage() {
 }
 
 #[test]
-fn check_is_green_with_conditions_on_the_host_address() {
+fn check_passes_with_conditions_on_the_host_address() {
     each(&BACKENDS, |world| {
         let dialects: &[&str] = match world.backend {
             Backend::Nftables => &["ip daddr 192.0.2.1", "ct state new ip daddr 192.0.2.1"],
@@ -220,7 +220,7 @@ fn an_add_with_unread_result_leaves_nothing() {
 }
 
 #[test]
-fn fifty_first_adds_at_once_are_all_there_and_nothing_is_double() {
+fn fifty_concurrent_first_adds_create_each_rule_once() {
     each(&BACKENDS, |world| {
         let count = u16::try_from(cni_testkit::crowd(50)).unwrap();
         // Handwritten results, because the test is about portmap's rules only.

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::world::{BACKENDS, Backend, World, each, map};
 
 #[test]
-fn what_makes_no_sense_is_code_7_and_changes_nothing() {
+fn invalid_mappings_are_code_7_and_change_nothing() {
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);
     let pod = world.dual();
@@ -80,7 +80,7 @@ fn conditions_in_iptables_words_need_its_programs() {
 }
 
 #[test]
-fn a_bad_mapping_is_named_by_its_place() {
+fn a_bad_mapping_is_named_by_its_index() {
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);
     let pod = world.dual();
@@ -99,7 +99,7 @@ fn a_bad_mapping_is_named_by_its_place() {
 /// Other programs compare these by equality with what Go's plugin prints, and libcni appends the
 /// details to the message.
 #[test]
-fn a_refusal_that_go_words_reads_exactly_as_go_s() {
+fn refusals_that_go_has_too_have_exactly_gos_text() {
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);
     let pod = world.dual();

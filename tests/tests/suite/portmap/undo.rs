@@ -87,7 +87,7 @@ fn an_unread_add_undoes_nothing_if_its_rules_were_in_place() {
 }
 
 #[test]
-fn when_nft_refuses_conditions_what_was_there_stays() {
+fn when_nft_refuses_conditions_existing_rules_stay() {
     require!(Backend::Nftables.probe());
     let world = World::new(Backend::Nftables);
     let pod = world.dual();

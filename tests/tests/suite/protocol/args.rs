@@ -16,7 +16,7 @@ fn add_and_del(args: &str) -> Vec<String> {
 }
 
 #[test]
-fn an_address_may_be_asked_for() {
+fn an_address_can_be_requested() {
     assert_eq!(add_and_del("IP=10.1.0.9"), ["10.1.0.9/24"]);
     assert_eq!(add_and_del("IP=10.1.0.9/24"), ["10.1.0.9/24"]);
 }
@@ -61,7 +61,7 @@ fn a_trailing_semicolon_is_fine() {
 }
 
 #[test]
-fn what_kubernetes_sends_is_never_an_error() {
+fn arguments_of_kubernetes_are_accepted() {
     let pod = "K8S_POD_NAMESPACE=default;K8S_POD_NAME=web-0;K8S_POD_INFRA_CONTAINER_ID=0a1b;K8S_POD_UID=1-2-3";
     assert_eq!(add_and_del(&format!("IgnoreUnknown=1;{pod};IP=10.1.0.9")), ["10.1.0.9/24"]);
     assert_eq!(add_and_del(&format!("{pod};IP=10.1.0.9")), ["10.1.0.9/24"]);
@@ -73,7 +73,7 @@ fn of_duplicate_keys_the_last_wins() {
 }
 
 #[test]
-fn del_cleans_whatever_the_arguments_say() {
+fn del_works_with_any_arguments() {
     let node = Node::new();
     let container = node.container();
     let attachment = Attachment::new(&node, &container, host_local(&node, &["10.1.0.0/24"]));

@@ -103,7 +103,7 @@ fn an_invalid_interface_name_is_refused_before_any_work() {
 }
 
 #[test]
-fn fifteen_bytes_are_not_too_long() {
+fn an_interface_name_of_fifteen_bytes_is_accepted() {
     let node = Node::new();
     let call = node.plugin("host-local").command("DEL").id("a").ifname("fifteen-bytes-x");
     call.config(&config(&node, "host-local")).run().success();
@@ -123,7 +123,7 @@ fn an_unknown_command_is_refused() {
 }
 
 #[test]
-fn without_a_command_the_plugin_says_what_it_is() {
+fn without_a_command_the_plugin_prints_its_name() {
     let node = Node::new();
     for plugin in PLUGINS {
         let outcome = node.plugin(plugin).run();
@@ -145,7 +145,7 @@ fn a_variable_that_is_not_utf8_is_refused() {
 }
 
 #[test]
-fn a_namespace_that_does_not_exist_or_is_none_is_refused() {
+fn a_missing_or_invalid_namespace_is_refused() {
     let node = Node::new();
     let plain = node.file("plain", "");
     for (plugin, text) in [("bridge", "failed to open netns"), ("loopback", "")] {

@@ -64,7 +64,7 @@ fn the_runtime_may_override_the_guard() {
 }
 
 #[test]
-fn another_value_overrides_nothing() {
+fn other_values_do_not_override_the_guard() {
     let node = Node::new();
     let container = node.container();
     for value in ["0", "yes", ""] {

@@ -56,7 +56,7 @@ fn without_prev_result_or_address_nothing_is_changed() {
 }
 
 #[test]
-fn addresses_of_other_interfaces_are_no_error() {
+fn addresses_of_other_interfaces_are_not_an_error() {
     for keys in [json!({}), json!({"table": 5000})] {
         let node = Node::new();
         let (pod, _networks) = pod(&node);
@@ -73,7 +73,7 @@ fn addresses_of_other_interfaces_are_no_error() {
 }
 
 #[test]
-fn an_interface_that_is_not_there_is_named() {
+fn a_missing_interface_is_named() {
     let node = Node::new();
     let (pod, _networks) = pod(&node);
     let prev = prev(&pod, &[V4]);

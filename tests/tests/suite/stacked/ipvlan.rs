@@ -31,7 +31,7 @@ fn containers_reach_each_other_in_every_mode() {
 }
 
 #[test]
-fn the_mode_that_is_not_configured_is_l2() {
+fn the_default_mode_is_l2() {
     require!(probe::ipvlan());
     let (node, _outside) = node();
     let (container, attachment, result) = attach(&node, &network(&node, "ipvlan"), 1).remove(0);
@@ -63,7 +63,7 @@ fn without_ipam_it_is_refused() {
 }
 
 #[test]
-fn any_mtu_is_taken() {
+fn any_mtu_is_accepted() {
     require!(probe::ipvlan());
     let (node, _outside) = node();
     for (mtu, expected) in [(9000, 9000), (1400, 1400), (0, 1500), (-5, 1500)] {
@@ -76,7 +76,7 @@ fn any_mtu_is_taken() {
 }
 
 #[test]
-fn behind_another_plugin_its_addresses_and_master_are_taken() {
+fn in_chained_use_addresses_and_master_are_those_before() {
     require!(probe::ipvlan());
     let (node, _outside) = node();
     let container = node.container();
@@ -113,6 +113,6 @@ fn an_earlier_result_without_a_single_interface_is_refused() {
 }
 
 #[test]
-fn neighbours_that_knew_another_address_are_corrected() {
+fn outdated_entries_of_neighbours_are_corrected() {
     neighbours_are_corrected("ipvlan");
 }

@@ -18,7 +18,7 @@ fn beside_the_master(node: &Node) -> Value {
 }
 
 #[test]
-fn containers_reach_each_other_and_what_is_outside() {
+fn containers_reach_each_other_and_the_outside() {
     let (node, outside) = node();
     let all = attach(&node, &beside_the_master(&node), 2);
     let [(one, ..), (other, ..)] = &all[..] else { unreachable!() };
@@ -34,7 +34,7 @@ fn containers_reach_each_other_and_what_is_outside() {
 }
 
 #[test]
-fn private_and_vepa_leave_others_to_the_outside() {
+fn private_and_vepa_do_not_connect_containers() {
     let (node, _outside) = node();
     for name in ["private", "vepa"] {
         let config = patched(beside_the_master(&node), json!({"mode": name}));
@@ -200,6 +200,6 @@ fn its_addresses_may_be_requested_in_cni_args() {
 }
 
 #[test]
-fn neighbours_that_knew_another_address_are_corrected() {
+fn outdated_entries_of_neighbours_are_corrected() {
     neighbours_are_corrected("macvlan");
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn its_frames_are_tagged() {
+fn frames_are_tagged_with_the_vlan() {
     require!(probe::vlan_links());
     let (node, outside) = node();
     outside.ip(&[
@@ -20,7 +20,7 @@ fn its_frames_are_tagged() {
 }
 
 #[test]
-fn a_vlan_of_a_master_is_there_once() {
+fn a_vlan_exists_once_on_a_master() {
     require!(probe::vlan_links());
     let (node, _outside) = node();
     let config = network(&node, "vlan");
@@ -59,7 +59,7 @@ fn a_missing_id_is_refused() {
 }
 
 #[test]
-fn zero_and_4094_are_ids() {
+fn zero_and_4094_are_valid_ids() {
     require!(probe::vlan_links());
     let (node, _outside) = node();
     for id in [0, 4094] {

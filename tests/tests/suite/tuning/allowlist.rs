@@ -86,7 +86,7 @@ fn a_key_that_does_not_match_is_refused_before_any_change() {
 }
 
 #[test]
-fn one_key_that_is_refused_keeps_the_others_from_being_written() {
+fn one_refused_key_prevents_all_writes() {
     let node = private_node!();
     write(&node, b"arp_filter\n");
     let container = pod(&node);
@@ -97,7 +97,7 @@ fn one_key_that_is_refused_keeps_the_others_from_being_written() {
 }
 
 #[test]
-fn args_are_judged_too() {
+fn sysctls_in_args_are_checked_too() {
     let node = private_node!();
     write(&node, b"arp_filter\n");
     let container = pod(&node);
@@ -141,7 +141,7 @@ fn a_list_that_cannot_be_read_allows_nothing() {
 }
 
 #[test]
-fn who_sets_no_sysctl_is_not_asked_for_a_list() {
+fn without_sysctls_the_list_is_not_read() {
     let node = private_node!();
     write(&node, b"(");
     let container = pod(&node);
@@ -150,7 +150,7 @@ fn who_sets_no_sysctl_is_not_asked_for_a_list() {
 }
 
 #[test]
-fn check_and_del_do_not_ask_the_list() {
+fn check_and_del_do_not_read_the_list() {
     let node = private_node!();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"sysctl": {"net.ipv4.conf.eth0.arp_filter": "1"}}));

@@ -20,7 +20,7 @@ fn is_untouched(container: &Container) {
 }
 
 #[test]
-fn it_has_go_s_keys_and_says_whose_it_is() {
+fn a_backup_has_gos_keys_and_names_its_attachment() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, all());
@@ -45,7 +45,7 @@ fn it_has_go_s_keys_and_says_whose_it_is() {
 }
 
 #[test]
-fn folder_and_file_are_root_s_alone() {
+fn folder_and_file_are_for_root_only() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"mtu": 1400, "dataDir": node.dir().join("a/b/c")}));
@@ -70,7 +70,7 @@ fn a_folder_that_exists_keeps_its_mode() {
 }
 
 #[test]
-fn by_default_it_lies_where_go_looks_for_it() {
+fn the_default_folder_is_that_of_go() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"mtu": 1400, "dataDir": null}));
@@ -83,7 +83,7 @@ fn by_default_it_lies_where_go_looks_for_it() {
 }
 
 #[test]
-fn a_second_add_does_not_take_the_tuned_for_the_original() {
+fn a_second_add_keeps_the_original_values() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, all());
@@ -99,7 +99,7 @@ fn a_second_add_does_not_take_the_tuned_for_the_original() {
 }
 
 #[test]
-fn the_second_del_succeeds_and_touches_nothing() {
+fn the_second_del_succeeds_and_changes_nothing() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, all());
@@ -111,7 +111,7 @@ fn the_second_del_succeeds_and_touches_nothing() {
 }
 
 #[test]
-fn a_del_that_never_had_an_add_succeeds() {
+fn del_without_an_earlier_add_succeeds() {
     let node = Node::new();
     let container = pod(&node);
     tuned(&node, &container, all()).del().success();
@@ -148,7 +148,7 @@ fn a_del_of_a_path_that_was_unmounted_removes_the_file() {
 }
 
 #[test]
-fn a_del_after_the_interface_has_gone_puts_back_what_is_left() {
+fn del_without_the_interface_restores_the_sysctls() {
     let node = Node::new();
     let container = pod(&node);
     let keys =
@@ -197,7 +197,7 @@ fn a_failed_add_into_another_namespace_leaves_the_backup() {
 }
 
 #[test]
-fn nothing_of_an_earlier_namespace_is_put_back_into_a_new_one() {
+fn values_of_an_earlier_namespace_are_not_restored() {
     let node = Node::new();
     let lost = pod(&node);
     tuned(&node, &lost, all()).add_after(&prev(&lost)).success();
@@ -329,7 +329,7 @@ fn a_folder_that_cannot_be_made_fails_before_any_change() {
 }
 
 #[test]
-fn without_a_backup_a_read_only_folder_is_no_matter_for_a_del() {
+fn without_a_backup_del_accepts_a_read_only_folder() {
     let node = Node::new();
     let container = pod(&node);
     let folder = data_dir(&node);

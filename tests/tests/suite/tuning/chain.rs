@@ -25,7 +25,7 @@ fn life(node: &Node) {
 }
 
 #[test]
-fn a_list_of_both_lives_and_leaves_nothing() {
+fn a_list_of_bridge_and_tuning_leaves_nothing() {
     require!(probe::plugin("bridge"));
     life(&Node::new());
 }

@@ -21,31 +21,31 @@ fn sees(keys: Value, sabotage: &[&str], words: &[&str]) {
 }
 
 #[test]
-fn another_mac_is_seen() {
+fn a_changed_mac_is_reported() {
     let words = ["Error: Tuning configured Ethernet of eth0 is 02:00:00:00:00:aa, current value is 02:00:00:00:00:bb"];
     sees(json!({"mac": "02:00:00:00:00:aa"}), &["address", "02:00:00:00:00:bb"], &words);
 }
 
 #[test]
-fn another_mtu_is_seen() {
+fn a_changed_mtu_is_reported() {
     let words = ["Error: Tuning configured MTU of eth0 is 1400, current value is 1300"];
     sees(json!({"mtu": 1400}), &["mtu", "1300"], &words);
 }
 
 #[test]
-fn promiscuous_mode_turned_off_is_seen() {
+fn promiscuous_mode_turned_off_is_reported() {
     let words = ["Error: Tuning link eth0 configured promisc is true, current value is 0"];
     sees(json!({"promisc": true}), &["promisc", "off"], &words);
 }
 
 #[test]
-fn all_multicast_mode_turned_off_is_seen() {
+fn all_multicast_mode_turned_off_is_reported() {
     let words = ["Error: Tuning configured all-multicast mode of eth0 is true, current value is false"];
     sees(json!({"allmulti": true}), &["allmulticast", "off"], &words);
 }
 
 #[test]
-fn what_costs_no_packet_is_only_printed() {
+fn differences_that_lose_no_packet_are_only_printed() {
     for (keys, change, words) in [
         (json!({"txQLen": 77}), ["txqueuelen", "78"], "eth0 is 77, current value is 78"),
         (json!({"allmulti": false}), ["allmulticast", "on"], "eth0 is false, current value is true"),
@@ -63,7 +63,7 @@ fn what_costs_no_packet_is_only_printed() {
 }
 
 #[test]
-fn another_sysctl_is_seen_with_everything_else_that_differs() {
+fn a_changed_sysctl_is_reported_with_all_other_changes() {
     let node = Node::new();
     let container = pod(&node);
     let sysctls = json!({"net.ipv4.conf.eth0.arp_filter": "1", "net.ipv4.conf.lo.arp_filter": "1"});
@@ -98,7 +98,7 @@ fn promiscuity_added_by_others_is_accepted() {
 }
 
 #[test]
-fn an_interface_that_is_gone_is_named() {
+fn a_missing_interface_is_named() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"mtu": 1400}));

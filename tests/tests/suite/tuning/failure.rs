@@ -73,7 +73,7 @@ fn a_second_add_that_fails_leaves_what_the_first_one_made() {
 }
 
 #[test]
-fn a_namespace_that_is_none_is_named() {
+fn an_invalid_namespace_is_named() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, all()).netns("/nowhere/ns");

@@ -28,45 +28,45 @@ fn sets(keys: Value, args: Option<&str>, expected: (&str, u64, bool, bool, u64))
 }
 
 #[test]
-fn the_mac() {
+fn the_mac_is_set() {
     sets(json!({"mac": A}), None, (A, 1500, false, false, 1000));
 }
 
 #[test]
-fn the_mac_in_any_spelling() {
+fn the_mac_is_set_in_any_spelling() {
     for mac in ["02:00:00:00:00:AA", "02-00-00-00-00-aa", "0200.0000.00aa"] {
         sets(json!({"mac": mac}), None, (A, 1500, false, false, 1000));
     }
 }
 
 #[test]
-fn the_mtu() {
+fn the_mtu_is_set() {
     sets(json!({"mtu": 1400}), None, (MAC, 1400, false, false, 1000));
 }
 
 #[test]
-fn promiscuous_mode() {
+fn promiscuous_mode_is_turned_on() {
     sets(json!({"promisc": true}), None, (MAC, 1500, true, false, 1000));
 }
 
 #[test]
-fn all_multicast_mode() {
+fn all_multicast_mode_is_turned_on() {
     sets(json!({"allmulti": true}), None, (MAC, 1500, false, true, 1000));
 }
 
 #[test]
-fn the_transmit_queue() {
+fn the_length_of_the_transmit_queue_is_set() {
     sets(json!({"txQLen": 77}), None, (MAC, 1500, false, false, 77));
 }
 
 #[test]
-fn everything_at_once() {
+fn all_settings_are_changed_at_once() {
     let all = json!({"mac": A, "mtu": 1400, "promisc": true, "allmulti": true, "txQLen": 0});
     sets(all, None, (A, 1400, true, true, 0));
 }
 
 #[test]
-fn everything_from_args() {
+fn all_settings_can_come_from_args() {
     let all = json!({"args": {"cni": {"mac": A, "mtu": 1400, "promisc": true, "allmulti": true, "txQLen": 77}}});
     sets(all, None, (A, 1400, true, true, 77));
 }
@@ -91,13 +91,13 @@ fn an_invalid_mac_is_reported_before_an_invalid_mtu() {
 }
 
 #[test]
-fn args_beat_the_configuration() {
+fn args_override_the_configuration() {
     let keys = json!({"mtu": 1300, "args": {"cni": {"mtu": 1400}}});
     sets(keys, None, (MAC, 1400, false, false, 1000));
 }
 
 #[test]
-fn a_no_of_the_args_counts() {
+fn false_in_args_overrides_true() {
     let no = json!({"mac": A, "mtu": 1300, "promisc": true,
                     "args": {"cni": {"mac": "", "mtu": 0, "promisc": false}}});
     sets(no, None, (MAC, 1500, false, false, 1000));
@@ -116,7 +116,7 @@ fn promiscuous_mode_is_never_turned_off() {
 }
 
 #[test]
-fn nothing_asked_changes_nothing_and_leaves_no_backup() {
+fn an_empty_configuration_changes_nothing() {
     let node = Node::new();
     let container = pod(&node);
     let attachment = tuned(&node, &container, json!({"mtu": 0, "args": {"cni": {"not": "ours"}, "other": [1]}}));
@@ -128,7 +128,7 @@ fn nothing_asked_changes_nothing_and_leaves_no_backup() {
 }
 
 #[test]
-fn a_mac_that_is_none_is_refused_before_any_change() {
+fn an_invalid_mac_is_refused_before_any_change() {
     for mac in ["zz", "02:00:00:00:00", "01:00:5e:00:00:01", "00:00:00:00:00:00"] {
         let node = Node::new();
         let container = pod(&node);
@@ -140,7 +140,7 @@ fn a_mac_that_is_none_is_refused_before_any_change() {
 }
 
 #[test]
-fn numbers_that_make_no_sense_are_refused() {
+fn invalid_numbers_are_refused() {
     let node = Node::new();
     let container = pod(&node);
     for (keys, word) in [(json!({"mtu": -1}), "mtu -1"), (json!({"txQLen": -5}), "txQLen -5")] {

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::{backups, pod, prev, state, tuned};
 
 #[test]
-fn gc_takes_what_belongs_to_no_valid_attachment() {
+fn gc_removes_the_backups_of_invalid_attachments() {
     let node = Node::new();
     let all: Vec<_> = (0..3).map(|_| pod(&node)).collect();
     let keys = json!({"cniVersion": "1.1.0", "mtu": 1400});
@@ -22,7 +22,7 @@ fn gc_takes_what_belongs_to_no_valid_attachment() {
 }
 
 #[test]
-fn gc_leaves_what_does_not_name_this_network() {
+fn gc_leaves_files_that_do_not_name_this_network() {
     let node = Node::new();
     let container = pod(&node);
     let other = tuned(&node, &container, json!({"cniVersion": "1.1.0", "name": "net2", "mtu": 1400}));
@@ -77,7 +77,7 @@ fn gc_without_a_list_touches_nothing() {
 }
 
 #[test]
-fn status_says_nothing_of_what_is_ready_and_makes_nothing() {
+fn status_of_a_ready_node_prints_and_creates_nothing() {
     let node = Node::new();
     let container = pod(&node);
     let keys = json!({"cniVersion": "1.1.0", "mtu": 1400, "sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1"}});
@@ -97,7 +97,7 @@ fn status_reports_what_would_fail_every_add() {
 }
 
 #[test]
-fn status_asks_the_allow_list() {
+fn status_checks_the_allowlist() {
     let node = Node::new();
     if !node.run(&["mount", "-t", "tmpfs", "tmpfs", "/etc"]).ok {
         skip!("no private /etc can be mounted here");

@@ -63,37 +63,37 @@ fn new_mac(result: &mut Value) {
 }
 
 #[test]
-fn life_and_shape_in_0_1_0() {
+fn verbs_and_result_in_0_1_0() {
     life("0.1.0", |_| first_shape("0.1.0"), |_| {});
 }
 
 #[test]
-fn life_and_shape_in_0_2_0() {
+fn verbs_and_result_in_0_2_0() {
     life("0.2.0", |_| first_shape("0.2.0"), |_| {});
 }
 
 #[test]
-fn life_and_shape_in_0_3_0() {
+fn verbs_and_result_in_0_3_0() {
     life("0.3.0", |sandbox| second_shape("0.3.0", sandbox), new_mac);
 }
 
 #[test]
-fn life_and_shape_in_0_3_1() {
+fn verbs_and_result_in_0_3_1() {
     life("0.3.1", |sandbox| second_shape("0.3.1", sandbox), new_mac);
 }
 
 #[test]
-fn life_and_shape_in_0_4_0() {
+fn verbs_and_result_in_0_4_0() {
     life("0.4.0", |sandbox| second_shape("0.4.0", sandbox), new_mac);
 }
 
 #[test]
-fn life_and_shape_in_1_0_0() {
+fn verbs_and_result_in_1_0_0() {
     life("1.0.0", |sandbox| patched(third_shape("1.0.0", sandbox), json!({"dns": {"domain": "x"}})), new_mac);
 }
 
 #[test]
-fn life_and_shape_in_1_1_0_where_an_interface_has_an_mtu() {
+fn verbs_and_result_in_1_1_0_where_an_interface_has_an_mtu() {
     life(
         "1.1.0",
         |sandbox| patched(third_shape("1.1.0", sandbox), json!({"dns": {"domain": "x"}})),

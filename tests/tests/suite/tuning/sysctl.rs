@@ -51,7 +51,7 @@ fn an_interface_with_a_dot_in_its_name_is_found() {
 }
 
 #[test]
-fn they_are_written_in_the_order_given_and_put_back_in_reverse() {
+fn sysctls_are_written_in_order_and_restored_in_reverse() {
     let (all, own) = ("net/ipv4/conf/all/forwarding", "net/ipv4/conf/eth0/forwarding");
     let all_first = r#""sysctl":{"net.ipv4.conf.all.forwarding":"1","net.ipv4.conf.IFNAME.forwarding":"0"}"#;
     let own_first = r#""sysctl":{"net.ipv4.conf.IFNAME.forwarding":"0","net.ipv4.conf.all.forwarding":"1"}"#;
@@ -71,7 +71,7 @@ fn they_are_written_in_the_order_given_and_put_back_in_reverse() {
 }
 
 #[test]
-fn del_and_a_failed_add_put_them_back_in_reverse() {
+fn del_and_a_failed_add_restore_sysctls_in_reverse() {
     let (all, own) = ("net/ipv4/conf/all/forwarding", "net/ipv4/conf/eth0/forwarding");
     let keys = r#""sysctl":{"net.ipv4.conf.IFNAME.forwarding":"0","net.ipv4.conf.all.forwarding":"1"}"#;
     let node = Node::new();
@@ -87,7 +87,7 @@ fn del_and_a_failed_add_put_them_back_in_reverse() {
 }
 
 #[test]
-fn args_replace_and_add() {
+fn sysctls_in_args_replace_or_follow_the_others() {
     let node = Node::new();
     let container = pod(&node);
     let keys = json!({
@@ -129,7 +129,7 @@ fn is_refused_as_a_duplicate(container: &Container, node: &Node, keys: &str) {
 }
 
 #[test]
-fn a_key_twice_is_an_error() {
+fn a_repeated_key_is_an_error() {
     let node = Node::new();
     let container = pod(&node);
     let twice = r#"{"net.ipv4.conf.IFNAME.arp_filter":"1","net.ipv4.conf.IFNAME.arp_filter":"1"}"#;
@@ -138,7 +138,7 @@ fn a_key_twice_is_an_error() {
 }
 
 #[test]
-fn a_file_twice_is_an_error_too() {
+fn two_spellings_of_one_file_are_an_error() {
     let node = Node::new();
     let container = pod(&node);
     for other in ["net/ipv4/conf/IFNAME/arp_filter", "net.ipv4.conf.eth0.arp_filter"] {
@@ -148,7 +148,7 @@ fn a_file_twice_is_an_error_too() {
 }
 
 #[test]
-fn what_is_not_below_net_is_refused_before_any_change() {
+fn keys_outside_net_are_refused_before_any_change() {
     let node = Node::new();
     let container = pod(&node);
     let long = format!("net.{}", "x".repeat(64 << 10));
@@ -182,7 +182,7 @@ fn what_is_not_below_net_is_refused_before_any_change() {
 }
 
 #[test]
-fn go_s_text_for_a_key_outside_net() {
+fn a_key_outside_net_is_refused_with_gos_text() {
     let node = Node::new();
     let container = pod(&node);
     for (key, text) in [("kernel.hostname", "kernel/hostname"), ("kernel/IFNAME.x", "kernel/eth0/x")] {
@@ -232,7 +232,7 @@ fn an_empty_value_writes_nothing() {
 }
 
 #[test]
-fn what_can_only_be_written_is_written_and_not_saved() {
+fn write_only_sysctls_are_written_and_not_saved() {
     let node = Node::new();
     let container = pod(&node);
     if !container.run(&["test", "-w", "/proc/sys/net/ipv4/route/flush"]).ok {
@@ -265,7 +265,7 @@ fn a_value_changed_by_others_since_is_left_alone() {
 }
 
 #[test]
-fn what_the_kernel_writes_its_own_way_is_checked_and_put_back() {
+fn values_that_the_kernel_rewrites_are_checked_and_restored() {
     let node = Node::new();
     let container = pod(&node);
     for (path, value, reads) in [
@@ -284,7 +284,7 @@ fn what_the_kernel_writes_its_own_way_is_checked_and_put_back() {
 }
 
 #[test]
-fn the_host_s_values_are_not_touched() {
+fn the_hosts_values_are_not_changed() {
     let node = Node::new();
     let container = pod(&node);
     let before = node.sysctl("net/ipv4/conf/all/arp_filter");

@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use super::*;
 
 #[test]
-fn a_hostile_folder_does_no_harm_and_comes_to_none() {
+fn a_hostile_folder_does_no_harm_and_stays_unchanged() {
     let net = Net::new();
     net.write("notes.txt", "a\r\neth0");
     net.write("last_reserved_ip.0", "10.0.0.9");

@@ -113,7 +113,7 @@ fn a_clock_set_late_postpones_the_search_without_repeating_it() {
 }
 
 #[test]
-fn very_many_are_released_at_once_and_leave_a_true_index() {
+fn releasing_very_many_at_once_leaves_a_correct_index() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
     require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));

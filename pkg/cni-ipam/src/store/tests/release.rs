@@ -17,7 +17,7 @@ fn del_takes_the_exact_owner_and_the_old_form_only_without_one() {
 }
 
 #[test]
-fn gc_judges_by_what_the_file_says() {
+fn gc_trusts_the_file_and_not_the_index() {
     let net = Net::new();
     net.write("10.0.0.2", "gone\r\neth0");
     net.lock().reserved_by(&owner("gone")).unwrap();
@@ -48,7 +48,7 @@ fn gc_keeps_valid_and_old_form_reservations_and_foreign_files() {
 }
 
 #[test]
-fn gc_of_very_many_leaves_a_true_index() {
+fn gc_of_very_many_leaves_a_correct_index() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/24"]);
     for n in 2..200 {
@@ -61,7 +61,7 @@ fn gc_of_very_many_leaves_a_true_index() {
 }
 
 #[test]
-fn chosen_reservations_go_and_changed_ones_stay() {
+fn chosen_reservations_are_released_unless_changed() {
     let net = Net::new();
     let sets = sets(&["10.0.0.0/24"]);
     for id in ["a", "b", "c"] {

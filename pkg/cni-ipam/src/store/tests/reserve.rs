@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::*;
 
 #[test]
-fn what_is_on_disk_is_byte_for_byte_what_go_writes() {
+fn files_are_byte_for_byte_those_of_go() {
     let net = Net::new();
     assert_eq!(net.add(" abc\n", &sets(&["10.0.0.0/24", "fd00::/64"])).unwrap(), ["10.0.0.2", "fd00::2"]);
     assert_eq!(net.names(), ["10.0.0.2", "fd00::2", "last_reserved_ip.0", "last_reserved_ip.1", "lock"]);
@@ -132,7 +132,7 @@ fn exhaustion_names_the_longest_holders() {
 }
 
 #[test]
-fn what_a_killed_go_plugin_left_empty_is_free() {
+fn an_empty_file_of_a_killed_go_plugin_is_free() {
     let net = Net::new();
     net.write("10.0.0.2", "");
     net.write("10.0.0.3", "\0\0\0\0");
@@ -157,7 +157,7 @@ fn undoing_tries_every_address_and_reports_every_failure() {
 }
 
 #[test]
-fn undoing_an_add_frees_what_it_made_and_nothing_else() {
+fn undo_releases_only_the_reservations_of_this_add() {
     let net = Net::new();
     let pools = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
     net.write("10.5.0.1", "a\r\neth0");
@@ -182,7 +182,7 @@ fn undoing_an_add_keeps_a_later_reservation_of_the_owner() {
 }
 
 #[test]
-fn a_refusal_names_what_is_held_and_the_ways_out() {
+fn a_refused_add_names_held_addresses_and_remedies() {
     let net = Net::new();
     net.write("10.7.0.9", "a");
     net.add("a", &sets(&["10.0.0.0/24", "10.1.0.0/24"])).unwrap();
@@ -205,7 +205,7 @@ fn again(net: &Net, id: &str, sets: &RangeSets, requested: &Requested) -> Result
 }
 
 #[test]
-fn reuse_gives_the_same_addresses_and_what_is_missing() {
+fn reuse_returns_the_same_addresses_and_adds_missing_ones() {
     let net = Net::new();
     let two = sets(&["10.0.0.0/24", "10.1.0.0/24"]);
     net.add("a", &sets(&["10.1.0.0/24"])).unwrap();
@@ -241,7 +241,7 @@ fn reuse_of_another_address_or_another_owners_is_refused() {
 }
 
 #[test]
-fn undoing_a_reuse_frees_what_it_added_alone() {
+fn undo_of_a_reuse_releases_only_added_addresses() {
     let net = Net::new();
     net.add("a", &sets(&["10.1.0.0/24"])).unwrap();
     let lease = reusing(&net).reserve(&owner("a"), &sets(&["10.0.0.0/24", "10.1.0.0/24"]), &Requested::none()).unwrap();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn status_counts_with_and_without_an_index_and_makes_nothing() {
+fn status_counts_without_an_index_and_creates_nothing() {
     let net = Net::new();
     let pools = sets(&["10.0.0.0/29", "fd00::/64"]);
     assert_eq!(net.store.usage(&pools).unwrap()[0].to_string(), "10.0.0.1-10.0.0.6: 0 of 5 used");

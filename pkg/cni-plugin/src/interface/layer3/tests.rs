@@ -70,7 +70,7 @@ fn a_bridge_that_is_not_a_gateway_reports_none() {
 }
 
 #[test]
-fn routes_that_cannot_work_are_refused_before_anything_is_done() {
+fn impossible_routes_are_refused_before_any_change() {
     for (routes, why) in [
         (r#"{"dst":"10.9.0.1/16"}"#, "host bits"),
         (r#"{"dst":"10.9.0.0/16","gw":"fd00::1"}"#, "other address family"),

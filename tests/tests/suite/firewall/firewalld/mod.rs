@@ -216,7 +216,7 @@ fn an_address_stays_in_the_zone_while_an_attachment_has_it() {
 }
 
 #[test]
-fn the_node_goes_from_go_to_this_plugin_and_back() {
+fn a_node_can_switch_from_go_to_this_plugin_and_back() {
     require!(probe::firewalld().map(drop));
     require!(probe::go_plugins());
     let firewalld = Firewalld::new();
@@ -326,7 +326,7 @@ fn serve(world: &World) {
 }
 
 #[test]
-fn through_the_rules_of_firewalld_the_container_talks() {
+fn packets_of_the_container_pass_firewalld() {
     require!(probe::firewalld().map(drop));
     let firewalld = Firewalld::new();
     let pod = firewalld.world.dual();
