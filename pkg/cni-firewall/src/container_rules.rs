@@ -330,9 +330,9 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
 }
 
 /// Returns the owner of a rule that jumps to a container's chain. `network_and_container` are those
-/// in the rule's comment, which `comment_of` returns for the owner. The interface is read from the chain's first tag, a rule without a target
-/// and with the alias as its comment; if several interfaces of the container share the chain, it
-/// may be the wrong one.
+/// in the rule's comment, which `comment_of` returns for the owner. The interface is read from the
+/// chain's first tag, a rule without a target and with the alias as its comment; if several
+/// interfaces of the container share the chain, it may be the wrong one.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,

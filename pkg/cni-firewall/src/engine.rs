@@ -1,9 +1,9 @@
-//! Makes the changes that a feature plans: in nf_tables with [`change`], in a table of iptables with
-//! [`Store`].
+//! Makes the changes that a feature plans in nf_tables or in a table of iptables.
 //!
 //! A feature reads rules and plans changes. It is called again if another process has changed the
 //! rules in between, so a plan must depend only on what it reads.
 
+use std::cell::RefCell;
 use std::fmt;
 
 use cni::machine::{Machine, OnSigterm};
@@ -13,6 +13,7 @@ use cni_linux::route::Family;
 
 use crate::iptables::{Chains, Cleaned, Edit, Folders, Iptables, Reading, Table};
 use crate::nft::{Batch, Nft};
+use crate::owner::AttachmentFilter;
 use crate::retry;
 
 /// Makes the changes that `plan` adds to a batch of nf_tables, in one transaction. Returns whether
@@ -32,15 +33,18 @@ pub(crate) fn change(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mut Batch) -
     })
 }
 
-/// The table of iptables that holds the rules of one feature, in one network namespace.
+/// The rules of one feature in one network namespace: in nf_tables and in a table of iptables.
 pub(crate) struct Store<'m> {
-    pub(crate) machine: &'m dyn Machine,
+    machine: &'m dyn Machine,
     /// Receives remarks for the operator.
     pub(crate) notes: Notes,
     pub(crate) folders: Folders,
-    pub(crate) table: Table,
+    table: Table,
     /// What a remark calls the rules.
-    pub(crate) rules: &'static str,
+    rules: &'static str,
+    /// The connections that have removed rules. Closing one waits for an RCU grace period.
+    open_nft: RefCell<Vec<Nft>>,
+    open_iptables: RefCell<Vec<Iptables<'m>>>,
 }
 
 impl fmt::Debug for Store<'_> {
@@ -50,18 +54,24 @@ impl fmt::Debug for Store<'_> {
 }
 
 impl<'m> Store<'m> {
-    /// Opens the table.
+    /// Returns a store that has not opened anything yet.
+    pub(crate) fn new(machine: &'m dyn Machine, notes: Notes, table: Table, rules: &'static str) -> Store<'m> {
+        let (open_nft, open_iptables) = Default::default();
+        Store { machine, notes, folders: Folders::new(std::env::var_os("PATH")), table, rules, open_nft, open_iptables }
+    }
+
+    /// Opens the table of iptables.
     pub(crate) fn open(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
         Iptables::open_with(self.table, self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
     }
 
-    /// Makes the changes that `plan` returns for each family, in the variant that the host uses for
-    /// the family. Sets `changed` to true if rules may have been changed, even on an error.
+    /// Makes the changes that `plan` returns for iptables, for each family in the variant that the
+    /// host uses for it. Sets `changed` to true if rules may have been changed, even on an error.
     ///
     /// # Errors
     /// Rules of a family cannot be written at all, and nothing is changed; or as
     /// [`Iptables::change_all`].
-    pub(crate) fn ensure(
+    pub(crate) fn ensure_in_iptables(
         &self,
         families: impl IntoIterator<Item = Family>,
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
@@ -82,17 +92,31 @@ impl<'m> Store<'m> {
         iptables.change_all(&families_with_variant, |chains| plan(chains).map(Some), changed)
     }
 
-    /// Makes the removals that `plan` returns, in each family and variant that may have one of
-    /// `chains`. A failure in one does not stop the others; all failures are joined. A variant
-    /// whose programs are missing is not an error but a note.
-    pub(crate) fn clean(
+    /// Makes the removals that `plan` adds to a batch of nf_tables.
+    pub(crate) fn purge_in_nftables(&self, plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>) -> Result<()> {
+        let mut nft = Nft::open()?;
+        let result = change(&mut nft, plan).map(drop);
+        self.open_nft.borrow_mut().push(nft);
+        result
+    }
+
+    /// Makes the removals that `plan` returns, for the attachments that `filter` selects, in each
+    /// family and variant of iptables that may have one of `chains`. A failure in one does not stop
+    /// the others; all failures are joined. A variant whose programs are missing is not an error
+    /// but a note.
+    pub(crate) fn purge_in_iptables(
         &self,
-        iptables: &mut Iptables<'_>,
+        filter: AttachmentFilter<'_>,
         chains: &[&str],
-        reading: Reading,
         plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
+        let reading = match filter {
+            AttachmentFilter::One { .. } => Reading::UnderLock,
+            AttachmentFilter::Garbage { .. } => Reading::BeforeLock,
+        };
+        let mut iptables = self.open(OnSigterm::Finish)?;
         let Cleaned { unreached, outcome } = iptables.clean(chains, reading, plan);
+        self.open_iptables.borrow_mut().push(iptables);
         for (family, variant) in unreached {
             self.notes.note(format_args!(
                 "{} may be left in table {} of iptables-{variant} for {family}: its programs, which could read the \

@@ -1,8 +1,9 @@
 //! Writes, finds and removes the plugins' rules in the node's packet filter.
 //!
-//! [`nft`] reads and changes nf_tables, [`iptables`] the tables of iptables; the other modules are
-//! the features that use these two. The programs `nft` and `iptables` need not be installed. All
-//! calls act in the network namespace of the calling thread.
+//! [`nft`] reads and changes nf_tables, [`iptables`] the tables of iptables. The features plan
+//! changes of rules, `engine` makes them in either store, and [`owner`] selects the attachments
+//! whose rules are removed. The programs `nft` and `iptables` need not be installed. All calls act
+//! in the network namespace of the calling thread.
 //!
 //! Rules that the Go plugins write too have Go's names, comments and matches, byte for byte, so
 //! that these plugins and Go's can remove each other's rules. What Go's rules do not record, for

@@ -17,7 +17,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::engine::{self, Store};
-use super::iptables::{Chains, FAMILIES, Folders, Iptables, Reading, Table, Variant};
+use super::iptables::{Chains, FAMILIES, Iptables, Table, Variant};
 use super::nft::Nft;
 use super::owner::AttachmentFilter;
 use crate::Backend;
@@ -101,9 +101,7 @@ pub struct Forward<'m> {
 impl<'m> Forward<'m> {
     /// Returns a value that has not opened anything yet. `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> Forward<'m> {
-        let folders = Folders::new(std::env::var_os("PATH"));
-        let store = Store { machine, notes, folders, table: Table::Filter, rules: "rules of containers" };
-        Forward { store }
+        Forward { store: Store::new(machine, notes, Table::Filter, "rules of containers") }
     }
 
     /// Returns the backend for new rules if the configuration names none: iptables, or nftables if
@@ -143,7 +141,7 @@ impl<'m> Forward<'m> {
             let admin_chain = &rules.iptables_admin_chain;
             iptables::ensure(filter, &owner, &addresses, admin_chain, accepted_for_others)
         };
-        self.store.ensure(rules.families(), plan, changed)
+        self.store.ensure_in_iptables(rules.families(), plan, changed)
     }
 
     /// Removes the rules of the selected attachments from both backends. Rules of the Go plugin are
@@ -167,17 +165,10 @@ impl<'m> Forward<'m> {
     /// Does [`purge`](Forward::purge), but leaves the rules of iptables for the addresses in
     /// `accepted_for_others`.
     fn remove(&self, filter: AttachmentFilter<'_>, accepted_for_others: &[IpAddr]) -> Result<()> {
-        let reading = match filter {
-            AttachmentFilter::One { .. } => Reading::UnderLock,
-            AttachmentFilter::Garbage { .. } => Reading::BeforeLock,
-        };
         let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
         let results = [
-            Nft::open().and_then(|mut nft| nftables::purge(&mut nft, filter)),
-            self.store.open(OnSigterm::Finish).and_then(|mut iptables| {
-                let plan = |table: &mut Chains<'_>| iptables::purge(table, filter, accepted_for_others);
-                self.store.clean(&mut iptables, &chains, reading, plan)
-            }),
+            self.store.purge_in_nftables(|nft, batch| nftables::purge(nft, batch, filter)),
+            self.store.purge_in_iptables(filter, &chains, |table| iptables::purge(table, filter, accepted_for_others)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
     }

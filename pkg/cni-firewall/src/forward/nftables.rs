@@ -388,16 +388,13 @@ fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
     Ok(false)
 }
 
-/// Removes the addresses of the selected attachments from all tables.
-pub(super) fn purge(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<()> {
+/// Adds to `batch` the removal of the selected attachments' addresses from all tables.
+pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
     let selected = filter.owners(owner::NAME);
-    let plan = |nft: &mut Nft, batch: &mut Batch| {
-        for owners in list_owners(nft)? {
-            remove_addresses(nft, batch, &owners, &|owned| selected.contains(&owned.owner), &[])?;
-        }
-        Ok(())
-    };
-    engine::change(nft, plan).map(drop)
+    for owners in list_owners(nft)? {
+        remove_addresses(nft, batch, &owners, &|owned| selected.contains(&owned.owner), &[])?;
+    }
+    Ok(())
 }
 
 /// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true, and of

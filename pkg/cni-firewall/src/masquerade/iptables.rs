@@ -55,7 +55,8 @@ pub(crate) fn is_chain_name(name: &str) -> bool {
 }
 
 /// Returns the comment of the rules of the attachment's container in this network, as Go writes it,
-/// cut to the length that iptables accepts. Valid names have no characters that would have to be escaped.
+/// cut to the length that iptables accepts. Valid names have no characters that would have to be
+/// escaped.
 pub(crate) fn comment(attachment: &AttachmentId) -> String {
     let mut comment = format!("name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
     let mut end = COMMENT_MAX.min(comment.len());

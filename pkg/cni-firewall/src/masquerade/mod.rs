@@ -9,15 +9,12 @@
 //! rules needs neither the attachment's addresses nor the configuration, and no program except
 //! those of iptables-legacy for rules there. An attachment without rules is not an error.
 
-use std::cell::RefCell;
-
 use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::engine::{self, Store};
-use super::iptables::{Chains, FAMILIES, Folders, Iptables, Reading, Table};
-use super::nft::Nft;
+use super::iptables::{Chains, FAMILIES, Table};
 use super::owner::AttachmentFilter;
 use crate::Backend;
 use cni::AttachmentId;
@@ -36,27 +33,12 @@ pub(super) mod nftables;
 #[derive(Debug)]
 pub struct Masquerade<'m> {
     store: Store<'m>,
-    open_connections: RefCell<OpenConnections<'m>>,
-}
-
-/// The connections that have removed rules.
-#[derive(Debug, Default)]
-struct OpenConnections<'m> {
-    nft: Vec<Nft>,
-    iptables: Vec<Iptables<'m>>,
 }
 
 impl<'m> Masquerade<'m> {
     /// Returns a value that has not opened anything yet; `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> Masquerade<'m> {
-        Masquerade::with_folders(machine, notes, Folders::new(std::env::var_os("PATH")))
-    }
-
-    /// Does the same as [`new`](Masquerade::new), but with iptables' programs and lock in these
-    /// folders.
-    pub fn with_folders(machine: &'m dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'m> {
-        let store = Store { machine, notes, folders, table: Table::Nat, rules: "masquerade rules" };
-        Masquerade { store, open_connections: RefCell::default() }
+        Masquerade { store: Store::new(machine, notes, Table::Nat, "masquerade rules") }
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
@@ -82,7 +64,7 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Does [`ensure`](Masquerade::ensure) without a given backend: uses iptables. If iptables is
-    /// not installed, or if it fails and [`Iptables::probe`] fails too, uses nftables.
+    /// not installed, or if it fails and its probe fails too, uses nftables.
     fn ensure_in_working_backend(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
         let mut iptables = self.store.open(OnSigterm::Kill)?;
         for family in families(addresses) {
@@ -116,7 +98,7 @@ impl<'m> Masquerade<'m> {
     fn ensure_in_iptables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
         let mut has_changed = false;
         let plan = |nat: &mut Chains<'_>| iptables::ensure(nat, attachment, &of_family(addresses, nat.family()));
-        self.store.ensure(families(addresses), plan, &mut has_changed)?;
+        self.store.ensure_in_iptables(families(addresses), plan, &mut has_changed)?;
         Ok(has_changed.then_some(Backend::Iptables))
     }
 
@@ -149,23 +131,17 @@ impl<'m> Masquerade<'m> {
 
     /// Does [`purge`](Masquerade::purge) in nf_tables.
     fn purge_in_nftables(&self, filter: AttachmentFilter<'_>) -> Result<()> {
-        let mut nft = Nft::open()?;
-        let result = nftables::purge(&mut nft, filter);
-        self.open_connections.borrow_mut().nft.push(nft);
-        result
+        self.store.purge_in_nftables(|nft, batch| nftables::purge(nft, batch, filter))
     }
 
     /// Does [`purge`](Masquerade::purge) in all families and variants of iptables.
     fn purge_in_iptables(&self, filter: AttachmentFilter<'_>) -> Result<()> {
-        let (chain, reading) = match filter {
-            AttachmentFilter::One { attachment, .. } => (iptables::chain_of(attachment), Reading::UnderLock),
+        let chain = match filter {
+            AttachmentFilter::One { attachment, .. } => iptables::chain_of(attachment),
             // All masquerading rules are reached from this chain.
-            AttachmentFilter::Garbage { .. } => (iptables::POSTROUTING.to_owned(), Reading::BeforeLock),
+            AttachmentFilter::Garbage { .. } => iptables::POSTROUTING.to_owned(),
         };
-        let mut iptables = self.store.open(OnSigterm::Finish)?;
-        let result = self.store.clean(&mut iptables, &[&chain], reading, |nat| iptables::purge(nat, filter));
-        self.open_connections.borrow_mut().iptables.push(iptables);
-        result
+        self.store.purge_in_iptables(filter, &[&chain], |nat| iptables::purge(nat, filter))
     }
 
     /// Returns a sentence for each missing rule of the attachment's addresses; empty if all are

@@ -178,13 +178,13 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
     Ok(existing.eq(wanted.iter().map(|exprs| as_text(exprs))))
 }
 
-/// Removes the rules of the selected attachments. Table and chains stay, as with Go.
-pub(super) fn purge(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<()> {
-    let plan = |nft: &mut Nft, batch: &mut Batch| {
-        find(nft, filter)?.iter().for_each(|listed| batch.delete_rule(TABLE, CHECKS, listed.handle));
-        Ok(())
-    };
-    engine::change(nft, plan).map(drop)
+/// Adds to `batch` the removal of the selected attachments' rules. Table and chains stay, as with
+/// Go.
+pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
+    for listed in find(nft, filter)? {
+        batch.delete_rule(TABLE, CHECKS, listed.handle);
+    }
+    Ok(())
 }
 
 /// Returns a sentence for each rule of the attachment that is missing or differs; empty if none. On

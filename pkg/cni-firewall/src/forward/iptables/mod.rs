@@ -276,10 +276,10 @@ fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: 
     Ok(())
 }
 
-/// Returns the edit that removes the rules of the selected attachments. Those for untagged addresses
-/// are also removed unless another attachment owns the address: the Go plugin writes rules without a
-/// record. The accepting rules for `accepted_for_others` stay. GC also puts the jumps from
-/// [`FORWARD`] in order.
+/// Returns the edit that removes the rules of the selected attachments. The Go plugin writes rules
+/// without a record: those for the addresses of [`Untagged::Covering`] are also removed, unless
+/// another attachment owns the address. The accepting rules for `accepted_for_others` stay. For GC,
+/// the edit also puts the jumps from [`FORWARD`] in order.
 pub(super) fn purge(
     filter: &mut Chains<'_>,
     selection: AttachmentFilter<'_>,

@@ -3,6 +3,7 @@
 use std::thread;
 
 use super::*;
+use crate::nft::Nft;
 use crate::testing::{nft, on_a_host, ruleset};
 
 const KEY: &str = "net, if: eth0, id: c1";
@@ -12,12 +13,16 @@ fn ensure(attachment: &AttachmentId, addresses: &[&str]) {
 }
 
 fn purge(attachment: &AttachmentId) {
-    nftables::purge(&mut Nft::open().unwrap(), AttachmentFilter::one(attachment)).unwrap();
+    purge_selected(AttachmentFilter::one(attachment));
 }
 
 fn gc(valid: &[(&str, &str)]) {
     let valid = valid.iter().copied().collect();
-    nftables::purge(&mut Nft::open().unwrap(), AttachmentFilter::Garbage { network: "net", valid: &valid }).unwrap();
+    purge_selected(AttachmentFilter::Garbage { network: "net", valid: &valid });
+}
+
+fn purge_selected(filter: AttachmentFilter<'_>) {
+    engine::change(&mut Nft::open().unwrap(), |nft, batch| nftables::purge(nft, batch, filter)).unwrap();
 }
 
 fn rules() -> Vec<String> {

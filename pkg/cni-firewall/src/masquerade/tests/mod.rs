@@ -1,6 +1,7 @@
 //! Tests masquerading on the real kernel, in new network namespaces, and with Go's bridge plugin.
 //! This file has the test host ([`Rig`]) and the tests of both backends.
 
+use std::cell::RefCell;
 use std::net::IpAddr;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::symlink;
@@ -10,7 +11,7 @@ use std::process::{Command, Stdio};
 use cni_testkit::program;
 
 use super::*;
-use crate::iptables::Variant;
+use crate::iptables::{Folders, Variant};
 use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, new_netns, skip};
 use cni_linux::netns::Netns;
@@ -27,6 +28,13 @@ fn cidrs(texts: &[&str]) -> Vec<Cidr> {
 
 fn attachment(container: &str, ifname: &str) -> AttachmentId {
     AttachmentId::new("net", container, ifname)
+}
+
+/// Returns masquerading with iptables' programs and lock in these folders.
+fn with_folders(machine: &dyn Machine, notes: Notes, folders: Folders) -> Masquerade<'_> {
+    let mut masquerade = Masquerade::new(machine, notes);
+    masquerade.store.folders = folders;
+    masquerade
 }
 
 /// A host that has the programs of one variant of iptables, or none.
@@ -98,7 +106,7 @@ impl Rig {
     }
 
     fn masquerade<T>(&self, work: impl FnOnce(&Masquerade<'_>) -> T) -> T {
-        work(&Masquerade::with_folders(&machine(), Notes::silent(), self.folders()))
+        work(&with_folders(&machine(), Notes::silent(), self.folders()))
     }
 
     #[track_caller]
@@ -277,7 +285,7 @@ fn a_missing_program_of_the_legacy_variant_fails_no_removal() {
         let sink = std::rc::Rc::clone(&noted);
         let notes = Notes::new(move |line| sink.borrow_mut().push_str(line));
         let (machine, c1) = (machine(), attachment("c1", "eth0"));
-        let masquerade = Masquerade::with_folders(&machine, notes, bare.folders());
+        let masquerade = with_folders(&machine, notes, bare.folders());
         masquerade.purge(AttachmentFilter::for_del(&c1, &[])).unwrap();
         assert!(noted.borrow().contains("iptables-legacy"), "{}", noted.borrow());
         rig.purge(&attachment("c1", "eth0"), &[]);
