@@ -6,8 +6,8 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use cni::AttachmentId;
 use cni::config::ValidAttachments;
+use cni::{AttachmentId, Cidr};
 
 /// A selection of attachments.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +40,21 @@ pub enum Untagged<'a> {
     UnlessTagged,
     /// All.
     All,
+}
+
+impl Untagged<'_> {
+    /// Whether an untagged rule for this source address or network is selected. `has_tagged` is
+    /// whether the attachment has rules that name it.
+    pub(crate) fn selects(&self, source: Option<Cidr>, has_tagged: bool) -> bool {
+        match self {
+            Untagged::Keep => false,
+            Untagged::Covering(addresses) => {
+                source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
+            }
+            Untagged::UnlessTagged => !has_tagged,
+            Untagged::All => true,
+        }
+    }
 }
 
 impl<'a> AttachmentFilter<'a> {

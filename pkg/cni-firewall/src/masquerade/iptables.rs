@@ -255,37 +255,11 @@ impl ContainerRules {
         let Some(chain) = &self.chain else { return };
         let (garbage, remaining): (Vec<Tag>, Vec<Tag>) =
             chain.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(tag));
-        let is_kept = |source: Option<Cidr>| kept.iter().any(|address| Some(Cidr::host(address.address())) == source);
-        let mut remaining_sources: Vec<Option<Cidr>> = Vec::new();
-        let mut has_remaining_untagged = false;
-        for jump in &self.jumps {
-            let source = source(jump);
-            let is_removed = if is_kept(source) || remaining.iter().any(|tag| tag.source == source) {
-                // An address needs one jump. Two simultaneous ADDs of the Go plugin can both append
-                // the same rule.
-                source.is_some() && remaining_sources.contains(&source)
-            } else if garbage.iter().any(|tag| tag.source == source) {
-                true
-            } else {
-                let is_selected = match untagged {
-                    Untagged::Keep => false,
-                    Untagged::Covering(addresses) => {
-                        source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
-                    }
-                    Untagged::UnlessTagged => garbage.is_empty(),
-                    Untagged::All => true,
-                };
-                has_remaining_untagged |= !is_selected;
-                is_selected
-            };
-            if is_removed {
-                edit.delete(POSTROUTING, jump);
-            } else {
-                remaining_sources.push(source);
-            }
-        }
-        let has_remaining_jump = self.has_other_jumps || !remaining_sources.is_empty();
-        if !has_remaining_jump && remaining.is_empty() && kept.is_empty() {
+        let of_tags = remaining.iter().map(|tag| (tag.source, tag.network));
+        let of_kept = kept.iter().map(|address| (Some(Cidr::host(address.address())), Some(address.network())));
+        let (used_sources, used_networks): (Vec<_>, Vec<_>) = of_tags.chain(of_kept).unzip();
+        let remaining_sources = self.remove_jumps(edit, &garbage, &used_sources, untagged);
+        if used_sources.is_empty() && remaining_sources.is_empty() && !self.has_other_jumps {
             edit.delete_chain(name, chain);
             return;
         }
@@ -293,20 +267,46 @@ impl ContainerRules {
             edit.delete(name, &tag.rule);
         }
         // An untagged jump does not name its network, and may need any ACCEPT rule.
-        if has_remaining_untagged {
+        if remaining_sources.iter().any(|source| !used_sources.contains(source)) {
             return;
         }
-        let is_unused = |network: Cidr| {
-            let has_network = |tags: &[Tag]| tags.iter().any(|tag| tag.network == Some(network));
-            has_network(&garbage)
-                && !has_network(&remaining)
-                && !kept.iter().any(|address| address.network() == network)
+        let is_unused = |network: Option<Cidr>| {
+            network.is_some() && garbage.iter().any(|tag| tag.network == network) && !used_networks.contains(&network)
         };
         for rule in chain.rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
-            if rule.value("-d").and_then(|network| network.parse().ok()).is_some_and(is_unused) {
+            if is_unused(rule.value("-d").and_then(|network| network.parse().ok())) {
                 edit.delete(name, rule);
             }
         }
+    }
+
+    /// Adds to `edit` the removal of the jumps for the sources of `garbage`, of the `untagged` ones
+    /// and of duplicates. Returns the sources of the remaining jumps: those in `used_sources`, and
+    /// those of untagged jumps.
+    fn remove_jumps(
+        &self,
+        edit: &mut Edit,
+        garbage: &[Tag],
+        used_sources: &[Option<Cidr>],
+        untagged: Untagged<'_>,
+    ) -> Vec<Option<Cidr>> {
+        let mut remaining_sources = Vec::new();
+        for jump in &self.jumps {
+            let source = source(jump);
+            let is_removed = if used_sources.contains(&source) {
+                // An address needs one jump. Two simultaneous ADDs of the Go plugin can both append
+                // the same rule.
+                remaining_sources.contains(&source)
+            } else {
+                garbage.iter().any(|tag| tag.source == source) || untagged.selects(source, !garbage.is_empty())
+            };
+            if is_removed {
+                edit.delete(POSTROUTING, jump);
+            } else {
+                remaining_sources.push(source);
+            }
+        }
+        remaining_sources
     }
 }
 
