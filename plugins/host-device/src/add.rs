@@ -6,10 +6,10 @@ use cni::rollback::Rollback;
 use cni::{Error, Result};
 use cni_linux::{Link, Netlink, Netns};
 use cni_plugin::interface::{AttachmentContext, name_taken};
+use cni_plugin::record::AttachmentRecord as _;
 
 use crate::HostDevice;
 use crate::conf::Conf;
-use crate::give_back;
 use crate::record::Record;
 
 /// Moves `device` from the host into the container, where it is named CNI_IFNAME. Returns its index
@@ -50,9 +50,9 @@ pub(crate) fn move_to_container<'a>(
 /// device before ADD.
 fn undo_move(host: &Netlink, container: &Netlink, record: &Record, before: &Link) -> Result<()> {
     let alias = before.alias.as_deref().unwrap_or_default();
-    if let Some(moved) = give_back::find_in(record, container)? {
+    if let Some(moved) = record.find_in(container)? {
         container.move_link(moved.index, &Netns::current()?, &before.name, alias)?;
-    } else if let Some(unmoved) = host.find_link(&before.name)?.filter(|link| record.fits(link, None)) {
+    } else if let Some(unmoved) = host.find_link(&before.name)?.filter(|link| record.device.fits(link, None)) {
         host.set_alias(unmoved.index, alias)?;
     }
     if before.up {

@@ -3,8 +3,9 @@
 use cni::skel::Call;
 use cni::{AttachmentId, Code, Error, Result};
 use cni_linux::{Link, Netlink, Netns};
+use cni_plugin::interface::ensure_free;
+use cni_plugin::record::AttachmentRecord as _;
 
-use crate::give_back::{self, ensure_free};
 use crate::record::Record;
 use crate::{host_name, keys_of, prev_mac};
 
@@ -35,7 +36,7 @@ pub(crate) fn remove(call: &Call<'_>, container: &Netlink, inner: &Link) -> Resu
 pub(crate) fn clean(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
     let (keys, host) = (keys_of(call), Netlink::open()?);
     if let Some(record) = Record::find(attachment)? {
-        return give_back::complete(call, &record, &host);
+        return record.complete(call, &host);
     }
     // Usually the device is already on the host again, and the list of all links is not needed.
     if host.find_link(&keys.device)?.is_some_and(|link| link.alias.is_none()) {

@@ -13,15 +13,13 @@
 //! it.
 //!
 //! `conf` reads the configuration, `device` finds the device that it selects, `record` stores the
-//! records, `give_back` returns a recorded interface to the host. `add` moves the interface, `del`
-//! returns one without a record.
-//! [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK, GC.
+//! records and returns a recorded interface to the host. `add` moves the interface, `del` returns
+//! one without a record. [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK, GC.
 
 mod add;
 mod conf;
 mod del;
 mod device;
-mod give_back;
 mod record;
 
 use cni::AttachmentId;
@@ -109,7 +107,7 @@ impl Interface for HostDevice {
 
     fn remove_recorded(&self, call: &Call<'_>, container: &Netlink, netns: &Netns) -> Result<bool> {
         let Some(record) = Record::find(&call.attachment())? else { return Ok(false) };
-        give_back::from_container(call, &record, container, netns)?;
+        record.give_back(call, container, netns)?;
         Ok(true)
     }
 
@@ -129,7 +127,7 @@ impl Interface for HostDevice {
             return Ok(());
         }
         let host = Netlink::open()?;
-        Error::join(stale.iter().filter_map(|record| give_back::complete(call, record, &host).err()))
+        Error::join(stale.iter().filter_map(|record| record.complete(call, &host).err()))
     }
 }
 

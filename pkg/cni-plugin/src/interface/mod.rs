@@ -6,7 +6,8 @@
 //! implement the verbs and call the plugin's steps. `layer3` configures addresses and routes,
 //! `masquerade` the rules for packets that leave the network. `veth` creates a pair with one end on
 //! the host, `stacked` an interface on top of another one. `adopted` marks an interface that an
-//! earlier plugin of the list created.
+//! earlier plugin of the list created, `borrowed` records one of the host that the container gets
+//! until DEL.
 //!
 //! ADD calls the steps in this order: [`parse`](Interface::parse),
 //! [`find_adopted`](Interface::find_adopted), [`create`](Interface::create), then the ADD of the
@@ -17,6 +18,7 @@
 
 mod add;
 mod adopted;
+mod borrowed;
 mod check;
 mod context;
 mod del;
@@ -42,6 +44,7 @@ use serde::de::DeserializeOwned;
 use crate::keys::Masquerading;
 
 pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
+pub use borrowed::{BorrowedLink, Return, ensure_free};
 pub use check::{Check, check_forwarding, disabled_forwarding, failed};
 pub use context::{AttachmentContext, host_interface};
 pub use gc::gc_links;
