@@ -27,6 +27,7 @@
 
 pub mod addr;
 pub mod announce;
+pub mod bond;
 pub mod bridge;
 mod child;
 pub mod conntrack;
@@ -60,6 +61,7 @@ pub mod vlan;
 pub mod watch;
 
 pub use addr::{Addr, Dad, SavedAddr};
+pub use bond::{BondMode, BondOptions, HashPolicy};
 pub use bridge::{BridgeSpec, PortFlags, probe_vlan_filtering};
 pub use error::{Error, Result, TakenName};
 pub use link::{

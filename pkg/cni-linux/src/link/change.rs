@@ -110,17 +110,19 @@ impl Netlink {
         self.set_link(request, |link| format!("failed to set the transmit queue length of {link} to {packets}"))
     }
 
-    /// Makes an interface a port of a bridge or VRF. With a VRF, the kernel sets the interface down
-    /// and up again, which removes its IPv6 addresses and its routes.
+    /// Makes an interface a port of a bridge, VRF or bond. With a VRF, the kernel sets the
+    /// interface down and up again, which removes its IPv6 addresses and its routes. A bond accepts
+    /// only an interface that is down, and sets it up.
     pub fn set_master(&self, index: u32, master_index: u32) -> Result<()> {
         let request = LinkRequest::new(index).master(master_index);
         self.set_link(request, |link| format!("failed to attach {link} to {}", self.label(master_index)))
     }
 
-    /// Detaches an interface from its bridge or VRF. Does nothing if it is not attached to one.
+    /// Detaches an interface from its bridge, VRF or bond. Does nothing if it is not attached to
+    /// one.
     pub fn unset_master(&self, index: u32) -> Result<()> {
         self.set_link(LinkRequest::new(index).master(0), |link| {
-            format!("failed to detach {link} from its bridge or VRF")
+            format!("failed to detach {link} from its bridge, VRF or bond")
         })
     }
 

@@ -20,6 +20,7 @@ pub use change::LinkFlag;
 pub(crate) use request::LinkRequest;
 pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 
+use crate::bond::BondMode;
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
 use crate::netlink::wire::attribute;
@@ -80,7 +81,7 @@ pub struct Link {
     pub group: u32,
     /// The alias. For a link that these plugins created it names the [attachment](cni::attachment).
     pub alias: Option<String>,
-    /// The index of the bridge or VRF that it is attached to.
+    /// The index of the bridge, VRF or bond that it is attached to.
     pub master: Option<u32>,
     /// The index of a veth's other end or of the interface below, **in the namespace of that
     /// interface**.
@@ -99,6 +100,8 @@ pub struct Link {
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
     pub vrf_table: Option<u32>,
+    /// The mode of a bond, if it is one.
+    pub bond_mode: Option<BondMode>,
     /// The mode or VLAN ID, if it is a macvlan, ipvlan or vlan.
     pub stacked: Option<Stacked>,
 }
@@ -329,6 +332,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         parent: None,
         bridge: None,
         vrf_table: None,
+        bond_mode: None,
         stacked: None,
     };
     let (mut parent_bus, mut parent_name) = (None, None);
@@ -396,6 +400,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
                 LinkKind::Other(kind) if kind == "vrf" => {
                     link.vrf_table = attribute(value, IFLA_VRF_TABLE).and_then(native_u32);
                 }
+                LinkKind::Other(kind) if kind == "bond" => link.bond_mode = BondMode::decode(value),
                 LinkKind::Other(kind) => link.stacked = Stacked::decode(kind, value),
                 _ => {}
             },

@@ -120,7 +120,8 @@ impl LinkRequest {
         self.with_number(libc::IFLA_GROUP, group)
     }
 
-    /// Sets the index of the bridge or VRF that the link becomes a port of; 0 detaches the link.
+    /// Sets the index of the bridge, VRF or bond that the link becomes a port of; 0 detaches the
+    /// link.
     pub(crate) fn master(self, index: u32) -> LinkRequest {
         self.with_number(libc::IFLA_MASTER, index)
     }
