@@ -105,6 +105,13 @@ pub(crate) static ALL: &[Alone] = &[
         probe: Some("type dummy"),
         ..plugin_with_kernel("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)}), Link::Dummy)
     },
+    Alone {
+        probe: Some("type bond"),
+        ..first_plugin("bond", |_, data| {
+            let links = json!([{"name": "dev0"}, {"name": "dev2"}]);
+            json!({"type": "bond", "mode": "active-backup", "links": links, "ipam": ipam(data)})
+        })
+    },
     first_plugin("tap", |_, data| json!({"type": "tap", "ipam": ipam(data)})),
     first_plugin("tap without IPAM", |_, _| json!({"type": "tap", "ipam": {}})),
     first_plugin("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data)})),
@@ -167,12 +174,14 @@ impl Alone {
         Ok(added.err().map(|_| "this kernel does not support such links"))
     }
 
-    /// Prepares the current node: `eth0` with the default route, and `dev0` for host-device.
+    /// Prepares the current node: `eth0` with the default route, and `dev0` and `dev2` for bond and
+    /// host-device.
     pub(crate) fn set_up_node(&self) -> Result<()> {
         ip(
             None,
             "link add eth0 type veth peer name outside\nlink set outside up\nlink set eth0 up\n\
-             addr add 192.0.2.1/24 dev eth0\nroute add default via 192.0.2.2\nlink add dev0 type veth peer name dev1\n",
+             addr add 192.0.2.1/24 dev eth0\nroute add default via 192.0.2.2\nlink add dev0 type veth peer name dev1\n\
+             link add dev2 type veth peer name dev3\n",
         )
     }
 

@@ -6,6 +6,7 @@ use cni_plugin::InterfacePlugin;
 /// All plugins, sorted by name.
 pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_bandwidth::Bandwidth,
+    &InterfacePlugin(plugin_bond::Bond),
     &InterfacePlugin(plugin_bridge::Bridge),
     &plugin_dhcp::Dhcp,
     &InterfacePlugin(plugin_dummy::Dummy),

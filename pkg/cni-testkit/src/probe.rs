@@ -16,6 +16,7 @@ pub type Probed = Result<(), String>;
 
 static VLANS: OnceLock<Probed> = OnceLock::new();
 static VLAN_LINKS: OnceLock<Probed> = OnceLock::new();
+static BOND: OnceLock<Probed> = OnceLock::new();
 static DUMMY: OnceLock<Probed> = OnceLock::new();
 static VRF: OnceLock<Probed> = OnceLock::new();
 static IPVLAN: OnceLock<Probed> = OnceLock::new();
@@ -40,6 +41,12 @@ pub fn vlan_links() -> Probed {
 pub fn dummy() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "dummy"];
     once(&DUMMY, "the kernel has no dummy interfaces", &[&argv, &["ip", "link", "del", "probe0"]])
+}
+
+/// Probes for bonds.
+pub fn bond() -> Probed {
+    let argv = ["ip", "link", "add", "probe0", "type", "bond"];
+    once(&BOND, "the kernel has no bonds", &[&argv, &["ip", "link", "del", "probe0"]])
 }
 
 /// Probes for VRFs.

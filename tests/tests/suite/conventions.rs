@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 const PAGE: &str = include_str!("../../../docs/conventions.md");
 
 /// The plugins that hand everything on to their IPAM plugin, which is host-local here.
-const INTERFACES: [&str; 8] = ["bridge", "dummy", "host-device", "ipvlan", "macvlan", "ptp", "tap", "vlan"];
+const INTERFACES: [&str; 9] = ["bond", "bridge", "dummy", "host-device", "ipvlan", "macvlan", "ptp", "tap", "vlan"];
 
 /// The plugins that need the result of another one.
 const CHAINED: [&str; 7] = ["bandwidth", "firewall", "portmap", "route-override", "sbr", "tuning", "vrf"];
@@ -106,6 +106,7 @@ fn the_table_names_plugins_that_exist() {
 fn keys(plugin: &str) -> (Value, Probed) {
     match plugin {
         "bandwidth" => (json!({}), probe::tool("tc")),
+        "bond" => (json!({"mode": "active-backup", "links": [{"name": "dev0"}, {"name": "dev1"}]}), probe::bond()),
         "bridge" => (json!({"bridge": "br0"}), Ok(())),
         "dhcp" => (json!({}), probe::dnsmasq().map(drop)),
         "dummy" => (json!({}), probe::dummy()),
@@ -214,9 +215,9 @@ fn every_row(plugin: &str) {
     };
     let _outside = lan.is_none().then(|| uplink(node, "eth0"));
     if lan.is_none() {
-        node.ip(&["link add dev0 type veth peer name peer0"]);
+        node.ip(&["link add dev0 type veth peer name peer0", "link add dev1 type veth peer name peer1"]);
     }
-    for left in ["br0", "dev0", "peer0"] {
+    for left in ["br0", "dev0", "dev1", "peer0", "peer1"] {
         node.expect_left(left);
     }
     let world = World { node, lan: lan.as_ref() };
@@ -274,6 +275,7 @@ macro_rules! for_each_plugin {
 
 for_each_plugin! {
     bandwidth: "bandwidth"
+    bond: "bond"
     bridge: "bridge"
     dhcp: "dhcp"
     dummy: "dummy"

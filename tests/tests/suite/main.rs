@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
 mod bandwidth;
+mod bond;
 mod bridge;
 mod check_week;
 mod cnitool;
