@@ -3,12 +3,14 @@
 //! - [`main!`]: the whole `main.rs` of a plugin. [`process`]: the start of a plugin's process.
 //! - [`logging`]: the log, if `CNI_LOG` asks for one.
 //! - [`keys`]: configuration keys that several plugins have.
+//! - [`folder`]: a folder with a file for each attachment.
 //! - [`interface`]: the code shared by all plugins that create an interface.
 //! - [`identity`]: whether CNI_IFNAME belongs to the attachment, for plugins that create none.
 //! - [`record`]: what a plugin stores about an attachment on the host.
 
 #![forbid(unsafe_code)]
 
+pub mod folder;
 pub mod identity;
 pub mod interface;
 pub mod keys;

@@ -17,9 +17,10 @@ use cni::rollback::Rollback;
 use cni::skel::{Added, Call};
 use cni::{Code, Error, Result};
 use cni_linux::{Link, LinkFlag, Netlink, Netns};
+use cni_plugin::folder::StateFile;
 
-use crate::backup::{Attachment, Backup, Content, Folder, Interface, Namespace, Record, SavedSysctl, make_last};
-use crate::conf::{Conf, LinkConf, data_dir};
+use crate::backup::{self, Attachment, Content, Interface, Namespace, Record, SavedSysctl, make_last};
+use crate::conf::{Conf, LinkConf};
 use crate::key::shown;
 use crate::sysctl::{self, Found};
 
@@ -37,8 +38,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     if conf.sysctls.is_empty() && conf.link.is_empty() {
         return Ok(Added { result: prev, rollback });
     }
-    let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
-    let previous_backup = backup.read()?;
+    let backup = backup::find(call)?;
+    let previous_backup = backup::read(&backup)?;
     let attachment = Attachment {
         network: call.conf.name().to_owned(),
         container_id: call.container_id.clone(),
@@ -72,7 +73,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
 /// written, and the netlink socket is opened through which [`change_link`] changes the interface
 /// later. The namespace is entered only once, because entering takes as long as all of these steps.
 struct NamespaceChanges {
-    backup: Backup,
+    backup: StateFile,
     /// The content of the backup before this ADD.
     previous_backup: Option<Content>,
     /// This attachment.
@@ -114,7 +115,7 @@ impl NamespaceChanges {
         }
         // Nothing was saved if none of the sysctls can be read. DEL then has nothing to restore.
         if record.has_link_settings() || !record.sysctls.is_empty() {
-            self.backup.write(&record)?;
+            self.backup.write(&record.encode())?;
             self.is_backup_written.set(true);
         }
         // Stored before the first write, so that `undo` finds them if a write fails.
@@ -210,7 +211,7 @@ impl NamespaceChanges {
                 is_record_changed = true;
             }
         }
-        if is_record_changed { self.backup.write(record) } else { Ok(()) }
+        if is_record_changed { self.backup.write(&record.encode()) } else { Ok(()) }
     }
 
     /// Restores the written sysctls and the backup. Continues after an error, and returns all
@@ -226,7 +227,7 @@ impl NamespaceChanges {
         }
         if self.is_backup_written.get() {
             let outcome = match &self.previous_backup {
-                Some(Content::Record(_, bytes)) => self.backup.write_bytes(bytes),
+                Some(Content::Record(_, bytes)) => self.backup.write(bytes),
                 // Garbage is not written again: it has no values to restore.
                 Some(Content::Garbage(_)) | None => self.backup.purge().map(drop),
             };

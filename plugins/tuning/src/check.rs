@@ -16,8 +16,8 @@ use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Mac, Netlink, Netns};
 
-use crate::backup::{Content, Folder, Namespace, Record, SavedSysctl};
-use crate::conf::{Conf, LinkConf, data_dir};
+use crate::backup::{self, Content, Namespace, Record, SavedSysctl};
+use crate::conf::{Conf, LinkConf};
 use crate::key::cut;
 use crate::sysctl::{self, Found};
 use crate::value::is_same;
@@ -56,8 +56,8 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
 /// be decoded, or does not name this attachment and namespace. With an empty record, CHECK accepts
 /// only the values of the configuration.
 fn own_record(call: &Call<'_>, netns: &Netns) -> Result<Record> {
-    let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
-    let Some(Content::Record(record, _)) = backup.read()? else { return Ok(Record::default()) };
+    let backup = backup::find(call)?;
+    let Some(Content::Record(record, _)) = backup::read(&backup)? else { return Ok(Record::default()) };
     let Some(attachment) = &record.attachment else { return Ok(Record::default()) };
     let is_own = !attachment.is_foreign_to(call) && attachment.namespace == Namespace::of(netns)?;
     Ok(if is_own { *record } else { Record::default() })

@@ -10,8 +10,7 @@ use cni::{Error, Result};
 use cni_linux::{Link, Netlink, Netns, sysctl};
 
 use crate::add::on_or_off;
-use crate::backup::{Content, Folder, Interface, Namespace, Record};
-use crate::conf::data_dir;
+use crate::backup::{self, Content, Interface, Namespace, Record};
 use crate::sysctl::write_original;
 use crate::value::is_same;
 
@@ -23,9 +22,9 @@ use crate::value::is_same;
 /// - The kernel's error if the namespace exists but cannot be entered, or the interface cannot be
 ///   read. The backup stays, so a later DEL may succeed.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
-    let backup = Folder::new(data_dir(&call.conf)?, call.conf.name()).backup(&call.container_id, &call.ifname);
+    let backup = backup::find(call)?;
     let path = backup.path().display();
-    match backup.read()? {
+    match backup::read(&backup)? {
         // `purge` is called even without a backup: a killed ADD may have left its temporary file.
         None => {}
         Some(Content::Garbage(why)) => {

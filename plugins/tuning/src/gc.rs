@@ -7,9 +7,9 @@
 use cni::config::ValidAttachments;
 use cni::skel::Call;
 use cni::{Error, Result};
+use cni_plugin::folder::StateFile;
 
-use crate::backup::{Attachment, Backup, Content, Folder};
-use crate::conf::data_dir;
+use crate::backup::{self, Attachment, Content, file_name};
 
 /// Removes the backups of this network whose attachment is not in `valid`, and the network's
 /// temporary files. A file that cannot be read is noted.
@@ -18,10 +18,10 @@ use crate::conf::data_dir;
 /// Code 5 if the folder cannot be read, or if files cannot be removed. The remaining files are
 /// still processed.
 pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-    let folder = Folder::new(data_dir(&call.conf)?, call.conf.name());
+    let folder = backup::folder(&call.conf)?;
     let mut errors = Vec::new();
-    for backup in folder.list()? {
-        let record = match backup.read() {
+    for backup in backup::list(&folder)? {
+        let record = match backup::read(&backup) {
             Ok(Some(Content::Record(record, _))) => record,
             // An incomplete temporary file. Its name shows that it belongs to this network.
             Ok(Some(Content::Garbage(_))) if backup.is_temporary() => {
@@ -41,7 +41,7 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         }
         // DEL does not read files with other names, such as a complete temporary file that a killed
         // ADD has left. No ADD is writing the file: none of this network runs during a GC.
-        let is_read_by_del = backup.path() == folder.backup(container_id, ifname).path();
+        let is_read_by_del = backup.path() == folder.file(&file_name(container_id, ifname)).path();
         if is_read_by_del && valid.contains(container_id, ifname) {
             continue;
         }
@@ -51,7 +51,7 @@ pub(crate) fn gc(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
 }
 
 /// Removes a backup and prints a note. If removing fails, adds the error to `errors`.
-fn purge(call: &Call<'_>, backup: &Backup, errors: &mut Vec<Error>) {
+fn purge(call: &Call<'_>, backup: &StateFile, errors: &mut Vec<Error>) {
     match backup.purge() {
         Ok(_) => call.notes.note(format_args!("gc: removed {}", backup.path().display())),
         Err(error) => errors.push(error),

@@ -35,7 +35,7 @@ use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 
 use allowlist::AllowList;
-use backup::{Content, Folder};
+use backup::Content;
 use conf::Conf;
 
 /// The plugin `tuning`.
@@ -65,9 +65,9 @@ pub struct Saved {
 /// Code 5 if the folder or a file cannot be read, 6 if `dataDir` has a wrong type.
 pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
     let mut all = Vec::new();
-    for backup in Folder::new(conf::data_dir(conf)?, conf.name()).list()? {
+    for backup in backup::list(&backup::folder(conf)?)? {
         let path = backup.path().to_owned();
-        match backup.read()? {
+        match backup::read(&backup)? {
             Some(Content::Record(record, _)) => {
                 let settings = record.describe_settings();
                 let owner = record.attachment.map(|owner| (owner.network, owner.container_id, owner.ifname));
@@ -131,7 +131,7 @@ impl Plugin for Tuning {
             if let Some(list) = AllowList::read(Path::new(ALLOW_LIST))? {
                 list.filter(&mut conf.sysctls)?;
             }
-            Folder::new(conf::data_dir(&call.conf)?, call.conf.name()).check_writable()
+            backup::folder(&call.conf)?.check_writable()
         };
         check_node().map_err(|error: Error| error.with_code(Code::NOT_AVAILABLE))
     }

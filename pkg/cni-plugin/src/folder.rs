@@ -1,4 +1,5 @@
-//! The folder of the backups: reads, replaces and removes its files.
+//! A folder of a plugin on the host, with a small file for each attachment: reads, replaces and
+//! removes its files.
 //!
 //! The folder is created with the mode 0700, each file with 0600. A file is replaced by renaming a
 //! temporary file, so that it is always complete, even if the process is killed. Symbolic links in
@@ -13,55 +14,56 @@ use cni::steps::Step;
 use cni::{Code, Error, Result};
 use cni_linux::file::replace;
 
-use super::Record;
-
 /// The length in bytes of the longest file that is read.
 const MAX_SIZE: u64 = 1 << 20;
 
-/// The folder of the backups of all networks, for a call of one of these networks.
+/// The folder of the files of all networks, for a call of one of these networks.
 #[derive(Clone, Debug)]
-pub(crate) struct Folder {
+pub struct Folder {
     path: PathBuf,
+    /// What a file is, for errors: `backup`.
+    noun: &'static str,
     /// The suffix of the names of this network's temporary files. GC removes those that killed
     /// processes have left. It does not remove other networks' temporary files, because a process
     /// may be writing them.
     temporary_suffix: String,
 }
 
-/// The file of one attachment's backup, which does not need to exist. [`Folder::list`] also returns
+/// The file of one attachment, which does not need to exist. [`Folder::list`] also returns
 /// temporary files as this type.
 #[derive(Clone, Debug)]
-pub(crate) struct Backup {
+pub struct StateFile {
     folder: Folder,
     path: PathBuf,
 }
 
 /// The content of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
-    /// A record, and the bytes from which it was decoded.
-    Record(Box<Record>, Vec<u8>),
-    /// Something that is not a record, with the reason.
+pub enum Content {
+    /// The bytes of a regular file.
+    Bytes(Vec<u8>),
+    /// Something that these plugins do not write, with the reason.
     Garbage(String),
 }
 
 impl Folder {
-    /// Returns the folder at `path`, which does not need to exist.
-    pub(crate) fn new(path: PathBuf, network: &str) -> Folder {
-        Folder { path, temporary_suffix: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
+    /// Returns the folder at `path`, which does not need to exist, for a call of `network`. `noun`
+    /// is what errors call a file: `backup`.
+    pub fn new(path: PathBuf, noun: &'static str, network: &str) -> Folder {
+        Folder { path, noun, temporary_suffix: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
     }
 
-    /// Returns the backup of an attachment. [`cni::skel`] has checked both names: they have no
-    /// slash, and an ID does not begin with a dot, so the path is a file in the folder.
-    pub(crate) fn backup(&self, container_id: &str, ifname: &str) -> Backup {
-        Backup { folder: self.clone(), path: self.path.join(format!("{container_id}_{ifname}.json")) }
+    /// Returns the file with this name, which has no slash and does not begin with a dot.
+    /// [`cni::skel`] has checked that of container IDs.
+    pub fn file(&self, name: &str) -> StateFile {
+        StateFile { folder: self.clone(), path: self.path.join(name) }
     }
 
-    /// Returns the backups and temporary files of all networks, sorted by path.
+    /// Returns the files and temporary files of all networks, sorted by path.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read.
-    pub(crate) fn list(&self) -> Result<Vec<Backup>> {
+    pub fn list(&self) -> Result<Vec<StateFile>> {
         let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.path.display()), error);
         let entries = match fs::read_dir(&self.path) {
             Err(error) if is_absent(&error) => return Ok(Vec::new()),
@@ -70,21 +72,19 @@ impl Folder {
         let mut all = Vec::new();
         for entry in entries {
             let path = entry.map_err(failed)?.path();
-            if path.extension().is_some_and(|end| end == "json" || end == "tmp") {
-                all.push(Backup { folder: self.clone(), path });
-            }
+            all.push(StateFile { folder: self.clone(), path });
         }
         all.sort_by(|one, other| one.path.cmp(&other.path));
         Ok(all)
     }
 
-    /// Checks that a backup can be written, without creating anything.
+    /// Checks that a file can be written, without creating anything.
     ///
     /// # Errors
     /// Code 5 if it cannot be written.
-    pub(crate) fn check_writable(&self) -> Result<()> {
+    pub fn check_writable(&self) -> Result<()> {
         let failed = |path: &Path, why: io::Error| {
-            Err(Error::caused(Code::IO, format_args!("backups cannot be written to {}", path.display()), why))
+            Err(Error::caused(Code::IO, format_args!("{}s cannot be written to {}", self.noun, path.display()), why))
         };
         // ADD creates the missing folders of the path in the nearest parent that exists.
         let mut candidates = self.path.ancestors().filter(|path| !path.as_os_str().is_empty());
@@ -123,9 +123,9 @@ impl Folder {
     }
 }
 
-impl Backup {
+impl StateFile {
     /// Returns the path of the file.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
@@ -133,46 +133,37 @@ impl Backup {
     ///
     /// # Errors
     /// Code 5 if it exists and cannot be read.
-    pub(crate) fn read(&self) -> Result<Option<Content>> {
-        let garbage = |why: &str| Content::Garbage(why.to_owned());
+    pub fn read(&self) -> Result<Option<Content>> {
         let read = || -> io::Result<Content> {
             // Opening must not block if the file is a pipe.
             let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
             let metadata = file.metadata()?;
             if !metadata.is_file() || metadata.len() > MAX_SIZE {
-                let why = "it is not a regular file, or is longer than any backup of these plugins";
-                return Ok(garbage(why));
+                let why =
+                    format!("it is not a regular file, or is longer than any {} of these plugins", self.folder.noun);
+                return Ok(Content::Garbage(why));
             }
             let mut bytes = Vec::with_capacity(1024);
             file.take(MAX_SIZE).read_to_end(&mut bytes)?;
-            Ok(match Record::parse(&bytes) {
-                Ok(record) => Content::Record(Box::new(record), bytes),
-                Err(why) => Content::Garbage(why),
-            })
+            Ok(Content::Bytes(bytes))
         };
         match read() {
             Ok(content) => Ok(Some(content)),
             Err(error) if is_absent(&error) => Ok(None),
             // `O_NOFOLLOW` refuses a symbolic link with this error.
-            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(Some(garbage("it is a symbolic link"))),
+            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+                Ok(Some(Content::Garbage("it is a symbolic link".to_owned())))
+            }
             Err(error) => Err(self.failed("read", error)),
         }
     }
 
-    /// Creates or replaces the backup. A reader sees the old content or the new one.
+    /// Creates or replaces the file. A reader sees the old content or the new one.
     ///
     /// # Errors
-    /// Code 5 if the backup cannot be written; then it is unchanged.
-    pub(crate) fn write(&self, record: &Record) -> Result<()> {
-        self.write_bytes(&record.encode())
-    }
-
-    /// Creates or replaces the backup. `bytes` is an encoded record.
-    ///
-    /// # Errors
-    /// As [`write`](Backup::write).
-    pub(crate) fn write_bytes(&self, bytes: &[u8]) -> Result<()> {
+    /// Code 5 if the file cannot be written; then it is unchanged.
+    pub fn write(&self, bytes: &[u8]) -> Result<()> {
         let temporary = self.temporary();
         let step = Step::begin();
         let written = match replace(&self.path, &temporary, bytes) {
@@ -185,7 +176,7 @@ impl Backup {
         written.map_err(|error| self.failed("write", error))
     }
 
-    /// Returns the path of the temporary file that is renamed to the backup. Its name has a hash of
+    /// Returns the path of the temporary file that is renamed to the file. Its name has a hash of
     /// the attachment, so that DEL can find the file, and a hash of the network, so that GC can.
     /// Hashes keep the name short enough for every attachment.
     fn temporary(&self) -> PathBuf {
@@ -198,29 +189,31 @@ impl Backup {
     }
 
     /// Whether the file is a temporary file of this network.
-    pub(crate) fn is_temporary(&self) -> bool {
+    pub fn is_temporary(&self) -> bool {
         let name = self.path.file_name().unwrap_or_default().as_encoded_bytes();
         name.starts_with(b".") && name.ends_with(self.folder.temporary_suffix.as_bytes())
     }
 
-    /// Removes the backup and its temporary file. Returns whether the backup existed.
+    /// Removes the file and its temporary file. Returns whether the file existed.
     ///
     /// # Errors
     /// Code 5 if one of them cannot be removed.
-    pub(crate) fn purge(&self) -> Result<bool> {
+    pub fn purge(&self) -> Result<bool> {
         // A temporary file exists only if its writer was killed.
         let temporary_outcome =
             purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
-        let backup_outcome = purge_file(&self.path).map_err(|error| self.failed("remove", error));
-        let existed = matches!(backup_outcome, Ok(true));
-        Error::join(temporary_outcome.err().into_iter().chain(backup_outcome.err()))?;
+        let outcome = purge_file(&self.path).map_err(|error| self.failed("remove", error));
+        let existed = matches!(outcome, Ok(true));
+        Error::join(temporary_outcome.err().into_iter().chain(outcome.err()))?;
         Ok(existed)
     }
 
     /// Returns the error for a failed action: `read`, `write` or `remove`.
     fn failed(&self, action: &str, error: io::Error) -> Error {
         let path = self.path.display().to_string();
-        Error::caused(Code::IO, format_args!("failed to {action} the backup {}", crate::key::cut(&path)), error)
+        // A container ID may have any length.
+        let shown = if path.len() <= 200 { &path } else { cni::text::cut(&path, 60) };
+        Error::caused(Code::IO, format_args!("failed to {action} the {} {shown}", self.folder.noun), error)
     }
 }
 
@@ -267,13 +260,13 @@ mod tests {
         fs::metadata(path).unwrap().permissions().mode() & 0o7777
     }
 
-    fn record(mtu: u32) -> Record {
-        Record { mtu: Some(mtu), ..Record::default() }
+    fn folder(path: &Path, network: &str) -> Folder {
+        Folder::new(path.to_owned(), "backup", network)
     }
 
-    fn read(backup: &Backup) -> Option<Record> {
-        match backup.read().unwrap()? {
-            Content::Record(record, _) => Some(*record),
+    fn read(file: &StateFile) -> Option<Vec<u8>> {
+        match file.read().unwrap()? {
+            Content::Bytes(bytes) => Some(bytes),
             Content::Garbage(why) => panic!("{why}"),
         }
     }
@@ -281,12 +274,12 @@ mod tests {
     #[test]
     fn a_backup_is_made_replaced_read_and_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().join("a/b"), "net");
-        let backup = folder.backup("c1", "eth0");
+        let folder = folder(&dir.path().join("a/b"), "net");
+        let backup = folder.file("c1_eth0.json");
         assert!(backup.read().unwrap().is_none() && !backup.purge().unwrap() && folder.list().unwrap().is_empty());
-        for mtu in [1, 2] {
-            backup.write(&record(mtu)).unwrap();
-            assert_eq!(read(&backup), Some(record(mtu)));
+        for content in [b"1", b"2"] {
+            backup.write(content).unwrap();
+            assert_eq!(read(&backup), Some(content.to_vec()));
         }
         assert_eq!((mode(&dir.path().join("a/b")), mode(backup.path())), (0o700, 0o600));
         assert_eq!(mode(&dir.path().join("a")) & 0o500, 0o500);
@@ -299,19 +292,19 @@ mod tests {
     fn an_existing_folder_keeps_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o600)).unwrap();
-        let folder = Folder::new(dir.path().to_owned(), "net");
-        folder.backup("c1", "eth0").write(&record(1)).unwrap();
+        let folder = folder(dir.path(), "net");
+        folder.file("c1_eth0.json").write(b"1").unwrap();
         assert_eq!(mode(dir.path()), 0o600);
     }
 
     #[test]
     fn a_file_left_by_a_killed_writer_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().to_owned(), "net");
-        let backup = folder.backup("c1", "eth0");
+        let folder = folder(dir.path(), "net");
+        let backup = folder.file("c1_eth0.json");
         fs::write(backup.temporary(), "half").unwrap();
-        backup.write(&record(1)).unwrap();
-        assert_eq!(read(&backup), Some(record(1)));
+        backup.write(b"1").unwrap();
+        assert_eq!(read(&backup), Some(b"1".to_vec()));
         assert_eq!(folder.list().unwrap().len(), 1);
         fs::write(backup.temporary(), "half").unwrap();
         assert!(backup.purge().unwrap());
@@ -321,13 +314,13 @@ mod tests {
     #[test]
     fn the_name_of_a_partial_file_has_its_network() {
         let dir = tempfile::tempdir().unwrap();
-        let [ours, theirs] = ["net", "net2"].map(|network| Folder::new(dir.path().to_owned(), network));
+        let [ours, theirs] = ["net", "net2"].map(|network| folder(dir.path(), network));
         for folder in [&ours, &theirs] {
-            fs::write(folder.backup("c1", "eth0").temporary(), "half").unwrap();
+            fs::write(folder.file("c1_eth0.json").temporary(), "half").unwrap();
         }
         fs::write(dir.path().join("other.tmp"), "x").unwrap();
-        let mine: Vec<Backup> = ours.list().unwrap().into_iter().filter(Backup::is_temporary).collect();
-        let paths: Vec<&Path> = mine.iter().map(Backup::path).collect();
+        let mine: Vec<StateFile> = ours.list().unwrap().into_iter().filter(StateFile::is_temporary).collect();
+        let paths: Vec<&Path> = mine.iter().map(StateFile::path).collect();
         // Never another name: a later release must find what an earlier one left.
         assert_eq!(paths, [dir.path().join(".10e34f79b7d93865-2138d2192571b218.tmp")]);
         mine[0].purge().unwrap();
@@ -337,14 +330,14 @@ mod tests {
     #[test]
     fn a_link_is_never_followed() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().join("folder"), "net");
+        let folder = folder(&dir.path().join("folder"), "net");
         fs::create_dir(&folder.path).unwrap();
         let outside = dir.path().join("outside");
         fs::write(&outside, "{}").unwrap();
-        let backup = folder.backup("c1", "eth0");
+        let backup = folder.file("c1_eth0.json");
         symlink(&outside, backup.path()).unwrap();
         assert!(matches!(backup.read().unwrap(), Some(Content::Garbage(_))));
-        backup.write(&record(1)).unwrap();
+        backup.write(b"1").unwrap();
         assert_eq!(fs::read(&outside).unwrap(), b"{}");
         assert!(fs::symlink_metadata(backup.path()).unwrap().is_file());
         fs::remove_file(backup.path()).unwrap();
@@ -355,20 +348,19 @@ mod tests {
     #[test]
     fn a_file_that_is_not_regular_is_garbage() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder::new(dir.path().to_owned(), "net");
-        fs::create_dir(folder.backup("c1", "eth0").path()).unwrap();
-        fs::write(folder.backup("c2", "eth0").path(), vec![b' '; 2 << 20]).unwrap();
-        fs::write(folder.backup("c3", "eth0").path(), "nonsense").unwrap();
-        for id in ["c1", "c2", "c3"] {
-            assert!(matches!(folder.backup(id, "eth0").read().unwrap(), Some(Content::Garbage(_))), "{id}");
+        let folder = folder(dir.path(), "net");
+        fs::create_dir(folder.file("c1_eth0.json").path()).unwrap();
+        fs::write(folder.file("c2_eth0.json").path(), vec![b' '; 2 << 20]).unwrap();
+        for id in ["c1_eth0.json", "c2_eth0.json"] {
+            assert!(matches!(folder.file(id).read().unwrap(), Some(Content::Garbage(_))), "{id}");
         }
     }
 
     #[test]
     fn a_name_that_is_too_long_fails_to_write_and_reads_as_absent() {
         let dir = tempfile::tempdir().unwrap();
-        let backup = Folder::new(dir.path().to_owned(), "net").backup(&"c".repeat(300), "eth0");
-        assert_eq!(backup.write(&record(1)).unwrap_err().code(), Code::IO);
+        let backup = folder(dir.path(), "net").file(&"c".repeat(300));
+        assert_eq!(backup.write(b"1").unwrap_err().code(), Code::IO);
         assert!(backup.read().unwrap().is_none() && !backup.purge().unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
@@ -376,10 +368,10 @@ mod tests {
     #[test]
     fn check_writable_creates_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        Folder::new(dir.path().join("a/b"), "net").check_writable().unwrap();
+        folder(&dir.path().join("a/b"), "net").check_writable().unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         fs::write(dir.path().join("file"), "").unwrap();
-        assert_eq!(Folder::new(dir.path().join("file"), "net").check_writable().unwrap_err().code(), Code::IO);
-        assert!(Folder::new(dir.path().join("file/a"), "net").check_writable().is_err());
+        assert_eq!(folder(&dir.path().join("file"), "net").check_writable().unwrap_err().code(), Code::IO);
+        assert!(folder(&dir.path().join("file/a"), "net").check_writable().is_err());
     }
 }

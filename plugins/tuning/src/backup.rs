@@ -8,17 +8,25 @@
 //! Both parts of the file's name may contain `_`, so the name does not identify the attachment. The
 //! content does, but not in Go's files.
 
-mod folder;
-
+use cni::config::NetConf;
 use cni::json::Json;
 use cni::skel::Call;
 use cni::{AttachmentId, Code, Error, Result};
 use cni_linux::{Link, Netns};
+use cni_plugin::folder::{self, Folder, StateFile};
 use serde::{Deserialize, Serialize};
 
-pub(crate) use folder::{Backup, Content, Folder};
-
+use crate::conf::data_dir;
 use crate::value::is_same;
+
+/// The content of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// A record, and the bytes from which it was decoded.
+    Record(Box<Record>, Vec<u8>),
+    /// Something that is not a record, with the reason.
+    Garbage(String),
+}
 
 /// The content of a backup. Settings that were not changed are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -120,6 +128,51 @@ impl Written {
     fn is_empty(&self) -> bool {
         *self == Written::default()
     }
+}
+
+/// Returns the folder of the backups of all networks.
+///
+/// # Errors
+/// Code 6 if `dataDir` has a wrong type.
+pub(crate) fn folder(conf: &NetConf) -> Result<Folder> {
+    Ok(Folder::new(data_dir(conf)?, "backup", conf.name()))
+}
+
+/// Returns the name of an attachment's backup in the folder.
+pub(crate) fn file_name(container_id: &str, ifname: &str) -> String {
+    format!("{container_id}_{ifname}.json")
+}
+
+/// Returns the backup of the call's attachment.
+///
+/// # Errors
+/// Those of [`folder`].
+pub(crate) fn find(call: &Call<'_>) -> Result<StateFile> {
+    Ok(folder(&call.conf)?.file(&file_name(&call.container_id, &call.ifname)))
+}
+
+/// Returns the backups and temporary files of all networks, sorted by path.
+///
+/// # Errors
+/// Code 5 if the folder cannot be read.
+pub(crate) fn list(folder: &Folder) -> Result<Vec<StateFile>> {
+    let mut all = folder.list()?;
+    all.retain(|file| file.path().extension().is_some_and(|end| end == "json" || end == "tmp"));
+    Ok(all)
+}
+
+/// Returns the content of a backup, or `None` if there is no file.
+///
+/// # Errors
+/// Code 5 if it exists and cannot be read.
+pub(crate) fn read(backup: &StateFile) -> Result<Option<Content>> {
+    Ok(backup.read()?.map(|content| match content {
+        folder::Content::Garbage(why) => Content::Garbage(why),
+        folder::Content::Bytes(bytes) => match Record::parse(&bytes) {
+            Ok(record) => Content::Record(Box::new(record), bytes),
+            Err(why) => Content::Garbage(why),
+        },
+    }))
 }
 
 /// Moves or adds `value` to the end of a history in which each value occurs once.
