@@ -115,12 +115,13 @@ pub(crate) const SIMPLE: ChainSpec = ChainSpec { masquerade: false, tuning: fals
 /// The plugins whose start-up is measured, and whose size has a target.
 pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
 /// The other plugins, whose sizes are listed too.
-pub(crate) const OTHERS: [&str; 15] = [
+pub(crate) const OTHERS: &[&str] = &[
     "bandwidth",
     "bond",
     "dhcp",
     "dummy",
     "firewall",
+    "flannel",
     "host-device",
     "ipvlan",
     "macvlan",

@@ -131,7 +131,7 @@ impl Results {
 /// [`cases::FIVE`].
 fn sizes(folders: &Folders) -> Result<Vec<Size>> {
     let mut sizes = Vec::new();
-    for plugin in cases::FIVE.into_iter().chain(cases::OTHERS) {
+    for plugin in cases::FIVE.iter().chain(cases::OTHERS).copied() {
         let size_in = |dir: &Path| {
             let path = dir.join(plugin);
             path.metadata().map(|file| file.len()).doing(format_args!("failed to find {}", path.display()))

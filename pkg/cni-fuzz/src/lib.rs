@@ -30,6 +30,7 @@ pub mod proc;
 pub mod resolv;
 pub mod result;
 pub mod store;
+pub mod subnet;
 pub mod sums;
 pub mod tuning;
 
@@ -37,7 +38,7 @@ pub mod tuning;
 pub type Target = fn(&[u8]);
 
 /// All targets, each with the name of its archive in `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 16] = [
+pub const TARGETS: [(&str, Target); 17] = [
     ("args", args::run),
     ("cache", cache::run),
     ("config", config::run),
@@ -52,6 +53,7 @@ pub const TARGETS: [(&str, Target); 16] = [
     ("resolv", resolv::run),
     ("result", result::run),
     ("store", store::run),
+    ("subnet", subnet::run),
     ("sums", sums::run),
     ("tuning", tuning::run),
 ];

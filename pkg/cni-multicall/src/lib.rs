@@ -11,6 +11,7 @@ pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_dhcp::Dhcp,
     &InterfacePlugin(plugin_dummy::Dummy),
     &plugin_firewall::Firewall,
+    &plugin_flannel::Flannel,
     &InterfacePlugin(plugin_host_device::HostDevice),
     &plugin_host_local::HostLocal,
     &InterfacePlugin(plugin_ipvlan::Ipvlan),

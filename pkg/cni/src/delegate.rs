@@ -1,7 +1,9 @@
-//! Runs another plugin, the delegate: the IPAM plugin of an interface plugin.
+//! Runs another plugin, the delegate: the IPAM plugin of an interface plugin, or the interface
+//! plugin to which a meta plugin hands its work.
 //!
-//! The delegate gets the environment of this plugin, apart from CNI_COMMAND, and exactly the bytes
-//! of this plugin's stdin. Its stderr goes to the notes, and its errors keep their code.
+//! The delegate gets the environment of this plugin, apart from CNI_COMMAND. An IPAM plugin gets
+//! exactly the bytes of this plugin's stdin, an interface plugin the configuration that the meta
+//! plugin has made. The delegate's stderr goes to the notes, and its errors keep their code.
 //!
 //! If the delegate ends without a usable answer to ADD, it may have left changes, so this module
 //! runs its DEL. If the delegate answers ADD with an error, it has undone its changes and gets no
@@ -9,6 +11,8 @@
 //! would release. For the same reason there is no DEL if the attachment had its addresses before
 //! this ADD (host-local with `"reuse": true`).
 
+use std::borrow::Cow;
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -29,6 +33,10 @@ use crate::{Code, Error, Result};
 /// host-local's wait for its lock.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(55);
 
+/// How much longer an interface plugin may take than its own delegate: it also waits for addresses
+/// and locks.
+const INTERFACE_MARGIN: Duration = Duration::from_secs(30);
+
 /// The longest part of a program's output in an error message, in characters.
 const MAX_EXCERPT: usize = 1000;
 
@@ -37,7 +45,7 @@ const MAX_EXCERPT: usize = 1000;
 pub struct Delegate<'a> {
     program: PathBuf,
     timeout: Duration,
-    conf: &'a NetConf,
+    conf: Cow<'a, NetConf>,
     environment: &'a Environment,
     machine: &'a dyn Machine,
     notes: Notes,
@@ -74,10 +82,27 @@ impl<'a> Delegate<'a> {
     /// - Those of [`timeout`], except for DEL and GC: these must clean up even if `delegateTimeout`
     ///   is invalid, so they note the error and use [`DEFAULT_TIMEOUT`].
     pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
+        Delegate::new(call, kind, Cow::Borrowed(&call.conf))
+    }
+
+    /// Finds the interface plugin that `conf` is for. This plugin gets `conf` instead of the call's
+    /// configuration, and 30 seconds more than the `delegateTimeout` in `conf`.
+    ///
+    /// # Errors
+    /// Those of [`find`](Delegate::find), for the `type` and the `delegateTimeout` of `conf`.
+    pub fn find_interface_plugin(call: &'a Call<'_>, conf: NetConf) -> Result<Delegate<'a>> {
+        let kind = conf.json().get("type").and_then(Json::as_str).unwrap_or_default().to_owned();
+        let mut delegate = Delegate::new(call, &kind, Cow::Owned(conf))?;
+        delegate.timeout += INTERFACE_MARGIN;
+        Ok(delegate)
+    }
+
+    /// Finds the plugin with the type `kind`, which gets `conf`.
+    fn new(call: &'a Call<'_>, kind: &str, conf: Cow<'a, NetConf>) -> Result<Delegate<'a>> {
         let program = find_plugin(kind, &call.environment.plugin_folders())?;
         let verb = call.environment.command.as_str();
         let is_cleanup = verb == Verb::Del.as_str() || verb == Verb::Gc.as_str();
-        let timeout = match timeout(&call.conf) {
+        let timeout = match timeout(&conf) {
             Ok(timeout) => timeout,
             Err(error) if is_cleanup => {
                 call.notes.note(format_args!("{error}; using {} seconds instead", DEFAULT_TIMEOUT.as_secs()));
@@ -88,7 +113,7 @@ impl<'a> Delegate<'a> {
         Ok(Delegate {
             program,
             timeout,
-            conf: &call.conf,
+            conf,
             environment: call.environment,
             machine: call.machine,
             notes: call.notes.clone(),
@@ -137,7 +162,7 @@ impl<'a> Delegate<'a> {
     /// Those of [`interpret`] if CHECK gives no answer, or answers with code 5, 11 or 100.
     fn has_reusable_addresses(&self) -> Result<bool> {
         // For another IPAM plugin, the key and the codes from 100 can mean something else.
-        if self.conf.ipam_type() != "host-local" {
+        if self.program.file_name() != Some(OsStr::new("host-local")) {
             return Ok(false);
         }
         let reuse = self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse"));

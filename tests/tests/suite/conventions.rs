@@ -16,7 +16,7 @@ const INTERFACES: [&str; 9] = ["bond", "bridge", "dummy", "host-device", "ipvlan
 const CHAINED: [&str; 7] = ["bandwidth", "firewall", "portmap", "route-override", "sbr", "tuning", "vrf"];
 
 /// The plugins that are neither.
-const OTHERS: [&str; 4] = ["dhcp", "host-local", "loopback", "static"];
+const OTHERS: [&str; 5] = ["dhcp", "flannel", "host-local", "loopback", "static"];
 
 /// A row of the table.
 struct Row {
@@ -192,6 +192,14 @@ impl World<'_> {
         let ipam = match (plugin, self.lan) {
             ("static", _) => json!({"type": "static", "addresses": [{"address": "10.1.0.5/24"}]}),
             ("dhcp", Some(lan)) => json!({"type": "dhcp", "daemonSocketPath": lan.socket()}),
+            ("flannel", _) => {
+                let subnet =
+                    "FLANNEL_NETWORK=10.0.0.0/8\nFLANNEL_SUBNET=10.1.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+                let file = self.node.file("subnet.env", subnet);
+                let keys = json!({"subnetFile": file, "dataDir": self.node.dir().join("flannel"),
+                    "delegate": {"bridge": "br0"}, "ipam": {"type": "host-local", "dataDir": self.node.data_dir()}});
+                return patched(base, keys);
+            }
             _ if INTERFACES.contains(&plugin) || plugin == "host-local" => ipam(self.node, &["10.1.0.0/24"]),
             _ => return base,
         };
@@ -280,6 +288,7 @@ for_each_plugin! {
     dhcp: "dhcp"
     dummy: "dummy"
     firewall: "firewall"
+    flannel: "flannel"
     host_device: "host-device"
     host_local: "host-local"
     ipvlan: "ipvlan"

@@ -19,6 +19,7 @@ mod dummy;
 mod examples;
 mod files;
 mod firewall;
+mod flannel;
 mod gc;
 mod gc_costs;
 mod host_device;
