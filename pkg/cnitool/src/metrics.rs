@@ -14,7 +14,7 @@ use cni::{Code, Error};
 use cni_linux::{file, flock};
 
 use crate::call::{Call, Exit, Shared, Streams};
-use crate::doctor::{self, CheckOutcome};
+use crate::doctor::{self, CheckOutcome, Extent};
 use crate::node::attachments::{CheckedReservation, Liveness};
 use crate::node::ipam::IpamContext;
 use crate::node::leftovers;
@@ -94,7 +94,7 @@ pub(crate) fn run(
         "Age of the process that has waited longest for a lock of host-local's reservations, 0 if none waits.",
         [(Vec::new(), wait.as_secs_f64())],
     );
-    let examined = doctor::examine(shared, call, &streams.notes).and_then(|(outcomes, snapshot)| {
+    let examined = doctor::examine(Extent::Host, shared, call, &streams.notes).and_then(|(outcomes, snapshot)| {
         add_addresses(&mut text, &snapshot, &streams.notes)?;
         add_attachments(&mut text, &snapshot, call);
         add_findings(&mut text, &outcomes);
@@ -168,7 +168,11 @@ fn add_findings(text: &mut Exposition, outcomes: &[CheckOutcome]) {
         let (check, count) = outcome.count();
         (vec![("check", check), ("severity", outcome.severity())], count as f64)
     };
-    text.add_gauge("cni_doctor_findings", "Problems that cnitool doctor finds.", outcomes.iter().map(sample));
+    text.add_gauge(
+        "cni_doctor_findings",
+        "Problems that cnitool doctor finds on the host.",
+        outcomes.iter().map(sample),
+    );
 }
 
 /// Adds the number of dhcp's leases and the shortest time until one ends.
