@@ -24,6 +24,13 @@ use crate::netns::Netns;
 /// reported before its route exists, so the route must be watched.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
 
+/// The bit of RTNLGRP_ND_USEROPT: the options of router advertisements that the kernel itself does
+/// not use.
+const ND_USEROPT: u32 = 1 << 19;
+
+/// The length of `struct nduseroptmsg` in bytes, which the options follow.
+const ND_USEROPT_HEADER: usize = 16;
+
 /// A subscription to changes of links, addresses and IPv6 routes of one network namespace, or of
 /// links of many ([`open_everywhere`](Watch::open_everywhere)).
 #[derive(Debug)]
@@ -47,7 +54,17 @@ impl AsRawFd for Watch {
 impl Watch {
     /// Subscribes to the changes in the calling thread's namespace, from now on.
     pub fn open() -> Result<Watch> {
-        let events = Events::open(GROUPS).map_err(|error| {
+        Watch::open_groups(GROUPS)
+    }
+
+    /// Subscribes to the changes in another namespace, from now on, and to the options of router
+    /// advertisements for [`wait_with_options`](Watch::wait_with_options).
+    pub fn open_with_options_in(netns: &Netns) -> Result<Watch> {
+        netns.run(|| Watch::open_groups(GROUPS | ND_USEROPT))?
+    }
+
+    fn open_groups(groups: u32) -> Result<Watch> {
+        let events = Events::open(groups).map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces, addresses and routes", error)
         })?;
         Ok(Watch { events })
@@ -86,7 +103,48 @@ impl Watch {
         what: &str,
         deadline: Instant,
         machine: &dyn Machine,
+        check: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<T> {
+        self.wait_reading(what, deadline, machine, check, || _ = self.events.drain())
+    }
+
+    /// Waits as [`wait`](Watch::wait) does, and calls `take` for the options of each router
+    /// advertisement that the kernel received before `check` returned `Some`. `take` gets the index
+    /// of the interface and the encoded options (RFC 4861, 4.6), as the router sent them.
+    ///
+    /// # Errors
+    /// Those of [`wait`](Watch::wait).
+    pub fn wait_with_options<T>(
+        &self,
+        what: &str,
+        deadline: Instant,
+        machine: &dyn Machine,
+        check: impl FnMut() -> Result<Option<T>>,
+        mut take: impl FnMut(u32, &[u8]),
+    ) -> Result<T> {
+        let mut read = || {
+            self.events.read(&mut |message| {
+                if message.kind == libc::RTM_NEWNDUSEROPT
+                    && let Some((index, options)) = user_options(message.payload)
+                {
+                    take(index, options);
+                }
+            });
+        };
+        let waited = self.wait_reading(what, deadline, machine, check, &mut read);
+        // `check` looks at the state after some of the events, and finds what later events report.
+        read();
+        waited
+    }
+
+    /// Waits as [`wait`](Watch::wait) does. `read` takes all events out of the queue.
+    fn wait_reading<T>(
+        &self,
+        what: &str,
+        deadline: Instant,
+        machine: &dyn Machine,
         mut check: impl FnMut() -> Result<Option<T>>,
+        mut read: impl FnMut(),
     ) -> Result<T> {
         let failed = |cause| Error::new(format_args!("failed to wait for {what}"), cause);
         let begin = machine.now();
@@ -111,9 +169,24 @@ impl Watch {
                 [PollFd::new(self.events.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, Some(time_left)).map_err(|error| failed(error.into()))?;
             // Several queued events need only one check.
-            self.events.drain();
+            read();
         }
     }
+}
+
+/// Returns the index of the interface and the options in a message RTM_NEWNDUSEROPT; `None` if it
+/// is malformed or not about a router advertisement of IPv6.
+fn user_options(payload: &[u8]) -> Option<(u32, &[u8])> {
+    const ROUTER_ADVERTISEMENT: u8 = 134;
+    // `struct nduseroptmsg`: the family (1 byte), padding (1), the length of the options (2), the
+    // index (4), the type of the ICMPv6 message (1), and fields that are not used here.
+    let header = payload.get(..ND_USEROPT_HEADER)?;
+    if i32::from(header[0]) != libc::AF_INET6 || header[8] != ROUTER_ADVERTISEMENT {
+        return None;
+    }
+    let length = usize::from(u16::from_ne_bytes([header[2], header[3]]));
+    let index = u32::from_ne_bytes([header[4], header[5], header[6], header[7]]);
+    Some((index, payload.get(ND_USEROPT_HEADER..ND_USEROPT_HEADER + length)?))
 }
 
 /// Returns a descriptor that is readable while SIGTERM, SIGINT or SIGHUP is pending. Poll it, but

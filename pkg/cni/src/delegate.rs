@@ -37,6 +37,9 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(55);
 /// and locks.
 const INTERFACE_MARGIN: Duration = Duration::from_secs(30);
 
+/// The largest part of a delegate's time limit that it leaves for its answer.
+const MAX_ANSWER_MARGIN: Duration = Duration::from_secs(5);
+
 /// The longest part of a program's output in an error message, in characters.
 const MAX_EXCERPT: usize = 1000;
 
@@ -71,6 +74,12 @@ pub fn timeout(conf: &NetConf) -> Result<Duration> {
             Err(Error::config(format!("invalid delegateTimeout {other}: must be between 1 and 300 seconds")))
         }
     }
+}
+
+/// Returns the part of a delegate's time limit that it leaves for its answer, so that its caller
+/// gets the error of a wait that was in vain.
+pub fn answer_margin(limit: Duration) -> Duration {
+    (limit / 4).min(MAX_ANSWER_MARGIN)
 }
 
 impl<'a> Delegate<'a> {

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use cni::config::NetConf;
-use cni::delegate;
+use cni::delegate::{self, answer_margin};
 use cni::machine::Machine;
 use cni::result::AddResult;
 use cni::skel::Call;
@@ -28,8 +28,6 @@ const GREETING_LIMIT: Duration = Duration::from_secs(10);
 const RELEASE_LIMIT: Duration = Duration::from_secs(30);
 /// The longest wait for a lease. The client's deadline is earlier.
 const MAX_ALLOCATE: Duration = Duration::from_secs(300);
-/// The largest part of a plugin's time that the daemon leaves for the answer.
-const MAX_MARGIN: Duration = Duration::from_secs(5);
 /// What precedes the reason in the daemon's error if no server has granted a lease. Go's daemon
 /// gives no reason.
 pub(crate) const NO_MORE_TRIES: &str = "no more tries";
@@ -39,25 +37,20 @@ pub(crate) const NO_MORE_TRIES: &str = "no more tries";
 pub(crate) fn daemon_limit(conf: &NetConf) -> Duration {
     // The interface plugin reports an invalid value. Go's interface plugins do not read the key.
     let limit = delegate::timeout(conf).unwrap_or(delegate::DEFAULT_TIMEOUT);
-    limit - margin(limit)
+    limit - answer_margin(limit)
 }
 
 /// Returns how long this plugin waits for the daemon to acquire a lease: longer than the daemon
 /// tries, and shorter than the interface plugin waits.
 fn allocate_limit(conf: &NetConf) -> Duration {
     let limit = delegate::timeout(conf).unwrap_or(delegate::DEFAULT_TIMEOUT);
-    limit - margin(limit) / 2
+    limit - answer_margin(limit) / 2
 }
 
 /// Returns how much longer than [`allocate_limit`] the undo of an ADD may take. Its caller still
 /// gets the error afterwards.
 fn undo_limit(conf: &NetConf) -> Duration {
-    margin(delegate::timeout(conf).unwrap_or(delegate::DEFAULT_TIMEOUT)) / 4
-}
-
-/// Returns the part of a time limit that is left for the answer.
-fn margin(limit: Duration) -> Duration {
-    (limit / 4).min(MAX_MARGIN)
+    answer_margin(delegate::timeout(conf).unwrap_or(delegate::DEFAULT_TIMEOUT)) / 4
 }
 
 /// A client of the daemon that listens on a socket.

@@ -3,11 +3,19 @@
 //! Each method sends one request. Its error names the interface, which is looked up only after a
 //! failure.
 
+use std::net::Ipv6Addr;
+
 use super::LinkRequest;
 use crate::error::{Error, Result};
 use crate::mac::Mac;
+use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink};
 use crate::netns::Netns;
+
+/// The family of IPv6, as the type of an attribute in `IFLA_AF_SPEC`.
+const AF_INET6: u16 = 10;
+/// The attribute of the token in there.
+const IFLA_INET6_TOKEN: u16 = 7;
 
 /// The administrator's setting of an interface flag: up, promiscuous, all-multicast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,6 +110,18 @@ impl Netlink {
     pub fn move_link(&self, index: u32, to: &Netns, name: &str, alias: &str) -> Result<()> {
         let request = LinkRequest::new(index).netns(to).name(name).alias(alias);
         self.set_link(request, |link| format!("failed to move {link} to {} as {name}", to.path().display()))
+    }
+
+    /// Sets the lower 64 bits of the addresses that the interface makes of advertised prefixes, its
+    /// token; the unspecified address removes it.
+    ///
+    /// # Errors
+    /// The kernel refuses a token for an interface that ignores router advertisements.
+    pub fn set_token(&self, index: u32, token: Ipv6Addr) -> Result<()> {
+        let token_attribute = new_attribute(IFLA_INET6_TOKEN, &token.octets());
+        let family = new_attribute(AF_INET6, &token_attribute);
+        let request = LinkRequest::new(index).with(libc::IFLA_AF_SPEC, &family);
+        self.set_link(request, |link| format!("failed to set the token {token} of {link}"))
     }
 
     /// Sets the length of the transmit queue, in packets.

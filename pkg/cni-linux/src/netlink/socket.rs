@@ -204,6 +204,21 @@ impl Events {
         Ok(Events(socket))
     }
 
+    /// Calls `handle` for each message of the queued events. Events that the kernel dropped, and
+    /// other errors of the socket, are ignored.
+    pub(crate) fn read(&self, handle: &mut dyn FnMut(&Message<'_>)) {
+        let mut buffer = Vec::with_capacity(RECEIVE_BUFFER);
+        loop {
+            buffer.clear();
+            match self.0.recv(&mut buffer, libc::MSG_DONTWAIT) {
+                Ok(_) => wire::messages(&buffer).for_each(|message| handle(&message)),
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
+                // The queue is empty (EAGAIN), or fails.
+                Err(_) => return,
+            }
+        }
+    }
+
     /// Discards all queued events. Returns whether one of them reported the removal of a link or of
     /// a namespace's ID, or events were lost.
     pub(crate) fn drain(&self) -> bool {
