@@ -229,9 +229,9 @@ unpack() {
 
 apt_for_unpack() { apt_get -y -o Debug::NoLocking=1 install --no-install-recommends "$@"; }
 
-# get_dhcp_servers PACKAGE...: unpacks DHCP servers, each as $dhcp_servers/PACKAGE/root. Debian
-# starts a daemon when it is installed, so these packages are not installed. Prints which cannot be
-# had.
+# get_dhcp_servers PACKAGE...: unpacks DHCP servers and radvd, each as $dhcp_servers/PACKAGE/root.
+# Debian starts a daemon when it is installed, so these packages are not installed. Prints which
+# cannot be had.
 get_dhcp_servers() {
     local package
     dhcp_servers=$(realpath -m -- "${CARGO_TARGET_DIR:-$root/target}")/dhcp-servers

@@ -8,6 +8,7 @@
 
 pub mod lan;
 pub mod measure;
+pub mod router;
 
 use cni_testkit::{Attachment, Container, Node};
 use serde_json::{Map, Value, json};

@@ -134,6 +134,14 @@ pub fn prometheus(program: &str) -> Result<PathBuf, String> {
     found.ok_or_else(|| format!("no {program} in the target folder: scripts/test unpacks Debian's package there"))
 }
 
+/// Returns the path of radvd, which advertises IPv6 prefixes: the one that `scripts/test` has
+/// unpacked into the target folder, or this machine's.
+pub fn radvd() -> Result<PathBuf, String> {
+    let places = unpacked("dhcp-servers/radvd/root")?.into_iter().map(|root| root.join("usr/sbin/radvd"));
+    let mut places = places.chain(["/usr/sbin/radvd".into()]);
+    places.find(|path| path.is_file()).ok_or_else(|| "no radvd (Debian's package)".to_owned())
+}
+
 /// Returns the folders with the programs of iptables, sorted: this machine's, and those of the
 /// other releases that `scripts/test` has unpacked into the target folder.
 pub fn iptables_releases() -> Result<Vec<PathBuf>, String> {

@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
+mod advertisements;
 mod bandwidth;
 mod bond;
 mod bridge;

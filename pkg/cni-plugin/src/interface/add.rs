@@ -10,6 +10,7 @@ use cni::rollback::Rollback;
 use cni::skel::{Added, Call};
 use cni_linux::{Dad, Watch};
 
+use super::advertisements::{AcceptRa, SLAAC};
 use super::layer3::{self, Layer3};
 use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Release, masquerade, name_taken};
 
@@ -21,6 +22,7 @@ use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Relea
 /// - The errors of the configuration, of the IPAM plugin and of the kernel.
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
     let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
+    let accept_ra = AcceptRa::read(&call.conf, &plugin.layer3(&conf))?;
     let adopted = plugin.find_adopted(call)?;
     let context = AttachmentContext::open(call, conf, adopted)?;
     let in_kernel = plugin.is_in_kernel(&context.conf)?;
@@ -35,6 +37,9 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     let mut late_rollback = call.rollback();
     let mut rollback = call.rollback();
     let mut created = plugin.create(&context, &mut rollback)?;
+    if in_kernel {
+        accept_ra.apply(&context, &mut rollback)?;
+    }
     let answer = match policy.ipam {
         Some(kind) => {
             let undos = match Release::order::<I>(call) {
@@ -43,7 +48,8 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
                 // the link.
                 Release::BeforeLink => &mut rollback,
             };
-            Some(lease::<I>(call, kind, undos)?)
+            // Without addresses only slaac answers, if `required` is false and no router has.
+            Some(lease::<I>(call, kind, undos)?).filter(|answer| kind != SLAAC || !answer.ips.is_empty())
         }
         None => policy.inherited.cloned(),
     };

@@ -12,6 +12,7 @@ use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
 
+use super::advertisements::AcceptRa;
 use super::layer3::{Layer3, forwarding_sysctl};
 use super::{AttachmentContext, HostEnd, Interface, LinkState, PortMark, masquerade};
 use crate::keys::Masquerading;
@@ -49,6 +50,7 @@ pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     }
     let check = attachment.find_interface(plugin)?;
     check_ipam(plugin, call, &check.context.conf)?;
+    AcceptRa::read(&call.conf, &plugin.layer3(&check.context.conf))?.check(&check.context)?;
     if !plugin.is_kind(&check.inner) {
         return Err(failed(format!("Container interface {} not of type {}", check.inner.name, I::KIND)));
     }

@@ -7,7 +7,7 @@
 //! `masquerade` the rules for packets that leave the network. `veth` creates a pair with one end on
 //! the host, `stacked` an interface on top of another one. `adopted` marks an interface that an
 //! earlier plugin of the list created, `borrowed` records one of the host that the container gets
-//! until DEL.
+//! until DEL. `advertisements` has the keys about IPv6 routers.
 //!
 //! ADD calls the steps in this order: [`parse`](Interface::parse),
 //! [`find_adopted`](Interface::find_adopted), [`create`](Interface::create), then the ADD of the
@@ -18,6 +18,7 @@
 
 mod add;
 mod adopted;
+mod advertisements;
 mod borrowed;
 mod check;
 mod context;
@@ -42,6 +43,8 @@ use cni_linux::{Dad, Link, Mac, Netlink, Netns, Watch};
 use serde::de::DeserializeOwned;
 
 use crate::keys::Masquerading;
+
+use advertisements::AcceptRa;
 
 pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use borrowed::{BorrowedLink, Return, ensure_free};
@@ -402,7 +405,9 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
 
     fn examine(&self, conf: &NetConf) -> Result<()> {
         let parsed = self.0.parse(conf, "", &Notes::silent())?;
-        match self.0.layer3(&parsed).ipam {
+        let policy = self.0.layer3(&parsed);
+        AcceptRa::read(conf, &policy)?;
+        match policy.ipam {
             // The value is not used here: only an invalid `delegateTimeout` matters.
             Some(_) => cni::delegate::timeout(conf).map(drop),
             None => Ok(()),
@@ -423,12 +428,16 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, position, &earlier_ips).err()).collect())
     }
 
-    /// Returns the keys that `I::Keys` does not have, except `delegateTimeout`, which
-    /// [`cni::delegate`] reads, and the keys in `ipam` and `args`, which are for other programs.
+    /// Returns the keys that `I::Keys` does not have, except those about advertisements,
+    /// `delegateTimeout`, which [`cni::delegate`] reads, and the keys in `ipam` and `args`, which
+    /// are for other programs.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         let mut unknown = json.unknown_keys::<I::Keys>();
         unknown.retain(|key| {
-            key.path != "delegateTimeout" && !key.path.starts_with("ipam.") && !key.path.starts_with("args.")
+            key.path != "delegateTimeout"
+                && !advertisements::is_key(&key.path)
+                && !key.path.starts_with("ipam.")
+                && !key.path.starts_with("args.")
         });
         unknown
     }
@@ -453,6 +462,7 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         let conf = self.0.parse(&call.conf, &call.environment.args, &call.notes)?;
         self.0.ready(call, &conf)?;
         let policy = self.0.layer3(&conf);
+        AcceptRa::read(&call.conf, &policy)?;
         masquerade::status(call, policy.masquerade)?;
         match policy.ipam {
             Some(kind) => Delegate::find(call, kind).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?.status(),

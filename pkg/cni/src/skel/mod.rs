@@ -118,6 +118,8 @@ pub enum Role {
     Interface,
     /// Assigns addresses for a plugin that creates an interface.
     Ipam,
+    /// Is used either as [`Ipam`](Role::Ipam) or as [`Chained`](Role::Chained).
+    IpamOrChained,
     /// Changes or completes what an earlier plugin of the list created, and needs `prevResult`.
     Chained,
     /// Configures what every network namespace has, such as the loopback interface.

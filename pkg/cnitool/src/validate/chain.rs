@@ -73,6 +73,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         }
         if let Some(plugin) = plugins::find(kind).filter(|plugin| plugin.role() == Role::Interface) {
             problems.extend(listed.check_addressing(plugin, &earlier, version));
+            problems.extend(listed.check_advertisements(document));
         }
         problems.extend(listed.check_tuned_mtu(&earlier));
         listed.add_effects_to(&mut earlier);
@@ -95,6 +96,11 @@ impl ListedPlugin<'_> {
         plugins::role(self.kind)
     }
 
+    /// Whether the plugin works only after the plugin that creates the interface.
+    fn needs_prev_result(&self) -> bool {
+        matches!(self.role(), Some(Role::Chained | Role::IpamOrChained))
+    }
+
     /// Returns an error about one of the plugin's keys.
     fn error(&self, key: &str, what: impl Into<String>) -> Problem {
         Problem::error(document::path_of(self.path, key), what)
@@ -108,7 +114,7 @@ impl ListedPlugin<'_> {
     /// Reports a chained plugin at the beginning of the list, unless its configuration contains a
     /// `prevResult`.
     fn check_as_first(&self) -> Option<Problem> {
-        if self.role() != Some(Role::Chained) || !self.object["prevResult"].is_null() {
+        if !self.needs_prev_result() || !self.object["prevResult"].is_null() {
             return None;
         }
         let what = format!(
@@ -121,7 +127,7 @@ impl ListedPlugin<'_> {
 
     /// Reports a chained plugin if no earlier plugin creates the interface.
     fn check_interface_exists(&self, earlier: &Earlier) -> Option<Problem> {
-        if self.role() != Some(Role::Chained) || earlier.may_create_interface {
+        if !self.needs_prev_result() || earlier.may_create_interface {
             return None;
         }
         let what = format!("no plugin before {} creates the container's interface", self.kind);
@@ -139,7 +145,7 @@ impl ListedPlugin<'_> {
             );
             problems.push(self.warning("type", what));
         }
-        if plugins::role(self.ipam).is_some_and(|role| role != Role::Ipam) {
+        if plugins::role(self.ipam).is_some_and(|role| !matches!(role, Role::Ipam | Role::IpamOrChained)) {
             problems.push(self.error("ipam.type", format!("{} is not an IPAM plugin", self.ipam)));
         }
         problems
@@ -274,6 +280,41 @@ impl ListedPlugin<'_> {
             problems.push(if always_fails { self.error(&path, what) } else { self.warning(&path, what) });
         }
         problems
+    }
+
+    /// Reports an interface on the network of its master that gets only IPv4 addresses from IPAM,
+    /// but accepts the advertisements of IPv6 routers. The runtime may add IPv6 addresses to those
+    /// of the file, which are not known here. An empty `acceptRa` counts as absent.
+    fn check_advertisements(&self, document: &Value) -> Option<Problem> {
+        let is_on_network_of_master = ["macvlan", "ipvlan", "vlan"].contains(&self.kind);
+        let is_decided = !["", "null"].contains(&self.object["acceptRa"].as_str().unwrap_or("null"))
+            || !self.object["enableSlaac"].is_null();
+        let has_slaac = document::plugins(document).iter().any(|(_, plugin)| plugin["type"] == json!("slaac"));
+        if !is_on_network_of_master || is_decided || has_slaac || !self.has_only_ipv4() {
+            return None;
+        }
+        let what = "only IPv4 addresses are assigned, but a router of the master's network can give the interface IPv6 \
+                    addresses and a default route, which no result has; \"acceptRa\": \"no\" prevents this";
+        Some(self.warning("ipam", what))
+    }
+
+    /// Whether all addresses that the file assigns are IPv4 addresses. `false` if there are none.
+    fn has_only_ipv4(&self) -> bool {
+        match self.ipam {
+            "dhcp" => true,
+            "host-local" => {
+                let sets = self.pool().and_then(|pool| pool.ranges);
+                sets.is_some_and(|sets| sets.sets().iter().all(RangeSet::is_ipv4))
+            }
+            "static" => {
+                let addresses = self.object["ipam"]["addresses"].as_array();
+                addresses.is_some_and(|list| {
+                    !list.is_empty()
+                        && list.iter().all(|entry| entry["address"].as_str().is_some_and(|text| !text.contains(':')))
+                })
+            }
+            _ => false,
+        }
     }
 
     /// Reports an `mtu` of tuning that the veth of an earlier bridge plugin cannot have. Accepts 0,

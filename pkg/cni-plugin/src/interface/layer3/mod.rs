@@ -265,7 +265,8 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
         .map_err(|error: cni_linux::Error| Error::from(error))
 }
 
-/// Adds the addresses to the interface `index`, sets it up, and adds the routes.
+/// Adds the addresses to the interface `index`, sets it up, and adds the routes. Addresses and
+/// routes of the IPAM plugin slaac exist already, and the kernel keeps renewing them.
 ///
 /// A default route that conflicts with one over another interface is added behind the existing
 /// default routes, which keep the traffic. Its metric then is in `layer3.routes`, and a note
@@ -275,9 +276,13 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
 /// The kernel refuses an address or a route.
 pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut Layer3, notes: &Notes) -> Result<()> {
     for ip in &layer3.ips {
-        match layer3.subnet {
-            SubnetRoute::OnLink => container.add_address(index, ip.address, dad)?,
-            SubnetRoute::ThroughGateway => container.add_address_without_route(index, ip.address, dad)?,
+        let added = match layer3.subnet {
+            SubnetRoute::OnLink => container.add_address(index, ip.address, dad),
+            SubnetRoute::ThroughGateway => container.add_address_without_route(index, ip.address, dad),
+        };
+        match added {
+            Err(error) if error.is_exists() && is_advertised(container, index, ip.address)? => {}
+            result => result?,
         }
     }
     container.set_up(index)?;
@@ -305,6 +310,16 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
         }
     }
     Ok(())
+}
+
+/// Whether the interface `index` has this IPv6 address for a limited time, as the kernel adds it
+/// because of a router's advertisement, from which the IPAM plugin slaac knows it.
+///
+/// # Errors
+/// The addresses cannot be listed.
+fn is_advertised(container: &Netlink, index: u32, address: Cidr) -> Result<bool> {
+    let existing = container.list_addresses(index)?;
+    Ok(!address.is_ipv4() && existing.iter().any(|other| other.cidr == address && !other.permanent))
 }
 
 /// Groups the routes to add: conflicting routes (same destination, table and metric) become the
