@@ -128,6 +128,7 @@ pub(crate) const OTHERS: &[&str] = &[
     "ptp",
     "route-override",
     "sbr",
+    "slaac",
     "static",
     "tap",
     "vlan",

@@ -14,6 +14,7 @@
     reason = "a target fails by panicking, where libFuzzer and the corpus test can see it"
 )]
 
+pub mod advertisement;
 pub mod args;
 pub mod cache;
 pub mod config;
@@ -38,7 +39,8 @@ pub mod tuning;
 pub type Target = fn(&[u8]);
 
 /// All targets, each with the name of its archive in `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 17] = [
+pub const TARGETS: [(&str, Target); 18] = [
+    ("advertisement", advertisement::run),
     ("args", args::run),
     ("cache", cache::run),
     ("config", config::run),

@@ -57,7 +57,7 @@ macro_rules! replayed {
     };
 }
 
-replayed! { args cache config conflist conntrack dhcp gob index iptables nft proc resolv result store subnet sums tuning }
+replayed! { advertisement args cache config conflist conntrack dhcp gob index iptables nft proc resolv result store subnet sums tuning }
 
 /// The crate that libFuzzer is built from is outside the workspace: nothing here compiles it.
 #[test]

@@ -21,6 +21,7 @@ pub const PLUGINS: &[&dyn Plugin] = &[
     &InterfacePlugin(plugin_ptp::Ptp),
     &plugin_route_override::RouteOverride,
     &plugin_sbr::Sbr,
+    &plugin_slaac::Slaac,
     &plugin_static::Static,
     &InterfacePlugin(plugin_tap::TapPlugin),
     &plugin_tuning::Tuning,

@@ -11,6 +11,7 @@ use std::time::Duration;
 use clap::Args;
 use cni::rollback::Notes;
 use cni::{Code, Error};
+use cni_ipam::store::Usage;
 use cni_linux::{file, flock};
 
 use crate::call::{Call, Exit, Shared, Streams};
@@ -113,6 +114,13 @@ pub(crate) fn run(
     Ok(if examined.is_ok() { Exit::Done } else { Exit::Failed })
 }
 
+/// The usage of a range set: the network, the counts, and the reservations whose container does not
+/// exist any more.
+type RangeUsage<'a> = (&'a str, Usage, usize);
+
+/// Returns one number of a range set.
+type Figure = fn(&RangeUsage<'_>) -> f64;
+
 /// Adds the usage of each range set.
 ///
 /// # Errors
@@ -130,7 +138,7 @@ fn add_addresses(text: &mut Exposition, snapshot: &Snapshot, notes: &Notes) -> R
             rows.push((pool.network.as_str(), usage, reclaimable));
         }
     }
-    let figures: [(&str, &str, fn(&(&str, cni_ipam::store::Usage, usize)) -> f64); 4] = [
+    let figures: [(&str, &str, Figure); 4] = [
         ("cni_range_addresses", "Addresses of a range that can be allocated.", |row| row.1.total as f64),
         ("cni_range_addresses_used", "Reserved addresses of a range.", |row| row.1.used as f64),
         ("cni_range_addresses_free", "Free addresses of a range.", |row| row.1.total.saturating_sub(row.1.used) as f64),
@@ -141,8 +149,7 @@ fn add_addresses(text: &mut Exposition, snapshot: &Snapshot, notes: &Notes) -> R
         ),
     ];
     for (name, help, figure) in figures {
-        let sample = |row: &'_ (_, cni_ipam::store::Usage, _)| figure(row);
-        let labels = rows.iter().map(|row| (vec![("network", row.0), ("range", row.1.set.as_str())], sample(row)));
+        let labels = rows.iter().map(|row| (vec![("network", row.0), ("range", row.1.set.as_str())], figure(row)));
         text.add_gauge(name, help, labels);
     }
     Ok(())

@@ -13,7 +13,7 @@ const PAGE: &str = include_str!("../../../docs/conventions.md");
 const INTERFACES: [&str; 9] = ["bond", "bridge", "dummy", "host-device", "ipvlan", "macvlan", "ptp", "tap", "vlan"];
 
 /// The plugins that need the result of another one.
-const CHAINED: [&str; 7] = ["bandwidth", "firewall", "portmap", "route-override", "sbr", "tuning", "vrf"];
+const CHAINED: [&str; 8] = ["bandwidth", "firewall", "portmap", "route-override", "sbr", "slaac", "tuning", "vrf"];
 
 /// The plugins that are neither.
 const OTHERS: [&str; 5] = ["dhcp", "flannel", "host-local", "loopback", "static"];
@@ -115,6 +115,8 @@ fn keys(plugin: &str) -> (Value, Probed) {
         "ipvlan" => (json!({"master": "eth0"}), probe::ipvlan()),
         "macvlan" => (json!({"master": "eth0"}), Ok(())),
         "portmap" => (json!({"backend": "nftables"}), probe::nft()),
+        // No router advertises anything.
+        "slaac" => (json!({"timeout": 1, "required": false}), Ok(())),
         "vlan" => (json!({"master": "eth0", "vlanId": 5}), probe::vlan_links()),
         "vrf" => (json!({"vrfname": "red"}), probe::vrf()),
         _ => (json!({}), Ok(())),
@@ -298,6 +300,7 @@ for_each_plugin! {
     ptp: "ptp"
     route_override: "route-override"
     sbr: "sbr"
+    slaac: "slaac"
     ipam_static: "static"
     tap: "tap"
     tuning: "tuning"

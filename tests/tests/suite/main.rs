@@ -46,6 +46,7 @@ mod sbr;
 mod seccomp;
 mod second_default;
 mod signals;
+mod slaac;
 mod stacked;
 mod status;
 mod storm;

@@ -350,7 +350,7 @@ mod tests {
         for line in [
             "-s 10.88.0.0/16 ! -d 224.0.0.0/4 -i eth+ ! -o cni0 -p tcp -m tcp --dport 80 -j DNAT --to-destination 10.0.0.2:80",
             "-p sctp -m comment --comment c -m sctp --dport 0 -j RETURN",
-            "-m conntrack --ctstate RELATED,ESTABLISHED -m mark --mark 0x1/0x2 -g CNI-X",
+            "-m conntrack --ctstate RELATED,ESTABLISHED,DNAT -m mark --mark 0x1/0x2 -g CNI-X",
         ] {
             let encoded = rule(Family::V4, &split(line)).unwrap();
             assert_eq!(words(Family::V4, &encoded.exprs), split(line));
@@ -373,7 +373,7 @@ mod tests {
             "-p tcp -m tcp ! --dport 80 -j ACCEPT",
             "-p tcp -m multiport --dports 80:90 -j ACCEPT",
             "-m mark --mark 010 -j ACCEPT",
-            "-m conntrack --ctstate DNAT -j ACCEPT",
+            "-m conntrack --ctstate SNAT -j ACCEPT",
             "-m owner --uid-owner 0 -j ACCEPT",
             "-j DNAT --to-destination 10.0.0.2-10.0.0.3",
             "-j DNAT --to-destination fd00::2",
