@@ -1,7 +1,8 @@
 //! `validate` reports all errors of a network at once, each with its position.
 
 use cni_testkit::{probe, require};
-use serde_json::json;
+use conformance::patched;
+use serde_json::{Value, json};
 
 use super::Operator;
 
@@ -83,6 +84,42 @@ fn invalid_json_is_reported_with_its_position() {
     let operator = Operator::new();
     let file = operator.node.file("bad.conflist", "{\n  \"name\": \"n\",\n  \"plugins\": [}\n");
     operator.failed(&["validate", file.to_str().unwrap()], &["bad.conflist:3:15: error: not JSON: "]);
+}
+
+#[test]
+fn ipv4_only_lists_that_accept_advertisements_are_named() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::plugin("slaac"));
+    let operator = Operator::new();
+    operator.node.ip(&["link add up0 type veth peer name up1"]);
+    let host_local = |subnet: &str| json!({"type": "host-local", "ranges": [[{"subnet": subnet}]]});
+    let fixed = |address: &str| json!({"type": "static", "addresses": [{"address": address}]});
+    let macvlan = |keys: Value| patched(json!({"type": "macvlan", "master": "up0"}), keys);
+    for (plugins, is_open) in [
+        (json!([macvlan(json!({"ipam": host_local("10.1.0.0/24")}))]), true),
+        (json!([macvlan(json!({"ipam": fixed("10.1.0.2/24"), "acceptRa": ""}))]), true),
+        (json!([macvlan(json!({"ipam": fixed("fd00::2/64")}))]), false),
+        (json!([macvlan(json!({"ipam": host_local("fd00::/64")}))]), false),
+        (json!([macvlan(json!({"ipam": host_local("10.1.0.0/24"), "acceptRa": "no"}))]), false),
+        (json!([macvlan(json!({"ipam": host_local("10.1.0.0/24"), "enableSlaac": true}))]), false),
+        (json!([macvlan(json!({"ipam": host_local("10.1.0.0/24")})), {"type": "slaac", "timeout": 5}]), false),
+        (json!([macvlan(json!({"ipam": {"type": "slaac", "token": "::5"}}))]), false),
+        (json!([{"type": "bridge", "ipam": host_local("10.1.0.0/24")}]), false),
+    ] {
+        let list = json!({"cniVersion": "1.1.0", "name": "lan", "plugins": plugins});
+        let file = operator.node.file("net.d/40-lan.conflist", list.to_string());
+        let text = operator.done(&["validate", file.to_str().unwrap()]);
+        assert_eq!(
+            text.contains("warning: plugins[0].ipam: only IPv4 addresses are assigned"),
+            is_open,
+            "{list}: {text}"
+        );
+        assert!(!text.contains("unknown key"), "{text}");
+    }
+    let list = json!({"cniVersion": "1.1.0", "name": "lan", "plugins": [{"type": "slaac"}]});
+    let file = operator.node.file("net.d/40-lan.conflist", list.to_string());
+    operator.failed(&["validate", file.to_str().unwrap()], &["slaac needs the result of an earlier plugin"]);
+    operator.node.ip(&["link delete up0"]);
 }
 
 #[test]
