@@ -12,7 +12,7 @@ use cni::{Cidr, Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::portmap::iptables::{IptablesPortMap, UnreadTables};
 use cni_firewall::portmap::nft::{NftPortMap, Refusal};
-use cni_firewall::portmap::{ConflictAction, Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
+use cni_firewall::portmap::{Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
 use cni_firewall::{Backend, nft_usable};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
@@ -98,22 +98,12 @@ fn write_in_working_backend<'a>(
 /// maps no port. [`Conflicts::held`] is always `None`, because the ADD requests no port that
 /// another container could have. A failure is only a note.
 fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
-    let search_nft = |action| NftPortMap::open()?.conflicts(forwarding, action);
-    let search_iptables =
-        |action| open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, UnreadTables::Both, action);
-    let searches: [&dyn Fn(ConflictAction) -> cni_linux::Result<Conflicts>; 2] = [&search_nft, &search_iptables];
-    for search in searches {
-        // The first search removes nothing, so it needs no lock of iptables.
-        let result = match search(ConflictAction::Keep) {
-            Ok(conflicts) if conflicts.found_dead => search(ConflictAction::Displace),
-            result => result,
-        };
+    let in_nft = NftPortMap::open().and_then(|mut nft| nft.conflicts(forwarding));
+    let in_iptables = open_iptables(call, OnSigterm::Kill)
+        .and_then(|mut iptables| iptables.conflicts(forwarding, UnreadTables::Both));
+    for result in [in_nft, in_iptables] {
         match result {
-            Ok(conflicts) => {
-                for note in &conflicts.remarks {
-                    call.notes.note(format_args!("portmap: {note}"));
-                }
-            }
+            Ok(conflicts) => note_remarks(call, &conflicts.remarks),
             Err(error) => call
                 .notes
                 .note(format_args!("portmap: failed to look for stale rules to the container's addresses: {error}")),
@@ -121,9 +111,16 @@ fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
     }
 }
 
+/// Prints the remarks as notes.
+fn note_remarks(call: &Call<'_>, remarks: &[String]) {
+    for remark in remarks {
+        call.notes.note(format_args!("portmap: {remark}"));
+    }
+}
+
 /// Writes the rules to `backend`, and pushes the undo onto `rollback` if rules may have been
-/// changed, even on an error. Then removes the rules
-/// of removed containers for the same ports from the tables that `backend` does not read.
+/// changed, even on an error. Before that, removes stale rules to the container's addresses from
+/// the tables that `backend` does not read.
 ///
 /// # Errors
 /// - Code 102 if another container that exists has one of the ports, in either backend.
@@ -135,7 +132,8 @@ fn write_rules<'a>(
     backend: Backend,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let in_other_tables = conflicts_in_other_tables(call, forwarding, backend, ConflictAction::Keep)?;
+    let in_other_tables = conflicts_in_other_tables(call, forwarding, backend)?;
+    note_remarks(call, &in_other_tables.remarks);
     if let Some(holder) = in_other_tables.held {
         return Err(port_taken(&holder));
     }
@@ -156,21 +154,9 @@ fn write_rules<'a>(
             outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?
         }
     };
-    let remarks = match outcome {
-        EnsureOutcome::Done { remarks } => remarks,
+    match outcome {
+        EnsureOutcome::Done { remarks } => note_remarks(call, &remarks),
         EnsureOutcome::Held(holder) => return Err(port_taken(&holder)),
-    };
-    for note in remarks.iter().chain(&in_other_tables.remarks) {
-        call.notes.note(format_args!("portmap: {note}"));
-    }
-    // Stale rules are removed last, when the ports already lead to this container.
-    if in_other_tables.found_dead
-        && let Err(error) = conflicts_in_other_tables(call, forwarding, backend, ConflictAction::Displace)
-    {
-        call.notes.note(format_args!(
-            "portmap: rules of removed containers for the same ports were not removed from the backend that is not \
-             used: {error}"
-        ));
     }
     Ok(())
 }
@@ -205,23 +191,17 @@ fn port_taken(holder: &Holder) -> Error {
 
 /// Returns the conflicts with rules in the tables that an ADD to `backend` does not read itself:
 /// for nftables those of both variants of iptables, for iptables those of the other variant and of
-/// nftables. With [`ConflictAction::Displace`], removes the rules of removed containers.
-fn conflicts_in_other_tables(
-    call: &Call<'_>,
-    forwarding: &Forwarding,
-    backend: Backend,
-    action: ConflictAction,
-) -> Result<Conflicts> {
+/// nftables. Removes stale rules to the container's addresses from them.
+fn conflicts_in_other_tables(call: &Call<'_>, forwarding: &Forwarding, backend: Backend) -> Result<Conflicts> {
     let unread = match backend {
         Backend::Nftables => UnreadTables::Both,
         Backend::Iptables => UnreadTables::OtherVariant,
     };
-    let mut conflicts = open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread, action)?;
+    let mut conflicts = open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread)?;
     // A held port already makes the ADD fail: then nftables is not searched.
     if backend == Backend::Iptables && conflicts.held.is_none() {
-        let in_nft = NftPortMap::open()?.conflicts(forwarding, action)?;
+        let in_nft = NftPortMap::open()?.conflicts(forwarding)?;
         conflicts.held = in_nft.held;
-        conflicts.found_dead |= in_nft.found_dead;
         conflicts.remarks.extend(in_nft.remarks);
     }
     Ok(conflicts)

@@ -69,31 +69,28 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// The rules of other containers, found in a backend that the ADD does not use.
+/// The rules of other containers, found in tables in which the ADD makes no rules.
 #[derive(Clone, Debug, Default)]
 pub struct Conflicts {
-    /// A living container that has a wanted port. If there is one, nothing must be changed.
+    /// A living container that has a wanted port: the ADD must fail.
     pub held: Option<Holder>,
-    /// Whether rules of dead containers were found. [`ConflictAction::Displace`] has removed them,
-    /// unless `held` is set.
-    pub found_dead: bool,
     /// Remarks for the operator, one sentence each.
     pub remarks: Vec<String>,
 }
 
-/// What to do with rules of dead containers that a search for [`Conflicts`] finds.
+/// What happens to a dead container's rule for a wanted port. If the rule leads to the address of
+/// the ADD's container, it is removed in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ConflictAction {
-    /// They stay.
+pub(super) enum ConflictAction {
+    /// It stays. In tables in which the ADD makes no rules: DEL and GC remove it.
     Keep,
-    /// They are removed, unless a living container has a wanted port. With iptables, tables that
-    /// were searched before that container was found have already been changed.
+    /// It is removed.
     Displace,
 }
 
 /// Whether the container of a rule is alive; see the module's documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Liveness {
+enum Liveness {
     Dead,
     Alive,
     Unknown,
@@ -109,10 +106,47 @@ pub(super) struct LivenessProbe {
     routed_only_here: BTreeMap<IpAddr, bool>,
 }
 
+/// What becomes of a rule of another container.
+#[derive(Debug)]
+pub(super) enum Fate {
+    /// It stays.
+    Keep,
+    /// It is removed.
+    Remove,
+    /// The ADD fails, because this living container has a wanted port.
+    RefuseAdd(Holder),
+}
+
 impl LivenessProbe {
+    /// Decides about a rule of `holder`. Adds a remark if the holder is dead or if that is unknown.
+    /// Fails if the links cannot be read.
+    pub(super) fn decide(
+        &mut self,
+        wanted: &Forwarding,
+        holder: Holder,
+        action: ConflictAction,
+        remarks: &mut Vec<String>,
+    ) -> Result<Fate> {
+        let has_wanted_port = wanted.all_claims().iter().any(|claim| claim.overlaps(&holder.claim));
+        let is_displaced = action == ConflictAction::Displace || wanted.is_container(holder.claim.container.ip());
+        match self.liveness_of(wanted, &holder)? {
+            Liveness::Alive if has_wanted_port => return Ok(Fate::RefuseAdd(holder)),
+            // The rule leads to the address of this container, which a container of another network
+            // may have too. So the rule stays.
+            Liveness::Alive => {}
+            Liveness::Dead if is_displaced => {
+                remarks.push(holder.removal_remark(wanted));
+                return Ok(Fate::Remove);
+            }
+            Liveness::Dead | Liveness::Unknown if has_wanted_port => remarks.push(holder.port_taken_remark()),
+            Liveness::Dead | Liveness::Unknown => remarks.push(holder.unknown_owner_remark()),
+        }
+        Ok(Fate::Keep)
+    }
+
     /// Returns whether the holder is alive, by the cases of the module's documentation. Fails if
     /// the links cannot be read.
-    pub(super) fn liveness_of(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
+    fn liveness_of(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
         let address = holder.claim.container.ip();
         let leads_here = wanted.is_container(address);
         // A network gives an address to one container at a time, now to this one.
@@ -202,7 +236,7 @@ impl Holder {
     }
 
     /// Returns the remark about a dead container's rule that is removed.
-    pub(super) fn removal_remark(&self, wanted: &Forwarding) -> String {
+    fn removal_remark(&self, wanted: &Forwarding) -> String {
         let address = self.claim.container.ip();
         if wanted.is_container(address) {
             format!("{self}, which no longer exists: its rule was displaced, because {address} is now this container's")
@@ -212,12 +246,12 @@ impl Holder {
     }
 
     /// Returns the remark about another container's rule for a wanted port that stays.
-    pub(super) fn port_taken_remark(&self) -> String {
+    fn port_taken_remark(&self) -> String {
         format!("{self} already, and that rule may take precedence until it is removed")
     }
 
     /// Returns the remark about a rule that leads to this container's address and stays.
-    pub(super) fn unknown_owner_remark(&self) -> String {
+    fn unknown_owner_remark(&self) -> String {
         format!("{self}, which may still exist: the rule was not removed, and may lead to this container")
     }
 }

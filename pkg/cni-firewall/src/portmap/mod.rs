@@ -24,7 +24,7 @@ pub mod iptables;
 pub mod nft;
 
 pub use cni_linux::conntrack::{ClaimedPort, Protocol};
-pub use conflict::{ConflictAction, Conflicts, Holder, Policy};
+pub use conflict::{Conflicts, Holder, Policy};
 
 /// One port mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! Searches tables that an ADD does not read itself for conflicting rules of other containers.
+//! Searches the tables of iptables in which an ADD makes no rules for those of other containers.
 
 use super::super::conflict::{ConflictAction, Conflicts, LivenessProbe};
 use super::super::{ClaimedPort, Forwarding, Policy};
@@ -18,31 +18,16 @@ pub enum UnreadTables {
     OtherVariant,
 }
 
-/// The outcome of a search for conflicts in one table.
-enum SearchOutcome {
-    /// The table was searched. The plan has the removals of dead containers' rules and, if there is
-    /// one, the living holder of a wanted port.
-    Searched(Box<Plan>),
-    /// The table was not searched, for this reason. The ADD can continue without the search.
-    Skipped(String),
-}
-
 impl IptablesPortMap<'_> {
-    /// Searches the tables of `unread` for a living container that has a wanted port, and for rules
-    /// of dead containers that are for a wanted port or lead to the container's addresses. With
-    /// [`ConflictAction::Displace`] also removes the dead containers' rules. Finds nothing with
-    /// [`Policy::Ignore`]. In a family without a mapping, iptables-legacy is not read, because that
-    /// would cost a process.
+    /// Looks in the tables of `unread` for a living container that has a wanted port. In the tables
+    /// before that one, removes rules of dead containers that lead to the container's addresses.
+    /// Finds nothing with [`Policy::Ignore`]. In a family without a mapping, iptables-legacy is not
+    /// read, because that would cost a process.
     ///
     /// # Errors
-    /// If tables cannot be read or changed, or on SIGTERM. If programs of iptables-legacy are not
-    /// installed, only adds a remark; with [`ConflictAction::Keep`], also if they fail.
-    pub fn conflicts(
-        &mut self,
-        wanted: &Forwarding,
-        unread: UnreadTables,
-        action: ConflictAction,
-    ) -> Result<Conflicts> {
+    /// If tables cannot be read, or on SIGTERM. If stale rules cannot be removed, or
+    /// iptables-legacy cannot be read, only adds a remark.
+    pub fn conflicts(&mut self, wanted: &Forwarding, unread: UnreadTables) -> Result<Conflicts> {
         let (mut conflicts, mut probe) = (Conflicts::default(), LivenessProbe::default());
         if wanted.policy == Policy::Ignore {
             return Ok(conflicts);
@@ -55,24 +40,21 @@ impl IptablesPortMap<'_> {
                 UnreadTables::OtherVariant | UnreadTables::Both => None,
             };
             for variant in self.iptables.variants_to_search(family, &[DNAT])? {
-                if Some(variant) == variant_of_add {
-                    continue;
-                }
                 // Most containers map no port: their ADD must not cost a process.
-                if variant == Variant::Legacy && claims.is_empty() {
+                if Some(variant) == variant_of_add || (variant == Variant::Legacy && claims.is_empty()) {
                     continue;
                 }
                 let name = format!("{}-{variant}", program_name(family));
-                let plan = match self.search_table(wanted, (container, &claims), variant, action, &mut probe)? {
-                    SearchOutcome::Searched(plan) => plan,
-                    SearchOutcome::Skipped(why) => {
+                let plan = match self.search_table(wanted, (container, &claims), variant, &mut probe) {
+                    Ok(plan) => plan,
+                    Err(error) if variant == Variant::Legacy && !error.is_terminated() => {
                         conflicts.remarks.push(format!(
-                            "{name} has a table nat, but it was not searched for other containers' host ports: {why}"
+                            "{name} has a table nat, but it was not searched for other containers' host ports: {error}"
                         ));
                         continue;
                     }
+                    Err(error) => return Err(error),
                 };
-                conflicts.found_dead |= !plan.edit.is_empty();
                 conflicts.remarks.extend(plan.remarks.into_iter().map(|remark| format!("{remark} ({name})")));
                 if plan.living_holder.is_some() {
                     return Ok(Conflicts { held: plan.living_holder, ..conflicts });
@@ -82,53 +64,37 @@ impl IptablesPortMap<'_> {
         Ok(conflicts)
     }
 
-    /// Searches the table of one family and variant for conflicts. With
-    /// [`ConflictAction::Displace`] also removes the rules of dead containers, unless a living
-    /// container has a wanted port.
+    /// Searches the table of one family and variant, and removes the stale rules. Takes the lock
+    /// only if there are any.
     fn search_table(
         &mut self,
         wanted: &Forwarding,
         (container, claims): (Cidr, &[ClaimedPort]),
         variant: Variant,
-        action: ConflictAction,
         probe: &mut LivenessProbe,
-    ) -> Result<SearchOutcome> {
+    ) -> Result<Plan> {
         let family = Family::of(container.address());
-        // With `Keep`, the ADD runs the programs of iptables-legacy only for this search.
-        let is_optional = variant == Variant::Legacy && action == ConflictAction::Keep;
-        let skip_if_optional = |error: Error| {
-            if is_optional && !error.is_terminated() {
-                Ok(SearchOutcome::Skipped(error.to_string()))
-            } else {
-                Err(error)
-            }
-        };
-        match self.iptables.can_remove(family, variant) {
-            Ok(true) => {}
-            Ok(false) => return Ok(SearchOutcome::Skipped("its programs are not installed".to_owned())),
-            Err(error) => return skip_if_optional(error),
-        }
-        let mut plan_for_table = |nat: &mut Chains<'_>| {
+        let mut plan_table = |nat: &mut Chains<'_>| {
             // Jumps are found by port numbers, so without a port there are none to find.
             let jumps = if claims.is_empty() { Vec::new() } else { candidate_jumps(nat, wanted, claims)? };
-            let mut plan = Plan::default();
+            let mut plan = Plan::new(ConflictAction::Keep);
             plan_displacement(nat, wanted, (container, claims), &jumps, probe, &mut plan)?;
-            Ok(plan)
+            Ok::<Plan, Error>(plan)
         };
-        match action {
-            ConflictAction::Keep => match self.iptables.read(family, variant) {
-                Ok(mut nat) => Ok(SearchOutcome::Searched(Box::new(plan_for_table(&mut nat)?))),
-                Err(error) => skip_if_optional(error),
-            },
-            ConflictAction::Displace => {
-                // `change` can plan several times; the last plan is the applied one.
-                let mut last_plan = Plan::default();
-                self.iptables.change(family, variant, |nat| {
-                    last_plan = plan_for_table(nat)?;
-                    Ok(if last_plan.living_holder.is_some() { Edit::new() } else { last_plan.edit.clone() })
-                })?;
-                Ok(SearchOutcome::Searched(Box::new(last_plan)))
-            }
+        let mut plan = plan_table(&mut self.iptables.read(family, variant)?)?;
+        if plan.living_holder.is_some() || plan.edit.is_empty() {
+            return Ok(plan);
         }
+        let removed = self.iptables.change(family, variant, |nat| {
+            // `change` can plan several times; the last plan is the applied one.
+            plan = plan_table(nat)?;
+            Ok(if plan.living_holder.is_some() { Edit::new() } else { std::mem::take(&mut plan.edit) })
+        });
+        match removed {
+            Err(error) if error.is_terminated() => return Err(error),
+            Err(error) => plan.remarks.push(format!("the stale host port rules were not removed: {error}")),
+            Ok(()) => {}
+        }
+        Ok(plan)
     }
 }

@@ -14,7 +14,7 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::conflict::LivenessProbe;
+use super::conflict::{ConflictAction, LivenessProbe};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, SetMark, Snat, older_mapping_remark};
 use crate::iptables::{Chains, Edit, Iptables, Rule, Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
@@ -40,13 +40,22 @@ pub struct IptablesPortMap<'m> {
 }
 
 /// The changes for one family.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug)]
 struct Plan {
     edit: Edit,
     /// Remarks for the operator.
     remarks: Vec<String>,
     /// A living container that has a wanted port. If there is one, the edit must not be applied.
     living_holder: Option<Holder>,
+    /// What happens to a dead container's rules for a wanted port.
+    conflict_action: ConflictAction,
+}
+
+impl Plan {
+    /// Returns a plan without changes.
+    fn new(conflict_action: ConflictAction) -> Plan {
+        Plan { edit: Edit::new(), remarks: Vec::new(), living_holder: None, conflict_action }
+    }
 }
 
 /// A family in which an ADD maps ports.
@@ -203,7 +212,7 @@ fn plan_family(
     host_link: Option<&str>,
     probe: &mut LivenessProbe,
 ) -> Result<Plan> {
-    let mut plan = Plan::default();
+    let mut plan = Plan::new(ConflictAction::Displace);
     let candidate_jumps = candidate_jumps(nat, wanted, claims)?;
     if wanted.policy == Policy::RefuseIfAlive {
         plan_displacement(nat, wanted, (container, claims), &candidate_jumps, probe, &mut plan)?;

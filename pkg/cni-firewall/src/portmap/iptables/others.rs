@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use cni::Cidr;
 
-use super::super::conflict::{Liveness, LivenessProbe};
+use super::super::conflict::{Fate, LivenessProbe};
 use super::super::{ClaimedPort, Forwarding, Holder};
 use super::shape::{self, DNAT, Jump, MappingRules, Section};
 use super::{Chains, Plan, can_match_any};
@@ -15,10 +15,11 @@ use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// Adds to `plan` the removal of dead containers' rules: those for the wanted ports, and those that
-/// lead to this container's address. If a living container has a wanted port, stops and sets
-/// `plan.living_holder`. `candidate_jumps` are the rules of [`DNAT`] that may be for the ports. If
-/// the search by address fails, adds a remark to the plan instead of failing.
+/// Adds to `plan` the removal of dead containers' rules: those that lead to this container's address
+/// and, if `plan.conflict_action` is to displace them, those for the wanted ports. If a living
+/// container has a wanted port, stops and sets `plan.living_holder`. `candidate_jumps` are the rules
+/// of [`DNAT`] that may be for the ports. If the search by address fails, adds a remark to the plan
+/// instead of failing.
 pub(super) fn plan_displacement(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -96,16 +97,16 @@ fn plan_displacement_in_chain(
         let mut has_kept_mapping = false;
         for mapping in &section.mappings {
             let fate = match other.holder_of(section, mapping, claims) {
-                Some(holder) => mapping_fate(holder, wanted, claims, probe, &mut remarks)?,
-                None => MappingFate::Keep,
+                Some(holder) => probe.decide(wanted, holder, plan.conflict_action, &mut remarks)?,
+                None => Fate::Keep,
             };
             match fate {
-                MappingFate::Keep => {
+                Fate::Keep => {
                     kept.push(mapping);
                     has_kept_mapping = true;
                 }
-                MappingFate::Remove => removed.extend(&mapping.rules),
-                MappingFate::RefuseAdd(holder) => {
+                Fate::Remove => removed.extend(&mapping.rules),
+                Fate::RefuseAdd(holder) => {
                     plan.living_holder = Some(holder);
                     return Ok(());
                 }
@@ -139,37 +140,6 @@ fn plan_displacement_in_chain(
         }
     }
     Ok(())
-}
-
-/// What becomes of a mapping in the chain of another container.
-enum MappingFate {
-    Keep,
-    Remove,
-    /// This living container has a wanted port, so the ADD fails.
-    RefuseAdd(Holder),
-}
-
-/// Decides about a mapping of `holder`, which has a wanted port or leads to the address of the
-/// ADD's container. Adds a remark if the holder is dead or if that is unknown.
-fn mapping_fate(
-    holder: Holder,
-    wanted: &Forwarding,
-    claims: &[ClaimedPort],
-    probe: &mut LivenessProbe,
-    remarks: &mut Vec<String>,
-) -> Result<MappingFate> {
-    let has_wanted_port = claims.iter().any(|claim| claim.overlaps(&holder.claim));
-    match probe.liveness_of(wanted, &holder)? {
-        Liveness::Alive if has_wanted_port => return Ok(MappingFate::RefuseAdd(holder)),
-        Liveness::Alive => {}
-        Liveness::Dead => {
-            remarks.push(holder.removal_remark(wanted));
-            return Ok(MappingFate::Remove);
-        }
-        Liveness::Unknown if has_wanted_port => remarks.push(holder.port_taken_remark()),
-        Liveness::Unknown => remarks.push(holder.unknown_owner_remark()),
-    }
-    Ok(MappingFate::Keep)
 }
 
 /// A chain of another container, and the data of the ADD that its rules are compared with.

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use cni::Cidr;
 
-use super::super::conflict::{Liveness, LivenessProbe};
+use super::super::conflict::{ConflictAction, Fate, LivenessProbe};
 use super::super::{ClaimedPort, Forwarding, Holder};
 use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 use super::{Identity, NftPortMap, State, identity};
@@ -23,6 +23,7 @@ pub(super) struct ConflictSearch<'o> {
     pub(super) claims: &'o [ClaimedPort],
     /// The compiled conditions of the ADD; `None` if they cannot be compiled.
     pub(super) conditions: Option<&'o [Expr]>,
+    pub(super) action: ConflictAction,
 }
 
 /// The decision about the rules of other containers.
@@ -50,21 +51,15 @@ impl ConflictSearch<'_> {
         let mut stale_mappings = Vec::new();
         for (chain, listed) in state.all_rules().filter(|(chain, _)| *chain != MASQUERADING) {
             let Some(holder) = self.holder_of(&listed.rule) else { continue };
-            let has_wanted_port = self.claims.iter().any(|claim| claim.overlaps(&holder.claim));
-            match probe.liveness_of(wanted, &holder)? {
-                Liveness::Alive if has_wanted_port => return Ok(ConflictDecision { held: Some(holder), ..decision }),
-                // The rule leads to the address of this container, which a container of another
-                // network may have too. So the rule stays.
-                Liveness::Alive => {}
-                Liveness::Dead => {
+            match probe.decide(wanted, holder, self.action, &mut decision.remarks)? {
+                Fate::Keep => {}
+                Fate::Remove => {
                     decision.dead_rules.push((chain, listed.handle));
-                    decision.remarks.push(holder.removal_remark(wanted));
                     if shape::container(&listed.rule) == Some(self.container.address()) {
                         stale_mappings.push(&listed.rule);
                     }
                 }
-                Liveness::Unknown if has_wanted_port => decision.remarks.push(holder.port_taken_remark()),
-                Liveness::Unknown => decision.remarks.push(holder.unknown_owner_remark()),
+                Fate::RefuseAdd(holder) => return Ok(ConflictDecision { held: Some(holder), ..decision }),
             }
         }
         // With the mappings of a dead container to this address, its masquerading rules for the

@@ -2,7 +2,7 @@
 
 use cni::Cidr;
 
-use super::super::conflict::LivenessProbe;
+use super::super::conflict::{ConflictAction, LivenessProbe};
 use super::super::identity::HostLink;
 use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
 use super::shape::{self, CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
@@ -49,7 +49,8 @@ impl NftPortMap {
         let state = self.read_state(container, wanted, identity, claims)?;
         state.add_missing(&mut plan.batch);
         if wanted.policy == Policy::RefuseIfAlive {
-            let search = ConflictSearch { identity, container, claims, conditions: conditions.as_deref() };
+            let (conditions, action) = (conditions.as_deref(), ConflictAction::Displace);
+            let search = ConflictSearch { identity, container, claims, conditions, action };
             let decision = search.decide(&state, wanted, probe)?;
             if decision.held.is_some() {
                 return Ok(decision.held);
