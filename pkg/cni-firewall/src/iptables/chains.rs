@@ -1,7 +1,6 @@
 //! Reads the chains of a table: with iptables-nft each over netlink, when it is first requested;
 //! with iptables-legacy all at once, from the output of the save program.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
@@ -102,71 +101,54 @@ impl Chains<'_> {
         Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect())
     }
 
-    /// Searches the chains to which rules of the chain `name` jump and whose names begin with
-    /// `prefix`. Returns the names of those that have a rule with this address. The result can
-    /// contain some other chains too, because only text or bytes are compared. With iptables-nft,
-    /// each name with the prefix costs one request.
+    /// Returns the chains whose names begin with `prefix` and that have a rule with this address.
+    /// The result can contain some other chains too, because only text or bytes are compared.
     ///
     /// # Errors
     /// If the chains cannot be read, or if other processes keep changing rules: the reading is
     /// repeated only a few times.
-    pub fn list_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
+    pub fn list_chains_for_address(&mut self, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         match self.nft {
-            Some(_) => self.list_nft_chains_for_address(name, prefix, address),
-            None => self.list_legacy_chains_for_address(name, prefix, address),
+            Some(_) => self.list_nft_chains_for_address(prefix, address),
+            None => Ok(self.list_legacy_chains_for_address(prefix, &address.to_string())),
         }
     }
 
     /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, where
-    /// all chains have been read.
-    fn list_legacy_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
-        let address = address.to_string();
-        let targets: Vec<String> = self.rules(name)?.iter().filter_map(Rule::target).map(str::to_owned).collect();
-        let mut found: Vec<String> = Vec::new();
-        for target in targets {
-            if !target.starts_with(prefix) || found.contains(&target) {
-                continue;
-            }
-            let mentions_address = |rule: &Rule| rule.words.iter().any(|word| word.contains(&address));
-            if self.rules(&target)?.iter().any(mentions_address) {
-                found.push(target);
+    /// all chains have been read. `address` is the text in rules.
+    fn list_legacy_chains_for_address(&self, prefix: &str, address: &str) -> Vec<String> {
+        let mentions_address = |rule: &Rule| rule.words.iter().any(|word| word.contains(address));
+        let mut found = Vec::new();
+        for (name, chain) in &self.read_chains {
+            if name.starts_with(prefix) && chain.iter().any(|chain| chain.rules.iter().any(mentions_address)) {
+                found.push(name.clone());
             }
         }
-        Ok(found)
+        found
     }
 
     /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-nft. Looks for
-    /// names and addresses in the bytes of the rules.
-    fn list_nft_chains_for_address(&mut self, name: &str, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
+    /// the address in the bytes of the rules.
+    fn list_nft_chains_for_address(&mut self, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
         let octets = match address {
             IpAddr::V4(address) => address.octets().to_vec(),
             IpAddr::V6(address) => address.octets().to_vec(),
         };
         let table = self.table.in_nf_tables(self.family);
-        nft.with_few_retries(|nft| {
-            // The closure is called with the bytes of every rule. It collects names, and returns
-            // `false` because no rule has to be decoded.
-            let possible_targets = RefCell::new(BTreeSet::new());
-            nft.rules_at_once(table, name, |rule| {
-                possible_targets.borrow_mut().extend(names_with_prefix(rule, prefix));
-                false
-            })?;
-            let mut found = Vec::new();
-            for target in possible_targets.into_inner() {
-                if nft.has_rule(table, &target, |rule| nft::mentions(rule, &octets))? {
-                    found.push(target);
-                }
-            }
-            Ok(found)
-        })
+        let what = format!("failed to list nft table {table}");
+        let read = |nft: &mut Nft| {
+            nft.rules_of_table(table, |chain, rule| {
+                chain.starts_with(prefix.as_bytes()) && nft::mentions(rule, &octets)
+            })
+        };
+        let found = nft.with_few_retries(|nft| nft.read_at_once(&what, read))?;
+        let names: BTreeSet<String> = found.into_iter().map(|(chain, _)| chain).collect();
+        Ok(names.into_iter().collect())
     }
 
-    /// Reads all chains for whose name `is_wanted` is true, with one request for each chain, and
-    /// returns their names.
-    ///
-    /// For short chains, which the kernel sends in one part: a long one is read only once where
-    /// no other process changes rules.
+    /// Reads all chains for whose name `is_wanted` is true, with one list of the chains and one of
+    /// the rules, and returns their names.
     pub fn read_chains_where(&mut self, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<String>> {
         let Some(nft) = &mut self.nft else {
             return Ok(self.read_chains.keys().filter(|name| is_wanted(name)).cloned().collect());
@@ -175,11 +157,15 @@ impl Chains<'_> {
         let read = |nft: &mut Nft| {
             let mut chains = nft.chains(table)?;
             chains.retain(|chain| is_wanted(&chain.name));
-            let mut read_chains = Vec::new();
+            let mut read_chains: BTreeMap<String, Chain> = BTreeMap::new();
             for chain in chains {
-                let listed = nft.rules(table, &chain.name)?;
-                let rules = listed.into_iter().map(|listed| compat::rule_in_words(family, listed)).collect();
-                read_chains.push((chain.name, Chain { rules, handle: Some(chain.handle) }));
+                read_chains.insert(chain.name, Chain { rules: Vec::new(), handle: Some(chain.handle) });
+            }
+            let is_read = |name: &[u8]| std::str::from_utf8(name).is_ok_and(|name| read_chains.contains_key(name));
+            for (name, listed) in nft.rules_of_table(table, |name, _| is_read(name))? {
+                if let Some(chain) = read_chains.get_mut(&name) {
+                    chain.rules.push(compat::rule_in_words(family, listed));
+                }
             }
             Ok(read_chains)
         };
@@ -189,7 +175,7 @@ impl Chains<'_> {
             Err(error) if error.errno().is_none() => read(nft)?,
             result => result?,
         };
-        let names = read_chains.iter().map(|(name, _)| name.clone()).collect();
+        let names = read_chains.keys().cloned().collect();
         self.read_chains.extend(read_chains.into_iter().map(|(name, chain)| (name, Some(chain))));
         Ok(names)
     }
@@ -204,21 +190,6 @@ impl Chains<'_> {
         }
         Ok(by_target)
     }
-}
-
-/// Searches the bytes of a rule for `prefix`, and returns each occurrence with the text after it,
-/// up to a space or a byte that is not printable ASCII: the name of the chain that the rule jumps
-/// to, and perhaps parts of the rule's comment.
-fn names_with_prefix(bytes: &[u8], prefix: &str) -> Vec<String> {
-    let mut names = Vec::new();
-    for start in 0..bytes.len() {
-        let rest = &bytes[start..];
-        if rest.starts_with(prefix.as_bytes()) {
-            let word = rest.iter().take_while(|byte| byte.is_ascii_graphic());
-            names.push(word.map(|byte| char::from(*byte)).collect());
-        }
-    }
-    names
 }
 
 /// Reads a chain of iptables-nft with its rules; `None` if it does not exist.

@@ -36,8 +36,7 @@ const BATCH_FAILED: &str = "failed to change nftables";
 pub struct Nft {
     socket: Result<Socket, Absence>,
     /// Whether a list is read only once, without a second reading that confirms the first. True
-    /// within [`Nft::has_rule`], and from [`Nft::wait_for_generation`] to the next commit, which
-    /// fails if the list has changed.
+    /// from [`Nft::wait_for_generation`] to the next commit, which fails if the list has changed.
     one_reading_suffices: bool,
     /// The maximum number of readings of one list.
     reads_max: usize,
@@ -201,17 +200,47 @@ impl Nft {
         matches: impl Fn(&[u8]) -> bool,
     ) -> Result<Vec<Listed>> {
         let what = format!("failed to list nft chain {table} {chain}");
-        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(chain.into())];
-        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
-        let rules = self.dump(&what, table.family, request, |payload| {
-            let place = decode::place(payload)?;
-            // Old kernels send all rules of the family.
-            if (place.table, place.chain) != (table.name.as_bytes(), chain.as_bytes()) {
+        self.dump_rules(&what, table, Some(chain), |_, rule| if matches(rule) { decode::rule(rule) } else { None })
+    }
+
+    /// Returns the rules of all chains of the table for which `matches` is true, each with its
+    /// chain's name, in order. `matches` gets the name and the rule's bytes. This is one request,
+    /// however many chains the table has.
+    pub fn rules_of_table(
+        &mut self,
+        table: Table<'_>,
+        matches: impl Fn(&[u8], &[u8]) -> bool,
+    ) -> Result<Vec<(String, Listed)>> {
+        let what = format!("failed to list nft table {table}");
+        self.dump_rules(&what, table, None, |chain, rule| {
+            if !matches(chain, rule) {
                 return None;
             }
-            // The handle is returned even if the rule does not match: `dump` compares all handles.
-            let rule = if matches(payload) { decode::rule(payload) } else { None };
-            Some((place.handle, rule))
+            Some((String::from_utf8_lossy(chain).into_owned(), decode::rule(rule)?))
+        })
+    }
+
+    /// Lists the rules of a chain, or of all chains of the table, and returns what `read` makes of
+    /// each rule's chain and bytes.
+    fn dump_rules<T>(
+        &mut self,
+        what: &str,
+        table: Table<'_>,
+        chain: Option<&str>,
+        read: impl Fn(&[u8], &[u8]) -> Option<T>,
+    ) -> Result<Vec<T>> {
+        let mut attributes = vec![RuleAttribute::Table(table.name.into())];
+        attributes.extend(chain.map(|chain| RuleAttribute::Chain(chain.into())));
+        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        let rules = self.dump(what, table.family, request, |payload| {
+            let place = decode::place(payload)?;
+            // Old kernels send all rules of the family.
+            let is_wanted_chain = chain.is_none_or(|chain| place.chain == chain.as_bytes());
+            if place.table != table.name.as_bytes() || !is_wanted_chain {
+                return None;
+            }
+            // The handle is returned even if the rule is left out: `dump` compares all handles.
+            Some((place.handle, read(place.chain, payload)))
         })?;
         Ok(rules.into_iter().flatten().collect())
     }
@@ -243,16 +272,6 @@ impl Nft {
             }
         }
         Err(self.too_many_changes(what))
-    }
-
-    /// Whether the chain has a rule for whose bytes `matches` is true. Reads the chain only once: a
-    /// rule can be missed if the chain changes meanwhile and is so long that the kernel sends it in
-    /// parts. Callers must not depend on the result without another check.
-    pub fn has_rule(&mut self, table: Table<'_>, chain: &str, matches: impl Fn(&[u8]) -> bool) -> Result<bool> {
-        let previous = std::mem::replace(&mut self.one_reading_suffices, true);
-        let rules = self.rules_where(table, chain, matches);
-        self.one_reading_suffices = previous;
-        Ok(!rules?.is_empty())
     }
 
     /// Calls `read`, within which reading a list fails soon if other processes keep changing it.

@@ -2,7 +2,7 @@
 
 use super::super::{ClaimedPort, Forwarding};
 use super::shape::{self, DNAT, Jump, Section};
-use super::{Chains, IptablesPortMap, is_own, program_name, shared_rules};
+use super::{Chains, IptablesPortMap, is_own, jumps_to, program_name, shared_rules};
 use crate::iptables::Rule;
 use cni::Cidr;
 use cni_linux::error::Result;
@@ -53,7 +53,7 @@ fn differences_in(
             differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));
         }
     }
-    let jumps = nat.rules_leading_to(DNAT, &chain)?;
+    let jumps = jumps_to(nat, &chain)?;
     let chain_rules = nat.rules(&chain)?;
     let sections = shape::sections(chain_rules);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));

@@ -366,3 +366,11 @@ fn candidate_jumps(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedP
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
     nat.rules_mentioning(DNAT, &ports, &shape::chain_name(&wanted.attachment))
 }
+
+/// Returns the rules of [`DNAT`] that jump to `chain`. Reads [`DNAT`] only once, because rules are
+/// only appended to it.
+fn jumps_to(nat: &mut Chains<'_>, chain: &str) -> Result<Vec<Rule>> {
+    let mut jumps = nat.rules_mentioning(DNAT, &[], chain)?;
+    jumps.retain(|rule| rule.target() == Some(chain));
+    Ok(jumps)
+}

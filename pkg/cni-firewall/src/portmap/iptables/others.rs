@@ -9,17 +9,17 @@ use cni::Cidr;
 use super::super::conflict::{Fate, LivenessProbe};
 use super::super::{ClaimedPort, Forwarding, Holder};
 use super::shape::{self, DNAT, Jump, MappingRules, Section};
-use super::{Chains, Plan, can_match_any};
+use super::{Chains, Plan, can_match_any, jumps_to};
 use crate::iptables::Rule;
 use cni::AttachmentId;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// Adds to `plan` the removal of dead containers' rules: those that lead to this container's address
-/// and, if `plan.conflict_action` is to displace them, those for the wanted ports. If a living
-/// container has a wanted port, stops and sets `plan.living_holder`. `candidate_jumps` are the rules
-/// of [`DNAT`] that may be for the ports. If the search by address fails, adds a remark to the plan
-/// instead of failing.
+/// Adds to `plan` the removal of dead containers' rules: those that lead to this container's
+/// address and, if `plan.conflict_action` is to displace them, those for the wanted ports. If a
+/// living container has a wanted port, stops and sets `plan.living_holder`. `candidate_jumps` are
+/// the rules of [`DNAT`] that may be for the ports. If the search by address fails, adds a remark
+/// to the plan instead of failing.
 pub(super) fn plan_displacement(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -65,7 +65,7 @@ fn plan_displacement_by_address(
     plan: &mut Plan,
 ) -> Result<()> {
     let own_chain = shape::chain_name(&wanted.attachment);
-    for chain in nat.list_chains_for_address(DNAT, shape::PREFIX, container.address())? {
+    for chain in nat.list_chains_for_address(shape::PREFIX, container.address())? {
         if chain == own_chain || searched_chains.contains(&chain) {
             continue;
         }
@@ -87,7 +87,7 @@ fn plan_displacement_in_chain(
     probe: &mut LivenessProbe,
     plan: &mut Plan,
 ) -> Result<()> {
-    let jumps = nat.rules_leading_to(DNAT, chain)?;
+    let jumps = jumps_to(nat, chain)?;
     let Some(content) = nat.chain(chain)?.cloned() else { return Ok(()) };
     let other = OtherChain::new(chain, wanted, container.address(), &jumps);
     let sections = shape::sections(&content.rules);

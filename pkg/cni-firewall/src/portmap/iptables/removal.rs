@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Removal};
 use super::shape::{self, DNAT, Jump, SNAT, Section};
-use super::{IptablesPortMap, is_own, program_name};
+use super::{IptablesPortMap, is_own, jumps_to, program_name};
 use crate::iptables::{Chain, Chains, Edit, FAMILIES, Reading, Rule, Variant};
 use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
@@ -163,7 +163,7 @@ pub(super) fn plan_removal(
     is_removed: impl Fn(&Section, &[JumpOwner]) -> bool,
 ) -> Result<Vec<ClaimedPort>> {
     let Some(content) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
-    let jumps = nat.rules_leading_to(DNAT, chain)?;
+    let jumps = jumps_to(nat, chain)?;
     Ok(plan_removal_from(edit, (chain, &content), &jumps, is_removed))
 }
 

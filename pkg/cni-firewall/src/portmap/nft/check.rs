@@ -4,8 +4,8 @@ use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
 use super::shape::{self, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
-use super::{Identity, NftPortMap, State, identity};
-use crate::nft::Expr;
+use super::{Identity, NftPortMap, State, identity, read_state};
+use crate::nft::{Expr, Nft};
 use cni_linux::error::Result;
 
 /// The existing rules of an attachment in one family.
@@ -74,10 +74,16 @@ impl NftPortMap {
     /// which has the conditions in the base chains.
     pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
         let identity = Identity::new(&wanted.attachment);
+        // No claims are passed, so that rules of other containers for the ports are not read.
+        let read = |nft: &mut Nft| {
+            let families = wanted.families();
+            families
+                .map(|(container, _)| read_state(nft, container, wanted, &identity, &[]))
+                .collect::<Result<Vec<_>>>()
+        };
+        let states = self.nft.read_at_once("failed to read the host ports in nftables", read)?;
         let mut differences = Vec::new();
-        for (container, claims) in wanted.families() {
-            // No claims are passed, so that rules of other containers for the ports are not read.
-            let state = self.read_state(container, wanted, &identity, &[])?;
+        for ((container, claims), state) in wanted.families().zip(states) {
             let own = OwnRules::new(&state, &identity, &wanted.addresses());
             differences.extend(shared_chain_differences(&state, &own));
             differences.extend(mapping_differences(wanted, &claims, &state, &own));

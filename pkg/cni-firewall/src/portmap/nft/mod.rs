@@ -291,81 +291,82 @@ impl NftPortMap {
     /// `addresses` is empty.
     pub fn holds(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
         let identity = Identity::new(attachment);
-        for family in FAMILIES {
-            for chain in CONTAINER_CHAINS {
-                let rules = self.nft.rules_commented(shape::table(family), chain, &identity.comment)?;
-                if !identity.own_rules(&rules, addresses, shape::container).is_empty() {
-                    return Ok(true);
+        self.nft.read_at_once("failed to look for host ports in nftables", |nft| {
+            for family in FAMILIES {
+                for chain in CONTAINER_CHAINS {
+                    let rules = nft.rules_commented(shape::table(family), chain, &identity.comment)?;
+                    if !identity.own_rules(&rules, addresses, shape::container).is_empty() {
+                        return Ok(true);
+                    }
                 }
             }
-        }
-        Ok(false)
+            Ok(false)
+        })
     }
+}
 
-    /// Reads the state of one family: the missing shared chains and rules, this container's rules,
-    /// and those of other containers that contain a claimed port or this container's address. Fails
-    /// if a base chain exists with another type, hook or priority.
-    fn read_state(
-        &mut self,
-        container: Cidr,
-        wanted: &Forwarding,
-        identity: &Identity,
-        claims: &[ClaimedPort],
-    ) -> Result<State> {
-        let address = shape::octets(container.address());
-        let mut state = State::new(Family::of(container.address()));
-        self.find_missing(&mut state, wanted.snat)?;
-        for name in CONTAINER_CHAINS {
-            if state.missing_chains.contains(&name) {
-                continue;
-            }
-            let rules = self.nft.rules_where(shape::table(state.family), name, |rule| {
-                decode::comment(rule) == identity.comment.as_bytes()
-                    || shape::names_port(rule, claims)
-                    || mentions(rule, &address)
-            })?;
-            state.rules.push((name, rules));
+/// Reads the state of one family: the missing shared chains and rules, this container's rules,
+/// and those of other containers that contain a claimed port or this container's address. Fails
+/// if a base chain exists with another type, hook or priority.
+fn read_state(
+    nft: &mut Nft,
+    container: Cidr,
+    wanted: &Forwarding,
+    identity: &Identity,
+    claims: &[ClaimedPort],
+) -> Result<State> {
+    let address = shape::octets(container.address());
+    let mut state = State::new(Family::of(container.address()));
+    find_missing(nft, &mut state, wanted.snat)?;
+    for name in CONTAINER_CHAINS {
+        if state.missing_chains.contains(&name) {
+            continue;
         }
-        Ok(state)
+        let rules = nft.rules_where(shape::table(state.family), name, |rule| {
+            decode::comment(rule) == identity.comment.as_bytes()
+                || shape::names_port(rule, claims)
+                || mentions(rule, &address)
+        })?;
+        state.rules.push((name, rules));
     }
+    Ok(state)
+}
 
-    /// Adds to `state` the shared chains and rules that do not exist. Ignores [`MASQUERADING`] if
-    /// `snat` is [`Snat::No`].
-    fn find_missing(&mut self, state: &mut State, snat: Snat) -> Result<()> {
-        let table = shape::table(state.family);
-        for name in [HOSTPORTS, HOSTIP_HOSTPORTS, HOSTPORTS_ALL] {
-            if self.nft.find_chain(table, name)?.is_none() {
-                state.missing_chains.push(name);
-            }
+/// Adds to `state` the shared chains and rules that do not exist. Ignores [`MASQUERADING`] if
+/// `snat` is [`Snat::No`].
+fn find_missing(nft: &mut Nft, state: &mut State, snat: Snat) -> Result<()> {
+    let table = shape::table(state.family);
+    for name in [HOSTPORTS, HOSTIP_HOSTPORTS, HOSTPORTS_ALL] {
+        if nft.find_chain(table, name)?.is_none() {
+            state.missing_chains.push(name);
         }
-        let mut base_chains = ENTRY_CHAINS.to_vec();
-        if snat != Snat::No {
-            base_chains.push((MASQUERADING, shape::MASQUERADING_HOOK));
-        }
-        for (name, base) in base_chains {
-            let Some(chain) = self.nft.find_chain(table, name)? else {
-                state.missing_chains.push(name);
-                continue;
-            };
-            if chain.base != Some(base) {
-                let cause =
-                    Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
-                return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
-            }
-        }
-        let [prerouting, output] = ENTRY_CHAINS.map(|(name, _)| (name, vec![shape::entry_rule()]));
-        let hostports_all = (HOSTPORTS_ALL, shape::hostports_all_rules().to_vec());
-        for (chain, wanted_rules) in [prerouting, output, hostports_all] {
-            let is_missing = state.missing_chains.contains(&chain);
-            let existing_rules = if is_missing { Vec::new() } else { self.nft.rules(table, chain)? };
-            for rule in wanted_rules {
-                if !contains_rule(&existing_rules, &rule) {
-                    state.missing_rules.push((chain, rule));
-                }
-            }
-        }
-        Ok(())
     }
+    let mut base_chains = ENTRY_CHAINS.to_vec();
+    if snat != Snat::No {
+        base_chains.push((MASQUERADING, shape::MASQUERADING_HOOK));
+    }
+    for (name, base) in base_chains {
+        let Some(chain) = nft.find_chain(table, name)? else {
+            state.missing_chains.push(name);
+            continue;
+        };
+        if chain.base != Some(base) {
+            let cause = Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
+            return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
+        }
+    }
+    let [prerouting, output] = ENTRY_CHAINS.map(|(name, _)| (name, vec![shape::entry_rule()]));
+    let hostports_all = (HOSTPORTS_ALL, shape::hostports_all_rules().to_vec());
+    for (chain, wanted_rules) in [prerouting, output, hostports_all] {
+        let is_missing = state.missing_chains.contains(&chain);
+        let existing_rules = if is_missing { Vec::new() } else { nft.rules(table, chain)? };
+        for rule in wanted_rules {
+            if !contains_rule(&existing_rules, &rule) {
+                state.missing_rules.push((chain, rule));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the remark about a mapping that GC keeps because its rule names no network; `None` if

@@ -6,7 +6,7 @@ use super::super::conflict::{ConflictAction, LivenessProbe};
 use super::super::identity::HostLink;
 use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
 use super::shape::{self, CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
-use super::{ConflictSearch, Identity, NftPortMap, ProgramMappings, Stage, State};
+use super::{ConflictSearch, Identity, NftPortMap, ProgramMappings, Stage, State, read_state};
 use crate::nft::{Batch, Expr, Rule};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -46,7 +46,7 @@ impl NftPortMap {
         let table = shape::table(family);
         // `None` if only the program `nft` can write the mappings of this family.
         let conditions = conditions::compile(wanted.conditions(family), family).ok();
-        let state = self.read_state(container, wanted, identity, claims)?;
+        let state = read_state(&mut self.nft, container, wanted, identity, claims)?;
         state.add_missing(&mut plan.batch);
         if wanted.policy == Policy::RefuseIfAlive {
             let (conditions, action) = (conditions.as_deref(), ConflictAction::Displace);
