@@ -59,7 +59,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     for (index, (path, object)) in document::plugins(document).into_iter().enumerate() {
         let Some(request) = request(document, object) else { continue };
         let kind = object["type"].as_str().unwrap_or_default();
-        let ipam = object["ipam"]["type"].as_str().unwrap_or_default();
+        let ipam = plugins::ipam_type(object);
         let listed = ListedPlugin { path: &path, kind, ipam, object, request };
         if index == 0 {
             problems.extend(listed.check_as_first());
@@ -71,7 +71,9 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         if kind == "bridge" {
             problems.extend(listed.check_second_bridge(&earlier, version));
         }
-        if let Some(plugin) = plugins::find(kind).filter(|plugin| plugin.role() == Role::Interface) {
+        // The addresses of flannel come from the node's subnet file.
+        let has_addresses = |plugin: &&dyn Plugin| plugin.role() == Role::Interface && kind != "flannel";
+        if let Some(plugin) = plugins::find(kind).filter(has_addresses) {
             problems.extend(listed.check_addressing(plugin, &earlier, version));
             problems.extend(listed.check_advertisements(document));
         }

@@ -80,7 +80,7 @@ fn check_name(document: &Value) -> Option<Problem> {
 fn check_plugin(list: &Value, object: &Value, path: &str) -> Vec<Problem> {
     let path_of = |key: &str| document::path_of(path, key);
     let kind = object["type"].as_str().unwrap_or_default();
-    let ipam = object["ipam"]["type"].as_str().unwrap_or_default();
+    let ipam = plugins::ipam_type(object);
     let mut problems = Vec::new();
     let Some(request) = request(list, object) else { return problems };
     for (key, kind) in [("type", kind), ("ipam.type", ipam)] {
