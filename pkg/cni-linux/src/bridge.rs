@@ -11,7 +11,8 @@ use nix::sched::{CloneFlags, unshare};
 
 use crate::error::{Cause, Error, Reason, Result};
 use crate::link::{
-    IFLA_BR_VLAN_FILTERING, IFLA_BRPORT_ISOLATED, IFLA_BRPORT_MODE, Link, LinkRequest, OperState, PortState,
+    IFLA_BR_GROUP_FWD_MASK, IFLA_BR_MCAST_SNOOPING, IFLA_BR_STP_STATE, IFLA_BR_VLAN_FILTERING, IFLA_BRPORT_ISOLATED,
+    IFLA_BRPORT_MODE, IFLA_BRPORT_NEIGH_SUPPRESS, Link, LinkRequest, OperState, PortState,
 };
 use crate::mac::Mac;
 use crate::netlink::wire::new_attribute;
@@ -40,6 +41,18 @@ impl<'a> BridgeSpec<'a> {
     }
 }
 
+/// Settings of a bridge to change; `None` keeps a setting. [`BridgeInfo`](crate::link::BridgeInfo)
+/// describes them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BridgeSettings {
+    /// Which frames to reserved addresses it forwards. The kernel refuses the bits 0 to 2.
+    pub group_fwd_mask: Option<u16>,
+    /// Whether it sends multicast frames only to the ports that have asked for them.
+    pub mcast_snooping: Option<bool>,
+    /// Whether it runs the spanning tree protocol.
+    pub spanning_tree: Option<bool>,
+}
+
 /// The settings of a bridge's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortFlags {
@@ -48,6 +61,9 @@ pub struct PortFlags {
     /// Port isolation: whether the port exchanges no frames with other isolated ports. Kernels
     /// before 4.18 ignore it.
     pub isolated: bool,
+    /// Whether the bridge answers neighbour requests for addresses behind the port; `None` keeps
+    /// the setting. Kernels before 4.15 ignore it.
+    pub neigh_suppress: Option<bool>,
 }
 
 /// Checks that the kernel's bridges support VLAN filtering. Creates a bridge that filters by VLAN
@@ -97,11 +113,33 @@ impl Netlink {
         })
     }
 
-    /// Sets hairpin mode and isolation of a bridge's port.
+    /// Changes settings of an existing bridge, in one request. A kernel that lacks a setting
+    /// ignores it.
+    pub fn set_bridge(&self, index: u32, settings: &BridgeSettings) -> Result<()> {
+        let mut options = Vec::new();
+        if let Some(mask) = settings.group_fwd_mask {
+            options.extend(new_attribute(IFLA_BR_GROUP_FWD_MASK, &mask.to_ne_bytes()));
+        }
+        if let Some(snooping) = settings.mcast_snooping {
+            options.extend(new_attribute(IFLA_BR_MCAST_SNOOPING, &[u8::from(snooping)]));
+        }
+        if let Some(spanning_tree) = settings.spanning_tree {
+            options.extend(new_attribute(IFLA_BR_STP_STATE, &u32::from(spanning_tree).to_ne_bytes()));
+        }
+        let request = LinkRequest::new(index).kind("bridge", &options);
+        // NEWLINK, because SETLINK ignores the options of a link.
+        self.request(Kind::NewLink, &request, 0)
+            .map(drop)
+            .map_err(|cause| Error::new(format_args!("failed to set {settings:?} of {}", self.label(index)), cause))
+    }
+
+    /// Sets hairpin mode, isolation and the suppression of neighbour requests of a bridge's port.
     pub fn set_port(&self, index: u32, flags: &PortFlags) -> Result<()> {
         let hairpin = new_attribute(IFLA_BRPORT_MODE, &[u8::from(flags.hairpin)]);
         let isolated = new_attribute(IFLA_BRPORT_ISOLATED, &[u8::from(flags.isolated)]);
-        let request = LinkRequest::new(index).port("bridge", &[hairpin, isolated].concat());
+        let suppress = flags.neigh_suppress.map(|on| new_attribute(IFLA_BRPORT_NEIGH_SUPPRESS, &[u8::from(on)]));
+        let request =
+            LinkRequest::new(index).port("bridge", &[hairpin, isolated, suppress.unwrap_or_default()].concat());
         // NEWLINK, because SETLINK ignores the options of a port.
         self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
             Error::new(format_args!("failed to set hairpin mode and isolation of {}", self.label(index)), cause)
@@ -179,6 +217,29 @@ mod tests {
     }
 
     #[test]
+    fn each_setting_of_a_bridge_is_changed_alone() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            let index = netlink.create_bridge(&BridgeSpec::named("br0")).unwrap().index;
+            let settings = || {
+                let bridge = netlink.link("br0").unwrap().bridge.unwrap();
+                (bridge.group_fwd_mask, bridge.mcast_snooping, bridge.spanning_tree)
+            };
+            let keep = BridgeSettings::default();
+            for (change, expected) in [
+                (keep, (0, true, false)),
+                (BridgeSettings { group_fwd_mask: Some(0x4008), ..keep }, (0x4008, true, false)),
+                (BridgeSettings { mcast_snooping: Some(false), ..keep }, (0x4008, false, false)),
+                (BridgeSettings { spanning_tree: Some(true), ..keep }, (0x4008, false, true)),
+            ] {
+                netlink.set_bridge(index, &change).unwrap();
+                assert_eq!(settings(), expected);
+            }
+            netlink.set_bridge(index, &BridgeSettings { group_fwd_mask: Some(1), ..keep }).unwrap_err();
+        });
+    }
+
+    #[test]
     fn a_configured_mac_stays_when_ports_are_added() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
@@ -231,15 +292,19 @@ mod tests {
             (spec.peer_netns, spec.master, spec.up) = (Some(&container), Some(bridge.index), true);
             let veth = netlink.create_veth(&spec).unwrap();
             netlink.create_bridge(&BridgeSpec::named("other")).unwrap();
-            for flags in [(true, false), (false, true), (false, false)] {
-                netlink.set_port(veth.index, &PortFlags { hairpin: flags.0, isolated: flags.1 }).unwrap();
+            for flags in [(true, false, Some(true)), (false, true, None), (false, false, Some(false))] {
+                let suppressed_before = netlink.list_ports(bridge.index).unwrap()[0].port.unwrap().neigh_suppress;
+                let wanted = PortFlags { hairpin: flags.0, isolated: flags.1, neigh_suppress: flags.2 };
+                netlink.set_port(veth.index, &wanted).unwrap();
                 let ports = netlink.list_ports(bridge.index).unwrap();
                 assert_eq!(ports.len(), 1);
                 let port = ports[0].port.unwrap();
-                assert_eq!((port.hairpin, port.isolated), flags);
+                assert_eq!((port.hairpin, port.isolated), (flags.0, flags.1));
+                assert_eq!(port.neigh_suppress, flags.2.unwrap_or(suppressed_before));
             }
             assert!(output("ip -d link show veth0").contains("hairpin off"));
-            assert!(netlink.set_port(bridge.index, &PortFlags { hairpin: true, isolated: false }).is_err());
+            let hairpin = PortFlags { hairpin: true, isolated: false, neigh_suppress: None };
+            assert!(netlink.set_port(bridge.index, &hairpin).is_err());
 
             let machine = crate::testing::machine();
             let watch = Watch::open().unwrap();

@@ -62,7 +62,7 @@ pub mod watch;
 
 pub use addr::{Addr, Dad, SavedAddr};
 pub use bond::{BondMode, BondOptions, HashPolicy};
-pub use bridge::{BridgeSpec, PortFlags, probe_vlan_filtering};
+pub use bridge::{BridgeSettings, BridgeSpec, PortFlags, probe_vlan_filtering};
 pub use error::{Error, Result, TakenName};
 pub use link::{
     BridgeInfo, IpvlanMode, Link, LinkFlag, LinkKind, MacvlanMode, OperState, Port, PortState, Stacked, StackedSpec,

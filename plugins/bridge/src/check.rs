@@ -11,7 +11,7 @@ use cni_linux::{Family, Link, Mac, Netlink, PortState, Watch};
 use cni_plugin::interface::{Gateway, PortMark, check_forwarding, failed};
 
 use crate::conf::{Conf, vlan_gateway_name};
-use crate::port;
+use crate::{device, port};
 
 type Check<'a> = cni_plugin::interface::Check<'a, Conf>;
 
@@ -85,7 +85,7 @@ fn check_spoof_rules(check: &Check<'_>, outer: &Link) -> Result<(Mac, Vec<String
 ///
 /// # Errors
 /// Code 101 if it does not exist, is not a bridge, is down, or is not promiscuous although the
-/// configuration requires that.
+/// configuration requires that, or has a setting that differs from the configured one.
 fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     let name = &conf.bridge;
     let link = host.find_link(name)?.ok_or_else(|| failed(format!("Interface name {name} not found")))?;
@@ -99,6 +99,10 @@ fn find_bridge(host: &Netlink, conf: &Conf) -> Result<Link> {
     if conf.promiscuous && link.promiscuity == 0 {
         let msg = format!("Bridge interface {name} configured Promisc Mode true doesn't match current state: false");
         return Err(failed(msg));
+    }
+    let differences = device::differing_settings(&link, conf);
+    if !differences.is_empty() {
+        return Err(failed(format!("bridge {name}: {}", differences.join("; "))));
     }
     Ok(link)
 }
@@ -123,6 +127,10 @@ fn check_port(check: &Check<'_>, bridge: &Link, outer: &Link) -> Result<()> {
     let Some(settings) = outer.port else {
         return Err(failed(format!("the kernel reports no settings of {name} as a port of bridge {}", bridge.name)));
     };
+    if let Some(expected) = conf.neigh_suppress.filter(|expected| *expected != settings.neigh_suppress) {
+        let found = settings.neigh_suppress;
+        return Err(failed(format!("{name}: neighSuppress is {found}, expected {expected}")));
+    }
     for (what, found, expected) in
         [("hairpin mode", settings.hairpin, conf.hairpin), ("port isolation", settings.isolated, conf.isolated)]
     {

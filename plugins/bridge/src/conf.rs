@@ -5,11 +5,12 @@
 
 use cni::args::CniArgs;
 use cni::config::{self, ConfDns, NetConf};
+use cni::json::Json;
 use cni::result::Dns;
 use cni::rollback::Notes;
-use cni::{Cidr, Error, Result, ident};
-use cni_linux::Dad;
+use cni::{Cidr, Code, Error, Result, ident};
 use cni_linux::mac::Mac;
+use cni_linux::{BridgeSettings, Dad};
 use cni_plugin::interface::Gateway;
 use cni_plugin::keys::{self, Masquerading};
 use serde::Deserialize;
@@ -34,8 +35,13 @@ pub struct Conf {
     pub(crate) force_address: bool,
     /// Whether packets that leave the network are masqueraded.
     pub(crate) masquerade: Masquerading,
-    /// The MTU of a new bridge and of both ends of the veth pair, in bytes.
-    pub(crate) mtu: Option<u32>,
+    /// The MTU of a new bridge and of both ends of the veth pair; `None` for the kernel's default.
+    pub(crate) mtu: Option<Mtu>,
+    /// The settings of the bridge that ADD changes and CHECK compares.
+    pub(crate) settings: BridgeSettings,
+    /// Whether the bridge answers neighbour requests for the container; `None` keeps the port's
+    /// setting.
+    pub(crate) neigh_suppress: Option<bool>,
     /// Whether the port sends frames back to the container that they came from.
     pub(crate) hairpin: bool,
     /// Whether the bridge is promiscuous.
@@ -60,6 +66,16 @@ pub struct Conf {
     pub(crate) configured_gateways: Vec<Cidr>,
 }
 
+/// The value of `mtu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mtu {
+    /// In bytes.
+    Fixed(u32),
+    /// The smallest MTU of the bridge's ports that do not belong to containers. A new bridge has
+    /// the kernel's default.
+    Uplink,
+}
+
 /// The VLANs of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Vlans {
@@ -81,7 +97,11 @@ pub struct Keys {
     force_address: bool,
     ip_masq: bool,
     ip_masq_backend: Option<String>,
-    mtu: i64,
+    mtu: Option<Json>,
+    group_fwd_mask: Option<i64>,
+    mcast_snooping: Option<bool>,
+    stp: Option<bool>,
+    neigh_suppress: Option<bool>,
     hairpin_mode: bool,
     promisc_mode: bool,
     vlan: i64,
@@ -150,7 +170,13 @@ impl Conf {
             }
         }
         Ok(Conf {
-            mtu: keys::mtu(raw.mtu, keys::VETH_MTU)?,
+            mtu: parse_mtu(raw.mtu)?,
+            settings: BridgeSettings {
+                group_fwd_mask: raw.group_fwd_mask.map(parse_group_fwd_mask).transpose()?,
+                mcast_snooping: raw.mcast_snooping,
+                spanning_tree: raw.stp,
+            },
+            neigh_suppress: raw.neigh_suppress,
             mac: keys::mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])
                 .map_err(|why| Error::config(format!("failed to make veth pair: {why}")))?,
             configured_gateways: cni_ipam::configured_gateways(conf),
@@ -180,6 +206,39 @@ impl Conf {
     /// itself gets the address. Does not check whether the configuration has a gateway.
     pub(crate) fn gateway_vlan(&self) -> Option<u16> {
         self.vlans.as_ref().and_then(|vlans| vlans.access)
+    }
+}
+
+/// Parses `mtu`: a number or `"uplink"`.
+///
+/// # Errors
+/// Code 6 for another type, 7 for another text or a number that the kernel refuses for a veth.
+fn parse_mtu(mtu: Option<Json>) -> Result<Option<Mtu>> {
+    match mtu {
+        None => Ok(None),
+        Some(Json::String(text)) if text == "uplink" => Ok(Some(Mtu::Uplink)),
+        Some(Json::String(text)) => {
+            Err(Error::config(format!("invalid MTU {text:?} (must be a number or \"uplink\")")))
+        }
+        Some(other) => {
+            let number =
+                other.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf: mtu", error))?;
+            Ok(keys::mtu(number, keys::VETH_MTU)?.map(Mtu::Fixed))
+        }
+    }
+}
+
+/// Parses `groupFwdMask`.
+///
+/// # Errors
+/// Code 7 if it does not have 16 bits, or has a bit that the kernel refuses: 0 (STP), 1 (pause
+/// frames) or 2 (LACP).
+fn parse_group_fwd_mask(mask: i64) -> Result<u16> {
+    match u16::try_from(mask) {
+        Ok(mask) if mask & 7 == 0 => Ok(mask),
+        _ => Err(Error::config(format!(
+            "invalid groupFwdMask {mask} (must be between 0 and 65528, without the bits 0 to 2)"
+        ))),
     }
 }
 
@@ -276,6 +335,30 @@ mod tests {
         assert_eq!((conf.bridge.as_str(), conf.gateway, conf.mtu, conf.vlans), ("cni0", Gateway::None, None, None));
         assert!(conf.ipam.is_none() && conf.dns.is_none() && conf.mac.is_none());
         assert_eq!(parse(r#","isDefaultGateway":true"#, "").unwrap().gateway, Gateway::DefaultRoute);
+    }
+
+    #[test]
+    fn an_mtu_is_a_number_or_that_of_the_uplink() {
+        let mtu = |value: &str| parse(&format!(r#","mtu":{value}"#), "").unwrap().mtu;
+        assert_eq!((mtu("1400"), mtu("0"), mtu("null")), (Some(Mtu::Fixed(1400)), None, None));
+        assert_eq!(mtu(r#""uplink""#), Some(Mtu::Uplink));
+        assert_eq!(refusal(r#","mtu":"1400""#), r#"invalid MTU "1400" (must be a number or "uplink")"#);
+        let error = parse(r#","mtu":true"#, "").unwrap_err();
+        assert!(error.code() == Code::DECODE && error.msg().starts_with("failed to load netconf: mtu: "), "{error}");
+    }
+
+    #[test]
+    fn settings_of_the_bridge_are_kept_unless_given() {
+        let conf = parse("", "").unwrap();
+        assert_eq!((conf.settings, conf.neigh_suppress), (BridgeSettings::default(), None));
+        let conf = parse(r#","groupFwdMask":16384,"stp":false,"mcastSnooping":true,"neighSuppress":true"#, "").unwrap();
+        let given =
+            BridgeSettings { group_fwd_mask: Some(0x4000), spanning_tree: Some(false), mcast_snooping: Some(true) };
+        assert_eq!((conf.settings, conf.neigh_suppress), (given, Some(true)));
+        for mask in [-1, 1, 2, 4, 65536] {
+            let msg = refusal(&format!(r#","groupFwdMask":{mask}"#));
+            assert!(msg.starts_with(&format!("invalid groupFwdMask {mask} (must be ")), "{msg}");
+        }
     }
 
     #[test]

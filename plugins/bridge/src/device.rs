@@ -18,7 +18,7 @@ use cni_linux::{BridgeSpec, Link, LinkFlag, Netlink, Watch};
 use cni_plugin::interface::veth::{made_up_mac, refuse_router_advertisements};
 use cni_plugin::interface::{PortMark, host_interface};
 
-use crate::conf::Conf;
+use crate::conf::{Conf, Mtu};
 use crate::gateway::VLAN_GATEWAY;
 use crate::record;
 
@@ -36,7 +36,7 @@ const MARK_DEADLINE: Duration = Duration::from_secs(1);
 /// # Errors
 /// - Code 7 if a link of this name is not a bridge, or VLAN filtering would cut off ports of other
 ///   programs.
-/// - Code 2 if the kernel has no VLAN filtering.
+/// - Code 2 if the kernel has no VLAN filtering, or ignores a setting.
 /// - The other errors of the kernel.
 pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Result<Link> {
     let wrap_error = |error| creation_error(error, conf);
@@ -57,6 +57,7 @@ pub(crate) fn ensure(host: &Netlink, conf: &Conf, machine: &dyn Machine) -> Resu
     if conf.vlans.is_some() && !link.bridge.as_ref().is_some_and(|bridge| bridge.vlan_filtering) {
         enable_vlan_filtering(host, &link, conf, machine)?;
     }
+    configure(host, &link, conf)?;
     if !link.up {
         host.set_up(link.index).map_err(wrap_error)?;
     }
@@ -72,7 +73,10 @@ fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
     let wrap_error = |error| creation_error(error, conf);
     let mac = made_up_mac()?;
     let spec = BridgeSpec {
-        mtu: conf.mtu,
+        mtu: match conf.mtu {
+            Some(Mtu::Fixed(mtu)) => Some(mtu),
+            Some(Mtu::Uplink) | None => None,
+        },
         mac: Some(mac),
         vlan_filtering: conf.vlans.is_some(),
         up: true,
@@ -86,6 +90,57 @@ fn create(host: &Netlink, conf: &Conf) -> Result<Link> {
         }
         Err(error) if error.is_exists() => host.link(&conf.bridge).map_err(wrap_error),
         Err(error) => Err(wrap_error(error)),
+    }
+}
+
+/// Changes the settings of the bridge that differ from the configured ones.
+///
+/// # Errors
+/// - Code 2 if the kernel ignores a setting.
+/// - The other errors of the kernel.
+fn configure(host: &Netlink, link: &Link, conf: &Conf) -> Result<()> {
+    if differing_settings(link, conf).is_empty() {
+        return Ok(());
+    }
+    host.set_bridge(link.index, &conf.settings)?;
+    // A kernel without multicast snooping ignores the setting.
+    let changed = host.find_link_by_index(link.index)?;
+    match changed.map(|link| differing_settings(&link, conf)) {
+        Some(ignored) if !ignored.is_empty() => {
+            let msg = format!("bridge {:?}: {} after it was set", link.name, ignored.join("; "));
+            Err(Error::new(Code::UNSUPPORTED_FIELD, msg))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns a text for each setting of the bridge that is not as configured; empty if there is none.
+pub(crate) fn differing_settings(link: &Link, conf: &Conf) -> Vec<String> {
+    let (Some(found), wanted) = (&link.bridge, &conf.settings) else { return Vec::new() };
+    let settings = [
+        ("groupFwdMask", found.group_fwd_mask.to_string(), wanted.group_fwd_mask.map(|mask| mask.to_string())),
+        ("mcastSnooping", found.mcast_snooping.to_string(), wanted.mcast_snooping.map(|on| on.to_string())),
+        ("stp", found.spanning_tree.to_string(), wanted.spanning_tree.map(|on| on.to_string())),
+    ];
+    let mut differences = Vec::new();
+    for (key, found, wanted) in settings {
+        if let Some(wanted) = wanted.filter(|wanted| *wanted != found) {
+            differences.push(format!("{key} is {found}, expected {wanted}"));
+        }
+    }
+    differences
+}
+
+/// Returns the MTU of both ends of the veth pair of a port; `None` for the kernel's default.
+pub(crate) fn port_mtu(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Option<u32>> {
+    match conf.mtu {
+        None => Ok(None),
+        Some(Mtu::Fixed(mtu)) => Ok(Some(mtu)),
+        Some(Mtu::Uplink) => {
+            let record = record::HostInterfaces::default();
+            let ports = host.list_ports(bridge.index)?;
+            Ok(ports.iter().filter(|port| !is_cni_port(port, &record)).map(|port| port.mtu).min())
+        }
     }
 }
 

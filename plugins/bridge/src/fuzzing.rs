@@ -3,7 +3,7 @@
 use cni::skel::Call;
 use cni::{Result, ident};
 
-use crate::conf::Conf;
+use crate::conf::{Conf, Mtu};
 
 /// Reads a configuration as ADD does.
 ///
@@ -15,7 +15,11 @@ use crate::conf::Conf;
 pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(&call.conf, &call.environment.args, &call.notes)?;
     assert!(ident::check_host_link_name("bridge", &conf.bridge).is_ok(), "{:?} is not a bridge's name", conf.bridge);
-    assert!(conf.mtu.is_none_or(|mtu| (68..=65535).contains(&mtu)));
+    assert!(conf.mtu.is_none_or(|mtu| match mtu {
+        Mtu::Fixed(bytes) => (68..=65535).contains(&bytes),
+        Mtu::Uplink => true,
+    }));
+    assert!(conf.settings.group_fwd_mask.is_none_or(|mask| mask & 7 == 0));
     assert!(!(conf.hairpin && conf.promiscuous));
     assert!(conf.mac.is_none_or(|mac| !mac.is_multicast() && !mac.is_zero()));
     assert!(!(conf.container_down && conf.ipam.is_some()));

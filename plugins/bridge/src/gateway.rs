@@ -18,6 +18,7 @@ use cni_plugin::interface::{
 
 use crate::add::AttachedPort;
 use crate::conf::{Conf, vlan_gateway_name};
+use crate::device;
 
 /// The alias of the port that connects a VLAN's gateway interface to the bridge.
 pub(crate) const VLAN_GATEWAY: &str = "cni-bridge: VLAN gateway";
@@ -174,7 +175,7 @@ fn ensure_gateway_link(host: &Netlink, bridge: &Link, conf: &Conf) -> Result<Lin
     }
     let (mac, peer_mac) = (made_up_mac()?, made_up_mac()?);
     let spec = VethSpec {
-        mtu: conf.mtu,
+        mtu: device::port_mtu(host, bridge, conf)?,
         alias: Some(VLAN_GATEWAY),
         master: Some(bridge.index),
         up: true,

@@ -15,7 +15,8 @@ use crate::conf::{Conf, Vlans};
 
 /// Sets a port's flags and VLANs as configured.
 pub(crate) fn configure(host: &Netlink, index: u32, conf: &Conf) -> Result<()> {
-    host.set_port(index, &PortFlags { hairpin: conf.hairpin, isolated: conf.isolated })?;
+    let flags = PortFlags { hairpin: conf.hairpin, isolated: conf.isolated, neigh_suppress: conf.neigh_suppress };
+    host.set_port(index, &flags)?;
     if let Some(vlans) = &conf.vlans {
         set_vlans(host, index, vlans)?;
     }

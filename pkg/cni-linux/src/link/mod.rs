@@ -26,6 +26,12 @@ use crate::mac::Mac;
 use crate::netlink::wire::attribute;
 use crate::netlink::{Kind, Netlink, Reply, attributes, text};
 
+/// The attributes of a bridge for the spanning tree protocol, for the forwarding of frames to
+/// reserved addresses, and for multicast snooping.
+pub(crate) const IFLA_BR_STP_STATE: u16 = 5;
+pub(crate) const IFLA_BR_GROUP_FWD_MASK: u16 = 9;
+pub(crate) const IFLA_BR_MCAST_SNOOPING: u16 = 23;
+
 /// The attribute of a bridge for VLAN filtering.
 pub(crate) const IFLA_BR_VLAN_FILTERING: u16 = 7;
 
@@ -34,6 +40,9 @@ pub(crate) const IFLA_BRPORT_MODE: u16 = 4;
 
 /// The attribute of a bridge's port for isolation.
 pub(crate) const IFLA_BRPORT_ISOLATED: u16 = 33;
+
+/// The attribute of a bridge's port for the suppression of neighbour requests.
+pub(crate) const IFLA_BRPORT_NEIGH_SUPPRESS: u16 = 32;
 
 /// The attribute of a VRF for its routing table.
 const IFLA_VRF_TABLE: u16 = 1;
@@ -158,6 +167,10 @@ pub struct Port {
     /// Port isolation: whether the port exchanges no frames with other isolated ports. Always
     /// `false` on a kernel without the feature.
     pub isolated: bool,
+    /// Whether the bridge answers neighbour requests for addresses behind the port that it knows,
+    /// and does not send them to the port. Requests from a port that has this setting too are sent.
+    /// Always `false` on a kernel without the feature.
+    pub neigh_suppress: bool,
 }
 
 /// Whether a bridge's port lets frames pass.
@@ -182,6 +195,11 @@ pub struct BridgeInfo {
     /// Whether it runs the spanning tree protocol, which blocks a new port for twice the forward
     /// delay.
     pub spanning_tree: bool,
+    /// Which frames to reserved addresses it forwards: bit N is for `01:80:c2:00:00:0N`.
+    pub group_fwd_mask: u16,
+    /// Whether it sends multicast frames only to the ports that have asked for them. Always `false`
+    /// on a kernel without the feature.
+    pub mcast_snooping: bool,
 }
 
 impl Link {
@@ -413,16 +431,22 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
 
 /// Decodes the options of a bridge (`IFLA_INFO_DATA`). A missing option is off or 0.
 fn decode_bridge(options: &[u8]) -> BridgeInfo {
-    const IFLA_BR_STP_STATE: u16 = 5;
     const IFLA_BR_VLAN_DEFAULT_PVID: u16 = 39;
-    let mut bridge = BridgeInfo { vlan_filtering: false, default_pvid: 0, spanning_tree: false };
+    let native_u16 = |value: &[u8]| value.first_chunk().copied().map_or(0, u16::from_ne_bytes);
+    let mut bridge = BridgeInfo {
+        vlan_filtering: false,
+        default_pvid: 0,
+        spanning_tree: false,
+        group_fwd_mask: 0,
+        mcast_snooping: false,
+    };
     for (kind, value) in attributes(options) {
         match kind {
             IFLA_BR_VLAN_FILTERING => bridge.vlan_filtering = is_on(value),
-            IFLA_BR_VLAN_DEFAULT_PVID => {
-                bridge.default_pvid = value.first_chunk().copied().map_or(0, u16::from_ne_bytes);
-            }
+            IFLA_BR_VLAN_DEFAULT_PVID => bridge.default_pvid = native_u16(value),
             IFLA_BR_STP_STATE => bridge.spanning_tree = is_on(value),
+            IFLA_BR_GROUP_FWD_MASK => bridge.group_fwd_mask = native_u16(value),
+            IFLA_BR_MCAST_SNOOPING => bridge.mcast_snooping = is_on(value),
             _ => {}
         }
     }
@@ -433,7 +457,7 @@ fn decode_bridge(options: &[u8]) -> BridgeInfo {
 /// [`PortState::Disabled`], any other missing option is off.
 fn decode_port(options: &[u8]) -> Port {
     const IFLA_BRPORT_STATE: u16 = 1;
-    let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false };
+    let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false, neigh_suppress: false };
     for (kind, value) in attributes(options) {
         match kind {
             IFLA_BRPORT_STATE => {
@@ -445,6 +469,7 @@ fn decode_port(options: &[u8]) -> Port {
             }
             IFLA_BRPORT_MODE => port.hairpin = is_on(value),
             IFLA_BRPORT_ISOLATED => port.isolated = is_on(value),
+            IFLA_BRPORT_NEIGH_SUPPRESS => port.neigh_suppress = is_on(value),
             _ => {}
         }
     }
@@ -474,7 +499,8 @@ mod tests {
     fn a_bridge_and_a_port_are_read_out_of_a_links_own_attributes() {
         const NESTED: u16 = 0x8000;
         let bridge = [attribute(7, &[1]), attribute(39, &[0x64, 0]), attribute(5, &[1, 0, 0, 0])].concat();
-        let port = [attribute(1, &[2]), attribute(4, &[1]), attribute(33, &[1])].concat();
+        let bridge = [bridge, attribute(9, &0x4008_u16.to_ne_bytes()), attribute(23, &[1])].concat();
+        let port = [attribute(1, &[2]), attribute(4, &[1]), attribute(33, &[1]), attribute(32, &[1])].concat();
         let infos = [
             attribute(libc::IFLA_INFO_SLAVE_KIND, b"bridge\0"),
             attribute(libc::IFLA_INFO_SLAVE_DATA, &port),
@@ -487,8 +513,16 @@ mod tests {
         body.extend(attribute(libc::IFLA_LINKINFO, &infos.concat()));
         let link = decode(&Reply::new(Kind::NewLink, &body)).unwrap();
         assert_eq!((link.index, link.name.as_str(), &link.kind), (7, "br7", &LinkKind::Bridge));
-        assert_eq!(link.bridge, Some(BridgeInfo { vlan_filtering: true, default_pvid: 100, spanning_tree: true }));
-        assert_eq!(link.port, Some(Port { state: PortState::HeldBack, hairpin: true, isolated: true }));
+        let expected = BridgeInfo {
+            vlan_filtering: true,
+            default_pvid: 100,
+            spanning_tree: true,
+            group_fwd_mask: 0x4008,
+            mcast_snooping: true,
+        };
+        assert_eq!(link.bridge, Some(expected));
+        let expected = Port { state: PortState::HeldBack, hairpin: true, isolated: true, neigh_suppress: true };
+        assert_eq!(link.port, Some(expected));
         // A message that is cut off anywhere causes no panic and is not taken for another link.
         for end in 0..body.len() {
             let cut = decode(&Reply::new(Kind::NewLink, &body[..end]));

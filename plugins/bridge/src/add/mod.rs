@@ -43,8 +43,8 @@ pub struct AttachedPort {
 /// bridge.
 ///
 /// # Errors
-/// Those of [`port::check_not_guarded`], [`device::ensure`], [`veth::create`], [`port::guard`] and
-/// [`port::configure`].
+/// Those of [`port::check_not_guarded`], [`device::ensure`], [`device::port_mtu`],
+/// [`veth::create`], [`port::guard`] and [`port::configure`].
 pub(crate) fn create<'a>(
     context: &AttachmentContext<'a, Conf>,
     rollback: &mut Rollback<'a>,
@@ -54,7 +54,8 @@ pub(crate) fn create<'a>(
         port::check_not_guarded(host, &context.attachment, None)?;
     }
     let bridge = device::ensure(host, conf, context.call.machine)?;
-    let choices = Choices { mtu: conf.mtu, mac: conf.mac, master: Some(bridge.index) };
+    let mtu = device::port_mtu(host, &bridge, conf)?;
+    let choices = Choices { mtu, mac: conf.mac, master: Some(bridge.index) };
     let pair = veth::create(context, &choices, rollback)?;
     if conf.spoof_check {
         port::guard(&pair.name, pair.peer_mac, &context.attachment, rollback)?;

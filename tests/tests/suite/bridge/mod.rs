@@ -13,6 +13,7 @@ mod link;
 mod mac;
 mod neighbours;
 mod routes;
+mod settings;
 mod spoofing;
 mod trunk;
 mod versions;
