@@ -14,7 +14,8 @@
 //!
 //! `conf` reads the configuration, `device` finds the device that it selects, `record` stores the
 //! records and returns a recorded interface to the host. `add` moves the interface, `del` returns
-//! one without a record. [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK, GC.
+//! one without a record. [`cni_plugin::interface`] does the rest: IPAM, addresses, routes, CHECK,
+//! GC.
 
 mod add;
 mod conf;
