@@ -1,6 +1,6 @@
 //! Selects rules by the attachment that owns them.
 //!
-//! The rules of each feature name their owner in one form ([`OwnerForm`]), mostly in the comment.
+//! The rules of each feature name their owner in one form (`OwnerForm`), mostly in the comment.
 //! Rules of the Go plugins that name only the container are *untagged*.
 
 use std::collections::BTreeSet;
