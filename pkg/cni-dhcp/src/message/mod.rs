@@ -425,7 +425,7 @@ fn classless_routes(mut data: &[u8]) -> Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>> {
 
 /// Decodes the search domains (option 119), which are names in the encoding of DNS (RFC 1035,
 /// 4.1.4): a name is a list of labels, and may end with a pointer to the rest of an earlier name.
-/// Returns the names before the first error. Names that are not domain names (see [`is_domain`])
+/// Returns the names before the first error. Names that are not domain names (see `is_domain`)
 /// are left out. Router advertisements have the same encoding without pointers (RFC 8106, 5.2).
 pub fn domains(data: &[u8]) -> Vec<String> {
     let mut names = Vec::new();
