@@ -220,7 +220,7 @@ impl Cache {
     }
 
     /// Returns when the file of an attachment was written, which is the end of its ADD. Returns
-    /// `None` if there is no such file, or its time cannot be read.
+    /// `None` if the file does not exist, or its time cannot be read.
     pub fn written_at(&self, id: &AttachmentId) -> Option<SystemTime> {
         fs::symlink_metadata(self.path(id).ok()?).ok()?.modified().ok()
     }
