@@ -237,7 +237,7 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
         # The program of another installer stays as it is.
         printf "foreign\n" >/host/opt/cni/bin/foreign
         mapfile -t plugins < <(sed "s/.*  //" /plugins/SHA256SUMS)
-        [ "${#plugins[@]}" = 18 ]
+        [ "${plugins[*]}" = "$(cd "$1/plugins" && echo *)" ]
         bare=(setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --no-new-privs)
         mapfile -t arguments <"$work/arguments"
         mapfile -t probe <"$work/probe"
@@ -260,5 +260,5 @@ print("\n".join(container["readinessProbe"]["exec"]["command"]), file=open(sys.a
         [ "$(cat /host/opt/cni/bin/foreign)" = foreign ]
         rm /host/opt/cni/bin/foreign
         diff -r /usr/lib/cni /host/opt/cni/bin
-    '
+    ' "$root"
 )
