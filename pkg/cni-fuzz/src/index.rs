@@ -3,17 +3,21 @@
 //! an error about damage, and does not panic. An index that is kept up to date agrees with a model.
 //!
 //! The input: one byte that selects what follows: a header, the entries of a forged table, changes
-//! to an index, or a header without its checksum, which the target adds.
+//! to an index, or a header without its checksum, which the target adds. Every input is also
+//! read as the file of released addresses, which is read as it was written.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use cni_ipam::fuzzing::{ConsistentIndex, CraftedEntry, ask_forged, read_forged_header, read_header};
+use cni_ipam::fuzzing::{
+    ConsistentIndex, CraftedEntry, ask_forged, read_forged_header, read_header, rewritten_releases,
+};
 
 use crate::input::Input;
 
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
+    drop(rewritten_releases(data, 1 << 40));
     let mut input = Input::new(data);
     match input.byte() % 4 {
         0 => drop(read_header(input.rest())),

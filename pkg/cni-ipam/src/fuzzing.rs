@@ -1,5 +1,5 @@
-//! Gives cni-fuzz access to the internals of the store: the texts of reservations, and valid and
-//! forged headers and tables of the index.
+//! Gives cni-fuzz access to the internals of the store: the texts of reservations and of releases,
+//! and valid and forged headers and tables of the index.
 
 use std::fs::File;
 use std::io;
@@ -10,6 +10,7 @@ use crate::host::Host;
 use crate::index::header::{Header, MAX_SLOTS};
 use crate::index::table::{Key, MIN_SLOTS, PAGE_LENGTH, PAYLOAD_LENGTH, SLOT_LENGTH, Storage, Table};
 use crate::index::{self, Content, Holder, Index, Record};
+use crate::store::cooldown::Released;
 
 /// Returns the address whose reservation has this file name; `None` for other names.
 pub fn address_of_name(name: &[u8]) -> Option<IpAddr> {
@@ -23,6 +24,19 @@ pub fn reservation_text(bytes: &[u8]) -> Option<Vec<u8>> {
         Content::Text(text) => Some(text),
         Content::Absent | Content::Blank | Content::Foreign => None,
     }
+}
+
+/// Reads the file of released addresses at the time `now`, in milliseconds, and returns its text as
+/// written again.
+///
+/// # Panics
+/// The text is read differently after it was written, or has a time after `now`.
+pub fn rewritten_releases(text: &[u8], now: u64) -> String {
+    let written = Released::parse(text, now).to_text();
+    let again = Released::parse(written.as_bytes(), now);
+    assert!(again.damaged == 0 && !again.is_from_future, "{written:?}");
+    assert_eq!(again.to_text(), written);
+    written
 }
 
 /// Decodes the first page of an index and checks the header. Returns `false` if the page is

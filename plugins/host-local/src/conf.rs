@@ -38,6 +38,8 @@ pub(crate) struct StoreLocation {
     pub(crate) after_reboot: RebootPolicy,
     /// What a repeated ADD of an attachment does. Only ADD uses this field.
     pub(crate) on_repeat: RepeatPolicy,
+    /// How long a released address is not given out again, if others are free.
+    pub(crate) cooldown: Duration,
 }
 
 /// The configuration of ADD.
@@ -99,8 +101,8 @@ struct RuntimeConfig {
 
 impl StoreLocation {
     /// Reads the keys that DEL, GC and CHECK need. An invalid `lockTimeout` is replaced by the
-    /// default, and an invalid `reclaimAfterReboot` by `false`, which releases nothing. `notes`
-    /// gets the errors.
+    /// default, and an invalid `reclaimAfterReboot` by `false`, which releases nothing, and an
+    /// invalid `releaseCooldown` by 0. `notes` gets the errors.
     ///
     /// # Errors
     /// Code 6 if `dataDir` is not a string.
@@ -113,21 +115,26 @@ impl StoreLocation {
             notes.note(format_args!("{error}; reservations made before this boot are kept"));
             RebootPolicy::Keep
         });
+        let cooldown = release_cooldown(conf).unwrap_or_else(|error| {
+            notes.note(format_args!("{error}; released addresses do not cool down"));
+            Duration::ZERO
+        });
         let data_dir = data_dir(conf)?;
-        Ok(StoreLocation { data_dir, lock_timeout, after_reboot, on_repeat: RepeatPolicy::Refuse })
+        Ok(StoreLocation { data_dir, lock_timeout, after_reboot, on_repeat: RepeatPolicy::Refuse, cooldown })
     }
 
     /// Reads the keys of [`read`](StoreLocation::read), and `reuse`. Any error in them is returned.
     ///
     /// # Errors
-    /// Code 6 if a key has the wrong type; 7 if `lockTimeout` is invalid.
+    /// Code 6 if a key has the wrong type; 7 if `lockTimeout` or `releaseCooldown` is invalid.
     fn read_strictly(conf: &NetConf) -> Result<StoreLocation> {
         let on_repeat = match boolean(conf, "reuse")? {
             Some(true) => RepeatPolicy::Reuse,
             Some(false) | None => RepeatPolicy::Refuse,
         };
         let (data_dir, lock_timeout) = (data_dir(conf)?, lock_timeout(conf)?);
-        Ok(StoreLocation { data_dir, lock_timeout, after_reboot: reboot_policy(conf)?, on_repeat })
+        let (after_reboot, cooldown) = (reboot_policy(conf)?, release_cooldown(conf)?);
+        Ok(StoreLocation { data_dir, lock_timeout, after_reboot, on_repeat, cooldown })
     }
 }
 
@@ -229,7 +236,8 @@ fn check_range_sets(keys: &Keys, version: Version) -> Result<RangeSets> {
 
 /// The known keys of `ipam` that are not in [`Ipam`]. The skeleton reads `type`. The other keys are
 /// read one by one, so that an error in another key does not make DEL fail.
-const SEPARATE_KEYS: [&str; 6] = ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "fullIsUnavailable"];
+const SEPARATE_KEYS: [&str; 7] =
+    ["type", "dataDir", "lockTimeout", "reuse", "reclaimAfterReboot", "releaseCooldown", "fullIsUnavailable"];
 
 /// Returns the keys of `ipam` and `runtimeConfig` that this plugin does not read.
 pub(crate) fn unknown_keys(json: &Json) -> Vec<cni::json::UnknownKey> {
@@ -314,4 +322,18 @@ fn lock_timeout(conf: &NetConf) -> Result<Duration> {
     let seconds =
         seconds.ok_or_else(|| Error::config("ipam.lockTimeout must be a whole number of seconds, from 1 to 300"))?;
     Ok(Duration::from_secs(seconds))
+}
+
+/// Reads `releaseCooldown`, in seconds. Zero if the key is missing.
+///
+/// # Errors
+/// Code 7 if it is not a whole number from 0 to 86400.
+fn release_cooldown(conf: &NetConf) -> Result<Duration> {
+    let seconds = match ipam_key(conf, "releaseCooldown") {
+        None => Some(0),
+        Some(Json::Number(number)) => number.as_u64().filter(|seconds| *seconds <= 86_400),
+        Some(_) => None,
+    };
+    let msg = "ipam.releaseCooldown must be a whole number of seconds, from 0 to 86400";
+    seconds.map(Duration::from_secs).ok_or_else(|| Error::config(msg))
 }

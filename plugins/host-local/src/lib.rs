@@ -68,6 +68,8 @@ pub struct Pool {
     pub data_dir: PathBuf,
     /// How long a verb waits for the lock.
     pub lock_timeout: Duration,
+    /// How long a released address is not given out again, if others are free.
+    pub cooldown: Duration,
     /// The ranges, or `None` if the configuration has none, because the runtime provides them
     /// (`ipRanges`).
     pub ranges: Option<RangeSets>,
@@ -79,8 +81,8 @@ impl Pool {
     /// # Errors
     /// Code 6 for a wrong type; 7 for invalid ranges.
     pub fn read(conf: &NetConf, notes: &Notes) -> Result<Pool> {
-        let StoreLocation { data_dir, lock_timeout, .. } = StoreLocation::read(conf, notes)?;
-        Ok(Pool { data_dir, lock_timeout, ranges: conf::range_sets(conf)? })
+        let StoreLocation { data_dir, lock_timeout, cooldown, .. } = StoreLocation::read(conf, notes)?;
+        Ok(Pool { data_dir, lock_timeout, cooldown, ranges: conf::range_sets(conf)? })
     }
 }
 
@@ -249,6 +251,7 @@ fn ip_config(range: &Range, address: IpAddr) -> Option<IpConfig> {
 /// Returns the store of the call's network, which need not exist yet.
 fn store(call: &Call<'_>, location: &StoreLocation) -> Store {
     let options = Options::new(call.notes.clone(), Host::read(Path::new("/")));
-    let options = Options { after_reboot: location.after_reboot, on_repeat: location.on_repeat, ..options };
+    let StoreLocation { after_reboot, on_repeat, cooldown, .. } = *location;
+    let options = Options { after_reboot, on_repeat, cooldown, ..options };
     Store::open(&location.data_dir, call.conf.name(), options)
 }

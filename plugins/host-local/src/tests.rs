@@ -167,6 +167,10 @@ fn an_invalid_configuration_is_code_7_with_gos_text() {
         ),
         ("1.0.0", json!({"subnet": "10.0.0.0/24", "lockTimeout": 0}), "ipam.lockTimeout must be"),
         ("1.0.0", json!({"subnet": "10.0.0.0/24", "lockTimeout": "5"}), "ipam.lockTimeout must be"),
+        ("1.0.0", json!({"subnet": "10.0.0.0/24", "releaseCooldown": -1}), "ipam.releaseCooldown must be"),
+        ("1.0.0", json!({"subnet": "10.0.0.0/24", "releaseCooldown": 1.5}), "ipam.releaseCooldown must be"),
+        ("1.0.0", json!({"subnet": "10.0.0.0/24", "releaseCooldown": 86_401}), "ipam.releaseCooldown must be"),
+        ("1.0.0", json!({"subnet": "10.0.0.0/24", "releaseCooldown": "30"}), "ipam.releaseCooldown must be"),
     ] {
         let (code, text) = host.fails("ADD", "a", &host.conf(version, ipam));
         assert_eq!(code, 7, "{text}");
@@ -272,7 +276,11 @@ fn an_undeliverable_result_releases_its_addresses() {
 #[test]
 fn only_add_creates_a_folder_and_only_add_and_check_read_ranges() {
     let host = Host::new();
-    for ipam in [json!({}), json!({"ranges": "nonsense"}), json!({"subnet": "x", "lockTimeout": -1, "routes": 5})] {
+    for ipam in [
+        json!({}),
+        json!({"ranges": "nonsense"}),
+        json!({"subnet": "x", "lockTimeout": -1, "releaseCooldown": -1, "routes": 5}),
+    ] {
         let mut conf = host.conf("1.1.0", ipam);
         host.ok("DEL", "a", &conf);
         conf["cni.dev/valid-attachments"] = json!([]);

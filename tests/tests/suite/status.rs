@@ -182,6 +182,7 @@ fn errors_that_only_an_operator_can_repair_are_code_50() {
     let wrong = [
         (json!({"lockTimeout": 0}), "ipam.lockTimeout"),
         (json!({"lockTimeout": "5"}), "ipam.lockTimeout"),
+        (json!({"releaseCooldown": -1}), "ipam.releaseCooldown"),
         (json!({"reuse": "yes"}), "ipam.reuse"),
         (json!({"reclaimAfterReboot": 1}), "ipam.reclaimAfterReboot"),
         (json!({"fullIsUnavailable": "no"}), "ipam.fullIsUnavailable"),

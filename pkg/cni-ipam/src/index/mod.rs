@@ -62,9 +62,9 @@ use record::{RECORD, address_to_payload};
 use table::{Key, PAGE_LENGTH, Storage, Table, TableError};
 
 pub(crate) use occupied::OccupiedAddresses;
-pub(crate) use rebuild::{Content, MAX_LENGTH, is_unchanged, names_in, read, read_name, scan};
 #[cfg(feature = "fuzzing")]
-pub(crate) use rebuild::{address_of_name, classify};
+pub(crate) use rebuild::classify;
+pub(crate) use rebuild::{Content, MAX_LENGTH, address_of_name, is_unchanged, names_in, read, read_name, scan};
 pub(crate) use record::{Holder, PROVISIONAL_NANOS, Record};
 pub(crate) use table::hash;
 

@@ -277,7 +277,9 @@ pub(crate) fn sweep(sidecar: &Path) {
     for entry in entries.flatten() {
         let name = entry.file_name();
         let is_process_id = |end: &str| !end.is_empty() && end.bytes().all(|byte| byte.is_ascii_digit());
-        let is_temporary = |name: &str| name == "index.new" || name.strip_prefix("new.").is_some_and(is_process_id);
+        let is_temporary = |name: &str| {
+            matches!(name, "index.new" | "released.new") || name.strip_prefix("new.").is_some_and(is_process_id)
+        };
         if name.to_str().is_some_and(is_temporary) {
             let _ = std::fs::remove_file(entry.path());
         }
@@ -297,8 +299,8 @@ mod tests {
     #[test]
     fn only_temporary_files_of_these_plugins_are_swept() {
         let sidecar = tempfile::tempdir().unwrap();
-        let foreign = ["index", "new.", "new.conf", "new.12.bak", "news", "index.new.bak"];
-        for name in foreign.iter().chain(&["new.12", "index.new"]) {
+        let foreign = ["index", "new.", "new.conf", "new.12.bak", "news", "index.new.bak", "released"];
+        for name in foreign.iter().chain(&["new.12", "index.new", "released.new"]) {
             std::fs::write(sidecar.path().join(name), "x").unwrap();
         }
         sweep(sidecar.path());

@@ -27,6 +27,8 @@ pub struct Listed {
     pub unread: Vec<(IpAddr, Error)>,
     /// The addresses with an unusual file, and what is unusual. Some are also in `reservations`.
     pub unusual: Vec<(IpAddr, String)>,
+    /// The free addresses that cool down, and for how long. Sorted by address.
+    pub cooling: Vec<(IpAddr, Duration)>,
 }
 
 /// The reservations of one owner.
@@ -149,8 +151,14 @@ impl Locked {
             Ok(records.into_iter().map(|record| record.address).collect::<Vec<_>>())
         })?;
         addresses.sort_unstable();
-        let mut listed =
-            Listed { reservations: Vec::with_capacity(addresses.len()), unread: Vec::new(), unusual: Vec::new() };
+        let mut cooling = self.cooling().remaining(self.store.options.cooldown);
+        cooling.retain(|(address, _)| addresses.binary_search(address).is_err());
+        let mut listed = Listed {
+            reservations: Vec::with_capacity(addresses.len()),
+            unread: Vec::new(),
+            unusual: Vec::new(),
+            cooling,
+        };
         for address in addresses {
             match self.read(address) {
                 Ok(Content::Text(text)) => listed.reservations.push(Reservation::of(&self.folder, address, &text)),

@@ -10,6 +10,7 @@
 //! the index alone: a reservation's file is read before it is replaced or removed. Only regular
 //! files whose names are addresses are removed.
 
+pub(crate) mod cooldown;
 mod folder;
 mod lookup;
 mod reboot;
@@ -137,12 +138,22 @@ pub struct Options {
     pub after_reboot: RebootPolicy,
     /// What ADD does for an attachment that has addresses already.
     pub on_repeat: RepeatPolicy,
+    /// How long a released address is not given out again, if others are free. Zero for not at all:
+    /// then releases are not stored.
+    pub cooldown: Duration,
 }
 
 impl Options {
-    /// Returns the options that keep reservations of an earlier boot and refuse a repeated ADD.
+    /// Returns the options that keep reservations of an earlier boot, refuse a repeated ADD, and
+    /// have no cool-down.
     pub fn new(notes: Notes, host: Host) -> Options {
-        Options { notes, host, after_reboot: RebootPolicy::Keep, on_repeat: RepeatPolicy::Refuse }
+        Options {
+            notes,
+            host,
+            after_reboot: RebootPolicy::Keep,
+            on_repeat: RepeatPolicy::Refuse,
+            cooldown: Duration::ZERO,
+        }
     }
 }
 

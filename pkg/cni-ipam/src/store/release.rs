@@ -41,6 +41,7 @@ impl Locked {
     /// - Code 11 if the folder keeps changing.
     pub fn release(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
         let Reserved { addresses, mut errors } = self.attempt(|locked| locked.find_by_owner(owner))?;
+        self.store_release(&addresses);
         let (removed, error) = self.remove(&addresses);
         errors.extend(error);
         Error::join(errors).map(|()| removed)
@@ -81,6 +82,7 @@ impl Locked {
         self.store.note_foreign(&mut foreign);
         invalid.sort_unstable_by_key(|reservation| reservation.address);
         let addresses: Vec<IpAddr> = invalid.iter().map(|reservation| reservation.address).collect();
+        self.store_release(&addresses);
         let (removed_addresses, error) = self.remove(&addresses);
         errors.extend(error);
         let removed_addresses: HashSet<IpAddr> = removed_addresses.into_iter().collect();
@@ -109,6 +111,7 @@ impl Locked {
                 Err(error) => errors.push(error),
             }
         }
+        self.store_release(&unchanged);
         let (removed, error) = self.remove(&unchanged);
         errors.extend(error);
         Error::join(errors).map(|()| removed)

@@ -9,6 +9,7 @@ use std::time::SystemTime;
 
 use cni::{Code, Error, Result};
 
+use super::cooldown::Cooling;
 use super::folder::LinkOutcome;
 use super::{Locked, MAX_LISTED, Owner, Trouble};
 use crate::allocator::{self, Requested};
@@ -73,8 +74,10 @@ impl Locked {
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
         self.reclaim()?;
+        let cooling = self.cooling();
+        self.repair_future_releases(&cooling);
         self.attempt(|locked| {
-            let choices = locked.choose_all(owner, sets, &requested)?;
+            let choices = locked.choose_all(owner, sets, &requested, &cooling)?;
             let mut addresses = Vec::with_capacity(choices.len());
             // The addresses that the owner does not have yet, each with the position of its set.
             let mut new: Vec<(usize, IpAddr)> = Vec::with_capacity(choices.len());
@@ -104,10 +107,11 @@ impl Locked {
         owner: &Owner,
         sets: &RangeSets,
         requested: &[Option<IpAddr>],
+        cooling: &Cooling,
     ) -> Result<Vec<Choice>, Trouble> {
         let mut choices = Vec::with_capacity(requested.len());
         for (position, (set, requested)) in sets.sets().iter().zip(requested).enumerate() {
-            match self.choose(owner, position, set, *requested) {
+            match self.choose(owner, (position, set), *requested, cooling) {
                 Ok(choice) => choices.push(choice),
                 Err(Trouble::Final(error)) => return Err(Trouble::Final(in_set(position, error))),
                 Err(other) => return Err(other),
@@ -117,7 +121,8 @@ impl Locked {
     }
 
     /// Chooses the address that `owner` gets from `set`, which has this position in the
-    /// configuration.
+    /// configuration. An address that cools down is given only if it is requested, or if no other
+    /// is free.
     ///
     /// # Errors
     /// - [`Trouble::Final`] with an error of [`reserve`](Locked::reserve) if the set has no address
@@ -127,9 +132,9 @@ impl Locked {
     fn choose(
         &mut self,
         owner: &Owner,
-        position: usize,
-        set: &RangeSet,
+        (position, set): (usize, &RangeSet),
         requested: Option<IpAddr>,
+        cooling: &Cooling,
     ) -> Result<Choice, Trouble> {
         let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.require_complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
@@ -149,17 +154,35 @@ impl Locked {
             return Err(self.repeated_add_error(owner, *address, &reserved).into());
         }
         if let Some(address) = requested {
+            self.note_cooling(cooling, address, "it was requested");
             return Ok(Choice { address, is_reused: false });
         }
         let last = self.folder.last_reserved(position);
         let mut occupied = OccupiedAddresses::new(self.index()?);
-        match allocator::next_in_round_robin(set, last, |address| occupied.contains(address))? {
+        match allocator::next_in_round_robin(set, last, |address| {
+            Ok::<_, TableError>(cooling.contains(address) || occupied.contains(address)?)
+        })? {
             Some(address) => Ok(Choice { address, is_reused: false }),
             // A program that ignores the lock may have removed a reservation, and the index may
             // have missed that. A rebuild misses nothing.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
-            None => Err(self.exhausted_error(set)?.into()),
+            None => self.choose_cooling(set, cooling),
         }
+    }
+
+    /// Chooses the free address of a set that was released first, because all other addresses are
+    /// occupied.
+    ///
+    /// # Errors
+    /// As [`choose`](Locked::choose).
+    fn choose_cooling(&mut self, set: &RangeSet, cooling: &Cooling) -> Result<Choice, Trouble> {
+        for address in cooling.in_set(set) {
+            if !self.index()?.record(address)?.is_some_and(|record| record.is_occupied()) {
+                self.note_cooling(cooling, address, &format!("no other address of range set {set} is free"));
+                return Ok(Choice { address, is_reused: false });
+            }
+        }
+        Err(self.exhausted_error(set)?.into())
     }
 
     /// Checks that a requested address, which is in the set, can be allocated and is free.

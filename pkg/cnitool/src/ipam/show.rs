@@ -1,6 +1,7 @@
 //! show: lists the reservations of a network.
 
 use std::net::IpAddr;
+use std::time::Duration;
 
 use clap::Args;
 use cni::Error;
@@ -23,7 +24,7 @@ pub(super) struct Show {
 impl IpamContext<'_, '_> {
     /// Prints the reservations of a network, each with its age and whether it is in use. Below
     /// them, prints the unusual files: those that are named like a reservation, but are not regular
-    /// files or are too long.
+    /// files or are too long. Also prints the released addresses that cool down.
     ///
     /// # Errors
     /// - As [`pool_of`](IpamContext::pool_of).
@@ -32,7 +33,7 @@ impl IpamContext<'_, '_> {
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
-        let Listed { reservations, unusual, .. } = self.list_reservations(&pool)?;
+        let Listed { reservations, unusual, cooling, .. } = self.list_reservations(&pool)?;
         let checked = self.check_all(&pool.network, reservations)?;
         let folder = pool.folder().display().to_string();
         let rows: Vec<ShownReservation> =
@@ -41,10 +42,18 @@ impl IpamContext<'_, '_> {
             let file = |(address, what): &(IpAddr, String)| json!({"address": address, "what": what});
             let reservations: Vec<Value> = rows.iter().map(ShownReservation::as_json).collect();
             let unusual: Vec<Value> = unusual.iter().map(file).collect();
-            json!({"network": pool.network, "folder": folder, "reservations": reservations, "unusual": unusual})
+            let cooling_down =
+                cooling.iter().map(|(address, left)| json!({"address": address, "secondsLeft": whole_seconds(*left)}));
+            json!({
+                "network": pool.network,
+                "folder": folder,
+                "reservations": reservations,
+                "unusual": unusual,
+                "coolingDown": cooling_down.collect::<Vec<Value>>(),
+            })
         };
         let text = |style| {
-            if rows.is_empty() && unusual.is_empty() {
+            if rows.is_empty() && unusual.is_empty() && cooling.is_empty() {
                 return format!("Nothing is reserved in {folder}.\n");
             }
             let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
@@ -52,10 +61,18 @@ impl IpamContext<'_, '_> {
             let unusual = unusual
                 .iter()
                 .map(|(address, what)| paint(style, Colour::Yellow, &format!("{address}: {what}")) + "\n");
-            table + &unusual.collect::<String>()
+            let cooling = cooling.iter().map(|(address, left)| {
+                format!("{address}: cools down for another {} s (releaseCooldown)\n", whole_seconds(*left))
+            });
+            table + &unusual.collect::<String>() + &cooling.collect::<String>()
         };
         write_report(streams, self.shared.format(), json, text)
     }
+}
+
+/// Returns the seconds of a duration, rounded up.
+fn whole_seconds(duration: Duration) -> u128 {
+    duration.as_millis().div_ceil(1000)
 }
 
 /// A reservation as the verb shows it.

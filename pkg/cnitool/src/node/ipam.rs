@@ -39,6 +39,8 @@ pub(crate) struct NetworkPool {
     pub(crate) network: String,
     pub(crate) data_dir: PathBuf,
     lock_timeout: Duration,
+    /// How long a released address is not given out again, if others are free.
+    cooldown: Duration,
     /// The ranges, or the reason why they are not known.
     pub(crate) ranges: Result<RangeSets, String>,
     /// Whether the pool comes from the network's configuration. If not, only the folder was found.
@@ -50,7 +52,7 @@ impl NetworkPool {
     pub(crate) fn store(&self, notes: &Notes) -> Store {
         // These options keep reservations of an earlier boot: only the operator releases them here.
         let options = Options::new(notes.clone(), Host::read(Path::new("/")));
-        Store::open(&self.data_dir, &self.network, options)
+        Store::open(&self.data_dir, &self.network, Options { cooldown: self.cooldown, ..options })
     }
 
     /// Returns the folder with the files of the reservations.
@@ -85,6 +87,7 @@ impl IpamContext<'_, '_> {
                     network,
                     data_dir: data_dir.clone(),
                     lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
+                    cooldown: Duration::ZERO,
                     ranges: Err("no configured network of this name uses this folder".to_owned()),
                     is_configured: false,
                 });
@@ -131,16 +134,19 @@ impl IpamContext<'_, '_> {
             if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
                 continue;
             }
-            let (configured_dir, lock_timeout, ranges) = match Pool::read(&conf, &Notes::silent()) {
-                Ok(Pool { data_dir, lock_timeout, ranges, .. }) => {
-                    (data_dir, lock_timeout, ranges.ok_or_else(|| "the runtime sets its ranges".to_owned()))
+            let (configured_dir, lock_timeout, cooldown, ranges) = match Pool::read(&conf, &Notes::silent()) {
+                Ok(Pool { data_dir, lock_timeout, cooldown, ranges }) => {
+                    (data_dir, lock_timeout, cooldown, ranges.ok_or_else(|| "the runtime sets its ranges".to_owned()))
                 }
-                Err(error) => (DEFAULT_DATA_DIR.into(), cni_ipam::lock::DEFAULT_LIMIT, Err(error.to_string())),
+                Err(error) => {
+                    (DEFAULT_DATA_DIR.into(), cni_ipam::lock::DEFAULT_LIMIT, Duration::ZERO, Err(error.to_string()))
+                }
             };
             return Some(NetworkPool {
                 network: list.name().to_owned(),
                 data_dir: self.data_dir.map_or(configured_dir, Path::to_owned),
                 lock_timeout,
+                cooldown,
                 ranges,
                 is_configured: true,
             });
@@ -163,7 +169,7 @@ impl IpamContext<'_, '_> {
     pub(crate) fn list_reservations(&self, pool: &NetworkPool) -> Result<Listed, Error> {
         let listed = match self.lock(pool)? {
             Some(mut locked) => locked.list()?,
-            None => Listed { reservations: Vec::new(), unread: Vec::new(), unusual: Vec::new() },
+            None => Listed { reservations: Vec::new(), unread: Vec::new(), unusual: Vec::new(), cooling: Vec::new() },
         };
         listed.unread.iter().for_each(|(_, error)| self.notes.note(error));
         Ok(listed)

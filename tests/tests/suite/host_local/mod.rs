@@ -2,6 +2,7 @@
 
 mod allocation;
 mod bad_disks;
+mod cooldown;
 mod exhaustion;
 mod life;
 mod oversized;
