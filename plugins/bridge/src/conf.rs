@@ -95,7 +95,7 @@ pub struct Keys {
     is_gateway: bool,
     is_default_gateway: bool,
     force_address: bool,
-    ip_masq: bool,
+    ip_masq: Option<Json>,
     ip_masq_backend: Option<String>,
     mtu: Option<Json>,
     group_fwd_mask: Option<i64>,
@@ -158,7 +158,7 @@ impl Conf {
         if raw.disable_container_interface && ipam.is_some() {
             return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
         }
-        let backend = keys::masquerade_backend(raw.ip_masq_backend)?;
+        let masquerade = Masquerading::parse(raw.ip_masq, raw.ip_masq_backend)?;
         if gateway != Gateway::None
             && let Some(vlan) = vlans.as_ref().and_then(|vlans| vlans.access)
         {
@@ -184,7 +184,7 @@ impl Conf {
             bridge,
             gateway,
             force_address: raw.force_address,
-            masquerade: if raw.ip_masq { Masquerading::On(backend) } else { Masquerading::Off },
+            masquerade,
             hairpin: raw.hairpin_mode,
             promiscuous: raw.promisc_mode,
             isolated: raw.port_isolation,
@@ -399,11 +399,14 @@ mod tests {
         let masquerade = |keys: &str| parse(keys, "").unwrap().masquerade;
         assert_eq!(masquerade(""), Masquerading::Off);
         assert_eq!(masquerade(r#","ipMasqBackend":"nftables""#), Masquerading::Off);
-        assert_eq!(masquerade(r#","ipMasq":true"#), Masquerading::On(None));
-        assert_eq!(masquerade(r#","ipMasq":true,"ipMasqBackend":null"#), Masquerading::On(None));
+        let backend_of = |keys: &str| match masquerade(keys) {
+            Masquerading::On(scope) => scope.backend,
+            Masquerading::Off => panic!("{keys}: off"),
+        };
+        assert_eq!(backend_of(r#","ipMasq":true"#), None);
+        assert_eq!(backend_of(r#","ipMasq":true,"ipMasqBackend":null"#), None);
         for backend in [Backend::Iptables, Backend::Nftables] {
-            let keys = format!(r#","ipMasq":true,"ipMasqBackend":"{backend}""#);
-            assert_eq!(masquerade(&keys), Masquerading::On(Some(backend)));
+            assert_eq!(backend_of(&format!(r#","ipMasq":true,"ipMasqBackend":"{backend}""#)), Some(backend));
         }
     }
 

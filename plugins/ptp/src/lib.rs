@@ -12,6 +12,7 @@
 use std::time::Duration;
 
 use cni::config::{self, ConfDns, NetConf};
+use cni::json::Json;
 use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Call, RestoreMode};
@@ -53,7 +54,7 @@ pub struct Conf {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Keys {
-    ip_masq: bool,
+    ip_masq: Option<Json>,
     ip_masq_backend: Option<String>,
     mtu: i64,
     dns: ConfDns,
@@ -71,12 +72,12 @@ impl Interface for Ptp {
 
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
-        let backend = keys::masquerade_backend(keys.ip_masq_backend)?;
+        let masquerade = Masquerading::parse(keys.ip_masq, keys.ip_masq_backend)?;
         let no_ipam = || Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\"");
         Ok(Conf {
             ipam: keys::ipam_type(conf).ok_or_else(no_ipam)?,
             dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
-            masquerade: if keys.ip_masq { Masquerading::On(backend) } else { Masquerading::Off },
+            masquerade,
             mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?,
         })
     }
@@ -85,7 +86,7 @@ impl Interface for Ptp {
         Layer3Policy {
             ipam: Some(&conf.ipam),
             dns: conf.dns.as_ref(),
-            masquerade: conf.masquerade,
+            masquerade: &conf.masquerade,
             gateway: Gateway::Required,
             subnet: SubnetRoute::ThroughGateway,
             ..Layer3Policy::default()

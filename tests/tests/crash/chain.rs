@@ -53,9 +53,14 @@ impl<'w> Chain<'w> {
         let world = self.world;
         // Either the spoof check drops frames of another MAC, or tuning sets a MAC.
         let spoof_check = world.checks_spoofing();
+        // Go's plugins know only booleans.
+        let masquerade = match self.version {
+            "1.0.0" => json!(true),
+            _ => json!({"exclude": ["198.51.100.0/22", "fd00:9::/61"]}),
+        };
         let mut config = match plugin {
             "bridge" => json!({
-                "bridge": "br0", "isDefaultGateway": true, "hairpinMode": true, "ipMasq": true,
+                "bridge": "br0", "isDefaultGateway": true, "hairpinMode": true, "ipMasq": masquerade,
                 "ipMasqBackend": world.backend.key(), "macspoofchk": spoof_check, "ipam": ipam(&world.node, &["10.1.0.0/20", "fd00:1::/64"]),
             }),
             "tuning" => json!({

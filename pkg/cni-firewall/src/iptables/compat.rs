@@ -142,7 +142,8 @@ impl RuleParts {
                 None => self.whole = false,
             },
             (Loaded::Destination, mask) => match fields::prefix(family, mask, data) {
-                Some(prefix) => self.destination = option_words("-d", prefix),
+                // Only rules of nf_tables have several: those of masquerading with exclusions.
+                Some(prefix) => self.destination.extend(option_words("-d", prefix)),
                 None => self.whole = false,
             },
             (Loaded::InputInterface, None) => self.interfaces.extend(option_words("-i", fields::interface(data))),

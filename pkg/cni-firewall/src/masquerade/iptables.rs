@@ -1,11 +1,12 @@
 //! Masquerading in iptables' table `nat`, in the form of the Go plugins.
 //!
 //! `CNI-HASH` is `CNI-` and a hash of network and container, COMMENT is
-//! `name: "NETWORK" id: "CONTAINER"`. Go writes all of these rules except the last:
+//! `name: "NETWORK" id: "CONTAINER"`. Go writes all of these rules except the last two:
 //! ```text
 //! -A POSTROUTING -s ADDRESS -m comment --comment COMMENT -j CNI-HASH
 //! -A CNI-HASH -d NETWORK -m comment --comment COMMENT -j ACCEPT
 //! -A CNI-HASH ! -d 224.0.0.0/4 -m comment --comment COMMENT -j MASQUERADE
+//! -A CNI-HASH -s ADDRESS -d EXCLUDED -m comment --comment COMMENT -j ACCEPT
 //! -A CNI-HASH -s ADDRESS -d NETWORK -m comment --comment cni:NETWORK/CONTAINER/IFNAME
 //! ```
 //! All interfaces of the container in this network share the chain. The last rule, the *tag*, has
@@ -13,6 +14,10 @@
 //! interface leaves the rules of another. Go does not read tags, and removes them with the chain. A
 //! jump from POSTROUTING whose source is in no tag of the chain is *untagged*: Go wrote it (older
 //! releases of Go wrote it as `-s NETWORK`).
+//!
+//! There is an *exclusion*, an ACCEPT rule with a source, for each excluded destination. It
+//! belongs to the attachment with the address, and precedes the MASQUERADE rule. Go removes it with
+//! the chain.
 //!
 //! If a container has addresses of two networks in one family, both ACCEPT rules precede the
 //! MASQUERADE rule. Go appends the second ACCEPT after it, where it is never reached.
@@ -83,20 +88,22 @@ pub(super) fn multicast(family: Family) -> Cidr {
     network.unwrap_or_else(|| Cidr::host(IpAddr::V4(Ipv4Addr::UNSPECIFIED)))
 }
 
-/// The name and the comments in the rules of an attachment.
-struct RuleNames {
+/// The name and the comments in the rules of an attachment, and its excluded destinations.
+struct RuleNames<'a> {
     /// The name of the container's chain.
     chain: String,
     /// The comment of the container's rules.
     comment: String,
     /// The attachment's alias, `cni:NETWORK/CONTAINER/IFNAME`: the comment of its tags.
     alias: String,
+    /// The destinations to which packets keep their source.
+    exclude: &'a [Cidr],
 }
 
-impl RuleNames {
+impl<'a> RuleNames<'a> {
     /// Returns the names for the attachment's rules.
-    fn new(attachment: &AttachmentId) -> RuleNames {
-        RuleNames { chain: chain_of(attachment), comment: comment(attachment), alias: attachment.alias() }
+    fn new(attachment: &AttachmentId, exclude: &'a [Cidr]) -> RuleNames<'a> {
+        RuleNames { chain: chain_of(attachment), comment: comment(attachment), alias: attachment.alias(), exclude }
     }
 
     /// Returns the words of a rule with these matches, the container's comment and this target.
@@ -110,8 +117,8 @@ impl RuleNames {
         self.commented(&["-s", &Cidr::host(address.address()).to_string()], &self.chain)
     }
 
-    /// Returns the rules of the container's chain that let packets to the networks of `addresses`
-    /// keep their source.
+    /// Returns the rules of the container's chain that let packets to the networks of `addresses`,
+    /// and from `addresses` to the excluded destinations, keep their source.
     fn accepts(&self, addresses: &[Cidr]) -> Vec<Vec<String>> {
         let mut rules = Vec::new();
         for address in addresses {
@@ -119,6 +126,11 @@ impl RuleNames {
             if !rules.contains(&rule) {
                 rules.push(rule);
             }
+        }
+        for address in addresses {
+            let source = Cidr::host(address.address()).to_string();
+            let exclusion = |to: &Cidr| self.commented(&["-s", &source, "-d", &to.to_string()], "ACCEPT");
+            rules.extend(self.exclude.iter().map(exclusion));
         }
         rules
     }
@@ -184,7 +196,7 @@ struct ContainerRules {
 
 impl ContainerRules {
     /// Reads the rules of a container.
-    fn read(nat: &mut Chains<'_>, names: &RuleNames) -> Result<ContainerRules> {
+    fn read(nat: &mut Chains<'_>, names: &RuleNames<'_>) -> Result<ContainerRules> {
         // Without the chain, POSTROUTING, which can be long, is not read: a rule cannot jump to a
         // chain that does not exist.
         let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(ContainerRules::default()) };
@@ -218,7 +230,7 @@ impl ContainerRules {
     }
 
     /// Adds to `edit` the rules for `addresses` that are missing.
-    fn add_missing(&self, edit: &mut Edit, names: &RuleNames, family: Family, addresses: &[Cidr]) {
+    fn add_missing(&self, edit: &mut Edit, names: &RuleNames<'_>, family: Family, addresses: &[Cidr]) {
         if self.chain.is_none() {
             edit.create_chain(&names.chain);
         }
@@ -266,6 +278,12 @@ impl ContainerRules {
         for tag in &garbage {
             edit.delete(name, &tag.rule);
         }
+        for (source, rule) in self.exclusions() {
+            let is_garbage = garbage.iter().any(|tag| tag.source == source);
+            if is_garbage && !used_sources.contains(&source) {
+                edit.delete(name, rule);
+            }
+        }
         // An untagged jump does not name its network, and may need any ACCEPT rule.
         if remaining_sources.iter().any(|source| !used_sources.contains(source)) {
             return;
@@ -273,11 +291,25 @@ impl ContainerRules {
         let is_unused = |network: Option<Cidr>| {
             network.is_some() && garbage.iter().any(|tag| tag.network == network) && !used_networks.contains(&network)
         };
-        for rule in chain.rules.iter().filter(|rule| rule.target() == Some("ACCEPT")) {
+        for rule in chain.rules.iter().filter(|rule| rule.target() == Some("ACCEPT") && source(rule).is_none()) {
             if is_unused(rule.value("-d").and_then(|network| network.parse().ok())) {
                 edit.delete(name, rule);
             }
         }
+    }
+
+    /// Returns the rules of the chain for excluded destinations, each with its source.
+    fn exclusions(&self) -> impl Iterator<Item = (Option<Cidr>, &Rule)> {
+        let accepts = self.chain.iter().flat_map(|chain| &chain.rules).filter(|rule| rule.target() == Some("ACCEPT"));
+        accepts.map(|rule| (source(rule), rule)).filter(|(source, _)| source.is_some())
+    }
+
+    /// Returns the exclusions of `addresses` that are not among those of `names`.
+    fn outdated_exclusions(&self, names: &RuleNames<'_>, addresses: &[Cidr]) -> Vec<&Rule> {
+        let hosts: Vec<Option<Cidr>> = addresses.iter().map(|address| Some(Cidr::host(address.address()))).collect();
+        let wanted = names.accepts(addresses);
+        let of_addresses = self.exclusions().filter(|(source, _)| hosts.contains(source)).map(|(_, rule)| rule);
+        of_addresses.filter(|rule| !wanted.iter().any(|words| rule.matches(words))).collect()
     }
 
     /// Adds to `edit` the removal of the jumps for the sources of `garbage`, of the `untagged` ones
@@ -310,15 +342,23 @@ impl ContainerRules {
     }
 }
 
-/// Returns the edit after which exactly `addresses` are the attachment's masqueraded addresses, in
-/// the family of `nat`.
-pub(super) fn ensure(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Edit> {
-    let (mut edit, names) = (Edit::new(), RuleNames::new(attachment));
+/// Returns the edit after which exactly `addresses` are the attachment's masqueraded addresses, and
+/// `exclude` the destinations that are not masqueraded, in the family of `nat`.
+pub(super) fn ensure(
+    nat: &mut Chains<'_>,
+    attachment: &AttachmentId,
+    addresses: &[Cidr],
+    exclude: &[Cidr],
+) -> Result<Edit> {
+    let (mut edit, names) = (Edit::new(), RuleNames::new(attachment, exclude));
     let rules = ContainerRules::read(nat, &names)?;
     rules.add_missing(&mut edit, &names, nat.family(), addresses);
     let tags: Vec<Vec<String>> = addresses.iter().map(|address| names.tag(*address)).collect();
     let is_outdated = |tag: &Tag| tag.alias == names.alias && !tags.iter().any(|words| tag.rule.matches(words));
     rules.remove(&mut edit, &names.chain, is_outdated, Untagged::Keep, addresses);
+    for rule in rules.outdated_exclusions(&names, addresses) {
+        edit.delete(&names.chain, rule);
+    }
     Ok(edit)
 }
 
@@ -328,7 +368,7 @@ pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Resul
     let is_garbage = |tag: &Tag| selected.contains(&tag.alias);
     match filter {
         AttachmentFilter::One { attachment, untagged } => {
-            let names = RuleNames::new(attachment);
+            let names = RuleNames::new(attachment, &[]);
             ContainerRules::read(nat, &names)?.remove(&mut edit, &names.chain, is_garbage, untagged, &[]);
         }
         AttachmentFilter::Garbage { network, valid } => {
@@ -342,15 +382,25 @@ pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Resul
     Ok(edit)
 }
 
-/// Returns a sentence for each rule of the attachment that is missing in the family of `nat`; empty
-/// if none. Accepts rules of any program.
-pub(super) fn check(nat: &mut Chains<'_>, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
-    let names = RuleNames::new(attachment);
-    let ContainerRules { chain, jumps, .. } = ContainerRules::read(nat, &names)?;
+/// Returns a sentence for each rule of the attachment that is missing in the family of `nat`, and
+/// for each exclusion that should not exist; empty if none. Accepts rules of any program.
+pub(super) fn check(
+    nat: &mut Chains<'_>,
+    attachment: &AttachmentId,
+    addresses: &[Cidr],
+    exclude: &[Cidr],
+) -> Result<Vec<String>> {
+    let names = RuleNames::new(attachment, exclude);
+    let rules = ContainerRules::read(nat, &names)?;
+    let mut missing = Vec::new();
+    for rule in rules.outdated_exclusions(&names, addresses) {
+        let words = rule.words().join(" ");
+        missing.push(format!("iptables chain {} has the rule {words}, which ipMasq does not exclude", names.chain));
+    }
+    let ContainerRules { chain, jumps, .. } = rules;
     let Some(chain) = chain else {
         return Ok(vec![format!("iptables chain {} is missing from table nat", names.chain)]);
     };
-    let mut missing = Vec::new();
     for words in names.accepts(addresses).into_iter().chain([names.masquerade(nat.family())]) {
         if !chain.rules.iter().any(|rule| rule.matches(&words)) {
             missing.push(format!("iptables chain {} has no rule {}", names.chain, words.join(" ")));

@@ -24,6 +24,10 @@ use cni_linux::route::Family;
 pub(super) mod iptables;
 pub(super) mod nftables;
 
+/// The largest number of excluded destinations of each family: a rule of nf_tables has at most 128
+/// expressions, and each destination takes three.
+pub const MAX_EXCLUDED: usize = 32;
+
 /// Masquerading in one network namespace.
 ///
 /// Closing a netlink connection that has removed rules waits for an RCU grace period, so such
@@ -33,12 +37,20 @@ pub(super) mod nftables;
 #[derive(Debug)]
 pub struct Masquerade<'m> {
     store: Store<'m>,
+    /// Packets to these destinations keep their source.
+    exclude: Vec<Cidr>,
 }
 
 impl<'m> Masquerade<'m> {
     /// Returns a value that has not opened anything yet; `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> Masquerade<'m> {
-        Masquerade { store: Store::new(machine, notes, Table::Nat, "masquerade rules") }
+        Masquerade { store: Store::new(machine, notes, Table::Nat, "masquerade rules"), exclude: Vec::new() }
+    }
+
+    /// Returns the value with further destinations that [`ensure`](Masquerade::ensure) does not
+    /// masquerade, besides the networks of the addresses. At most [`MAX_EXCLUDED`] of a family.
+    pub fn excluding(self, exclude: &[Cidr]) -> Masquerade<'m> {
+        Masquerade { exclude: exclude.to_vec(), ..self }
     }
 
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
@@ -58,7 +70,7 @@ impl<'m> Masquerade<'m> {
     ) -> Result<Option<Backend>> {
         match backend {
             Some(Backend::Iptables) => self.ensure_in_iptables(attachment, addresses),
-            Some(Backend::Nftables) => Masquerade::ensure_in_nftables(attachment, addresses),
+            Some(Backend::Nftables) => self.ensure_in_nftables(attachment, addresses),
             None => self.ensure_in_working_backend(attachment, addresses),
         }
     }
@@ -70,7 +82,7 @@ impl<'m> Masquerade<'m> {
         for family in families(addresses) {
             // `None` means that iptables is not installed.
             if iptables.chosen_variant(family)?.is_none() {
-                return Masquerade::ensure_in_nftables(attachment, addresses);
+                return self.ensure_in_nftables(attachment, addresses);
             }
         }
         let error = match self.ensure_in_iptables(attachment, addresses) {
@@ -85,19 +97,22 @@ impl<'m> Masquerade<'m> {
         self.store.notes.note(format_args!("nftables is used, because iptables does not work: {error}"));
         // Only what this call may have written: Go's rules can be those of another interface.
         self.undo(attachment, Some(Backend::Iptables))?;
-        Masquerade::ensure_in_nftables(attachment, addresses)
+        self.ensure_in_nftables(attachment, addresses)
     }
 
     /// Does [`ensure`](Masquerade::ensure) in nf_tables.
-    fn ensure_in_nftables(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
-        Ok(nftables::ensure(attachment, addresses)?.then_some(Backend::Nftables))
+    fn ensure_in_nftables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
+        Ok(nftables::ensure(attachment, addresses, &self.exclude)?.then_some(Backend::Nftables))
     }
 
     /// Does [`ensure`](Masquerade::ensure) in iptables, in the variant that the host uses for each
     /// family.
     fn ensure_in_iptables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
         let mut has_changed = false;
-        let plan = |nat: &mut Chains<'_>| iptables::ensure(nat, attachment, &of_family(addresses, nat.family()));
+        let plan = |nat: &mut Chains<'_>| {
+            let family = nat.family();
+            iptables::ensure(nat, attachment, &of_family(addresses, family), &of_family(&self.exclude, family))
+        };
         self.store.ensure_in_iptables(families(addresses), plan, &mut has_changed)?;
         Ok(has_changed.then_some(Backend::Iptables))
     }
@@ -145,15 +160,15 @@ impl<'m> Masquerade<'m> {
     }
 
     /// Returns a sentence for each missing rule of the attachment's addresses; empty if all are
-    /// masqueraded. Accepts Go's rules, in either backend.
+    /// masqueraded, except to the excluded destinations. Accepts Go's rules, in either backend.
     ///
     /// # Errors
     /// The rules of a backend, family or variant cannot be read.
     pub fn check(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
         let mut missing = Vec::new();
         for family in families(addresses) {
-            let addresses = of_family(addresses, family);
-            let mut missing_in_family = nftables::check(attachment, &addresses)?;
+            let (addresses, exclude) = (of_family(addresses, family), of_family(&self.exclude, family));
+            let mut missing_in_family = nftables::check(attachment, &addresses, &exclude)?;
             if missing_in_family.is_empty() {
                 continue;
             }
@@ -161,7 +176,7 @@ impl<'m> Masquerade<'m> {
             let chain = iptables::chain_of(attachment);
             for variant in iptables.variants_to_search(family, &[&chain])? {
                 let mut nat = iptables.read(family, variant)?;
-                let missing_in_variant = iptables::check(&mut nat, attachment, &addresses)?;
+                let missing_in_variant = iptables::check(&mut nat, attachment, &addresses, &exclude)?;
                 // The ADD used the variant that has the container's chain, so the missing rules of
                 // that variant are reported, not those of nftables.
                 if nat.has_chain(&chain)? {

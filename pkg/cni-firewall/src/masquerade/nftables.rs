@@ -10,6 +10,9 @@
 //!         ip6 daddr ff00::/8 return
 //!         goto masq_checks                                                                                        }}
 //! ```
+//! With excluded destinations, the rule has a further `ip daddr != EXCLUDED` for each, so it needs
+//! no order, and Go's DEL removes it like any other.
+//!
 //! KEY is two hashes, of the network and of interface and container, joined by a dash: it
 //! identifies the attachment. The rest of the comment is for people, and cut if it is too long.
 //!
@@ -99,10 +102,14 @@ fn match_family(address: Cidr) -> Vec<Expr> {
     nfproto(u8::try_from(number).unwrap_or_default())
 }
 
-/// Returns the rule `ip saddr ADDRESS ip daddr != NETWORK masquerade`.
-fn masquerade_rule(address: Cidr) -> Vec<Expr> {
-    let network = address.network();
-    let is_outside = not(masked(daddr(network.address()), network.prefix()));
+/// Returns the rule `ip saddr ADDRESS ip daddr != NETWORK masquerade`, with a further `ip daddr !=`
+/// for each of `exclude` that has the address's family.
+fn masquerade_rule(address: Cidr, exclude: &[Cidr]) -> Vec<Expr> {
+    let excluded = exclude.iter().filter(|excluded| excluded.is_ipv4() == address.is_ipv4());
+    let is_outside = std::iter::once(&address.network())
+        .chain(excluded)
+        .flat_map(|network| not(masked(daddr(network.address()), network.prefix())))
+        .collect();
     [match_family(address), saddr(address.address()), is_outside, vec![Expr::Masquerade]].concat()
 }
 
@@ -118,9 +125,9 @@ fn base_rules() -> [Vec<Expr>; 3] {
     [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
 }
 
-/// Makes the attachment's rules those of `addresses`, in one transaction. Returns whether anything
-/// had to change.
-pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bool> {
+/// Makes the attachment's rules those of `addresses` and `exclude`, in one transaction. Returns
+/// whether anything had to change.
+pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr], exclude: &[Cidr]) -> Result<bool> {
     let mut nft = Nft::open()?;
     let comment = comment(attachment);
     engine::change(&mut nft, |nft, batch| {
@@ -129,24 +136,24 @@ pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<bo
         }
         let mut missing = addresses.to_vec();
         for listed in find(nft, AttachmentFilter::one(attachment))? {
-            match missing.iter().position(|address| is_rule_of(&listed, *address)) {
+            match missing.iter().position(|address| is_rule_of(&listed, *address, exclude)) {
                 Some(position) => drop(missing.remove(position)),
                 None => batch.delete_rule(TABLE, CHECKS, listed.handle),
             }
         }
         for address in missing {
-            let rule = Rule::new(masquerade_rule(address)).with_comment(comment.as_str());
+            let rule = Rule::new(masquerade_rule(address, exclude)).with_comment(comment.as_str());
             batch.append_rule(TABLE, CHECKS, &rule);
         }
         Ok(())
     })
 }
 
-/// Whether the rule masquerades packets from `address`. Compared as text, as in
-/// [`has_shared_chains`].
-fn is_rule_of(listed: &Listed, address: Cidr) -> bool {
+/// Whether the rule masquerades packets from `address`, except to `exclude`. Compared as text, as
+/// in [`has_shared_chains`].
+fn is_rule_of(listed: &Listed, address: Cidr, exclude: &[Cidr]) -> bool {
     let family = Family::of(address.address());
-    words(family, &listed.rule.exprs) == words(family, &masquerade_rule(address))
+    words(family, &listed.rule.exprs) == words(family, &masquerade_rule(address, exclude))
 }
 
 /// Adds to `batch` the creation of the table and the two chains, unless they exist, and the
@@ -189,17 +196,19 @@ pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'
 
 /// Returns a sentence for each rule of the attachment that is missing or differs; empty if none. On
 /// a kernel without nf_tables, all rules are missing.
-pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
+pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr], exclude: &[Cidr]) -> Result<Vec<String>> {
     let mut nft = Nft::open()?;
     let has_shared_chains = has_shared_chains(&mut nft)?;
     let rules = find(&mut nft, AttachmentFilter::one(attachment))?;
     let mut missing = Vec::new();
     for address in addresses {
-        if !rules.iter().any(|listed| is_rule_of(listed, *address)) {
+        if !rules.iter().any(|listed| is_rule_of(listed, *address, exclude)) {
+            let outside: Vec<String> =
+                std::iter::once(&address.network()).chain(exclude).map(ToString::to_string).collect();
             missing.push(format!(
                 "nft chain {TABLE} {CHECKS} has no rule that masquerades packets from {} to addresses outside {}",
                 address.address(),
-                address.network()
+                outside.join(", ")
             ));
         }
     }

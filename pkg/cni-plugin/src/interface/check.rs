@@ -141,7 +141,7 @@ impl<'a, C> OpenedAttachment<'a, C> {
         }
         let policy = plugin.layer3(&context.conf);
         let layer3 = Layer3 { ips, routes: prev.routes.clone(), subnet: policy.subnet };
-        let (masquerade, state) = (policy.masquerade, policy.state);
+        let (masquerade, state) = (policy.masquerade.clone(), policy.state);
         Check { context, prev, inner, layer3, expected, masquerade, state }
     }
 }
@@ -354,10 +354,9 @@ impl<'a, C> Check<'a, C> {
 
     /// Describes each masquerade rule that is missing. Returns `None` without `ipMasq`.
     fn missing_masquerade(&self, addresses: &[Cidr]) -> Result<Option<Vec<String>>> {
-        if self.masquerade == Masquerading::Off {
-            return Ok(None);
-        }
-        Ok(Some(masquerade::open(self.context.call).check(&self.context.attachment, addresses)?))
+        let Masquerading::On(scope) = &self.masquerade else { return Ok(None) };
+        let masquerade = masquerade::open(self.context.call).excluding(&scope.exclude);
+        Ok(Some(masquerade.check(&self.context.attachment, &scope.select(addresses))?))
     }
 
     /// Writes the masquerade rules of these addresses again if some are missing and `mode` is
@@ -372,7 +371,7 @@ impl<'a, C> Check<'a, C> {
         if let RestoreMode::Write(rollback) = mode
             && !missing.is_empty()
         {
-            masquerade::ensure(&self.context, self.masquerade, &addresses, rollback)?;
+            masquerade::ensure(&self.context, &self.masquerade, &addresses, rollback)?;
         }
         Ok(Some(missing))
     }

@@ -10,28 +10,32 @@ use cni::{Cidr, Code, Error, Result};
 use cni_firewall::{Backend, Masquerade};
 
 use super::AttachmentContext;
-use crate::keys::Masquerading;
+use crate::keys::{MasqueradeScope, Masquerading};
 
 /// Returns a handle to the masquerade rules of this host, for one call.
 pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
     Masquerade::new(call.machine, call.notes.clone())
 }
 
-/// Writes the masquerade rules of `addresses`, unless `masquerading` is off. Adds the undo to
-/// `rollback`, unless all rules were in place.
+/// Writes the masquerade rules of those of `addresses` that `masquerading` selects. Adds the undo
+/// to `rollback`, unless all rules were in place.
 ///
 /// # Errors
 /// - Code 2 if this host does not have the backend.
 /// - The rules cannot be written.
 pub(super) fn ensure<'a, C>(
     context: &AttachmentContext<'a, C>,
-    masquerading: Masquerading,
+    masquerading: &Masquerading,
     addresses: &[Cidr],
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let Masquerading::On(backend) = masquerading else { return Ok(()) };
+    let Masquerading::On(scope) = masquerading else { return Ok(()) };
+    let (addresses, backend) = (scope.select(addresses), scope.backend);
+    if addresses.is_empty() {
+        return Ok(());
+    }
     let (call, attachment) = (context.call, &context.attachment);
-    let result = open(call).ensure(attachment, backend, addresses);
+    let result = open(call).excluding(&scope.exclude).ensure(attachment, backend, &addresses);
     // After an error, the rules of one address family may be in force.
     let is_in_place = matches!(result, Ok(None));
     if !is_in_place {
@@ -52,8 +56,8 @@ pub(super) fn ensure<'a, C>(
 ///
 /// # Errors
 /// Code 50 if this host does not have the backend.
-pub(super) fn status(call: &Call<'_>, masquerading: Masquerading) -> Result<()> {
-    let Masquerading::On(backend) = masquerading else { return Ok(()) };
+pub(super) fn status(call: &Call<'_>, masquerading: &Masquerading) -> Result<()> {
+    let Masquerading::On(MasqueradeScope { backend, .. }) = *masquerading else { return Ok(()) };
     open(call)
         .probe(backend)
         .map_err(|error| Error::from(error).context(configured_keys(backend)).with_code(Code::NOT_AVAILABLE))

@@ -306,7 +306,7 @@ pub struct Layer3Policy<'c> {
     /// The result's `dns`; `None` for that of the IPAM plugin.
     pub dns: Option<&'c Dns>,
     /// Whether packets that leave the network get the host's address as their source.
-    pub masquerade: Masquerading,
+    pub masquerade: &'c Masquerading,
     /// What ADD does with the gateways in IPAM's answer.
     pub gateway: Gateway,
     /// How the container reaches its own subnet.
@@ -318,13 +318,16 @@ pub struct Layer3Policy<'c> {
     pub state: LinkState,
 }
 
+/// The default of [`Layer3Policy::masquerade`].
+static NOT_MASQUERADED: Masquerading = Masquerading::Off;
+
 impl Default for Layer3Policy<'_> {
     fn default() -> Self {
         Layer3Policy {
             ipam: None,
             inherited: None,
             dns: None,
-            masquerade: Masquerading::Off,
+            masquerade: &NOT_MASQUERADED,
             gateway: Gateway::None,
             subnet: SubnetRoute::OnLink,
             dad: Dad::Skip,

@@ -79,9 +79,14 @@ pub(crate) fn plugins_of_type(config: &[u8], kind: &str) -> Vec<Json> {
     plugins_in(config).into_iter().filter(has_kind).collect()
 }
 
-/// Whether a plugin's object has `key` with the value true.
+/// Whether a plugin's object turns `key` on: with the value true, or, as `ipMasq` can, with an
+/// object that does not turn off both address families.
 pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
-    plugin.get(key) == Some(&Json::Bool(true))
+    match plugin.get(key) {
+        Some(Json::Bool(value)) => *value,
+        Some(keys @ Json::Object(_)) => ["ipv4", "ipv6"].iter().any(|key| keys.get(key) != Some(&Json::Bool(false))),
+        _ => false,
+    }
 }
 
 /// Decodes the result in a cache entry.

@@ -248,7 +248,7 @@ impl ListedPlugin<'_> {
             problems.push(self.warning("ipam", what));
         }
         for key in ["isGateway", "isDefaultGateway", "ipMasq"] {
-            if self.object[key] == json!(true) {
+            if self.object[key] == json!(true) || self.object[key].is_object() {
                 problems.push(self.warning(key, "has no effect without ipam.type"));
             }
         }

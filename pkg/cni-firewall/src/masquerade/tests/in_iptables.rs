@@ -257,6 +257,37 @@ fn a_repeat_changes_nothing_and_a_new_address_replaces_the_old() {
     });
 }
 
+/// Masquerades `addresses` except to `exclude`, and returns all rules.
+fn excluding(rig: &Rig, exclude: &[&str], addresses: &[&str]) -> Vec<String> {
+    let machine = machine();
+    let masquerade = with_folders(&machine, Notes::silent(), rig.folders()).excluding(&cidrs(exclude));
+    masquerade.ensure(&c1(), None, &cidrs(addresses)).unwrap();
+    assert_eq!(masquerade.check(&c1(), &cidrs(addresses)).unwrap(), NONE, "{:#?}", rig.saved());
+    rig.saved()
+}
+
+#[test]
+fn exclusions_follow_the_configuration() {
+    with_each(|rig| {
+        rig.ensure(&c1(), &[NET4, NET6]);
+        let plain = rig.saved();
+        let saved = excluding(rig, &["10.0.0.0/8", "192.0.2.0/25", "fd00::/8"], &[NET4, NET6]);
+        assert_eq!(saved.len(), plain.len() + 3, "{saved:#?}");
+        assert_eq!(excluding(rig, &["10.0.0.0/8", "192.0.2.0/25", "fd00::/8"], &[NET4, NET6]), saved, "a repeat");
+        let at = |word: &str| saved.iter().rposition(|line| line.contains(word)).unwrap();
+        assert!(at("192.0.2.0/25") < at("! -d 224.0.0.0/4") && at("-d fd00::/8") < at("! -d ff00::/8"), "{saved:#?}");
+        let fewer = excluding(rig, &["192.0.2.0/25"], &[NET4, NET6]);
+        assert!(fewer.len() == plain.len() + 1 && fewer.iter().any(|line| line.contains("192.0.2.0/25")), "{fewer:#?}");
+        let moved = excluding(rig, &["192.0.2.0/25"], &["10.99.0.7/16", NET6]);
+        assert!(!moved.iter().any(|line| line.contains("10.88.0.")), "{moved:#?}");
+        rig.ensure(&c1(), &["10.99.0.7/16", NET6]);
+        assert!(!rig.saved().iter().any(|line| line.contains("192.0.2.0")), "{:#?}", rig.saved());
+        excluding(rig, &["10.0.0.0/8", "fd00::/8"], &[NET4, NET6]);
+        rig.gc(&[("c2", "eth0")]);
+        assert_eq!(rig.saved(), NONE);
+    });
+}
+
 #[test]
 fn duplicate_jumps_of_go_are_removed() {
     with_each(|rig| {

@@ -9,7 +9,7 @@ use crate::testing::{nft, on_a_host, ruleset};
 const KEY: &str = "net, if: eth0, id: c1";
 
 fn ensure(attachment: &AttachmentId, addresses: &[&str]) {
-    nftables::ensure(attachment, &cidrs(addresses)).unwrap();
+    nftables::ensure(attachment, &cidrs(addresses), &[]).unwrap();
 }
 
 fn purge(attachment: &AttachmentId) {
@@ -71,7 +71,28 @@ fn the_rules_are_those_of_the_shape_in_the_kernels_terms() {
         assert_eq!(ours.0, theirs.0);
         assert_eq!(unnumbered(&ours.1), unnumbered(&theirs.1));
         assert_eq!(ours.2.matches("\"masquerade\": null").count(), 3, "{}", ours.2);
-        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&ADDRESSES)).unwrap(), Vec::<String>::new());
+        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&ADDRESSES), &[]).unwrap(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn exclusions_are_conditions_of_the_one_rule() {
+    on_a_host(|| {
+        let (c1, addresses) = (attachment("c1", "eth0"), cidrs(&[NET4, NET6]));
+        let most: Vec<String> = (0..32).map(|n| format!("10.{n}.{}.0/22", 4 * n)).collect();
+        let most: Vec<&str> = most.iter().map(String::as_str).collect();
+        for exclude in [&["10.0.0.0/8", "192.0.2.0/25", "fd00::/8"][..], &["192.0.2.0/25"], &[], &most] {
+            let exclude = cidrs(exclude);
+            assert!(nftables::ensure(&c1, &addresses, &exclude).unwrap(), "{exclude:?}");
+            assert!(!nftables::ensure(&c1, &addresses, &exclude).unwrap(), "{exclude:?}: in place");
+            assert_eq!(nftables::check(&c1, &addresses, &exclude).unwrap(), Vec::<String>::new());
+            assert_eq!(rules().len(), 2, "{:#?}", rules());
+            for excluded in &exclude {
+                assert!(rules().concat().contains(&format!("daddr != {excluded} ")), "{excluded}: {:#?}", rules());
+            }
+        }
+        purge(&c1);
+        assert_eq!(rules(), Vec::<String>::new());
     });
 }
 
@@ -82,7 +103,7 @@ fn a_repeat_adds_no_duplicates_and_leaves_other_rules_alone() {
         ensure(&attachment("c1", "eth1"), &["10.88.0.3/24"]);
         let before = rules();
         assert_eq!(before.len(), 3);
-        assert!(!nftables::ensure(&attachment("c1", "eth0"), &cidrs(&[NET4, NET6])).unwrap(), "in place");
+        assert!(!nftables::ensure(&attachment("c1", "eth0"), &cidrs(&[NET4, NET6]), &[]).unwrap(), "in place");
         assert_eq!(rules(), before);
         ensure(&attachment("c1", "eth0"), &["10.88.0.9/24"]);
         assert_eq!(rules().iter().filter(|rule| rule.contains("if: eth0")).count(), 1);
@@ -103,12 +124,12 @@ fn a_damaged_base_chain_is_repaired_and_a_sound_one_unchanged() {
         ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
         assert_eq!(postrouting(), before, "handles included");
         nft("flush chain inet cni_plugins_masquerade postrouting");
-        let missing = nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap();
+        let missing = nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4]), &[]).unwrap();
         assert!(missing[0].contains("does not lead to masq_checks"), "{missing:?}");
         ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
-        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap(), Vec::<String>::new());
-        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.9/24"])).unwrap().is_empty());
-        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.2/16"])).unwrap().is_empty());
+        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4]), &[]).unwrap(), Vec::<String>::new());
+        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.9/24"]), &[]).unwrap().is_empty());
+        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.2/16"]), &[]).unwrap().is_empty());
     });
 }
 
@@ -159,7 +180,7 @@ fn where_there_is_nothing_nothing_is_made() {
         purge(&attachment("c1", "eth0"));
         gc(&[]);
         nftables::probe().unwrap();
-        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4])).unwrap().is_empty());
+        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4]), &[]).unwrap().is_empty());
         assert_eq!(ruleset(), "");
     });
 }

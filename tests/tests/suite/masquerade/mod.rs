@@ -134,6 +134,8 @@ macro_rules! require_both {
     };
 }
 
+mod exclude;
+
 #[test]
 fn packets_to_the_outside_have_the_hosts_address() {
     require_both!();
