@@ -32,6 +32,7 @@ pub mod bridge;
 mod child;
 pub mod conntrack;
 pub mod error;
+pub mod ethtool;
 pub mod file;
 pub mod flock;
 #[cfg(feature = "fuzzing")]
@@ -64,11 +65,13 @@ pub use addr::{Addr, Dad, SavedAddr};
 pub use bond::{BondMode, BondOptions, HashPolicy};
 pub use bridge::{BridgeSettings, BridgeSpec, PortFlags, probe_vlan_filtering};
 pub use error::{Error, Result, TakenName};
+pub use ethtool::{Ethtool, Feature, Features};
 pub use link::{
     BridgeInfo, IpvlanMode, Link, LinkFlag, LinkKind, MacvlanMode, OperState, Port, PortState, Stacked, StackedSpec,
 };
 pub use mac::Mac;
 pub use machine::LinuxMachine;
+pub use neigh::Neighbour;
 pub use netlink::Netlink;
 pub use netns::Netns;
 pub use qdisc::{Filter, Qdisc, QdiscParent, Tbf};

@@ -1,7 +1,8 @@
 //! ADD: reads the current values, writes them to the backup, and then sets the configured values.
 //!
 //! The order of the changes is Go's: the sysctls in the order of the configuration, then MAC,
-//! promiscuous mode, MTU, all-multicast mode and transmit queue. Nothing is changed before the
+//! promiscuous mode, MTU, all-multicast mode and transmit queue; then the features and neighbours,
+//! which Go does not have. Nothing is changed before the
 //! backup is written.
 //!
 //! A list can have several entries of this plugin. They share the attachment's backup, which keeps
@@ -16,12 +17,14 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call};
 use cni::{Code, Error, Result};
-use cni_linux::{Link, LinkFlag, Netlink, Netns};
+use cni_linux::{Link, LinkFlag, Neighbour, Netlink, Netns};
 use cni_plugin::folder::StateFile;
 
 use crate::backup::{self, Attachment, Content, Interface, Namespace, Record, SavedSysctl, make_last};
 use crate::conf::{Conf, LinkConf};
+use crate::features::FeatureChange;
 use crate::key::shown;
+use crate::neighbours;
 use crate::sysctl::{self, Found};
 
 /// Makes the changes of the configuration, and returns `prev` with the changed properties of the
@@ -35,7 +38,7 @@ use crate::sysctl::{self, Found};
 pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Result<Added<'a>> {
     let netns = Rc::new(Netns::open(call.netns()?)?);
     let mut rollback = call.rollback();
-    if conf.sysctls.is_empty() && conf.link.is_empty() {
+    if conf.sysctls.is_empty() && !conf.changes_interface() {
         return Ok(Added { result: prev, rollback });
     }
     let backup = backup::find(call)?;
@@ -63,8 +66,16 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
     for note in &outcome.notes {
         call.notes.note(note);
     }
-    if let Some((netlink, link)) = &outcome.link {
-        change_link(netlink, link, &conf.link, &mut rollback)?;
+    if let Some(InterfaceChange { netlink, link, features, neighbours }) = outcome.interface {
+        if !conf.link.is_empty() {
+            change_link(&netlink, &link, &conf.link, &mut rollback)?;
+        }
+        if let Some(features) = features.map(Rc::new) {
+            let features_of_undo = Rc::clone(&features);
+            rollback.push("put the interface's features back", move || features_of_undo.undo());
+            features.apply()?;
+        }
+        add_neighbours(&netlink, &link, neighbours, &mut rollback)?;
     }
     Ok(Added { result: update_result(call, &netns, &conf.link, prev), rollback })
 }
@@ -88,11 +99,20 @@ struct NamespaceChanges {
 
 /// The outcome of the changes inside the namespace.
 struct NamespaceOutcome {
-    /// The interface, which is not changed yet, with a netlink socket of the namespace. `None` if
-    /// the configuration does not change the interface.
-    link: Option<(Netlink, Link)>,
+    /// The changes to the interface, which are not made yet. `None` if the configuration does not
+    /// change the interface.
+    interface: Option<InterfaceChange>,
     /// Notes for the operator.
     notes: Vec<String>,
+}
+
+/// The interface before its changes, with sockets of its namespace.
+struct InterfaceChange {
+    netlink: Netlink,
+    link: Link,
+    features: Option<FeatureChange>,
+    /// The neighbours that do not exist yet.
+    neighbours: Vec<Neighbour>,
 }
 
 impl NamespaceChanges {
@@ -100,8 +120,8 @@ impl NamespaceChanges {
     fn apply(&self, conf: &Conf) -> Result<NamespaceOutcome> {
         let mut notes = Vec::new();
         let sysctls = sysctl::find_all(&conf.sysctls)?;
-        let link = if conf.link.is_empty() { None } else { Some(self.find_link()?) };
-        let mut record = self.initial_record(link.as_ref().map(|(_, link)| link), &mut notes)?;
+        let interface = if conf.changes_interface() { Some(self.find_interface(conf)?) } else { None };
+        let mut record = self.initial_record(interface.as_ref().map(|change| &change.link), &mut notes)?;
         // Writing an empty value would change nothing. Go accepts it without a message.
         let (ignored, to_write): (Vec<Found>, Vec<Found>) =
             sysctls.into_iter().partition(|found| found.sysctl.value.is_empty());
@@ -110,8 +130,10 @@ impl NamespaceChanges {
             notes.push(format!("sysctl {key} has an empty value: it is not changed"));
         }
         save_sysctls(&mut record, &to_write);
-        if let Some((_, link)) = &link {
+        if let Some(InterfaceChange { link, features, neighbours, .. }) = &interface {
             save_link(&mut record, &conf.link, link);
+            neighbours::save(&mut record, neighbours);
+            features.iter().for_each(|features| features.save(&mut record));
         }
         // Nothing was saved if none of the sysctls can be read. DEL then has nothing to restore.
         if record.has_link_settings() || !record.sysctls.is_empty() {
@@ -121,7 +143,19 @@ impl NamespaceChanges {
         // Stored before the first write, so that `undo` finds them if a write fails.
         let to_write = self.sysctls.get_or_init(|| to_write);
         self.write_sysctls(to_write, &mut record)?;
-        Ok(NamespaceOutcome { link, notes })
+        Ok(NamespaceOutcome { interface, notes })
+    }
+
+    /// Finds the interface and its changes.
+    ///
+    /// # Errors
+    /// - Code 4 if the interface does not exist.
+    /// - Code 7 if a feature is unknown or fixed, 102 if a neighbour has another MAC.
+    fn find_interface(&self, conf: &Conf) -> Result<InterfaceChange> {
+        let (netlink, link) = self.find_link()?;
+        let features = FeatureChange::find(&self.attachment.ifname, &conf.features)?;
+        let neighbours = neighbours::missing(&netlink, &link, &conf.neighbours)?;
+        Ok(InterfaceChange { netlink, link, features, neighbours })
     }
 
     /// Finds the interface, and returns it with a netlink socket of the namespace.
@@ -352,6 +386,25 @@ fn put_link_back(netlink: &Netlink, before: &Link, conf: &LinkConf) -> Result<()
         results.push(netlink.set_mac(index, mac));
     }
     Error::join(results.into_iter().filter_map(Result::err).map(Error::from))
+}
+
+/// Creates the permanent neighbours.
+fn add_neighbours(
+    netlink: &Netlink,
+    link: &Link,
+    neighbours: Vec<Neighbour>,
+    rollback: &mut Rollback<'_>,
+) -> Result<()> {
+    if neighbours.is_empty() {
+        return Ok(());
+    }
+    let (netlink_of_undo, index, neighbours_of_undo) = (netlink.clone(), link.index, neighbours.clone());
+    let undo = move || neighbours::purge(&netlink_of_undo, index, &neighbours_of_undo);
+    rollback.push("remove the permanent neighbours", undo);
+    for neighbour in neighbours {
+        netlink.set_permanent_neighbour(index, neighbour)?;
+    }
+    Ok(())
 }
 
 /// Converts a boolean to the state of a link's flag.

@@ -8,6 +8,8 @@
 //! Both parts of the file's name may contain `_`, so the name does not identify the attachment. The
 //! content does, but not in Go's files.
 
+use std::collections::BTreeMap;
+
 use cni::config::NetConf;
 use cni::json::Json;
 use cni::skel::Call;
@@ -17,6 +19,7 @@ use cni_plugin::folder::{self, Folder, StateFile};
 use serde::{Deserialize, Serialize};
 
 use crate::conf::data_dir;
+use crate::neighbours::SavedNeighbour;
 use crate::value::is_same;
 
 /// The content of a file.
@@ -47,6 +50,12 @@ pub(crate) struct Record {
     /// The original length of the transmit queue.
     #[serde(rename = "txQLen", skip_serializing_if = "Option::is_none")]
     pub(crate) txqlen: Option<u32>,
+    /// The original values of the features of the interface: whether they were asked for.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) ethtool: BTreeMap<String, bool>,
+    /// The permanent neighbours that were created.
+    #[serde(rename = "staticNeighbors", skip_serializing_if = "Vec::is_empty")]
+    pub(crate) neighbours: Vec<SavedNeighbour>,
     /// The sysctls in the order in which they were written first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) sysctls: Vec<SavedSysctl>,
@@ -86,6 +95,8 @@ pub(crate) struct Written {
     pub(crate) allmulti: Vec<bool>,
     #[serde(rename = "txQLen", skip_serializing_if = "Vec::is_empty")]
     pub(crate) txqlen: Vec<u32>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) ethtool: BTreeMap<String, Vec<bool>>,
 }
 
 /// The attachment that a record belongs to, with its namespace.
@@ -225,6 +236,8 @@ impl Record {
         add_setting("promisc", self.promisc.map(|promisc| promisc.to_string()));
         add_setting("allmulti", self.allmulti.map(|allmulti| allmulti.to_string()));
         add_setting("txQLen", self.txqlen.map(|length| length.to_string()));
+        texts.extend(self.ethtool.iter().map(|(name, is_on)| format!("ethtool {name} {is_on}")));
+        texts.extend(self.neighbours.iter().map(|saved| format!("no neighbour {} {}", saved.ip, saved.mac)));
         texts
     }
 
@@ -240,6 +253,8 @@ impl Record {
             || self.promisc.is_some()
             || self.allmulti.is_some()
             || self.txqlen.is_some()
+            || !self.ethtool.is_empty()
+            || !self.neighbours.is_empty()
     }
 
     /// Decodes a backup. The error is the reason why it cannot be decoded.
@@ -282,6 +297,8 @@ mod tests {
             mtu: Some(1500),
             allmulti: Some(true),
             txqlen: Some(0),
+            ethtool: BTreeMap::from([("tx-gre-segmentation".into(), true)]),
+            neighbours: vec![SavedNeighbour { ip: "10.1.0.9".into(), mac: "02:00:00:00:00:09".into() }],
             sysctls: vec![SavedSysctl {
                 path: "net/ipv4/x".into(),
                 original: "0".into(),

@@ -14,10 +14,11 @@ use cni::result::AddResult;
 use cni::rollback::Notes;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
-use cni_linux::{Link, Mac, Netlink, Netns};
+use cni_linux::{Ethtool, Link, Mac, Neighbour, Netlink, Netns};
 
 use crate::backup::{self, Content, Namespace, Record, SavedSysctl};
 use crate::conf::{Conf, LinkConf};
+use crate::features;
 use crate::key::cut;
 use crate::sysctl::{self, Found};
 use crate::value::is_same;
@@ -33,16 +34,25 @@ use crate::value::is_same;
 pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()> {
     let netns = Netns::open(call.netns()?)?;
     let record = own_record(call, &netns)?;
-    let (netlink, sysctls) = netns.run(|| {
+    let (netlink, ethtool, sysctls) = netns.run(|| {
         let netlink = Netlink::open();
+        let ethtool = (!conf.features.is_empty()).then(Ethtool::open);
         let sysctls: Vec<Result<Found>> = conf.sysctls.iter().map(sysctl::find).collect();
-        (netlink, sysctls)
+        (netlink, ethtool, sysctls)
     })?;
     let mut errors: Vec<Error> = sysctls.into_iter().filter_map(|found| check_sysctl(found, &record).err()).collect();
     let is_in_result = prev.find_interface(&call.ifname, call.sandbox()).is_some();
-    match netlink?.find_link(&call.ifname)? {
-        Some(link) => errors.extend(check_link(&link, &conf.link, &record, &call.notes)),
-        None if is_in_result || !conf.link.is_empty() => {
+    let (netlink, ethtool) = (netlink?, ethtool.transpose()?);
+    match netlink.find_link(&call.ifname)? {
+        Some(link) => {
+            errors.extend(check_link(&link, &conf.link, &record, &call.notes));
+            if let Some(ethtool) = &ethtool {
+                let found = features::differences(ethtool, &link.name, &conf.features, &record)?;
+                errors.extend(found.into_iter().map(|[what, expected, found]| difference(what, expected, found)));
+            }
+            errors.extend(check_neighbours(&netlink, &link, &conf.neighbours)?);
+        }
+        None if is_in_result || conf.changes_interface() => {
             let msg = format!("Cannot find container link {}", call.ifname);
             // The first error, because it is the cause if the interface's sysctls do not exist.
             errors.insert(0, Error::new(Code::UNKNOWN_CONTAINER, msg));
@@ -120,6 +130,20 @@ fn check_link(link: &Link, conf: &LinkConf, record: &Record, notes: &Notes) -> V
         notes.note(difference(format_args!("transmit queue length of {name}"), length, link.txqlen));
     }
     errors
+}
+
+/// Returns an error for each neighbour that the interface does not have as a permanent one.
+fn check_neighbours(netlink: &Netlink, link: &Link, wanted: &[Neighbour]) -> Result<Vec<Error>> {
+    if wanted.is_empty() {
+        return Ok(Vec::new());
+    }
+    let existing = netlink.list_permanent_neighbours(link.index)?;
+    let missing = wanted.iter().filter(|neighbour| !existing.contains(neighbour));
+    let error = |Neighbour { ip, mac }: &Neighbour| {
+        let found = existing.iter().find(|existing| existing.ip == *ip).map(|existing| existing.mac.to_string());
+        difference(format_args!("neighbour {ip} of {}", link.name), mac, found.as_deref().unwrap_or("absent"))
+    };
+    Ok(missing.map(error).collect())
 }
 
 /// Whether the found value is the expected one, or the value that a later entry of the list has

@@ -11,10 +11,11 @@ use cni::config::NetConf;
 use cni::json::Json;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
-use cni_linux::Mac;
+use cni_linux::{Mac, Neighbour};
 use serde::Deserialize;
 
 use crate::key::{Key, cut};
+use crate::neighbours;
 
 /// The folder of backups if the configuration names none. It is Go's.
 const DEFAULT_DATA_DIR: &str = "/run/cni/tuning";
@@ -26,6 +27,17 @@ pub(crate) struct Conf {
     pub(crate) sysctls: Vec<Sysctl>,
     /// The changes to the interface.
     pub(crate) link: LinkConf,
+    /// The features of the interface that are turned on or off.
+    pub(crate) features: Vec<Feature>,
+    /// The permanent neighbours of the interface.
+    pub(crate) neighbours: Vec<Neighbour>,
+}
+
+/// A feature of the interface, by the kernel's name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Feature {
+    pub(crate) name: String,
+    pub(crate) is_on: bool,
 }
 
 /// A sysctl and the value that ADD writes.
@@ -58,7 +70,17 @@ struct Raw {
     allmulti: Option<bool>,
     #[serde(rename = "txQLen")]
     txqlen: Option<i64>,
+    /// `null` does not change the feature.
+    ethtool: BTreeMap<String, Option<bool>>,
+    static_neighbors: Vec<RawNeighbor>,
     runtime_config: RuntimeConfig,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawNeighbor {
+    ip: String,
+    mac: String,
 }
 
 #[derive(Default, Deserialize)]
@@ -88,6 +110,11 @@ impl LinkConf {
 }
 
 impl Conf {
+    /// Whether the interface is changed.
+    pub(crate) fn changes_interface(&self) -> bool {
+        !self.link.is_empty() || !self.features.is_empty() || !self.neighbours.is_empty()
+    }
+
     /// Reads the configuration, and `MAC` of CNI_ARGS.
     ///
     /// # Errors
@@ -135,7 +162,10 @@ impl Conf {
             allmulti: args.allmulti.or(raw.allmulti),
             txqlen: args.txqlen.or(raw.txqlen).map(|length| convert_number("txQLen", length)).transpose()?,
         };
-        Ok(Conf { sysctls: sysctls.all, link })
+        let feature = |(name, is_on): (String, Option<bool>)| is_on.map(|is_on| Feature { name, is_on });
+        let features = raw.ethtool.into_iter().filter_map(feature).collect();
+        let neighbours = neighbours::parse(raw.static_neighbors.iter().map(|raw| (raw.ip.as_str(), raw.mac.as_str())))?;
+        Ok(Conf { sysctls: sysctls.all, link, features, neighbours })
     }
 }
 

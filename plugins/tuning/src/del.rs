@@ -7,12 +7,13 @@
 
 use cni::skel::Call;
 use cni::{Error, Result};
-use cni_linux::{Link, Netlink, Netns, sysctl};
+use cni_linux::{Ethtool, Link, Netlink, Netns, sysctl};
 
 use crate::add::on_or_off;
 use crate::backup::{self, Content, Interface, Namespace, Record};
 use crate::sysctl::write_original;
 use crate::value::is_same;
+use crate::{features, neighbours};
 
 /// Restores the settings of the attachment and removes its backup. A backup that cannot be decoded
 /// is noted and removed. The backup of another attachment is noted and stays.
@@ -65,11 +66,19 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         return Ok(());
     }
     let restore_interface = || -> Result<()> {
-        let netlink = netns.run(Netlink::open)??;
+        let open = || (Netlink::open(), (!record.ethtool.is_empty()).then(Ethtool::open));
+        let (netlink, ethtool) = netns.run(open)?;
+        let (netlink, ethtool) = (netlink?, ethtool.transpose()?);
         if let Some(link) = netlink.find_link(&call.ifname)? {
             let recorded = attachment.and_then(|attachment| attachment.interface.as_ref());
             // Go's files do not record the interface.
             if recorded.is_none_or(|recorded| *recorded == Interface::from(&link)) {
+                if let Err(error) = neighbours::purge(&netlink, link.index, &neighbours::saved(record)) {
+                    call.notes.note(error);
+                }
+                for note in ethtool.iter().flat_map(|ethtool| features::restore(ethtool, &link.name, record)) {
+                    call.notes.note(note);
+                }
                 restore_link(call, &netlink, &link, record);
             } else {
                 let why = "it is not the interface that ADD has changed";

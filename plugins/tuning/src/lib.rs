@@ -1,10 +1,11 @@
 //! The plugin `tuning`: changes settings of an interface that another plugin has created, and of
 //! its network namespace: sysctls, MAC, MTU, promiscuous and all-multicast mode, length of the
-//! transmit queue.
+//! transmit queue, features of the driver, permanent neighbours.
 //!
 //! - `conf`: the configuration; `key`: the names of sysctls; `allowlist`: the sysctls that the
 //!   node's administrator permits.
 //! - `add`, `check`, `del`, `gc`: the verbs.
+//! - `features`, `neighbours`: the keys `ethtool` and `staticNeighbors`.
 //! - `backup`: the original values of an attachment, in a file; `sysctl`: the values in the
 //!   container; `value`: compares two values.
 //!
@@ -18,11 +19,13 @@ mod backup;
 mod check;
 mod conf;
 mod del;
+mod features;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod gc;
 mod key;
+mod neighbours;
 mod sysctl;
 mod value;
 

@@ -126,6 +126,8 @@ pub(crate) enum Kind {
     DelRule = libc::RTM_DELRULE,
     GetRule = libc::RTM_GETRULE,
     NewNeighbour = libc::RTM_NEWNEIGH,
+    DelNeighbour = libc::RTM_DELNEIGH,
+    GetNeighbour = libc::RTM_GETNEIGH,
     NewQdisc = libc::RTM_NEWQDISC,
     DelQdisc = libc::RTM_DELQDISC,
     GetQdisc = libc::RTM_GETQDISC,

@@ -49,9 +49,8 @@ pub(crate) enum TunSetting {
     Persist,
 }
 
-/// Creates a tun or tap interface in the calling thread's network namespace and attaches `device`,
-/// an open `/dev/net/tun`, to it. `flags` are `IFF_*`. Fails with EINVAL if the name is too long.
-pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::Result<()> {
+/// Returns a request about the interface `name`. Fails with EINVAL if the name is too long.
+fn ifreq(name: &str) -> io::Result<libc::ifreq> {
     // SAFETY: all zeroes is an ifreq: an empty name, and a union of plain numbers.
     let mut request: libc::ifreq = unsafe { MaybeUninit::zeroed().assume_init() };
     // The last byte of the field stays zero: it ends the name.
@@ -61,6 +60,59 @@ pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::R
     for (field_byte, name_byte) in request.ifr_name.iter_mut().zip(name.bytes()) {
         *field_byte = name_byte.cast_signed() as libc::c_char;
     }
+    Ok(request)
+}
+
+/// A request about the features of an interface.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum EthtoolRequest<'a> {
+    /// Returns the names of all features. The third word of the answer is their number.
+    FeatureNames,
+    /// Returns the state of all features. The second word of the answer is the number of blocks.
+    Features,
+    /// Sets features. The blocks must be as many as those of the interface; the kernel refuses
+    /// another number.
+    SetFeatures(&'a [u32]),
+}
+
+/// The number of words of the buffer for requests and answers: 64 KiB. The kernel has had 64
+/// features at most, whose names take 2 KiB.
+const ETHTOOL_WORDS: usize = 16 * 1024;
+/// The number of blocks of features, each for 32, that the buffer has room for.
+const MAX_FEATURE_BLOCKS: u32 = 64;
+
+/// Sends a request about the interface `ifname` of the socket's namespace. Returns the buffer,
+/// which begins with the kernel's answer. Fails with EINVAL if the name or the request is too long.
+pub(crate) fn ethtool(socket: impl AsFd, ifname: &str, request: EthtoolRequest<'_>) -> io::Result<Vec<u32>> {
+    let mut buffer = match request {
+        // ETHTOOL_GSTRINGS, ETH_SS_FEATURES.
+        EthtoolRequest::FeatureNames => vec![0x1b, 4],
+        // ETHTOOL_GFEATURES.
+        EthtoolRequest::Features => vec![0x3a, MAX_FEATURE_BLOCKS],
+        // ETHTOOL_SFEATURES, with two words in each block.
+        EthtoolRequest::SetFeatures(blocks) => [&[0x3b, (blocks.len() / 2) as u32], blocks].concat(),
+    };
+    if buffer.len() > ETHTOOL_WORDS {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    buffer.resize(ETHTOOL_WORDS, 0);
+    let mut request = ifreq(ifname)?;
+    request.ifr_ifru.ifru_data = buffer.as_mut_ptr().cast();
+    // SIOCETHTOOL.
+    const REQUEST: libc::Ioctl = 0x8946;
+    // SAFETY: the descriptor is open for as long as it is borrowed. The kernel reads the ifreq and
+    // accesses `buffer`, which both live until after the call, according to the command at the
+    // beginning of the buffer: it writes the names of its features, of which no kernel has more
+    // than the buffer has room for, or at most the given number of blocks, or reads the given
+    // blocks.
+    check(unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), REQUEST, &raw mut request) }.into())?;
+    Ok(buffer)
+}
+
+/// Creates a tun or tap interface in the calling thread's network namespace and attaches `device`,
+/// an open `/dev/net/tun`, to it. `flags` are `IFF_*`. Fails with EINVAL if the name is too long.
+pub(crate) fn create_tun(device: &File, name: &str, flags: libc::c_int) -> io::Result<()> {
+    let mut request = ifreq(name)?;
     // The field of `ifreq` has 16 bits.
     let flags = flags as u16;
     request.ifr_ifru.ifru_flags = flags.cast_signed();

@@ -7,6 +7,7 @@ mod allowlist;
 mod backup;
 mod chain;
 mod check;
+mod extras;
 mod failure;
 mod knobs;
 mod mixed;
