@@ -179,8 +179,8 @@ fn an_existing_neighbour_with_the_same_mac_stays() {
     assert_eq!(neighbours(&container), ENTRIES[..1]);
 }
 
-/// Interrupts a verb at every third system call. After a failed ADD nothing is left, and after a DEL that
-/// follows a killed verb neither.
+/// Interrupts a verb at every third system call. After a failed ADD nothing is left, and after a
+/// DEL that follows a killed verb neither.
 fn interrupted(verb: &str, act: Act) -> usize {
     let node = Node::new();
     let container = pod_up(&node);
